@@ -13,8 +13,7 @@ from sinkscope.commands.repeat import differences
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_notices
-from sinkscope.measuring.manifest import make_manifest
-from sinkscope.measuring.measure import measure
+from sinkscope.measuring.measure import make_manifest, measure
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, open_subject, options_of
 from sinkscope.models.in_memory import text_of

@@ -20,8 +20,7 @@ from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import Target, parse, parse_all
 from sinkscope.measuring.console import print_line, print_notices, print_part
 from sinkscope.measuring.experiment import Experiment
-from sinkscope.measuring.manifest import Facts, make_manifest
-from sinkscope.measuring.measure import measure
+from sinkscope.measuring.measure import Facts, make_manifest, measure
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.random_weights import random_weights
@@ -49,7 +48,7 @@ from sinkscope.results.bos import OPTIONS as BOS_OPTIONS
 from sinkscope.results.bos import WITHOUT
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 from sinkscope.results.run import RunData
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.verdict.scorecard import Scorecard
 
 STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens

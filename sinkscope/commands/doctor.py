@@ -16,8 +16,7 @@ from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTENTION, Observable
-from sinkscope.measuring.parity import Parity, round_off
-from sinkscope.measuring.same_attention import Comparison, comparing
+from sinkscope.measuring.parity import Comparison, Parity, comparing, round_off
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import model_inputs, open_tracer
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family, embedding_weight, input_device

@@ -13,7 +13,7 @@ from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
 from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.experiment import BEFORE, Experiment
-from sinkscope.measuring.manifest import Facts, make_manifest
+from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, open_subject, options_of
 from sinkscope.options.measuring import InterveneOptions

@@ -11,18 +11,17 @@ from sinkscope.commands.repeat import differences
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
-from sinkscope.measuring.manifest import Facts, make_manifest
+from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.quantization_study import Ranges, Study
-from sinkscope.measuring.quantized import Bench
+from sinkscope.measuring.quantization_study import Bench, Ranges, Study
 from sinkscope.measuring.subject import ModelLike, Subject, check_config, is_in_memory, open_subject, options_of
 from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.output.outputs import finished
 from sinkscope.output.run import Run
-from sinkscope.quantization.ranges import Precision
+from sinkscope.quantization.grids import Precision
 from sinkscope.quantization.sites import INPUT, full_precision_modules, not_quantized
 from sinkscope.results.folders import own_folder
 from sinkscope.text.inputs import TokenInputs
@@ -63,7 +62,7 @@ def quantize(
         config: all options at once, in place of `options`.
         figures, page: as for `analyze`.
         **options: `scheme` (quantization/sites.py), `bits_weights`, `bits_activations`, `bits_kv_cache`,
-            `weights_per`, `activations_per`, `kv_cache_per` (quantization/ranges.py), `calibration` (the number of
+            `weights_per`, `activations_per`, `kv_cache_per` (quantization/grids.py), `calibration` (the number of
             sequences, behind those that are evaluated in the same input, that the ranges come from), and those of
             `analyze`.
 

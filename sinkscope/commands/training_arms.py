@@ -35,9 +35,9 @@ from sinkscope.commands.training_plan import Plan
 from sinkscope.errors import InputError
 from sinkscope.html_page import renew_page
 from sinkscope.measuring.console import print_notices, print_part, spinner
-from sinkscope.measuring.manifest import make_manifest as run_manifest
+from sinkscope.measuring.measure import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
-from sinkscope.measuring.quantized import w8a8
+from sinkscope.measuring.quantization_study import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, open_subject
 from sinkscope.measuring.tables import all_tables
 from sinkscope.models.family import Family

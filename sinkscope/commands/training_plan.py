@@ -20,7 +20,7 @@ from sinkscope.options.measuring import RunConfig
 from sinkscope.options.training import ArmOptions, TrainingConfig
 from sinkscope.results.folders import alone_in
 from sinkscope.results.resume import check_resumable
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.training.arms import Method
 from sinkscope.training.sharding import by_the_first
 from sinkscope.training.trainer import check_trainable

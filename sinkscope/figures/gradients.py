@@ -44,7 +44,7 @@ from sinkscope.figures.style import (
     Look,
     new_figure,
 )
-from sinkscope.measuring.gradient_summary import compress_fits, fit_points, pathway_norms
+from sinkscope.measuring.summary import compress_fits, fit_points, pathway_norms
 from sinkscope.results.metrics import METRICS, TOKEN_GROUPS
 from sinkscope.results.run import RunData
 

@@ -22,9 +22,8 @@ from sinkscope.figures.style import (
     Look,
     new_figure,
 )
-from sinkscope.quantization.attention import KEYS, SCORES, SOFTMAX, VALUES
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
-from sinkscope.quantization.sites import INPUT, NO_LAYER, OUTPUT, SUM, WEIGHT
+from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.verdict.quantization import label, probed, whole

@@ -1,15 +1,13 @@
-"""Changes of a model for the length of a block, one mechanism a file. A new one is a file here and a line below."""
+"""Interventions: changes of a model for the length of a block. To add one, write it here and register it below."""
 
 from collections.abc import Iterable
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.interventions.first_embedding import NullifyFirstEmbedding
 from sinkscope.interventions.intervention import Intervention, Known, Target, applied
-from sinkscope.interventions.key_columns import ZeroKeyColumns
-from sinkscope.interventions.massive import MeanMassive, ZeroMassive
+from sinkscope.interventions.massive import MeanMassive, RescaleNorm, ZeroMassive
 from sinkscope.interventions.positional_encoding import ReplaceEpe, TransplantEpe
-from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias
-from sinkscope.interventions.rescale_norm import RescaleNorm
+from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias, ZeroKeyColumns
 from sinkscope.interventions.sink_mask import MaskSink
 from sinkscope.interventions.sink_value import MeanSinkValue, ScaleSinkValue
 from sinkscope.interventions.streaming_window import StreamingWindow
@@ -36,12 +34,12 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
 
 
 def parse(text: str) -> Intervention:
-    """An intervention as the command line has it: NAME or NAME:key=value,key=value.
+    """Parse an intervention of the command line: NAME or NAME:key=value,key=value.
 
     A value may be a list: coordinates=138,447 or layers=1-3.
 
     Raises:
-        InputError: a name, parameter or value does not exist.
+        InputError: A name, parameter or value does not exist.
     """
     name, _, rest = text.partition(":")
     name = name.strip()
@@ -64,7 +62,7 @@ def parse(text: str) -> Intervention:
 
 
 def parse_all(do: str | Intervention | Iterable[str | Intervention]) -> tuple[Intervention, ...]:
-    """One or several interventions, as text or objects."""
+    """Parse one or several interventions, given as text or objects."""
     parts = [do] if isinstance(do, str | Intervention) else list(do)
     return tuple(parse(part) if isinstance(part, str) else part for part in parts)
 

@@ -1,18 +1,11 @@
-"""The first token's embedding taken away, its position kept (NU intervention 4)."""
+"""Removal of the first token's embedding, keeping its position (NU intervention 4)."""
 
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
 
-from sinkscope.interventions.intervention import (
-    Expectation,
-    Indices,
-    Intervention,
-    Known,
-    Target,
-    edited_positions,
-)
+from sinkscope.interventions.intervention import Expectation, Indices, Intervention, Known, Target, edited_positions
 
 
 class NullifyFirstEmbedding(Intervention):

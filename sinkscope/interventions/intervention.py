@@ -1,4 +1,4 @@
-"""What every intervention is, and how tensors are edited at given positions of every sequence."""
+"""The base class of interventions, editing of tensors at given positions, random controls, and expectations."""
 
 import inspect
 import re
@@ -22,11 +22,11 @@ from sinkscope.errors import InputError, SinkscopeError, counted
 from sinkscope.models.edits import check_parameters, edited_output
 from sinkscope.models.family import Family
 from sinkscope.models.projections import Projection, Role, check_plain, lacking, projections
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.retrofit import registers_before
 
 
 class Layout(threading.local):
-    """The start of each sequence of the current batch, recorded by a hook on the model for each thread."""
+    """The start of each sequence of the current batch, recorded per thread by a hook on the model."""
 
     def __init__(self) -> None:
         self.mask: torch.Tensor | None = None
@@ -34,36 +34,36 @@ class Layout(threading.local):
         self.length = 0  # tokens in the cache and the batch
 
     def record(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Forward pre-hook of the whole model."""
+        """Record the inputs of a forward pass: a forward pre-hook of the whole model."""
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         tokens = next(x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
-        if isinstance(mask, dict):  # made by `generate`, one for each type of layer
+        if isinstance(mask, dict):  # `generate` makes one for each type of layer
             mask = mask.get("full_attention", next(iter(mask.values())))
         self.mask = mask if isinstance(mask, torch.Tensor) else None
-        self.past = int(cache.get_seq_length()) if cache is not None else 0  # of a static cache a tensor that grows
+        self.past = int(cache.get_seq_length()) if cache is not None else 0  # a static cache returns a mutable tensor
         self.length = self.past + tokens.shape[1] + (0 if self.past else registers_before(module))
 
     def start(self, device: torch.device) -> torch.Tensor:
-        """The column of each sequence's position 0, (B,) or (1,), counted from the first column of the cache.
+        """Return the column of each sequence's position 0, (B,) or (1,), counted from the first column of the cache.
 
         Raises:
-            InputError: a mask (B,1,T,T) that may be a padded batch's or a sliding window's.
+            InputError: A mask (B,1,T,T) may belong to a padded batch or a sliding window.
         """
         if self.mask is not None and self.mask.dim() == 2:
             return self.mask.to(device).int().argmax(dim=1)
         if self.mask is not None:
-            seen = self.mask[:, 0, -1, 0]  # of the first column, by the last token
+            seen = self.mask[:, 0, -1, 0]  # whether the last token sees the first column
             if not bool((seen if seen.dtype == torch.bool else seen > MASKED).all()):
                 raise InputError(
-                    "where each sequence begins cannot be told from a mask of four dimensions: pass an attention_mask "
-                    "of two, and no static cache with a padded batch or a sliding window"
+                    "the start of each sequence is unknown with a four-dimensional mask: pass a two-dimensional "
+                    "attention_mask, and no static cache with a padded batch or a sliding window"
                 )
         return torch.zeros(1, dtype=torch.long, device=device)
 
     def locate(self, x: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows and columns of x (B,T,…) at which sequences have this position."""
+        """Return the rows and columns of x (B,T,…) at which sequences have this position."""
         columns = (self.start(x.device) + position - self.past).expand(x.shape[0])
         rows = ((columns >= 0) & (columns < x.shape[1])).nonzero().flatten()
         return rows, columns[rows]
@@ -71,11 +71,11 @@ class Layout(threading.local):
 
 @dataclass
 class Target:
-    """A model with its seams in."""
+    """A model with its seams in place."""
 
     model: PreTrainedModel
     family: Family
-    seams: dict[int, Seam]  # by layer, of those that have attention
+    seams: dict[int, Seam]  # by layer, for the layers that have attention
     layout: Layout = field(default_factory=Layout)
 
     @property
@@ -83,28 +83,28 @@ class Target:
         return self.family.layer_modules(self.model)
 
     def attending(self, layers: tuple[int, ...] | None = None) -> list[int]:
-        """The named layers, or all that have attention.
+        """Return the named layers, or all that have attention.
 
         Raises:
-            InputError: a named one has none.
+            InputError: A named layer has no attention.
         """
         have = list(self.family.attentions(self.model))
         without = next((layer for layer in layers or () if layer not in have), None)
         if without is not None:
-            raise InputError(f"layer {without} has no attention: {self.family.block(without).kind} stands in its place")
+            raise InputError(f"layer {without} has no attention: it has {self.family.block(without).kind} instead")
         return have if layers is None else list(layers)
 
     @property
     def width(self) -> int:
-        """D of the residual stream."""
+        """Width D of the residual stream."""
         return int(self.model.config.get_text_config().hidden_size)
 
     def without_projection(self, role: Role) -> str | None:
-        """Why it is not known what this projection gives; None where it is."""
+        """Return why the output of this projection is unknown, or None if it is known."""
         return lacking(self.family, self.family.attentions(self.model), role)
 
     def without_weights(self, role: Role) -> str | None:
-        """Why the weights of this projection cannot be edited; None where they can."""
+        """Return why the weights of this projection cannot be edited, or None if they can."""
         reason = self.without_projection(role)
         if reason is not None:
             return reason
@@ -122,15 +122,15 @@ class Target:
 
 
 def chosen(numbers: tuple[int, ...] | None, count: int) -> list[int]:
-    """The numbers that were named, or all of `count`."""
+    """Return the named numbers, or all numbers below `count`."""
     return list(range(count)) if numbers is None else list(numbers)
 
 
-MOST_NUMBERS = 1_000_000  # in a range
+MOST_NUMBERS = 1_000_000  # numbers in a range
 
 
-def _numbers(value: Any) -> Any:
-    """As the command line has them: `all`, `3`, `1-3`, `138,447`, `0-2,5`."""
+def _parse_numbers(value: Any) -> Any:
+    """Parse numbers as on the command line: `all`, `3`, `1-3`, `138,447`, `0-2,5`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
     if isinstance(value, tuple | list):
@@ -153,42 +153,41 @@ def _numbers(value: Any) -> Any:
     return tuple(dict.fromkeys(found))
 
 
-def _named_numbers(value: Any) -> Any:
+def _parse_named_numbers(value: Any) -> Any:
     if isinstance(value, str) and value.strip() == "all":
         raise ValueError("all is not meant here: name some")
-    return _numbers(value)
+    return _parse_numbers(value)
 
 
-def _reals(value: Any) -> Any:
-    """As the command line has them: `0.5`, `0.5,-1e-3`."""
+def _parse_reals(value: Any) -> Any:
+    """Split numbers as on the command line: `0.5`, `0.5,-1e-3`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return (value,)
     return re.split(r"(?<!e)\+|,", value) if isinstance(value, str) else value
 
 
 Index = Annotated[int, Field(ge=0, lt=2**62)]
-Indices = Annotated[tuple[Index, ...], BeforeValidator(_named_numbers), Field(min_length=1)]
-Chosen = Annotated[Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_numbers)]  # None: all
-Open = Annotated[
-    Annotated[tuple[Index, ...], Field(min_length=1)] | None, BeforeValidator(_named_numbers)
-]  # None: to be decided
+Indices = Annotated[tuple[Index, ...], BeforeValidator(_parse_named_numbers), Field(min_length=1)]
+_Some = Annotated[tuple[Index, ...], Field(min_length=1)] | None
+Chosen = Annotated[_Some, BeforeValidator(_parse_numbers)]  # None: all
+Open = Annotated[_Some, BeforeValidator(_parse_named_numbers)]  # None: still to be decided
 Real = Annotated[float, Field(allow_inf_nan=False)]
-Reals = Annotated[tuple[Real, ...], BeforeValidator(_reals)]
+Reals = Annotated[tuple[Real, ...], BeforeValidator(_parse_reals)]
 
 
 @dataclass
 class Known:
-    """What is known of the model before it is changed, from which defaults and random controls are chosen."""
+    """What is known about the unchanged model, from which defaults and random controls are chosen."""
 
     target: Target
     length: int  # of the shortest sequence
-    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # of the arm `before`
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # tables of the arm `before`
     hidden_means: Callable[[int, int], torch.Tensor] | None = None  # (layer, position) → (D,) mean over sequences
-    value_means: Callable[[int, int], torch.Tensor] | None = None  # likewise → (heads · d,) of the value projection
+    value_means: Callable[[int, int], torch.Tensor] | None = None  # the same for the value projection → (heads · d,)
 
 
 class Expectation(StrEnum):
-    """What a paper found that an intervention does."""
+    """The effect of an intervention that a paper found."""
 
     SINK_FALLS = "sink-falls"
     SINK_STAYS = "sink-stays"
@@ -198,30 +197,30 @@ class Expectation(StrEnum):
 
 
 class Intervention(BaseModel, ABC):
-    """One mechanism, with its parameters. A new one is a file of this folder and a line in the register."""
+    """One mechanism with its parameters. To add one, write a class in this folder and register it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list`
-    paper: ClassVar[str]  # whose experiment it is
+    paper: ClassVar[str]  # the paper that did the experiment
     control_about: ClassVar[str] = ""  # what its random control changes; "" if it has none
     expects: ClassVar[Expectation | None] = None  # what the paper found
-    is_control: ClassVar[bool] = False  # of use only beside another
-    expected: ClassVar[bool] = True  # of any model: where it does not apply, the doctor says so
-    measured_by: ClassVar[str] = "pass"  # a key of experiment.Experiment.WAYS; what is not measured in passes is alone
-    heads_of: ClassVar[Role] = "query"  # what the parameter `heads` counts
+    is_control: ClassVar[bool] = False  # useful only as the control of another intervention
+    expected: ClassVar[bool] = True  # applies to most models: the doctor reports where it does not
+    measured_by: ClassVar[str] = "pass"  # a key of Experiment.METHODS; only those measured by "pass" can be combined
+    heads_of: ClassVar[Role] = "query"  # which heads the parameter `heads` counts
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        """Why this cannot be done to this model; None where it can."""
+        """Return the reason why the intervention does not apply to this model, or None if it applies."""
         return None
 
     def check(self, target: Target, length: int | None = None) -> None:
         """Check the parameters against the model and, if given, the length of the sequences.
 
         Raises:
-            InputError: a parameter names a layer, head, coordinate or position that does not exist.
+            InputError: A parameter names a layer, head, coordinate or position that does not exist.
         """
         counts: dict[str, tuple[str, Callable[[], int | None]]] = {
             "layers": ("layer", lambda: len(target.layers)),
@@ -239,55 +238,53 @@ class Intervention(BaseModel, ABC):
                 raise InputError(f"{self.name}: there is no {what} {max(numbers)}: {whose} {total}, from 0 on")
 
     def resolved(self, known: Known) -> Self:
-        """The same with every parameter decided that was left open.
+        """Return the intervention with all open parameters decided.
 
         Raises:
-            InputError: a parameter cannot be decided and has to be named.
+            InputError: A parameter cannot be decided and must be given.
         """
         return self
 
     def control(self, known: Known, draw: torch.Generator) -> "Intervention | None":
-        """The same kind of change at a random place or in a random direction; None if this has no control."""
+        """Return the same kind of change at a random place or in a random direction; None if there is no control."""
         return None
 
     @property
     def watched(self) -> tuple[int, ...]:
-        """The positions at which this should have an effect, the sink's own first."""
+        """The positions at which an effect is expected, the sink's own first."""
         return getattr(self, "positions", (0,))
 
     @property
     def reads_means(self) -> tuple[int, ...]:
-        """The positions at which `resolved` asks for the model's hidden means."""
+        """The positions of which `resolved` needs the model's hidden means."""
         return ()
 
     def begins_at(self, target: Target) -> int:
-        """The first layer that computes or gives anything else; the layers before it are as they are anyway. 0 where
-        what enters the layers may be another.
-        """
+        """Return the first affected layer; earlier layers are unaffected. 0 if the input of the layers may change."""
         return 0
 
     def at_other_positions(self, known: Known, draw: torch.Generator) -> Self:
-        """A control: the same at as many random positions."""
+        """Return a control: the same change at as many random positions."""
         mine: tuple[int, ...] = self.watched
         return self.model_copy(update={"positions": random_positions(len(mine), known, draw, mine)})
 
     def at_other_coordinates(self, known: Known, draw: torch.Generator) -> Self:
-        """A control: the same at as many random coordinates of the residual stream."""
+        """Return a control: the same change at as many random coordinates of the residual stream."""
         mine: tuple[int, ...] = getattr(self, "coordinates", None) or ()
         others = random_choice(len(mine), known.target.width, draw, mine, "coordinate")
         return self.model_copy(update={"coordinates": others})
 
     @abstractmethod
     def applied(self, target: Target) -> AbstractContextManager[None]:
-        """Change the model until the end of the block; then it is bit for bit what it was.
+        """Change the model until the end of the block, and then restore it bit for bit.
 
         Raises:
-            InputError: a parameter names what the model does not have, or nothing would change.
-            SinkscopeError: at the end, nothing was changed because no forward pass had the position.
+            InputError: A parameter names something that the model does not have, or nothing would change.
+            SinkscopeError: At the end, nothing was changed because no forward pass had the position.
         """
 
     def __str__(self) -> str:
-        """As after --do: parameters that are not at their default."""
+        """Return the intervention in the syntax of --do, with the parameters that are not at their default."""
         given = [
             f"{name}={_text(getattr(self, name))}"
             for name, entry in type(self).model_fields.items()
@@ -307,7 +304,7 @@ def _text(value: Any) -> str:
 
 @contextmanager
 def applied(target: Target, interventions: Iterable[Intervention]) -> Iterator[None]:
-    """Apply interventions in their order until the end of the block, each to the model as those before left it."""
+    """Apply interventions in their order until the end of the block, each to the model that the previous ones left."""
     with ExitStack() as stack:
         handle = target.model.register_forward_pre_hook(target.layout.record, with_kwargs=True, prepend=True)
         stack.callback(handle.remove)
@@ -321,15 +318,15 @@ def applied(target: Target, interventions: Iterable[Intervention]) -> Iterator[N
 
 
 class UntouchedError(SinkscopeError):
-    """Nothing was changed, because no forward pass had what was to be."""
+    """Nothing was changed, because no forward pass had the positions to change."""
 
 
 @contextmanager
 def must_touch(name: str, missing: str) -> Iterator[Callable[[], None]]:
-    """Give a function to call whenever an edit changes something.
+    """Yield a function to call whenever an edit changes something.
 
     Raises:
-        UntouchedError: at the end, it was never called; `missing` says why.
+        UntouchedError: At the end, the function was never called, because passes lacked `missing`.
     """
     is_touched = False
 
@@ -353,13 +350,13 @@ def edited_positions(
 ) -> Iterator[None]:
     """Edit the outputs (B,T,X) of modules at some positions: edit(module, position, (n,X)) → (n,X).
 
-    Latents are also kept as (B,1,T,X), as one head's.
+    Outputs may also have the shape (B,1,T,X): latents as one head.
 
     Args:
-        edited: `edited_input` for the modules' inputs instead.
+        edited: Use `edited_input` to edit the modules' inputs instead.
 
     Raises:
-        SinkscopeError: at the end, no forward pass had any of the positions.
+        SinkscopeError: At the end, no forward pass had any of the positions.
     """
 
     def changed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -378,14 +375,53 @@ def edited_positions(
 
 
 def random_positions(count: int, known: Known, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:
-    """Positions for a control: none of `but`, not 0, the usual sink, and not the last, which no later query sees."""
+    """Draw positions for a control: not in `but`, not 0 (the usual sink), not the last (which no later query sees)."""
     return random_choice(count, known.length - 1, draw, {0, *but}, "position")
 
 
 def random_choice(count: int, total: int, draw: torch.Generator, but: Iterable[int], what: str) -> tuple[int, ...]:
-    """`count` different numbers below `total`, none of `but`."""
+    """Draw `count` different numbers below `total`, none of them in `but`."""
     free = sorted(set(range(total)) - set(but))
     if len(free) < count:
         raise InputError(f"a random control needs {counted(count, f'other {what}')}, and there are {len(free)}")
     order = torch.randperm(len(free), generator=draw)[:count]
     return tuple(sorted(free[place] for place in order.tolist()))
+
+
+Stack = tuple[Intervention, ...]
+
+
+def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[Stack]:
+    """Draw random controls of a stack of interventions.
+
+    In each, every part that has a control is replaced by it. There are `draws` different controls, fewer if so many do
+    not exist, and none if no part has a control.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Stack] = []
+    for _ in range(20 * draws):
+        if len(found) == draws:
+            break
+        controls = [part.control(known, generator) for part in stack]
+        if all(control is None for control in controls):
+            break
+        drawn = tuple((control or part).resolved(known) for part, control in zip(stack, controls, strict=True))
+        if drawn not in found:
+            found.append(drawn)
+    return found
+
+
+def _learned_positions_and_query_bias(target: Target) -> bool:
+    if target.family.kinds_of_positions != {"learned"} or target.without_weights("query"):
+        return False
+    return any(target.projection(layer, "query").bias is not None for layer in target.attending())
+
+
+# short name of a paper → whether its findings apply to a model; other papers' findings apply to all models
+SCOPES: dict[str, Callable[[Target], bool]] = {"NU": _learned_positions_and_query_bias}
+
+
+def expectation(intervention: Intervention, target: Target) -> Expectation | None:
+    """Return what the paper found, if its findings apply to such a model."""
+    in_scope = SCOPES.get(intervention.paper.partition(" ")[0])
+    return intervention.expects if in_scope is None or in_scope(target) else None

@@ -1,13 +1,14 @@
-"""Massive activations set to zero or to their mean, where they are written (S2M §3, Sun et al. 2024)."""
+"""Changes of the sink's residual state: massive activations set to zero or to their mean, and its norm rescaled."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import pandas as pd
 import torch
+from pydantic import Field
 from torch import nn
 
 from sinkscope.errors import InputError
@@ -17,22 +18,23 @@ from sinkscope.interventions.intervention import (
     Intervention,
     Known,
     Open,
+    Real,
     Reals,
     Target,
     edited_positions,
 )
-from sinkscope.models.edits import edited_output
+from sinkscope.models.edits import edited_input, edited_output
 
-ELSEWHERE = 0.25  # the sink's massive activations are at no more than this share of the other tokens
+ELSEWHERE = 0.25  # a coordinate of the sink is massive at no more than this share of the other tokens
 
 
 class _Massive(Intervention):
-    """Coordinates of the chosen layers' outputs get other values at the chosen positions."""
+    """Changes coordinates of layers' outputs at chosen positions (S2M §3, Sun et al. 2024)."""
 
-    layers: Open = None  # None: all behind which one of them is massive
+    layers: Open = None  # None: all layers at whose output one of them is massive
     positions: Indices = (0,)
     coordinates: Open = None  # None: those that are massive there and at few other tokens
-    # those of other tokens, as delimiters have: layer, coordinate, the smallest magnitude and the mean; and so on
+    # massive activations of other tokens, such as delimiters: groups of layer, coordinate, smallest magnitude and mean
     elsewhere: Reals | None = None
 
     @classmethod
@@ -52,11 +54,11 @@ class _Massive(Intervention):
 
     @abstractmethod
     def value(self, layer: int, position: int) -> torch.Tensor:
-        """What is put there, (coordinates,)."""
+        """Return the new values, (coordinates,)."""
 
     @abstractmethod
     def value_elsewhere(self, mean: float) -> float:
-        """What is put in the place of other tokens' massive activations, of which this is the mean."""
+        """Return the new value of other tokens' massive activations, whose mean is given."""
 
     def begins_at(self, target: Target) -> int:
         return min(self.layers or (0,))
@@ -79,9 +81,9 @@ class _Massive(Intervention):
 
         with ExitStack() as stack:
             for layer, coordinate, least, mean in self._elsewhere(layers):
-                put = partial(_put, coordinate=coordinate, least=least, value=self.value_elsewhere(mean))
+                put = partial(_replace_large, coordinate=coordinate, least=least, value=self.value_elsewhere(mean))
                 stack.enter_context(edited_output(layers[layer], put))
-            # behind these, so that the positions get their own values
+            # after these, so that the positions get their own values
             stack.enter_context(edited_positions(self.name, target, layers.values(), self.positions, edit))
             yield
 
@@ -93,7 +95,7 @@ class _Massive(Intervention):
         return rows
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """At other coordinates, whose means are measured anew."""
+        """Return the same change at other coordinates, whose means are measured separately."""
         others = self.at_other_coordinates(known, draw).coordinates
         return type(self)(layers=self.layers, positions=self.positions, coordinates=others)
 
@@ -152,8 +154,8 @@ class MeanMassive(_Massive):
         return mean
 
 
-def _put(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:
-    """(B,T,D) with another value where this coordinate is at least so large."""
+def _replace_large(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:
+    """Set a coordinate of x (B,T,D) to a value wherever its magnitude is at least `least`."""
     x = x.clone()
     entries = x[..., coordinate]
     x[..., coordinate] = torch.where(entries.abs() >= least, torch.full_like(entries, value), entries)
@@ -168,20 +170,22 @@ def sink_massive(
     coordinates: tuple[int, ...] | None = None,
     to_name: str = "layers and coordinates",
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a position has massive activations that set it apart: in at least half of the sequences, at coordinates
-    that are massive at few other tokens (ELSEWHERE) in every layer. Others are features of the stream, not of the sink:
-    Gemma3-270M has one at nearly all tokens of its first layers.
+    """Find the massive activations that distinguish a position.
+
+    They are massive in at least half of the sequences, at coordinates that are massive at few other tokens (ELSEWHERE)
+    in every layer. Other coordinates are features of the stream instead of the sink: Gemma3-270M has one at nearly all
+    tokens of its first layers.
 
     Args:
-        layers: look at these alone.
-        coordinates: look at these alone, if any of them is massive.
-        to_name: what the user can name instead.
+        layers: Search only these layers.
+        coordinates: Search only these coordinates, if any of them is massive.
+        to_name: What the user can name instead, for the error message.
 
     Returns:
         The layers at whose output there is one, and all their coordinates.
 
     Raises:
-        InputError: there is none.
+        InputError: There is none.
     """
     missing = f"{name}: no massive activations at position {position} are known: name {to_name}"
     if "massive" not in known.tables:
@@ -200,16 +204,16 @@ def sink_massive(
     found = counts[counts >= sequences / 2].reset_index()
     if found.empty:
         raise InputError(missing)
-    return tuple(_numbers(found["layer"])), tuple(_numbers(found["coordinate"]))
+    return tuple(_sorted_unique(found["layer"])), tuple(_sorted_unique(found["coordinate"]))
 
 
 def massive_elsewhere(
     known: Known, position: int, layers: tuple[int, ...], coordinates: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    """The massive activations of other tokens at these layers and coordinates; None where there are none.
+    """Find the massive activations of other tokens at these layers and coordinates.
 
     Returns:
-        Layer, coordinate, the smallest magnitude and the mean, one after the other.
+        Layer, coordinate, smallest magnitude and mean of each, in one flat tuple; None if there are none.
     """
     table = known.tables["massive"]
     rows = table[table["is_massive"] & (table["position"] != position)]
@@ -219,5 +223,59 @@ def massive_elsewhere(
     return tuple(float(number) for row in found.itertuples(index=False) for number in row) or None
 
 
-def _numbers(column: pd.Series) -> list[int]:
+def _sorted_unique(column: pd.Series) -> list[int]:
     return sorted(int(number) for number in column.unique())
+
+
+class RescaleNorm(Intervention):
+    """Multiplies the input of the chosen layers at the sink by a factor (GS §4: does the norm regulate gradients?).
+
+    Later layers see the change too. RMSNorm maps c·h to the same output as h, up to its ε, and scales the gradient by
+    1/c. So a branch computes the same, and its gradient enters the residual stream 1/c times as large.
+    """
+
+    name: ClassVar[str] = "rescale-norm"
+    about: ClassVar[str] = (
+        "what enters a layer at the sink times a factor, its direction kept (layers: the one after the first massive "
+        "activation, positions, factor: 0.5)"
+    )
+    paper: ClassVar[str] = "GS §4"
+    control_about: ClassVar[str] = "another position"
+    expects: ClassVar[Expectation] = Expectation.PERPLEXITY_UNHARMED
+
+    layers: Open = None  # None: the layer after the first at whose output the position has massive activations
+    positions: Indices = (0,)
+    factor: Annotated[Real, Field(gt=0)] = 0.5
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        family = target.family
+        if family.copies:
+            return "its residual stream has several copies, of which the mean is known"
+        if not any("attn_norm" in family.block(layer).sites for layer in range(len(target.layers))):
+            return "it has no norm before its branches, so they would read a different state"
+        return None
+
+    def resolved(self, known: Known) -> Self:
+        if self.layers is not None:
+            return self
+        massive, _ = sink_massive(self.name, known, self.positions[0], to_name="layers")
+        return self.model_copy(update={"layers": (massive[0] + 1,)})
+
+    def begins_at(self, target: Target) -> int:
+        return min(self.layers or (0,))
+
+    def applied(self, target: Target) -> AbstractContextManager[None]:
+        if self.layers is None:
+            raise InputError(f"{self.name}: name the layers")
+        if self.factor == 1.0:
+            raise InputError(f"{self.name} would change nothing: its factor is 1")
+
+        def edit(module: nn.Module, position: int, x: torch.Tensor) -> torch.Tensor:
+            return self.factor * x
+
+        modules = [target.layers[layer] for layer in self.layers]
+        return edited_positions(self.name, target, modules, self.positions, edit, edited_input)
+
+    def control(self, known: Known, draw: torch.Generator) -> Intervention:
+        return self.at_other_positions(known, draw)

@@ -1,4 +1,4 @@
-"""Learned positions replaced and exchanged (NU 2 and 3): their vectors, or their effective positional encodings."""
+"""Replacement and exchange of learned positions (NU 2 and 3): their vectors, or effective positional encodings."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -21,14 +21,15 @@ from sinkscope.interventions.intervention import (
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.positions import effective_positions
 
-ADDS_ITS_MLP = ("sequential", "parallel")  # wirings in which a layer's output is a sum that its MLP's output is part of
+MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which a layer's output is a sum with its MLP's output as a term
 
 
 class _PositionVectors(Intervention):
-    """Positions get the vectors of others.
+    """Gives positions the vectors of others.
 
-    at: "embedding", the rows of the position embedding, which the first layer's attention reads, too; or "epe", what
-        EPE_i = MLP⁽¹⁾(p_i) + p_i adds to the first layer's output, so that only later layers see the change.
+    Attributes:
+        at: "embedding", the rows of the position embedding, which the first layer's attention reads too; or "epe", the
+            part EPE_i = MLP⁽¹⁾(p_i) + p_i of the first layer's output, so that only later layers see the change.
     """
 
     expected: ClassVar[bool] = False  # only some models have learned positions
@@ -43,11 +44,11 @@ class _PositionVectors(Intervention):
 
     @abstractmethod
     def givers(self) -> dict[int, int]:
-        """Position → the position whose vector it gets."""
+        """Map each changed position to the position whose vector it gets."""
 
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
-        if self.at == "epe" and target.family.block(0).wiring not in ADDS_ITS_MLP:
+        if self.at == "epe" and target.family.block(0).wiring not in MLP_IS_A_TERM:
             raise InputError(
                 f"{self.name}: at=epe: the first layer's output is no sum that its MLP's output is part of"
             )
@@ -67,7 +68,7 @@ class _PositionVectors(Intervention):
             yield
 
     def _epe_exchanged(self, target: Target) -> AbstractContextManager[None]:
-        """The first layer's output with the EPE of the position that gives in place of the position's own."""
+        """Replace each position's own EPE in the first layer's output by that of its giver."""
         givers = self.givers()
         epe = effective_positions(target.model, target.family, max(*givers, *givers.values()) + 1)
         shifts = {position: epe[giver] - epe[position] for position, giver in givers.items()}
@@ -96,7 +97,7 @@ class ReplaceEpe(_PositionVectors):
         return tuple(dict.fromkeys((*self.positions, self.source)))
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """The same among positions that have no sink."""
+        """Return the same replacement among positions without a sink."""
         *positions, source = random_positions(len(self.positions) + 1, known, draw, self.watched)
         return ReplaceEpe(positions=tuple(positions), source=source, at=self.at)
 
@@ -119,6 +120,6 @@ class TransplantEpe(_PositionVectors):
         return (self.source, self.target)
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """The target exchanges with a position that is not the sink's."""
+        """Return the exchange of the target with a position other than the sink's."""
         (other,) = random_positions(1, known, draw, self.watched)
         return TransplantEpe(source=other, target=self.target, at=self.at)

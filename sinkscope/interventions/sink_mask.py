@@ -1,4 +1,4 @@
-"""Attention to the sink forbidden (S2M §1: a window whose first tokens are gone)."""
+"""Masking of attention to the sink (S2M §1: a window without the first tokens)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,15 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from sinkscope.attention.kernels import ForbiddenKeys
-from sinkscope.interventions.intervention import (
-    Chosen,
-    Indices,
-    Intervention,
-    Known,
-    Target,
-    chosen,
-    must_touch,
-)
+from sinkscope.interventions.intervention import Chosen, Indices, Intervention, Known, Target, chosen, must_touch
 
 
 class MaskSink(Intervention):
@@ -45,7 +37,7 @@ class MaskSink(Intervention):
     def applied(self, target: Target) -> Iterator[None]:
         count = int(target.model.config.get_text_config().num_attention_heads)
         heads = chosen(self.heads, count)
-        missing = f"a token behind position {', '.join(map(str, self.positions))}"
+        missing = f"a token after position {', '.join(map(str, self.positions))}"
         with must_touch(self.name, missing) as touch, ExitStack() as stack:
             mine = self._forbidden(target, heads, count, touch)
             for layer in target.attending(self.layers):
@@ -59,15 +51,15 @@ class MaskSink(Intervention):
 
         def columns(device: torch.device) -> torch.Tensor:
             found = layout.start(device)[:, None] + torch.tensor(self.positions, device=device)
-            if bool((found < layout.length - target.family.causal).any()):  # the last has no later query
+            if bool((found < layout.length - target.family.causal).any()):  # the last token has no later query
                 touch()
             return found
 
         def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
-            """(B,H,R,C): another token's attention to one of the positions, in one of the heads."""
+            """Return (B,H,R,C), True where a query of a chosen head attends to a sink other than itself."""
             row, col = (torch.arange(at.start, at.stop, device=device) for at in (rows, cols))
             # The kernel counts columns from the first key that a sliding window's cache still holds, or up to the last
-            # that a static cache has room for; here they count from the first token.
+            # one that a static cache has room for; here columns count from the first token.
             shift = layout.length - cols.stop if layout.past or cols.stop > layout.length else 0
             row, col = row + shift, col + max(shift, 0)
             is_sink = (col == columns(device)[:, :, None]).any(1)  # (B,C)

@@ -1,4 +1,4 @@
-"""The value state at the sink scaled, or a constant, its key kept (VGA §1: does what the sink adds matter?)."""
+"""The sink's value state scaled or made constant, its key kept (VGA §1: does the sink's contribution matter?)."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -30,8 +30,10 @@ Edit = Callable[[torch.Tensor], torch.Tensor]  # (n, heads · d) value states at
 
 
 class _AtValues(Intervention):
-    """Value states of the chosen layers and heads become others at the chosen positions. With where=sinks only those
-    key/value heads change of which a query head has a sink at one of the positions, in most sequences.
+    """Changes the value states of chosen layers and heads at chosen positions.
+
+    With where=sinks, only those key/value heads change that a query head with a sink at one of the positions reads (a
+    sink in at least half of the sequences).
     """
 
     paper: ClassVar[str] = "VGA §1"
@@ -42,7 +44,7 @@ class _AtValues(Intervention):
     heads: Chosen = None
     positions: Indices = (0,)
     where: Literal["all", "sinks"] = "all"
-    _sinks: frozenset[tuple[int, int]] | None = PrivateAttr(None)  # (layer, key/value head), once they are measured
+    _sinks: frozenset[tuple[int, int]] | None = PrivateAttr(None)  # measured (layer, key/value head) pairs
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
@@ -60,7 +62,7 @@ class _AtValues(Intervention):
         return decided
 
     def heads_in(self, target: Target, layer: int) -> list[int]:
-        """The key/value heads of a layer that change. Raises InputError: those with a sink are not known."""
+        """Return the key/value heads of a layer to change. Raises InputError if the sinks are not known."""
         heads = chosen(self.heads, target.projection(layer, "value").heads)
         if self.where == "all":
             return heads
@@ -73,7 +75,7 @@ class _AtValues(Intervention):
 
     @abstractmethod
     def edits(self, target: Target) -> dict[tuple[int, int], Edit]:
-        """The change at each layer and position. Raises InputError."""
+        """Return the change at each layer and position. Raises InputError."""
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -112,9 +114,10 @@ class ScaleSinkValue(_AtValues):
 
 
 class MeanSinkValue(_AtValues):
-    """The value state at the sink no longer depends on the sequence: what it adds is then a constant bias. A model that
-    is harmed by values of zero and not by these needs its sink for a bias: it is no no-op, and it tells nothing of the
-    text.
+    """Replaces the sink's value state by its mean over sequences, so that it adds a constant bias.
+
+    If zero values harm a model but mean values do not, its sink serves as a bias: it is not a no-op, but carries no
+    information about the text.
     """
 
     name: ClassVar[str] = "mean-sink-value"
@@ -122,7 +125,7 @@ class MeanSinkValue(_AtValues):
         "value states at the sink = their mean over sequences (layers, key/value heads, positions, where; means)"
     )
 
-    # by layer, position, head and dimension, or one for all; None: measured, and kept out of run.json, as they are many
+    # by layer, position, head and dimension, or one for all; None: measured, and not saved in run.json for their size
     means: Reals | None = None
     _measured: Callable[[int, int], torch.Tensor] | None = PrivateAttr(None)
 
@@ -141,7 +144,7 @@ class MeanSinkValue(_AtValues):
             raise InputError(f"{self.name}: name the means, one for every layer, position, head and dimension")
         for layer in known.target.attending(self.layers):
             for position in self.positions:
-                known.value_means(layer, position)  # now, while the model is as it is
+                known.value_means(layer, position)  # measured now, while the model is unchanged
         decided = decided.model_copy()
         decided._measured = known.value_means
         return decided
@@ -150,7 +153,7 @@ class MeanSinkValue(_AtValues):
         return {at: partial(torch.Tensor.expand_as, mean) for at, mean in self._means(target).items()}
 
     def _means(self, target: Target) -> dict[tuple[int, int], torch.Tensor]:
-        """By layer and position, (chosen heads · d,). Raises InputError."""
+        """Return the means (chosen heads · d,) by layer and position. Raises InputError."""
         places = {
             (layer, position): target.projection(layer, "value").places
             for layer in target.attending(self.layers)
@@ -168,10 +171,10 @@ class MeanSinkValue(_AtValues):
 
 
 class ReadValues(_AtValues):
-    """Changes nothing: what the value projections give at the positions is handed on."""
+    """Changes nothing; passes the outputs of the value projections at the positions to a callback."""
 
     name: ClassVar[str] = "read-values"
-    about: ClassVar[str] = "what mean-sink-value is measured by"
+    about: ClassVar[str] = "measures the means of mean-sink-value"
 
     seen: Callable[[int, torch.Tensor], None]  # layer, (n, heads · d)
 
@@ -185,11 +188,9 @@ class ReadValues(_AtValues):
 
 
 def heads_with_a_sink(attention: pd.DataFrame, positions: Iterable[int]) -> frozenset[tuple[int, int]]:
-    """(layer, key/value head) of each head that a query head with a sink at one of the positions reads.
+    """Return (layer, key/value head) of each head that a query head with a sink at one of the positions reads.
 
-    Args:
-        attention: the table of that name; a head has a sink where at least half of its sequences have one.
-        positions: at which.
+    A head has a sink if at least half of the sequences do, by the table `attention`.
     """
     rows = attention[attention["position"].isin(list(positions)) & (attention["sink_rate"] >= 0.5)]
     return frozenset(zip(rows["layer"].astype(int), rows["kv_head"].astype(int), strict=True))

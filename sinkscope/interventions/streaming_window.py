@@ -1,4 +1,4 @@
-"""A cache of the last tokens, with and without the first ones (S2M §1, StreamingLLM)."""
+"""Attention to a cache of the last tokens, with and without the first ones (S2M §1, StreamingLLM)."""
 
 from contextlib import AbstractContextManager
 from typing import ClassVar, Self
@@ -9,12 +9,13 @@ from sinkscope.interventions.intervention import Indices, Intervention, Known, T
 
 
 class StreamingWindow(Intervention):
-    """Measured by perplexity alone, against dense attention, for every pair of the two lists. Of a model with register
-    tokens these are the first that are kept.
+    """Limits attention to the last `window` tokens and the first `keep`; register tokens count as first tokens.
+
+    It is measured only by perplexity, against dense attention, for every pair of the two lists.
     """
 
     name: ClassVar[str] = "streaming-window"
-    about: ClassVar[str] = "attend to the last tokens only, and the first that are kept (window, keep: lists); alone"
+    about: ClassVar[str] = "attend only to the last and the first tokens (window, keep: lists); not combinable"
     paper: ClassVar[str] = "S2M §1"
     measured_by: ClassVar[str] = "streaming"
 

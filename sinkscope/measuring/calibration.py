@@ -1,6 +1,6 @@
-"""What each quantization site holds on the calibration sequences, and what rounding to a grid does to it.
+"""Calibrates quantization: the range of each site on the calibration sequences, and the effect of rounding on it.
 
-One sequence at a time, so that there is no padding, and reduced at once: no tensor is kept.
+Sequences are read one at a time, so there is no padding, and tensors are reduced at once.
 """
 
 import math
@@ -24,29 +24,43 @@ from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import first_argument
 from sinkscope.models.family import first_tensor
 from sinkscope.models.in_memory import undisturbed, unwrapped
-from sinkscope.quantization.arithmetic import Grid
-from sinkscope.quantization.attention import CACHED, IN_ATTENTION, attending_with
-from sinkscope.quantization.ranges import Precision, Range, Rounding
-from sinkscope.quantization.sites import INPUT, LINEAR_SCHEME, OUTPUT, SUM, WEIGHT, Site, by_output, sites_of
+from sinkscope.quantization.grids import Grid, Precision, Range, Rounding
+from sinkscope.quantization.simulation import attending_with
+from sinkscope.quantization.sites import (
+    CACHED,
+    IN_ATTENTION,
+    INPUT,
+    LINEAR_SCHEME,
+    OUTPUT,
+    SUM,
+    WEIGHT,
+    Site,
+    by_output,
+    sites_of,
+)
 from sinkscope.text.batch import Batch
 
 See = Callable[[Site, torch.Tensor], None]
 
-OF_NO_STATE = (WEIGHT, *IN_ATTENTION)  # parts that hold no hidden state, of which massive activations are
+WITHOUT_HIDDEN_STATES = (WEIGHT, *IN_ATTENTION)  # parts that cannot have massive activations
 
 
 def calibrate_ranges(
     model: PreTrainedModel, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME, has_cache: bool = False
 ) -> dict[Site, Range]:
-    """Static ranges of a loaded model, for `quantized`; `scheme`: quantization/sites.py.
+    """Measure the static ranges of a loaded model, for `quantized`.
 
-    `sequences` are the token ids on which the ranges of activations are measured, with `has_cache` also those of the
-    keys and values of every layer. A linear layer that no token reaches (an expert never chosen) has a range of its
-    weight only.
+    A linear layer that no token reaches (an expert never chosen) has a range of its weight only.
+
+    Args:
+        model: The model.
+        sequences: Token ids on which the ranges of activations are measured.
+        scheme: Which sites: see quantization/sites.py.
+        has_cache: Measure also the keys and values of every layer.
 
     Raises:
-        InputError: there is no sequence, weights cannot be quantized, or the scheme is unknown or does not apply.
-        SinkscopeError: the model gives NaN, or attends by code that computes something else than sinkscope does.
+        InputError: There is no sequence, the weights are not quantizable, or the scheme is unknown or does not apply.
+        SinkscopeError: The model gives NaN, or its attention code differs from what sinkscope computes.
     """
     model = unwrapped(model)
     with undisturbed(model):
@@ -58,8 +72,8 @@ def calibrate_ranges(
 
 
 def measured_ranges(tracer: Tracer, sites: Sequence[Site], sequences: Iterable[Any]) -> dict[Site, Range]:
-    """As `calibrate_ranges`, of these sites."""
-    seen: dict[Site, _Seen] = defaultdict(_Seen)
+    """Measure the ranges of these sites, with an open tracer; see `calibrate_ranges`."""
+    seen: dict[Site, _RunningRange] = defaultdict(_RunningRange)
     _read(tracer, sites, sequences, lambda site, x: seen[site].add(site, x))
     if not seen:
         raise InputError("static ranges need at least one sequence to calibrate by")
@@ -71,15 +85,16 @@ def measured_ranges(tracer: Tracer, sites: Sequence[Site], sequences: Iterable[A
 def measured_roundings(
     tracer: Tracer, sequences: Iterable[Any], ranges: Mapping[Site, Range], precision: Precision
 ) -> dict[Site, Rounding]:
-    """What rounding does to each site by itself, in the model in full precision."""
+    """Measure the effect of rounding on each site separately, in the model in full precision."""
     grids = {site: precision.grid(site, known) for site, known in ranges.items()}
     sums: dict[Site, np.ndarray] = defaultdict(lambda: np.zeros(4))
-    steps: dict[Site, list[tuple[float, int]]] = defaultdict(list)
+    steps: dict[Site, list[tuple[float, int]]] = defaultdict(list)  # mean step of some grids, and their number
 
     def see(site: Site, x: torch.Tensor) -> None:
         grid = grids[site].of(x)
         sums[site] += _rounding_sums(x, grid)
-        steps[site].append(_mean_step(grid))
+        widths = torch.as_tensor(grid.step, dtype=torch.float64)
+        steps[site].append((float(widths.mean()), widths.numel()))
 
     _read(tracer, ranges, sequences, see)
     for site, weight in _weights(tracer.model, ranges):
@@ -87,8 +102,8 @@ def measured_roundings(
     return {site: _rounding(sums[site], steps[site]) for site in ranges}
 
 
-class _Seen:
-    """Running reductions of one site."""
+class _RunningRange:
+    """The running reductions of one site."""
 
     def __init__(self) -> None:
         self.low, self.high = math.inf, -math.inf
@@ -106,10 +121,10 @@ class _Seen:
         if site.part in CACHED:
             self._add_channels(x)
         self.medians.append(float(median))
-        self.has_massive |= site.part not in OF_NO_STATE and bool(is_massive(largest, median))
+        self.has_massive |= site.part not in WITHOUT_HIDDEN_STATES and bool(is_massive(largest, median))
 
     def _add_channels(self, x: torch.Tensor) -> None:
-        """x (B,Hkv,T,D)"""
+        """Update the range of each channel of keys or values x (B,Hkv,T,D)."""
         low, high = x.amin((0, 2), keepdim=True), x.amax((0, 2), keepdim=True)
         if self.channels is not None:
             low, high = torch.minimum(low, self.channels[0]), torch.maximum(high, self.channels[1])
@@ -119,19 +134,13 @@ class _Seen:
         return Range(self.low, self.high, float(np.mean(self.medians)), self.has_massive, self.channels)
 
 
-def _mean_step(grid: Grid) -> tuple[float, int]:
-    """The mean step of the grids, and how many there are."""
-    steps = torch.as_tensor(grid.step, dtype=torch.float64)
-    return float(steps.mean()), steps.numel()
-
-
 def _rounding_sums(x: torch.Tensor, grid: Grid) -> np.ndarray:
-    """Entries other than 0, those of them that become 0, and the energies of the signal and of the noise."""
+    """Return the numbers of nonzero entries and of those that become 0, and the energies of signal and noise."""
     snapped = grid.snap(x)
     nonzero = x != 0
     zeroed = nonzero & (snapped == 0)
     noise = snapped.sub_(x)
-    sums = (nonzero.sum(), zeroed.sum(), x.double().square().sum(), noise.double().square().sum())  # x stays
+    sums = (nonzero.sum(), zeroed.sum(), x.double().square().sum(), noise.double().square().sum())
     return np.array([float(total) for total in sums])
 
 
@@ -153,10 +162,9 @@ def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: 
 
 @contextmanager
 def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None]:
-    """Show `see` the inputs, outputs and residual sums among these sites, in float32 or better, until the end of the
-    block.
+    """Call `see` with the inputs, outputs and residual sums among these sites, in float32 or better.
 
-    Outputs as they are before a retrofit's hook changes them: that is what is quantized.
+    Outputs are seen before a retrofit's hook changes them, because that is what is quantized.
     """
 
     def look(site: Site, end: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
@@ -170,7 +178,7 @@ def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None
                 continue
             path, _, end = site.path.rpartition(".") if site.part == SUM else (site.path, "", site.part)
             module, looking = model.get_submodule(path), partial(look, site, end)
-            if end == INPUT:  # in front of the module, which may change it
+            if end == INPUT:  # before the module, which may change its input in place
                 handle = module.register_forward_pre_hook(looking, with_kwargs=True)
             else:
                 handle = module.register_forward_hook(looking, prepend=True, with_kwargs=True)
@@ -179,9 +187,7 @@ def _watched(model: nn.Module, sites: Iterable[Site], see: See) -> Iterator[None
 
 
 def _watched_attention(tracer: Tracer, sites: Iterable[Site], see: See) -> AbstractContextManager[None]:
-    """Show `see` the keys and values among these sites, and in row chunks the scores and softmax outputs, until the end
-    of the block.
-    """
+    """Call `see` with the keys and values among these sites, and with scores and softmax outputs in row chunks."""
     parts: dict[int, dict[str, Site]] = defaultdict(dict)
     for site in sites:
         if site.part in IN_ATTENTION:

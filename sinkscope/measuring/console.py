@@ -1,4 +1,4 @@
-"""What commands print on stderr while they run."""
+"""Messages that commands print on stderr while they run."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,7 +7,7 @@ from rich.console import Console
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line as it is, without rich's markup, colors and line breaks."""
+    """Print a line verbatim, without rich's markup, colors and line breaks."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -17,10 +17,10 @@ def print_notices(console: Console, notices: Iterable[str]) -> None:
 
 
 def print_part(console: Console, label: str, number: int, count: int) -> None:
-    """Print which part of a run in several parts begins."""
+    """Announce one of several parts of a run."""
     print_line(console, f"{label} ({number} of {count})")
 
 
 def spinner(console: Console, text: str) -> AbstractContextManager:
-    """A spinner beside the text until the end of the block; nothing where stderr is no terminal."""
+    """Show a spinner with this text until the end of the block, if stderr is a terminal."""
     return console.status(text) if console.is_terminal else nullcontext()

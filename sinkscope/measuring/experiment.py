@@ -1,4 +1,4 @@
-"""An experiment: the model as it is, then every arm and its random controls, measured by the same code."""
+"""An experiment measures the unchanged model, then every arm and its random controls, by the same code."""
 
 import math
 from collections import defaultdict
@@ -12,83 +12,118 @@ import pandas as pd
 import torch
 from rich.console import Console
 
+from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
 from sinkscope.interventions import Known, Target
-from sinkscope.interventions.controls import Stack, random_controls
-from sinkscope.interventions.expectations import expectation
+from sinkscope.interventions.intervention import Stack, expectation, random_controls
+from sinkscope.interventions.sink_value import ReadValues
 from sinkscope.measuring.console import print_part
-from sinkscope.measuring.effects import arm_metrics
-from sinkscope.measuring.means import HiddenMean, ValueMean, reading
 from sinkscope.measuring.measure import Chosen, choose, prepared, settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import NO_ATTENTION, Observable
+from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, first_size, pass_over
 from sinkscope.measuring.resumed import FEW, Change, Resumed, are_the_same, completed, tried
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.summary import arm_metrics
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import ALWAYS, RunConfig
 from sinkscope.results.run import RunData
 from sinkscope.text.batch import Batch
 
-Condition = tuple[str, int]  # as tables name it, and which control it is; -1: none
+Condition = tuple[str, int]  # its name in the tables, and the number of the control; -1: no control
 
-MAPS = "mean-maps"  # of every arm but a control's later draws
+MAPS = "mean-maps"  # measured for every arm, and of the controls for the first draw only
 CONTROL_TABLES = ("attention", "attention_by_sequence", "loss_by_sequence", "arm_maps")
-ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables of these observables that no arm keeps
+ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables that arms do not keep
 BEFORE = "before"
+
+
+class HiddenMean(Observable):
+    """The mean output of every layer at one position, which mean-massive puts there."""
+
+    sites: ClassVar[tuple[str, ...]] = ("layer_out",)
+
+    def __init__(self, position: int) -> None:
+        super().__init__(Settings())
+        self.position = position
+        self.mean = Mean()
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        at_position = batch.tokens_at(reading.tensor, self.position + 1)[:, self.position]
+        self.mean.add(layer, upcast(at_position))
+
+    def by_layer(self) -> dict[int, torch.Tensor]:
+        """Return layer → mean (D,)."""
+        return {layer: torch.from_numpy(self.mean[layer]) for layer in self.mean.keys()}  # noqa: SIM118 (not a dict)
+
+
+class ValueMean(HiddenMean):
+    """The mean output (heads · d,) of every layer's value projection at one position, for mean-sink-value.
+
+    This output is not a site: the intervention `ReadValues` reads it in the module that interventions on values edit.
+    """
+
+    sites: ClassVar[tuple[str, ...]] = ()
+
+    def take(self, layer: int, values: torch.Tensor) -> None:
+        """Add values (n, heads · d) of the n sequences of a batch that have the position."""
+        self.mean.add(layer, upcast(values))
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What was measured of the model under one stack of interventions."""
+    """The measurements of the model under one stack of interventions."""
 
-    tables: dict[str, pd.DataFrame]  # as the observables give them
+    tables: dict[str, pd.DataFrame]  # raw tables of the observables
     loss: float  # per predicted token; NaN where none was computed
 
 
 @dataclass
 class Experiment:
-    """One model on one input: its arms are measured one after the other, and their tables are collected.
+    """Measures the arms of one model on one input and collects their tables.
 
-    `lenient`: an arm that does not apply is skipped, and the reason kept; otherwise it is an InputError.
-    `analyzed`: a run of the same subject with the same settings: where it has all that is compared, the model as it is
-    is not measured again. It has no mean maps, and then the arms have none.
+    Attributes:
+        wanted: Label of each arm → its interventions, applied in this order.
+        draws: Number of random controls of each arm.
+        lenient: Skip arms that do not apply and record the reason, instead of raising InputError.
+        analyzed: A run of the same subject with the same settings, which replaces measuring the unchanged model if it
+            has all tables. It has no mean maps; the arms then have none either.
     """
 
     subject: Subject
     config: RunConfig
-    wanted: Mapping[str, Stack]  # label → interventions, applied in this order
-    draws: int  # random controls of an arm
+    wanted: Mapping[str, Stack]
+    draws: int
     lenient: bool
     console: Console
     without_controls: Container[str] = ()  # labels
-    without_loss: Container[str] = ()  # labels of arms of which no logits are made
+    without_loss: Container[str] = ()  # labels of arms whose logits are not computed
     analyzed: RunData | None = None
-    records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → what was done, for the manifest
-    skipped: dict[str, str] = field(default_factory=dict)  # label → why it was not
-    errors: dict[str, Exception] = field(default_factory=dict)  # label → with which it broke off
-    interrupt: BaseException | None = None  # that ended it after arms had been finished
-    batch_size: int = 0  # that fitted
-    parity_error: float | None = None  # of the model as it is
-    notices: dict[str, None] = field(default_factory=dict)  # what the user should know of the measuring, in order
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → its entry in the manifest
+    skipped: dict[str, str] = field(default_factory=dict)  # label → why it does not apply
+    errors: dict[str, Exception] = field(default_factory=dict)  # label → the error with which it failed
+    interrupt: BaseException | None = None  # an interrupt after at least one finished arm
+    batch_size: int = 0  # a size that fitted into memory
+    parity_error: float | None = None  # of the unchanged model
+    notices: dict[str, None] = field(default_factory=dict)  # notices for the user, in order
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
     _means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # position → layer → (D,)
     _value_means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # likewise → (heads · d,)
-    _few: dict[str, pd.DataFrame] | None = None  # tables of the model as it is, on the first sequences
+    _few: dict[str, pd.DataFrame] | None = None  # tables of the unchanged model on the first sequences
 
     def run(self) -> dict[str, pd.DataFrame]:
-        """Measure the model as it is, then every arm and its controls.
+        """Measure the unchanged model, then every arm and its controls.
 
         Returns:
             The tables by name; their `condition` is the arm.
 
         Raises:
-            InputError: an arm does not apply, or names what the model does not have.
-            Exception: with which the first arm broke off, where none is left. Of others see `failed`.
-            KeyboardInterrupt: before the first arm was finished. Later ones are kept as `interrupt`.
+            InputError: An arm does not apply, or names something that the model does not have.
+            Exception: All arms failed; this is the first error. See `failed` for the others.
+            KeyboardInterrupt: Interrupted before the first arm was finished. A later one is stored in `interrupt`.
         """
         length = min(len(ids) for ids in self.subject.inputs.sequences)
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
@@ -97,7 +132,7 @@ class Experiment:
         if self.analyzed and not self._has_all(self.analyzed):
             self.analyzed = None
         self.chosen = self._choose()
-        if any(_way(stack) == "pass" for stack in self.wanted.values()):
+        if any(_measured_by(stack) == "pass" for stack in self.wanted.values()):
             self.before = self._measured_before() if self.analyzed is None else self._taken_from(self.analyzed)
             known.tables, known.hidden_means = self.before.tables, self._hidden_mean
             known.value_means = self._value_mean
@@ -105,8 +140,8 @@ class Experiment:
         for place, (label, stack) in enumerate(resolved.items(), 1):
             print_part(self.console, label, place, len(resolved))
             try:
-                with self._failing_alone(label):
-                    self.WAYS[_way(stack)](self, label, self.wanted[label], stack, known)
+                with self._isolated_failure(label):
+                    self.METHODS[_measured_by(stack)](self, label, self.wanted[label], stack, known)
             except BaseException as error:
                 if not (self.records and was_interrupted(error)):
                     raise
@@ -118,20 +153,18 @@ class Experiment:
 
     @property
     def failed(self) -> dict[str, str]:
-        """Label → why its measuring broke off, or did not begin."""
+        """Label → the reason why its measurement failed or did not start."""
         reasons = {
             label: str(error) if isinstance(error, SinkscopeError) else described(error)
             for label, error in self.errors.items()
         }
         if self.interrupt is not None:
-            reasons |= {label: "interrupted" for label in self.wanted if not self._is_settled(label)}
+            settled = {*self.records, *self.errors, *self.skipped}
+            reasons |= {label: "interrupted" for label in self.wanted if label not in settled}
         return reasons
 
-    def _is_settled(self, label: str) -> bool:
-        return label in self.records or label in self.errors or label in self.skipped
-
     def _check_arms(self, known: Known) -> None:
-        """Before anything is measured: does every arm apply, and does the model have what it names?"""
+        """Check, before anything is measured, that every arm applies and the model has what it names."""
         if not self.subject.family.has_attention:
             name = self.subject.loaded.name
             raise InputError(f"what interventions do to sinks cannot be measured on {name}: {NO_ATTENTION}")
@@ -146,11 +179,11 @@ class Experiment:
                 part.check(known.target, known.length)
 
     def _has_all(self, run: RunData) -> bool:
-        """Whether a run has the loss, and what is watched."""
+        """Return whether a run has the loss and all watched positions."""
         return LOSS_TABLES.keys() <= set(run.tables) and max(self._watched()) < self.config.positions
 
     def _watched(self) -> set[int]:
-        """Positions at which effects are read."""
+        """Return the positions at which effects are read."""
         return {0, *(at for wanted in self.wanted.values() for part in wanted for at in part.watched)}
 
     def _measured_before(self) -> Arm:
@@ -168,7 +201,7 @@ class Experiment:
         return before
 
     def _taken_from(self, run: RunData) -> Arm:
-        """The model as it is, from a run's tables."""
+        """Take the unchanged model's tables and loss from a run."""
         self.parity_error = run.manifest["parity"]
         wanted = {name for chosen in self.chosen.first for name in OBSERVABLES[chosen].columns} | LOSS_TABLES.keys()
         tables = {name: run.tables[name] for name in run.tables if name in wanted - {*ANALYZED_ONLY}}
@@ -179,7 +212,7 @@ class Experiment:
         return Arm(tables, float(loss))
 
     def _choose(self) -> Chosen:
-        """The observables of every arm."""
+        """Choose the observables of every arm."""
         closer = next((name for name in self.config.observables or () if OBSERVABLES[name].after), None)
         if closer is not None:
             raise InputError(f"--observables {closer} does not apply: it looks closer at one model, not at arms")
@@ -189,7 +222,7 @@ class Experiment:
         return replace(chosen, first=tuple(name for name in chosen.first if name != MAPS))
 
     def _resolved(self, known: Known) -> dict[str, Stack]:
-        """Label → what it is, once all that was left open is decided; before any arm is measured."""
+        """Decide the open parameters of every arm, before any arm is measured."""
         resolved: dict[str, Stack] = {}
         for label, stack in self.wanted.items():
             if label in self.skipped:
@@ -206,8 +239,8 @@ class Experiment:
         return resolved
 
     @contextmanager
-    def _failing_alone(self, label: str) -> Iterator[None]:
-        """Nothing of an arm that fails is kept, and nothing of other arms is lost."""
+    def _isolated_failure(self, label: str) -> Iterator[None]:
+        """Discard everything of an arm that fails, and keep the other arms."""
         kept = {name: len(parts) for name, parts in self._parts.items()}
         try:
             yield
@@ -223,7 +256,7 @@ class Experiment:
                 self.errors[label] = error
 
     def _by_pass(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
-        """Before, after and controls, each in one pass of the tracer."""
+        """Measure an arm and its controls, each in one pass of the tracer."""
         record = self.records[label] = _record(stack, resolved, known.target)
         draws = 0 if label in self.without_controls else self.draws
         controls = random_controls(resolved, known, self.config.seed, draws)
@@ -241,7 +274,7 @@ class Experiment:
         self._collect({"effect": pd.concat(effects, ignore_index=True).assign(name=" ".join(record["do"]))}, label)
 
     def _by_streaming(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
-        """The text read anew with every cache, by perplexity alone."""
+        """Measure the perplexity of the text with every size of the cache."""
         subject, (part,) = self.subject, resolved
         caches = part.model_dump()
         model, inputs = subject.loaded.model, subject.inputs
@@ -250,10 +283,10 @@ class Experiment:
         self._collect(tables, label)
         self.records[label] = _record(stack, resolved, known.target)
 
-    WAYS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}
+    METHODS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}
 
     def _each_measured(self, stacks: Mapping[Condition, Stack], target: Target, with_loss: bool) -> list[Arm]:
-        """An arm and its controls: together from the first layer that any of them changes, or one after the other."""
+        """Measure an arm and its controls together from the first layer that any of them changes, or one by one."""
         layer = min(part.begins_at(target) for stack in stacks.values() for part in stack)
         if not self._resumes_at(layer, next(iter(stacks.values())), with_loss):
             return [self._measured(*condition, stack, with_loss=with_loss) for condition, stack in stacks.items()]
@@ -262,10 +295,9 @@ class Experiment:
         return [self._arm(*condition, one, layer) for condition, one in zip(stacks, done, strict=True)]
 
     def _resumes_at(self, layer: int, stack: Stack, with_loss: bool) -> bool:
-        """Whether such arms are measured from this layer on, those before it being as they are anyway.
+        """Return whether arms can be measured from this layer on, because earlier layers are unaffected.
 
-        Whether a model can begin at a layer, and an observable be told by layers, is tried on the first sequences: the
-        tables have to be bit for bit those of a whole pass.
+        This is tried on the first sequences: the tables must be bit for bit those of a whole pass.
         """
         if not layer or self.chosen.backward or self.analyzed is not None or not self.subject.family.causal:
             return False
@@ -294,12 +326,12 @@ class Experiment:
         extra: Callable[[], list[Observable]] = list,
         with_loss: bool = True,
     ) -> Arm:
-        """One pass with these interventions applied; its tables are kept under `condition`."""
+        """Measure one pass with these interventions and collect its tables under `condition`."""
         done = self._pass(lambda: [*self._fresh(draw), *extra()], self._step(with_loss), stack)
         return self._arm(condition, draw, done)
 
     def _fresh(self, draw: int) -> list[Observable]:
-        """The observables of an arm, or of a control (a draw from 0 on)."""
+        """Create the observables of an arm (draw -1) or of a control (a draw from 0 on)."""
         names = [name for name in self.chosen.first if draw < 1 or name != MAPS]
         return prepared(names, settings_of(self.subject, self.config, max(self._watched()) + 1), self.subject)
 
@@ -309,9 +341,10 @@ class Experiment:
         return Tracer.forward_with_loss if with_loss else Tracer.forward
 
     def _arm(self, condition: str, draw: int, done: Pass[Observable], first: int = 0) -> Arm:
-        """What was measured in a pass, its tables kept under `condition`; of the layers before `first` those of the
-        model as it is. Of a control only the attention by position, the loss and what was asked for are kept, by
-        sequence at the watched positions alone, and of the first draw the maps.
+        """Collect the tables of a pass under `condition`.
+
+        Layers before `first` have the rows of the unchanged model. A control keeps only the attention by position (by
+        sequence at the watched positions), the loss, the requested observables, and the maps of the first draw.
         """
         self.batch_size = done.batch_size
         raw = tables_of(done.observables)
@@ -320,7 +353,7 @@ class Experiment:
         asked = (table for name in self.chosen.first if name not in ALWAYS for table in OBSERVABLES[name].columns)
         kept = raw.keys() - ANALYZED_ONLY if draw < 0 else {*CONTROL_TABLES, *asked}
         collected = {name: table for name, table in raw.items() if name in kept}
-        if draw >= 0:  # there are many controls, and effects are read at these positions
+        if draw >= 0:  # there are many controls, and effects are only read at these positions
             by_sequence = raw["attention_by_sequence"]
             collected["attention_by_sequence"] = by_sequence[by_sequence["position"].isin(self._watched())]
         self.notices |= dict.fromkeys(notice for observable in done.observables for notice in observable.notices())
@@ -328,7 +361,7 @@ class Experiment:
         return Arm(raw, done.loss / self.subject.inputs.num_predicted if len(done.losses) else math.nan)
 
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
-        """(D,): the output of a layer at a position of the model as it is, mean over sequences."""
+        """Return the unchanged model's mean output (D,) of a layer at a position, over sequences."""
         if position not in self._means:
             self._keep_means(self._pass(lambda: [HiddenMean(position)], Tracer.forward, ()).observables)
         return self._means[position][layer]
@@ -338,15 +371,15 @@ class Experiment:
             self._means[hidden.position] = hidden.by_layer()
 
     def _value_mean(self, layer: int, position: int) -> torch.Tensor:
-        """(heads · d,): what a layer's value projection gives at a position of the model as it is, likewise."""
+        """Return the unchanged model's mean output (heads · d,) of a layer's value projection at a position."""
         if position not in self._value_means:
-            latest: list[ValueMean] = []
+            latest: list[ValueMean] = []  # replaced when the pass starts again with a smaller batch
 
             def fresh() -> list[ValueMean]:
                 latest[:] = [ValueMean(position)]
                 return list(latest)
 
-            stack = (reading(position, lambda: latest[0]),)
+            stack = (ReadValues(positions=(position,), seen=lambda layer, x: latest[0].take(layer, x)),)
             self._value_means[position] = self._pass(fresh, Tracer.forward, stack).observables[0].by_layer()
         return self._value_means[position][layer]
 
@@ -357,7 +390,7 @@ class Experiment:
         stack: Stack,
         subject: Subject | None = None,
     ) -> Pass[Kind]:
-        """One pass over the inputs, or over those of another subject of the same model."""
+        """Run one pass over the inputs, or over those of another subject with the same model."""
         model, family, inputs = self.subject.loaded.model, self.subject.family, (subject or self.subject).inputs
         with open_tracer(model, family, self.config.attn, stack) as tracer:
             return pass_over(model, inputs, fresh, lambda *batch: step(tracer, *batch), *self._sizes)
@@ -368,7 +401,7 @@ class Experiment:
 
     @property
     def _sizes(self) -> tuple[int | Literal["auto"], int, Console]:
-        """Of a pass's batches, what fitted once fitting again; its costs; and where it says how far it is."""
+        """Batch size (one that fitted is used again), memory costs and console of a pass."""
         return self.batch_size or self.config.batch_size, self.chosen.costs, self.console
 
     def _collect(self, raw: Mapping[str, pd.DataFrame], condition: str) -> None:
@@ -376,13 +409,13 @@ class Experiment:
             self._parts[name].append(table)
 
 
-def _way(stack: Stack) -> str:
-    """How an arm is measured; what is not measured in passes stands alone (`wanted_arms` sees to it)."""
+def _measured_by(stack: Stack) -> str:
+    """Return how an arm is measured. An arm that is not measured in passes has one part only (see `wanted_arms`)."""
     return stack[0].measured_by
 
 
 def _record(stack: Stack, resolved: Stack, target: Target) -> dict[str, Any]:
-    """An arm's entry in the manifest. No paper says what to expect of a stack of several."""
+    """Return an arm's entry in the manifest. No paper has expectations for a stack of several interventions."""
     alone = len(stack) == 1
     return {
         "asked": [str(part) for part in stack],

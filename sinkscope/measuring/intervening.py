@@ -1,4 +1,4 @@
-"""A loaded model changed until the end of a block, for any use of it.
+"""Interventions on a loaded model for the length of a block, for any use of the model.
 
 with intervening(model, "zero-massive:layers=11,coordinates=507"):
     model.generate(…)
@@ -18,19 +18,21 @@ from sinkscope.models.in_memory import called_uncompiled, check_called_itself, o
 
 @contextmanager
 def intervening(model: nn.Module, *do: str | Intervention | Iterable[str | Intervention]) -> Iterator[None]:
-    """Change a loaded model until the end of the block: calls, `generate` and gradients are those of the changed model.
+    """Change a loaded model until the end of the block, for calls, `generate` and gradients.
 
-    Interventions are applied in their order; afterwards the model is bit for bit as it was. What torch.compile has made
-    of the model runs uncompiled in the block.
+    Interventions are applied in the given order. Afterwards the model is restored bit for bit. A compiled model runs
+    uncompiled in the block.
 
     Args:
-        model: of transformers, also in torch.compile, PEFT, DistributedDataParallel or DataParallel on one device.
-        *do: interventions, as the command line has them or as objects, one by one or in lists.
+        model: A transformers model, also wrapped by torch.compile, PEFT, DistributedDataParallel, or DataParallel on
+            one device.
+        *do: Interventions as objects or in the syntax of the command line, single or in lists.
 
     Raises:
-        InputError: one does not apply, names what the model does not have, or would change nothing.
-        SinkscopeError: the model attends by code that computes something else than sinkscope does; or at the end, no
-            forward pass had the position that was to be changed.
+        InputError: An intervention does not apply, names something that the model does not have, or would change
+            nothing.
+        SinkscopeError: The model's attention code differs from what sinkscope computes; or, at the end of the block,
+            no forward pass contained the position to change.
     """
     check_called_itself(model)
     network = unwrapped(model)

@@ -1,28 +1,106 @@
-"""Every table of a run: one pass over the batches, then a closer look at the first sequence."""
+"""Measures all tables of a run: one pass over the batches, then the follow-ups on the first sequence."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
 
-from sinkscope.attention.taps import Seam, denominator_of
+from sinkscope.attention.taps import denominator_of, operations_of
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.manifest import Facts
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
-from sinkscope.measuring.parity import ParityCheck, parity_check
-from sinkscope.measuring.passes import Pass, batches_of, pass_over
+from sinkscope.measuring.parity import parity_check
+from sinkscope.measuring.passes import batches_of, pass_over
+from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarize
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.models.towers import text_tower
 from sinkscope.options.measuring import RunConfig
+from sinkscope.results import manifest
+from sinkscope.retrofits.retrofit import registers_before
+
+
+@dataclass
+class Facts:
+    """Facts for the manifest that only the pass itself can tell."""
+
+    batch_size: int = 0
+    scaling: tuple[float, ...] = ()  # scale of the logits, by layer
+    outside: dict[str, list[int]] = field(default_factory=dict)  # attention targets other than text → their layers
+    loss: float | None = None  # cross-entropy per predicted token, if there was a backward pass
+    parity: float | None = None  # largest relative difference from the bare model; None: not compared
+    notices: tuple[str, ...] = ()
+    not_measured: dict[str, str] = field(default_factory=dict)  # observable that does not apply → the reason
+
+
+def make_manifest(
+    subject: Subject, config: RunConfig, facts: Facts, tables: list[str], start: float, command: str = "analyze"
+) -> dict[str, Any]:
+    """Return the manifest of a run (run.json): the common head, and the facts about model and input."""
+    loaded, family, inputs = subject.loaded, subject.family, subject.inputs
+    parameters = next(loaded.model.parameters())
+    text = loaded.model.config.get_text_config()
+    path, tower = text_tower(loaded.model)
+    described = {
+        "condition": inputs.condition,
+        "model": {
+            **loaded.origin,
+            "adapter": loaded.adapter,
+            "architecture": type(loaded.model).__name__,
+            "text_tower": {"path": path, "architecture": type(tower).__name__} if path else None,
+            "parameters": sum(p.numel() for p in loaded.model.parameters()),
+            "registers": registers_before(loaded.model),  # tokens before the text
+            "operations": operations_of(loaded.model),  # of attention, other than softmax
+            "layer_types": getattr(text, "layer_types", None),
+            "sliding_window": getattr(text, "sliding_window", None),
+        },
+        "family": {
+            "name": family.name,
+            "wiring": family.wiring,
+            "positions": family.positions,
+            "layer_positions": family.layer_positions if len(family.kinds_of_positions) > 1 else None,
+            "door": family.door,
+            "gated": family.gated,
+            "causal": family.causal,
+            "prefix": family.prefix,  # tokens at the beginning that all tokens see
+            "copies": family.copies and family.copies.count,  # of the residual stream, whose mean is measured
+            "unknown": [at for at, block in enumerate(family.blocks) if block.wiring == "unknown"] or None,  # layers
+            "kinds": [block.kind for block in family.blocks] or None,  # of every layer, if they differ
+        },
+        "outside": facts.outside,
+        "absent": family.absent_sites(),
+        "not_measured": facts.not_measured,
+        "dtype": str(parameters.dtype).removeprefix("torch."),
+        "device": str(parameters.device),
+        "processes": team().count,
+        "kernel": config.attn,
+        "scaling": [None if math.isnan(scaling) else scaling for scaling in facts.scaling],
+        "batch_size": facts.batch_size,
+        "parity": facts.parity,
+        "notices": list(facts.notices),
+        "input": {
+            "sequences": len(inputs),
+            "tokens": inputs.num_tokens,
+            "shortest": inputs.shortest,
+            "longest": inputs.longest,
+            "token_zero": inputs.token_zero,
+            "masked": None if inputs.masked is None else inputs.num_predicted,
+            "sha256": inputs.sha256,
+            "per_passage": inputs.per_passage,
+        },
+        "seed": config.seed,
+    }
+    return manifest.make_manifest(command, config.model_dump(mode="json"), start, tables, **described)
+
 
 NOT_REPEATED = "the tokens of a sequence are not one and the same (--input repeated --bos never)"
-BACKWARD_COSTS = 4  # times the memory of a forward pass, about: logits and every layer's activations stay
+BACKWARD_COSTS = 4  # approximate memory in forward passes: logits and every layer's activations are kept
 
 
 def measure(
@@ -31,39 +109,43 @@ def measure(
     """Measure a model on its inputs.
 
     Returns:
-        The run's tables by name, and what else the manifest says of the pass.
+        The run's tables by name, and facts about the pass for the manifest.
 
     Raises:
-        InputError: an observable that was named does not apply to this model.
-        SinkscopeError: the model gives no finite numbers, or memory ran out.
+        InputError: A named observable does not apply to this model.
+        SinkscopeError: The model gives NaN or infinite numbers, or memory ran out.
     """
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
-    chosen = choose(subject, config)
+    chosen, settings = choose(subject, config), settings_of(subject, config)
     facts = Facts(not_measured=chosen.left_out)
     check = parity_check(subject, config, chosen.costs)
+
+    def fresh() -> list[Observable]:
+        return [*prepared(chosen.first, settings, subject), *check.fresh()]
+
     with open_tracer(loaded.model, family, config.attn) as tracer:
-        done = _first_pass(tracer, subject, config, chosen, facts, check, console)
+        step = tracer.forward_backward if chosen.backward else tracer.forward
+        done = pass_over(tracer.model, inputs, fresh, step, config.batch_size, chosen.costs, console)
+        facts.batch_size, facts.parity = done.batch_size, check.error
+        facts.loss = done.loss / inputs.num_predicted if chosen.backward else None
+        if facts.loss is not None and not math.isfinite(facts.loss):
+            raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input are meaningless")
         facts.notices = tuple(notice for observable in done.observables for notice in observable.notices())
         raw = tables_of(done.observables) | done.loss_tables(inputs)
-        settings = settings_of(subject, config)
         follow_ups = [OBSERVABLES[name].aimed(settings, raw) for name in chosen.follow_ups]
         if follow_ups:
             tracer.forward(next(batches_of(inputs, 1)), follow_ups)
         raw |= tables_of(follow_ups)
         facts.outside = _outside(tracer)
-        facts.scaling = tuple(_scaling(tracer.seams.get(layer)) for layer in range(tracer.depth))
+        calls = {layer: seam.call for layer, seam in tracer.seams.items() if seam.call is not None}
+        facts.scaling = tuple(calls[at].scaling if at in calls else math.nan for at in range(tracer.depth))
     tables = publish(raw, loaded, inputs.condition)
     summary = summarize(tables, inputs, family, facts.scaling, facts.loss, facts.outside)
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
 
 
-def _scaling(seam: Seam | None) -> float:
-    """Of a layer's logits; NaN where it has none."""
-    return math.nan if seam is None or seam.call is None else seam.call.scaling
-
-
 def _outside(tracer: Tracer) -> dict[str, list[int]]:
-    """What a model attends to besides the text → the layers that do."""
+    """Map what a model attends to other than the text (sink logits, biases, registers) to the layers that do."""
     found: dict[str, list[int]] = defaultdict(list)
     for layer, attention in tracer.family.attentions(tracer.model).items():
         term, call = denominator_of(attention), tracer.seams[layer].call
@@ -77,14 +159,17 @@ def _outside(tracer: Tracer) -> dict[str, list[int]]:
 
 
 def settings_of(subject: Subject, config: RunConfig, positions: int = 0) -> Settings:
-    """The run's settings, for at least so many positions; sequences from a file may be shorter than --seq-len."""
+    """Return the run's settings for at least `positions` positions, limited to the longest sequence.
+
+    Sequences from a file may be shorter than --seq-len.
+    """
     longest = subject.inputs.longest
     fitted = {"positions": min(max(config.positions, positions), longest), "window": min(config.window, longest)}
     return config.model_copy(update=fitted)
 
 
 def prepared(names: Iterable[str], settings: Settings, subject: Subject) -> list[Observable]:
-    """New observables for one pass."""
+    """Create the observables of one pass."""
     observables = [OBSERVABLES[name](settings) for name in names]
     for observable in observables:
         observable.prepare(subject.loaded.model, subject.family, subject.inputs.num_predicted)
@@ -97,11 +182,11 @@ def tables_of(observables: list[Observable]) -> dict[str, pd.DataFrame]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Names of the observables of a run."""
+    """The names of a run's observables."""
 
     first: tuple[str, ...]  # of the pass over all batches
-    follow_ups: tuple[str, ...]  # of the closer look at the first sequence
-    left_out: dict[str, str]  # those that one would expect and that do not apply, with the reason
+    follow_ups: tuple[str, ...]  # of the second look at the first sequence
+    left_out: dict[str, str]  # expected observables that do not apply → the reason
 
     @property
     def backward(self) -> bool:
@@ -109,15 +194,15 @@ class Chosen:
 
     @property
     def costs(self) -> int:
-        """Memory of the pass, in forward passes."""
+        """Memory of the pass in units of a forward pass."""
         return BACKWARD_COSTS if self.backward else 1
 
 
 def choose(subject: Subject, config: RunConfig) -> Chosen:
-    """The observables that were named, else all that apply, and the follow-ups of those.
+    """Choose the named observables, or all that apply, and their follow-ups.
 
     Raises:
-        InputError: one that was named does not apply to this model.
+        InputError: A named observable does not apply to this model.
     """
     named = config.observables or tuple(name for name, kind in OBSERVABLES.items() if kind.by_default)
     wanted = dict.fromkeys(needed for name in named for needed in (*OBSERVABLES[name].after, name))
@@ -139,27 +224,3 @@ def choose(subject: Subject, config: RunConfig) -> Chosen:
     )
     expected = {name: reason for name, reason in left_out.items() if OBSERVABLES[name].expected}
     return Chosen(first, follow_ups, expected)
-
-
-def _first_pass(
-    tracer: Tracer,
-    subject: Subject,
-    config: RunConfig,
-    chosen: Chosen,
-    facts: Facts,
-    check: ParityCheck,
-    console: Console | None,
-) -> Pass[Observable]:
-    """Every batch through the tracer: forward, and backward where an observable asks for it."""
-    predicted = subject.inputs.num_predicted
-
-    def fresh() -> list[Observable]:
-        return [*prepared(chosen.first, settings_of(subject, config), subject), *check.fresh()]
-
-    step = tracer.forward_backward if chosen.backward else tracer.forward
-    done = pass_over(tracer.model, subject.inputs, fresh, step, config.batch_size, chosen.costs, console)
-    facts.batch_size, facts.parity = done.batch_size, check.error
-    facts.loss = done.loss / predicted if chosen.backward else None
-    if facts.loss is not None and not math.isfinite(facts.loss):
-        raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input mean nothing")
-    return done

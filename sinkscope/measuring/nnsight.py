@@ -1,8 +1,8 @@
-"""nnsight, imported without its mount: by default it gives every object of the process an attribute `save`.
+"""nnsight, imported without its mount, which by default gives every object of the process an attribute `save`.
 
-Its configuration can turn the mount off, but is read while nnsight is imported. So it is imported here first, and
-changed for so long only. Where the user has imported nnsight before, it is as they have it; where they import it
-later, `nnsight.save(x)` does what `x.save()` would.
+nnsight's configuration can turn the mount off, but is read while nnsight is imported. This module changes the
+configuration during the import only. If the user has imported nnsight before, it stays as it is; if they import it
+later, `nnsight.save(x)` replaces `x.save()`.
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""One pass over a run's sequences: batch after batch through the tracer, in batches that fit into memory."""
+"""A pass runs all batches of a run through the tracer, in batches that fit into memory."""
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.accumulators import Lists, accumulated, merge, packed, unpacked
-from sinkscope.measuring.observables.observable import Observable, long_form
+from sinkscope.measuring.observables.observable import Lists, Observable, accumulated, long_form, merge
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.tables import SEQUENCE, Column, Columns
@@ -25,14 +25,14 @@ from sinkscope.text.inputs import TokenInputs
 
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384, "xpu": 16384}  # where --batch-size auto starts
 
-# → (B,): the loss of each sequence, summed over its predicted tokens, where the step makes one
+# returns the loss of each sequence, (B,), summed over its predicted tokens; None if the step computes none
 Step = Callable[[Batch, Sequence[Observable]], torch.Tensor | None]
 Kind = TypeVar("Kind", bound=Observable)
 
 LOSS_TABLES: dict[str, Columns] = {
     "loss_by_sequence": (
         SEQUENCE,
-        Column("predicted", "tokens of the sequence that are predicted", kind="whole"),
+        Column("predicted", "number of predicted tokens of the sequence", kind="whole"),
         Column("loss", "their mean cross-entropy; NaN where none is predicted", "nats"),
     ),
 }
@@ -43,16 +43,16 @@ class Pass(Generic[Kind]):
     """The result of a pass over all batches."""
 
     observables: list[Kind]
-    losses: torch.Tensor  # (N,): of each sequence, summed over its predicted tokens; empty where the step makes none
-    batch_size: int  # that fitted into memory
+    losses: torch.Tensor  # (N,): the loss of each sequence, summed over its predicted tokens; empty without losses
+    batch_size: int  # the one that fitted into memory
 
     @property
     def loss(self) -> float:
-        """Summed over all predicted tokens."""
+        """The loss summed over all predicted tokens."""
         return float(self.losses.sum())
 
     def loss_tables(self, inputs: TokenInputs) -> dict[str, pd.DataFrame]:
-        """The table of LOSS_TABLES; none where the step makes no loss. Its mean over tokens is the run's loss."""
+        """Return the table of LOSS_TABLES, whose mean over tokens is the run's loss; empty without losses."""
         if not len(self.losses):
             return {}
         predicted = np.array(inputs.predicted)
@@ -71,17 +71,18 @@ def pass_over(
     costs: int = 1,
     console: Console | None = None,
 ) -> Pass[Kind]:
-    """Put every batch through `step`; out of memory, start again with new observables and half the batch. Several
-    processes read some of the batches each, and have the sums of all at the end.
+    """Call `step` with every batch; after an out-of-memory error, start again with new observables and half the batch.
+
+    Several processes share the batches. Afterwards each of them has the sums of all.
 
     Args:
-        fresh: makes the observables.
-        step: one of the tracer's methods: a batch and the observables → its sequences' losses, if it has any.
-        batch_size: sequences in a batch; "auto" begins with TOKENS_PER_BATCH.
-        costs: memory of a step, in forward passes.
+        fresh: creates new observables.
+        step: a method of the tracer, which reads a batch and returns the losses of its sequences, if any.
+        batch_size: sequences per batch; "auto" starts with TOKENS_PER_BATCH.
+        costs: memory of a step in units of a forward pass.
 
     Raises:
-        SinkscopeError: not even one sequence fits into memory.
+        SinkscopeError: A batch of one sequence does not fit into memory.
     """
     tried = 0
 
@@ -89,7 +90,7 @@ def pass_over(
         nonlocal tried
         tried = size
         with team().agreeing(), _progress(console) as advance:
-            observables, losses = fresh(), Lists[int, torch.Tensor](list)  # by a batch's first sequence
+            observables, losses = fresh(), Lists[int, torch.Tensor](list)  # by the batch's first sequence
             for batch in batches_of_mine(inputs, size):
                 loss = step(batch, observables)
                 losses[batch.first] += [] if loss is None else [loss]
@@ -113,7 +114,7 @@ def pass_over(
 
 
 def first_size(inputs: TokenInputs, model: PreTrainedModel, batch_size: int | Literal["auto"], costs: int) -> int:
-    """The batch size that `pass_over` tries first, so that each of several processes has a batch."""
+    """Return the batch size that `pass_over` tries first: small enough that every process gets a batch."""
     tokens = TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cpu"]) // costs
     size = max(1, tokens // inputs.longest) if batch_size == "auto" else batch_size
     return min(size, max(1, len(inputs) // team().count))
@@ -131,7 +132,7 @@ def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right"
 
 
 def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
-    """Every n-th batch, of n processes; the first one, which another reads, too, where there are fewer."""
+    """Yield every n-th batch for n processes. With fewer batches than processes, the idle ones read the first batch."""
     members = team()
     mine = islice(batches_of(inputs, batch_size), members.place, None, members.count)
     yield next(mine, None) or next(batches_of(inputs, batch_size))
@@ -139,28 +140,31 @@ def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
 
 
 def _packed(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], inputs: TokenInputs) -> bytes:
-    """What this process has seen, for the others."""
+    """Return the sums of this process as bytes, to send to the others."""
     members = team()
     if members.count == 1:
         return b""
-    is_idle = members.place >= len(inputs)
-    return packed(None if is_idle else ([accumulated(each) for each in observables], losses))
+    is_idle = members.place >= len(inputs)  # read a batch of another process, which must not count twice
+    file = io.BytesIO()
+    torch.save(None if is_idle else ([accumulated(each) for each in observables], losses), file)
+    return file.getvalue()
 
 
 def _add_up(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], seen: bytes) -> None:
-    """Give these, in all processes, what all have seen, the first process's first."""
+    """Replace the sums of this process by those of all, added in the order of the processes."""
     members = team()
     if members.count == 1:
         return
     whole: list[Any] = []
     for part in members.one_by_one(seen):
-        found = unpacked(part)
+        # pickled by another process of the same command
+        found = torch.load(io.BytesIO(part), map_location="cpu", weights_only=False)
         if found is None:
             continue
         if not whole:
             whole = list(found)
             continue
-        for mine, other in zip(whole[0], found[0], strict=False):  # only the first one compares with the bare model
+        for mine, other in zip(whole[0], found[0], strict=False):  # only the first compares with the bare model
             for name in mine:
                 merge(mine[name], other[name])
         whole[1].merge(found[1])
@@ -172,7 +176,7 @@ def _add_up(observables: Sequence[Observable], losses: Lists[int, torch.Tensor],
 
 @contextmanager
 def _progress(console: Console | None) -> Iterator[Callable[[int, int], None]]:
-    """Give advance(done, total): a progress bar where the console is a terminal."""
+    """Yield a function advance(done, total), which updates a progress bar if the console is a terminal."""
     if console is None or console.quiet or not console.is_terminal:
         yield lambda done, total: None
         return

@@ -1,25 +1,171 @@
-"""From static ranges to the sites whose quantization costs most: the tables of `quantize`.
+"""The tables of `quantize`: what quantization costs, and which sites cost most.
 
-Settings of the whole model are measured on all sequences, the search for the costly sites on the first PROBED.
+Settings of the whole model are measured on all sequences, the search for costly sites on the first PROBED ones.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import pandas as pd
 from rich.console import Console
 
 from sinkscope.errors import counted
+from sinkscope.interventions import Intervention
+from sinkscope.measuring.calibration import measured_ranges, measured_roundings
 from sinkscope.measuring.console import print_line
-from sinkscope.measuring.quantized import Bench, Measured
+from sinkscope.measuring.losses import perplexity
+from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.observables.outlier import Outlier
+from sinkscope.measuring.parity import ParityCheck
+from sinkscope.measuring.passes import Pass, Step, pass_over
+from sinkscope.measuring.resumed import FEW, Change, Resumed, tried
+from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.models.edits import Beginning
 from sinkscope.quantization import settings
-from sinkscope.quantization.attention import CACHED
-from sinkscope.quantization.ranges import Range, Rounding
-from sinkscope.quantization.sites import WEIGHT, Site
+from sinkscope.quantization.grids import Precision, Range, Rounding
+from sinkscope.quantization.simulation import quantized_attention, quantized_sites
+from sinkscope.quantization.sites import CACHED, LINEAR_SCHEME, WEIGHT, Site, sites_of
 from sinkscope.results.tables import Column, Columns
 from sinkscope.text.inputs import TokenInputs
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of one setting."""
+
+    loss: float  # per predicted token, in nats
+    max_inf_norm: float = math.nan  # largest over sites and layers
+    kurtosis: float = math.nan  # mean over sites and layers
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.loss)
+
+
+@dataclass
+class Bench:
+    """Measures a model with any sites quantized, always under the same interventions."""
+
+    subject: Subject
+    precision: Precision
+    kernel: str = "sdpa"
+    batch_size: int | Literal["auto"] = "auto"
+    interventions: tuple[Intervention, ...] = ()
+    console: Console | None = None
+    parity: ParityCheck | None = None  # for passes in full precision
+    scheme: str = LINEAR_SCHEME
+    used_batch_size: int = field(default=0, init=False)
+
+    def ranges(self, calibration: TokenInputs) -> dict[Site, Range]:
+        model, family = self.subject.loaded.model, self.subject.family
+        sites = sites_of(model, family, self.scheme, has_cache=self.precision.kv_cache_per is not None)
+        with self._tracer() as tracer:
+            return measured_ranges(tracer, sites, calibration.sequences)
+
+    def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
+        with self._tracer() as tracer:
+            return measured_roundings(tracer, calibration.sequences, ranges, self.precision)
+
+    def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
+        """Measure the loss with these sites quantized; with `outliers` also infinity norm and kurtosis."""
+
+        def fresh() -> list[Observable]:
+            compared = self.parity.fresh() if self.parity and not ranges else []
+            return [*([Outlier(Settings())] if outliers else []), *compared]
+
+        with self._quantized(ranges) as tracer:
+            done = self._pass(inputs, fresh, tracer.forward_with_loss)
+        return Measured(done.loss / inputs.num_predicted, **_outliers(done.observables))
+
+    def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
+        """Measure every setting, starting at the first layer of which it quantizes a site.
+
+        This shortcut is first tried on a few sequences at the last of these layers: if the loss is not bit for bit that
+        of a whole pass, whole passes are used.
+        """
+        layers = [min(site.layer for site in ranges) for ranges in settings]
+        order = sorted(range(len(settings)), key=lambda place: layers[place])
+        changes = [Change(layers[place], partial(self._quantized, settings[place])) for place in order]
+        if not changes or layers[order[0]] < 1 or not self._resumes(changes[-1], settings[order[-1]], inputs):
+            return [self.measure(ranges, inputs) for ranges in settings]
+        done = dict(zip(order, self._passes_from(changes, inputs), strict=True))
+        return [Measured(done[place].loss / inputs.num_predicted) for place in range(len(settings))]
+
+    def _resumes(self, change: Change, ranges: Mapping[Site, Range], inputs: TokenInputs) -> bool:
+        if self.interventions or not self.subject.family.causal:
+            return False
+        few = inputs.part(0, FEW)
+        resumed = tried(lambda changes: self._passes_from(changes, few), change)
+        return resumed is not None and resumed.loss / few.num_predicted == self.measure(ranges, few).loss
+
+    def _passes_from(self, changes: Sequence[Change], inputs: TokenInputs) -> list[Pass[Observable]]:
+        resumed = Resumed(self.subject, self.kernel, changes, Tracer.forward_with_loss)
+        return resumed.passes(self._pass(inputs, resumed.fresh, resumed))
+
+    def _pass(self, inputs: TokenInputs, fresh: Callable[[], list[Observable]], step: Step) -> Pass[Observable]:
+        size = self.used_batch_size or self.batch_size
+        done = pass_over(self.subject.loaded.model, inputs, fresh, step, size, console=self.console)
+        self.used_batch_size = self.used_batch_size or done.batch_size  # a size that fitted is used again
+        return done
+
+    @contextmanager
+    def _quantized(self, ranges: Mapping[Site, Range], beginning: Beginning | None = None) -> Iterator[Tracer]:
+        with (
+            quantized_sites(self.subject.loaded.model, ranges, self.precision),
+            self._tracer(beginning) as tracer,
+            quantized_attention(tracer.seams, ranges, self.precision),
+        ):
+            yield tracer
+
+    def _tracer(self, beginning: Beginning | None = None) -> AbstractContextManager[Tracer]:
+        subject = self.subject
+        return open_tracer(subject.loaded.model, subject.family, self.kernel, self.interventions, beginning)
+
+
+def _outliers(observables: Iterable[Observable]) -> dict[str, float]:
+    for by_site in (observable.tables()["outlier"] for observable in observables if isinstance(observable, Outlier)):
+        by_layer = by_site.groupby("layer")["kurtosis"].mean()
+        return {"max_inf_norm": float(by_site["max_inf_norm"].max()), "kurtosis": float(by_layer.mean())}
+    return {}
+
+
+def w8a8(
+    subject: Subject,
+    calibration: TokenInputs,
+    *,
+    precision: Precision | None = None,
+    kernel: str = "sdpa",
+    batch_size: int | Literal["auto"] = "auto",
+    interventions: Iterable[Intervention] = (),
+) -> dict[str, float]:
+    """Measure the cost of quantizing every linear layer except the LM head, on the subject's input.
+
+    The same layers are quantized in a retrofitted model. The parameters of a retrofit (gates, λ, logits, keys,
+    registers) stay in full precision. The value projection's output is quantized before a gate on values, the output
+    projection's input after a gate on heads' outputs.
+
+    Args:
+        calibration: Other sequences, on which the static ranges are measured.
+        precision: Bits and grids; None means 8 bits and one grid per tensor.
+        interventions: Interventions during calibration and measurement.
+
+    Returns:
+        loss, perplexity, max_inf_norm and kurtosis in full precision, and the same names with `_quantized`.
+    """
+    bench = Bench(subject, precision or Precision(), kernel, batch_size, tuple(interventions))
+    arms: dict[str, dict[Site, Range]] = {"": {}, "_quantized": bench.ranges(calibration)}
+    found: dict[str, float] = {}
+    for ending, ranges in arms.items():
+        measured = bench.measure(ranges, subject.inputs, outliers=True)
+        for name in ("loss", "perplexity", "max_inf_norm", "kurtosis"):
+            found[name + ending] = getattr(measured, name)
+    return found
+
 
 Ranges = Mapping[Site, Range]
 
@@ -34,9 +180,9 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("setting", "what is quantized: quantization/settings.py", kind="text"),
         LINEAR,
         PART,
-        Column("quantized", "how many sites are quantized", kind="whole"),
-        Column("kept", "sites in full precision, where they were searched for", kind="text"),
-        Column("sequences", "how many sequences it was measured on", kind="whole"),
+        Column("quantized", "number of quantized sites", kind="whole"),
+        Column("kept", "sites in full precision, if they were searched for", kind="text"),
+        Column("sequences", "number of sequences measured", kind="whole"),
         Column("loss", "mean cross-entropy", "nats per token"),
         Column("perplexity", "exp(loss)"),
         Column("cost", "loss above that of full precision on the same sequences", "nats per token"),
@@ -51,9 +197,9 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("high", "largest entry"),
         Column("median_abs", "median of a sequence's absolute entries, or of 64 rows of attention, mean over these"),
         Column("max_abs", "largest absolute entry"),
-        Column("is_massive", "whether a sequence has a massive activation here; only of hidden states", kind="truth"),
-        Column("step", "of the grid; of several, one a channel or a token, the mean"),
-        Column("zeroed", "share of the entries other than 0 that the grid makes 0"),
+        Column("is_massive", "whether a sequence has a massive activation here; hidden states only", kind="truth"),
+        Column("step", "step of the grid; the mean if there is one grid per channel or token"),
+        Column("zeroed", "share of the nonzero entries that the grid rounds to 0"),
         Column("sqnr", "signal to quantization noise, 10 log₁₀ Σx² ÷ Σ(x-x̂)²", "dB"),
     ),
 }
@@ -61,7 +207,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 
 @dataclass
 class Study:
-    """Measures setting after setting; each is a row of the table `quantization`."""
+    """Measures the settings of `quantize`, each of which is a row of the table `quantization`."""
 
     inputs: TokenInputs
     bench: Bench
@@ -95,7 +241,7 @@ class Study:
             self._note(settings.ALL, self.ranges, self.probes)
 
     def _costly_kinds(self) -> list[str]:
-        """Quantize each kind of site alone, and all but each costly kind. Returns the costly ones, costliest first."""
+        """Quantize each kind of site alone, and all except each costly kind. Returns costly kinds, costliest first."""
         costs: dict[str, float] = {}
         for role in dict.fromkeys(site.role for site in self.ranges):
             alone = {site: known for site, known in self.ranges.items() if site.role == role}
@@ -107,7 +253,7 @@ class Study:
         return costly
 
     def _costliest_sites(self, costly: list[str]) -> list[Site]:
-        """Quantize single layers of the costliest kinds. Returns the sites that have a cost, costliest first."""
+        """Quantize single layers of the costliest kinds. Returns the sites with a positive cost, costliest first."""
         costs: dict[Site, float] = {}
         for role in costly[: settings.BY_LAYER]:
             sites = [site for site in self.ranges if site.role == role]
@@ -119,9 +265,7 @@ class Study:
         return sorted((site for site in costs if costs[site] > 0), key=lambda site: -costs[site])
 
     def _keep_costliest(self, costliest: list[Site]) -> None:
-        """Keep one, two, four … of them in full precision until nearly all of the cost is gone, then measure the last
-        choice on all sequences.
-        """
+        """Keep 1, 2, 4, … sites in full precision until little of the cost remains; measure that choice on all text."""
         whole = self._row(settings.ALL, self.probes)["cost"]
         if not costliest or whole < settings.COSTLY:
             return
@@ -140,7 +284,7 @@ class Study:
     def _without(self, kept: Set[Site]) -> dict[Site, Range]:
         return {site: known for site, known in self.ranges.items() if site not in kept}
 
-    # --- how it is written down
+    # --- how it is recorded
 
     def _note(
         self,
@@ -151,7 +295,7 @@ class Study:
         kept: Iterable[Site] = (),
         outliers: bool = False,
     ) -> float:
-        """Measure one setting, as a row. Returns its cost: the loss above full precision's on the same sequences."""
+        """Measure and record one setting. Returns its cost: the loss minus that of full precision on the same text."""
         inputs = inputs or self.inputs
         measured = self.bench.measure(ranges, inputs, outliers)
         return self._write(setting, measured, len(ranges), inputs, site, kept=kept)
@@ -166,7 +310,7 @@ class Study:
         layer: int = settings.ALL_LAYERS,
         kept: Iterable[Site] = (),
     ) -> float:
-        """The row of a setting. Returns its cost."""
+        """Add the row of a setting. Returns its cost."""
         cost = 0.0 if setting == settings.FULL else measured.loss - self._row(settings.FULL, inputs)["loss"]
         self.rows.append(
             {

@@ -1,14 +1,14 @@
-"""The null of what weights have learned: the same architecture with random weights, on the same input.
+"""The null model of learned weights: the same architecture with random weights, on the same input.
 
-Some of what looks like an attention or gradient sink comes from the causal mask alone: with random weights the value
+Part of what looks like an attention or gradient sink is an effect of the causal mask: with random weights, the value
 gradient at position 0 is several times that of later positions.
 
-How many times depends on depth and on the scale of the weights. What flows back through token 0's values joins the
-gradient of its residual stream, of which the layer below makes as much again: the larger a branch is beside the
-residual stream, the more; and weights so large that attention is far from uniform give less. SmolLM2-135M (30 layers,
-T = 64) has 9 as transformers initializes it by default, 7 at the scale of its own weights, and 4.3 if each layer stood
-alone under uniform attention. So each tensor is drawn with the mean and the standard deviation that it has in the
-model: nothing rests on the width of an initialization, which the configuration of a GGUF file does not say.
+The factor depends on depth and on the scale of the weights. The gradient that flows through token 0's values is added
+to that of its residual stream, and every lower layer adds to it again: more if a branch is large relative to the
+residual stream, less if weights are so large that attention is far from uniform. For SmolLM2-135M (30 layers, T = 64)
+the factor is 9 with transformers' default initialization, 7 at the scale of its own weights, and 4.3 for single layers
+under uniform attention. Each tensor is therefore drawn with its own mean and standard deviation, so that nothing
+depends on the width of an initialization, which a GGUF file does not record.
 """
 
 import copy
@@ -26,24 +26,24 @@ from sinkscope.models.process import drawing
 from sinkscope.models.quantized import ORDINARY, is_quantized
 from sinkscope.retrofits import new_parameters
 
-WEIGHTS_AT_RANDOM = "random"  # of the manifest: where a checkpoint has the format of its weights
-AT_RANDOM = " (random weights)"  # behind the model's name
-QUANTIZATION = "quantization_config"  # of a model's configuration
+WEIGHTS_AT_RANDOM = "random"  # in the manifest, in place of the format of a checkpoint's weights
+AT_RANDOM = " (random weights)"  # appended to the model's name
+QUANTIZATION = "quantization_config"  # an attribute of a model's configuration
 
 
 @contextmanager
 def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
-    """Give the subject with a model whose weights are drawn anew, until the end of the block.
+    """Yield the subject with a second model of random weights.
 
-    A retrofit is built in and at its start. The model is on the same device beside the subject's own, which stays as it
-    was; torch's random numbers go on as if nothing had been drawn.
+    A retrofit is built in and has its starting parameters. Both models are on the same device; the subject's own is not
+    changed, and torch's random state is preserved.
 
     Args:
-        seed: of the weights, which are the same on every device.
+        seed: Seed of the weights, which are the same on every device.
 
     Raises:
-        InputError: the model cannot be built from its configuration alone.
-        SinkscopeError: the second model does not fit into memory.
+        InputError: The model cannot be built from its configuration.
+        SinkscopeError: The second model does not fit into memory.
     """
     try:
         network = redrawn(subject.loaded.model, seed)
@@ -55,14 +55,20 @@ def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
 
 
 def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """A model of the same class and configuration, frozen, each of whose tensors is drawn from the normal distribution
-    with the mean and the standard deviation that it has in `model`.
+    """Return a frozen model of the same class and configuration with random weights.
 
-    What a retrofit has added begins as its method says, and what is not learned (sines of positions) stays. Of a model
-    that computes on quantized weights nothing but the configuration is taken: its weights are as transformers
-    initializes them.
+    Each learned tensor is drawn from the normal distribution with its mean and standard deviation in `model`. A
+    retrofit's parameters have their starting values; tensors that are not learned (sines of positions) are copied. For
+    a model that computes on quantized weights, only the configuration is used, and the weights are those of
+    transformers' initialization.
+
+    Raises:
+        InputError: The model is on several devices, or its configuration does not describe it.
+        SinkscopeError: The second model does not fit into memory.
     """
-    device = _one_device(model)
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        raise InputError("it is spread over several devices: load it on one, without --device-map auto")
     config = copy.deepcopy(model.config)
     if hasattr(config, QUANTIZATION):
         delattr(config, QUANTIZATION)
@@ -71,20 +77,23 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         with drawing(seed), torch.device("cpu"):
             network = type(model)._from_config(config, dtype=dtype)
         learned = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
-        network = network.to(device).eval().requires_grad_(False)
+        network = network.to(model.device).eval().requires_grad_(False)
     except Exception as error:
         if is_out_of_memory(error):
-            raise SinkscopeError("the same model with random weights does not fit into memory beside it") from error
+            raise SinkscopeError("a second model with random weights does not fit into memory") from error
         raise InputError(f"it cannot be built from its configuration alone [{described(error)}]") from error
     if not is_quantized(model):
-        _check_same_parameters(model, network)
+        have, built = ({name: x.shape for name, x in each.named_parameters()} for each in (model, network))
+        other = [name for name in {**have, **built} if have.get(name) != built.get(name)]
+        if other:  # the model has been changed since it was built
+            raise InputError(f"its configuration describes another model: {other[0]} differs ({len(other)} such)")
         _draw(network, model, learned, seed)
     return network
 
 
 @torch.no_grad()
 def _draw(network: PreTrainedModel, model: PreTrainedModel, learned: Collection[str], seed: int) -> None:
-    """Draw what is learned, the same on every device, one tensor after the other in float32."""
+    """Draw the learned tensors one after the other in float32, identically on every device."""
     generator = torch.Generator().manual_seed(seed)
     own, at_start = dict(model.named_parameters()), new_parameters(network).keys()
     for name, parameter in network.named_parameters():
@@ -96,19 +105,3 @@ def _draw(network: PreTrainedModel, model: PreTrainedModel, learned: Collection[
         std, mean = torch.std_mean(own[name].float(), correction=0)
         drawn = torch.randn(parameter.shape, generator=generator).to(parameter.device)
         parameter.copy_(drawn.mul_(std).add_(mean))
-
-
-def _one_device(model: PreTrainedModel) -> torch.device:
-    """Raise InputError where there are several."""
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1 or torch.device("meta") in devices:
-        raise InputError("it is spread over several devices: load it on one, without --device-map auto")
-    return model.device
-
-
-def _check_same_parameters(model: PreTrainedModel, network: PreTrainedModel) -> None:
-    """Raise InputError where a model has been changed since it was built: its configuration then describes another."""
-    have, built = ({name: x.shape for name, x in each.named_parameters()} for each in (model, network))
-    other = [name for name in {**have, **built} if have.get(name) != built.get(name)]
-    if other:
-        raise InputError(f"its configuration describes another model: {other[0]} differs ({len(other)} such)")

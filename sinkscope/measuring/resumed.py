@@ -1,7 +1,7 @@
-"""Several changes of one model that leave its first layers alone: what these give is computed once for all of them.
+"""Measures several changes of one model that do not affect its first layers, and computes those layers only once.
 
-Batch by batch the unchanged layers run once; then every change, with its observables, from the first layer on that it
-changes. Of a batch only the one tensor that enters that layer is kept, and of no other batch anything.
+For each batch the unchanged layers run once; then every change runs with its observables, starting at the first layer
+that it changes. Only the input of that layer is kept, and only for the current batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +23,17 @@ from sinkscope.text.batch import Batch
 
 Tables = Mapping[str, pd.DataFrame]
 
-FEW = 2  # sequences on which it is tried whether a model can begin behind its first layer
+FEW = 2  # sequences on which starting at a later layer is tried
 
 
 @dataclass(frozen=True)
 class Change:
     """How a change of the model is measured.
 
-    layer: the first that it changes, from 1 on.
-    open: the changed model's tracer, which begins where it is told to, or at the beginning.
-    make: its observables for one pass.
+    Attributes:
+        layer: The first layer that it changes, ≥ 1.
+        open: Opens the changed model's tracer, which starts at the given beginning or at the first layer.
+        make: Creates its observables for one pass.
     """
 
     layer: int
@@ -42,44 +43,44 @@ class Change:
 
 @dataclass
 class Resumed:
-    """A step of `pass_over` that measures all changes on a batch; those of later layers come later.
+    """A step of `pass_over` that measures all changes on a batch, in the order of their first layers.
 
-    step: one of the tracer's methods.
+    `step` is a method of the tracer.
     """
 
     subject: Subject
     kernel: str
     changes: Sequence[Change]
     step: Callable[[Tracer, Batch, Sequence[Observable]], torch.Tensor | None]
-    _ends: list[int] = field(default_factory=list)  # of each change's observables among all
+    _ends: list[int] = field(default_factory=list)  # end of each change's observables in the list of all
     _batches: int = 0
     _untouched: list[list[UntouchedError]] = field(default_factory=list)
 
     def fresh(self) -> list[Observable]:
-        """The observables of all changes, one after the other."""
+        """Create the observables of all changes, in one list."""
         groups = [change.make() for change in self.changes]
         self._ends = torch.tensor([len(group) for group in groups]).cumsum(0).tolist()
         self._batches, self._untouched = 0, [[] for _ in groups]
         return [observable for group in groups for observable in group]
 
     def __call__(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor | None:
-        """→ (B,changes): the losses under each of them, if the step makes any."""
+        """Measure one batch. Returns the losses under each change, (B,changes), if the step computes losses."""
         self._batches += 1
         beginning: Beginning | None = None
         losses: list[torch.Tensor | None] = []
         for place, (change, own) in enumerate(zip(self.changes, self._by_change(observables), strict=True)):
             if beginning is None or beginning.layer < change.layer:
-                beginning = self._unchanged_before(change.layer, batch, beginning)
+                beginning = self._run_unchanged(change.layer, batch, beginning)
             try:
                 with change.open(beginning) as tracer:
                     losses.append(self.step(tracer, batch, own))
-            except UntouchedError as error:  # told at the end; another batch may hold the position
+            except UntouchedError as error:  # reported at the end, since another batch may have the position
                 self._untouched[place].append(error)
         made = [loss for loss in losses if loss is not None]
         return torch.stack(made, dim=1) if made else None
 
-    def _unchanged_before(self, layer: int, batch: Batch, before: Beginning | None) -> Beginning | None:
-        """Where the model begins at this layer on a batch, unchanged and with its seams in as under a tracer."""
+    def _run_unchanged(self, layer: int, batch: Batch, before: Beginning | None) -> Beginning | None:
+        """Run the unchanged model, with seams as under a tracer, up to this layer."""
         model, family = self.subject.loaded.model, self.subject.family
         inputs = model_inputs(model, batch, False, family.first_position)
         with open_seam(model, family, self.kernel):
@@ -90,10 +91,10 @@ class Resumed:
         return [observables[start:end] for start, end in zip(starts, self._ends, strict=True)]
 
     def passes(self, done: Pass[Observable]) -> list[Pass[Observable]]:
-        """That of each change, from that of all.
+        """Split the pass of all changes into one pass for each.
 
         Raises:
-            UntouchedError: no batch held what is changed.
+            UntouchedError: No batch had the positions of a change.
         """
         for errors in self._untouched:
             if errors and len(errors) == self._batches:
@@ -104,12 +105,13 @@ class Resumed:
 
 
 def tried(passes_from: Callable[[list[Change]], list[Pass[Observable]]], change: Change) -> Pass[Observable] | None:
-    """The pass of a change that begins at its layer: the second of two, since nothing of the first may be left; None
-    where the model cannot begin there.
+    """Return the pass of a change that starts at its layer, or None if the model cannot start there.
+
+    The change is measured twice and the second pass returned, because the first must leave no trace.
     """
     try:
         *_, resumed = passes_from([change, change])
-    except Exception as error:  # what layers share, say: a whole pass does without, or tells it
+    except Exception as error:  # for example, layers share state; a whole pass works or reports the error
         if was_interrupted(error):
             raise
         return None
@@ -117,7 +119,7 @@ def tried(passes_from: Callable[[list[Change]], list[Pass[Observable]]], change:
 
 
 def completed(tables: Tables, layer: int, unchanged: Tables) -> dict[str, pd.DataFrame]:
-    """Tables of layers from this one on, with the rows of the layers before it as they are unchanged."""
+    """Complete tables of the layers from `layer` on by the rows of earlier layers from the unchanged model."""
     return {
         name: pd.concat([unchanged[name][unchanged[name]["layer"] < layer], table], ignore_index=True)
         for name, table in tables.items()
@@ -125,5 +127,5 @@ def completed(tables: Tables, layer: int, unchanged: Tables) -> dict[str, pd.Dat
 
 
 def are_the_same(some: Tables, others: Tables) -> bool:
-    """Bit for bit."""
+    """Compare tables bit for bit."""
     return some.keys() == others.keys() and all(table.equals(others[name]) for name, table in some.items())

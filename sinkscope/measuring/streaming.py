@@ -1,4 +1,4 @@
-"""Perplexity when only the last tokens are cached, with or without the first (attention/streaming.py)."""
+"""Perplexity with a cache of only the last tokens, with or without the first ones (attention/streaming.py)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +22,7 @@ STREAMING_COLUMNS = (
     Column("window", "how many of the last tokens are cached; -1: dense", "tokens", kind="whole"),
     Column("keep", "how many of the first tokens are kept, register tokens first", "tokens", kind="whole"),
     Column("bucket", "first token of a bucket of tokens; -1: all tokens", kind="whole"),
-    Column("tokens", "how many tokens were predicted in it", kind="whole"),
+    Column("tokens", "number of tokens predicted in the bucket", kind="whole"),
     Column("loss", "mean cross-entropy", "nats per token"),
     Column("perplexity", "exp(loss)"),
 )
@@ -38,7 +38,7 @@ BUCKETS = 32  # of tokens, over the length of the text
 
 
 class Method(NamedTuple):
-    """One way of reading the text."""
+    """One way of reading the text: dense, or with a cache of limited size."""
 
     name: str  # "dense", "window" or "sinks kept"
     window: int  # -1: dense
@@ -57,26 +57,29 @@ def measure_streaming(
     batch_size: int = 1,
     advance: Callable[[int, int], None] | None = None,
 ) -> dict[str, pd.DataFrame]:
-    """Loss and perplexity of a long text with dense attention, with each window, and with the first tokens kept too.
+    """Measure loss and perplexity with dense attention, and with each window, with and without the first tokens.
 
     Args:
-        inputs: sequences of one length.
-        windows: how many of the last tokens are cached.
-        keep: how many of the first tokens are cached too, register tokens first; 0, the plain window, is always
+        inputs: Sequences of equal length.
+        windows: Numbers of last tokens to cache.
+        keep: Numbers of first tokens to cache in addition, register tokens first. 0, the plain window, is always
             measured.
-        advance: called after each batch with the sequences read so far and in all, each counted once per method.
+        advance: Called after each batch with the numbers of sequences read so far and in total, counted once per
+            method.
 
     Returns:
-        The raw tables of STREAMING_TABLES. A token counts where it is predicted: token 0 never does.
+        The raw tables of STREAMING_TABLES. They count predicted tokens, so never token 0.
 
     Raises:
-        InputError: streaming does not apply to the model, the sequences differ in length, or a cache holds the whole
+        InputError: Streaming does not apply to the model, the sequences differ in length, or a cache holds the whole
             text.
-        SinkscopeError: the losses are not finite.
+        SinkscopeError: The losses are not finite.
     """
     check_applies(model, family)
-    length = _one_length(inputs)
-    methods = _methods(windows, keep, length)
+    lengths = {len(ids) for ids in inputs.sequences}
+    if len(lengths) > 1:
+        raise InputError(f"streaming reads sequences of one length: these have {min(lengths)} to {max(lengths)} tokens")
+    methods = _methods(windows, keep, lengths.pop())
     parts: dict[Method, list[torch.Tensor]] = {method: [] for method in methods}
     device, done = input_device(model), 0
     with open_seam(model, family) as seams, torch.no_grad():
@@ -100,13 +103,6 @@ def measure_streaming(
     return {"streaming": pd.DataFrame(rows), "streaming_by_sequence": pd.DataFrame(by_sequence)}
 
 
-def _one_length(inputs: TokenInputs) -> int:
-    lengths = {len(ids) for ids in inputs.sequences}
-    if len(lengths) > 1:
-        raise InputError(f"streaming reads sequences of one length: these have {min(lengths)} to {max(lengths)} tokens")
-    return lengths.pop()
-
-
 def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> list[Method]:
     if not windows or min(windows) < 1:
         raise InputError("at least one window is needed, and each of at least 1 token")
@@ -124,9 +120,13 @@ def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> li
 
 
 def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
-    """Cross-entropy (B,T-1), in nats, of each token given those before it: logits (B,T,V), token_ids (B,T).
+    """Return the cross-entropy (B,T-1), in nats, of each token given the earlier ones.
 
-    Computed for `chunk` tokens at a time: the log-softmax of all would be as large as the logits.
+    It is computed for `chunk` tokens at a time, because the log-softmax of all would be as large as the logits.
+
+    Args:
+        logits: (B,T,V).
+        token_ids: (B,T).
     """
     sequences = zip(logits[:, :-1], token_ids[:, 1:], strict=True)
     return torch.stack([
@@ -136,7 +136,7 @@ def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = CHU
 
 
 def _rows(method: Method, losses: torch.Tensor, sequences: int) -> Iterator[dict[str, Any]]:
-    """Losses (T-1,) of tokens 1 … T-1, summed over the sequences → the method's rows of the table."""
+    """Yield a method's rows of the table from the losses (T-1,) of tokens 1 … T-1, summed over the sequences."""
     length = len(losses) + 1
     size = max(1, round(length / BUCKETS))
     buckets = {start: losses[max(start, 1) - 1 : start + size - 1] for start in range(0, length, size)}

@@ -1,4 +1,4 @@
-"""What every command measures: a model, its family, and the tokens that it reads."""
+"""The subject of every command: a model, its family, and the tokens that it reads."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -28,15 +28,15 @@ from sinkscope.models.process import drawing
 from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs, masked
 from sinkscope.text.sources import check_source
 
 SAMPLED_AT_ONCE = 64  # texts
-MOST_SAMPLES = 20  # drawn for each text that is needed
+MOST_SAMPLES = 20  # texts drawn for each text that is needed
 
-# How users name a model: hub id, folder, .gguf file, or a model that is loaded (also behind a wrapper that
-# models/in_memory.py knows); None is the demo model.
+# How users name a model: hub id, folder, .gguf file, or a loaded model (also in a wrapper that models/in_memory.py
+# knows); None is the demo model.
 ModelLike = str | os.PathLike[str] | nn.Module | LoadedModel | None
 
 Asked = TypeVar("Asked", bound=ObservableOptions)
@@ -52,7 +52,7 @@ class Subject:
 
     @property
     def without_loss(self) -> str | None:
-        """Why there is no loss of this model on these inputs; None where there is one."""
+        """Return the reason why this model has no loss on these inputs, or None if it has one."""
         model, inputs = self.loaded.model, self.inputs
         if self.family.causal:
             return None
@@ -63,23 +63,23 @@ class Subject:
         return None if inputs.num_predicted else "none of the tokens was drawn to be masked: take more or longer texts"
 
     def need_loss(self) -> None:
-        """Raise InputError where there is no loss of this model on these inputs."""
+        """Raise InputError if this model has no loss on these inputs."""
         if self.without_loss is not None:
             raise InputError(f"{self.loaded.name} has no loss: {self.without_loss}")
 
 
 def options_of(kind: type[Asked], model: ModelLike, given: Mapping[str, Any]) -> Asked:
-    """The options of a command from those given in Python.
+    """Make the options of a command from the keyword arguments of its Python function.
 
     Raises:
-        InputError: an option does not exist, or its value is not allowed.
+        InputError: An option does not exist, or its value is not allowed.
     """
     named = model if isinstance(model, str | os.PathLike) else None
     return checked(kind, {"model": named and os.fspath(named)} | dict(given))
 
 
 def check_config(config: RunConfig) -> None:
-    """Find what is wrong with the options before minutes of loading. Raises: InputError."""
+    """Check options before the model is loaded, which may take minutes. Raises InputError."""
     check_names(config.observables)
     check_source(config.input)
 
@@ -88,12 +88,13 @@ def check_config(config: RunConfig) -> None:
 def open_subject(
     model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig, console: Console
 ) -> Iterator[Subject]:
-    """Load the model and make its inputs; notices of both go to the console. A model that was loaded already is as it
-    was at the end of the block.
+    """Load the model, make its inputs and print the notices of both.
+
+    A model that the user has loaded is restored at the end of the block.
 
     Raises:
-        InputError: the model, its architecture or the input cannot be used.
-        SinkscopeError: network, memory or a package fails.
+        InputError: The model, its architecture or the input is not usable.
+        SinkscopeError: The network, memory or a package fails.
     """
     with spinner(console, "loading the model"):
         loaded = load_model(model, tokenizer, config)
@@ -106,12 +107,12 @@ def open_subject(
 
 
 def is_in_memory(model: ModelLike) -> bool:
-    """Whether the user has loaded it."""
+    """Return whether the user has loaded the model."""
     return model is not None and not isinstance(model, str | os.PathLike)
 
 
 def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
-    """A model that is loaded already, or the one that the configuration names. Raises as `loading.load` does."""
+    """Return a loaded model as it is, or load the one that the configuration names. Raises as `loading.load` does."""
     in_memory = is_in_memory(model)
     if in_memory and config.adapter is not None:
         raise InputError(
@@ -136,7 +137,7 @@ def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, conf
 
 
 def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
-    """The model's row in the table of families, or a row calibrated for it, with a notice that says so."""
+    """Return the model's row in the table of families, or a calibrated row with a notice about it."""
     family, notices = row_or_calibrated(model)
     check_reads_text(model, family.layers)
     with unchanged_after(model):
@@ -144,7 +145,7 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
 
 
 def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
-    """As `family_of`, without the kinds of positions, for which a model of a known family has to run."""
+    """Return what `family_of` does, without the kinds of positions, for which a known model would have to run."""
     try:
         return find_family(model), []
     except InputError as missing:
@@ -153,33 +154,29 @@ def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
             if rows == 0:
                 raise InputError("it has no token embeddings")
             few = torch.arange(3, 14, device=input_device(model))[None] % rows
-            with unchanged_after(model):  # few tokens make BigBird attend in another way, for good
+            with unchanged_after(model):  # a short input permanently switches BigBird to another attention
                 family = calibrate(model, few)
         except InputError as error:
             raise InputError(f"{missing}\n{error}") from None
-        return family, _found(family, len(family.layer_modules(model)))
-
-
-def _found(family: Family, depth: int) -> list[str]:
-    """What the user should know of a row that was calibrated."""
-    notes = [f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"]
+    depth = len(family.layer_modules(model))
+    notices = [f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"]
     unknown = [str(layer) for layer in range(depth) if family.block(layer).wiring == "unknown"]
     if unknown:
         which = "its layers add" if len(unknown) == depth else f"layer {', '.join(unknown)} adds"
-        notes.append(f"what {which} to the residual stream is no sum that is known: only input and output are read")
+        notices.append(f"what {which} to the residual stream is unknown: only input and output are read")
     if family.copies is not None:
-        notes.append(f"its residual stream is measured as the mean of the {family.copies.count} copies that it keeps")
-    return notes
+        notices.append(f"its residual stream is measured as the mean of the {family.copies.count} copies that it keeps")
+    return family, notices
 
 
 def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = None) -> TokenInputs:
-    """The run's token sequences, which fit the model's vocabulary and positions; of an encoder also masked.
+    """Build the run's token sequences, which fit the model's vocabulary and positions; for an encoder also masked.
 
     Args:
-        family: of the model; None: a causal one.
+        family: Family of the model; None means causal.
 
     Raises:
-        InputError: the input cannot be read, or does not fit.
+        InputError: The input is not readable, or does not fit the model.
     """
     causal, tokenizer = family is None or family.causal, loaded.tokenizer
     if config.input == "sampled" and not causal:
@@ -212,17 +209,17 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
 
 
 def position_limit(model: PreTrainedModel, family: Family | None = None) -> int | None:
-    """The longest sequence that a model's configuration allows, without its registers; None where it names none."""
+    """Return the longest sequence that the configuration allows, without registers; None if it sets no limit."""
     limit = number_of_positions(model, family)
     return None if limit is None else limit - registers_before(model)
 
 
 @torch.no_grad()
 def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: int) -> np.ndarray:
-    """Texts (count, length) drawn from the model's own distribution after the token `first`.
+    """Draw texts (count, length) from the model's own distribution, starting with the token `first`.
 
-    Texts that end sooner are left out: to forbid the end instead gives text that the model finds most unlikely. Where
-    so few go on that half as many again would not be enough, writing stops.
+    Texts that end early are dropped; forbidding the end token would give text that the model finds very unlikely.
+    Generation stops when fewer texts continue than one in 2 · MOST_SAMPLES of those begun.
     """
     ends = model.generation_config.eos_token_id
     # a checkpoint's own settings (top-k, temperature) would draw from another distribution
@@ -235,8 +232,8 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
     begun = 0
 
     def too_few(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        going_on = ~torch.isin(ids[:, 1:], end_ids).any(1)
-        return (len(texts) + going_on.sum() < begun / (2 * MOST_SAMPLES)).expand(len(ids))
+        unfinished = ~torch.isin(ids[:, 1:], end_ids).any(1)
+        return (len(texts) + unfinished.sum() < begun / (2 * MOST_SAMPLES)).expand(len(ids))
 
     with drawing(seed), _without_settings(model):
         for _ in range(MOST_SAMPLES * count // SAMPLED_AT_ONCE + 1):
@@ -260,7 +257,7 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
 
 @contextmanager
 def _without_settings(model: PreTrainedModel) -> Iterator[None]:
-    """No settings of its own, from which `generate` takes what is not given to it, until the end of the block."""
+    """Remove the model's own generation settings, which `generate` uses as defaults, until the end of the block."""
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield

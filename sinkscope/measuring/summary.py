@@ -1,23 +1,27 @@
-"""The table `summary`: every metric by layer, and of the whole model (layer -1), from the other tables."""
+"""The tables `summary` (every metric by layer, and of the whole model as layer -1) and `effect` (metrics of arms).
 
-from collections.abc import Callable, Collection, Mapping
+Both are computed from the other tables of a run.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.losses import perplexity
-from sinkscope.measuring.observables.outlier import OF_BONDARENKO
-from sinkscope.measuring.observables.query_bias import ALL_HEADS
-from sinkscope.measuring.uniform_attention import uniform_gradient_ratio
+from sinkscope.measuring.observables.gradient import ALL_HEADS
+from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.observables.outlier import BONDARENKO_SITES
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
+from sinkscope.results.metrics import TOKEN_GROUPS
+from sinkscope.results.tables import METRIC, VALUE, Column
 from sinkscope.text.inputs import TokenInputs
 
 WHOLE_MODEL = -1
-# what the whole model has where that is not the mean of its layers
-OF_MODEL: Mapping[str, Callable[[pd.Series], float]] = {
+# how a metric of the whole model is made from its layers, if not by the mean
+REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
     "massive_count": pd.Series.sum,
     "max_inf_norm": pd.Series.max,
     "layer_inf_norm": pd.Series.max,
@@ -26,7 +30,7 @@ OF_MODEL: Mapping[str, Callable[[pd.Series], float]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What metrics are made of; as for `summarize`."""
+    """The arguments of `summarize` from which metrics are computed."""
 
     tables: Mapping[str, pd.DataFrame]
     inputs: TokenInputs
@@ -35,7 +39,7 @@ class Measured:
     outside: Collection[str]
 
 
-Metrics = tuple[dict[str, pd.Series], dict[str, float]]  # by layer; and of the whole model alone
+Metrics = tuple[dict[str, pd.Series], dict[str, float]]  # by layer; and those of the whole model only
 
 
 def summarize(
@@ -46,16 +50,15 @@ def summarize(
     loss: float | None = None,
     outside: Collection[str] = (),
 ) -> pd.DataFrame:
-    """The table `summary` from a run's other tables: every metric that they allow, by layer and of the whole model, as
-    `results/metrics.py` defines it.
+    """Compute the table `summary`: every metric of `results/metrics.py` that a run's tables allow.
 
     Args:
-        tables: Of one run, by name.
-        inputs: What was read.
-        family: Of the model.
-        scaling: Of each layer's logits.
-        loss: Per predicted token in nats, where there was a backward pass.
-        outside: What is attended to besides the text.
+        tables: The tables of one run by name.
+        inputs: The sequences that were read.
+        family: The model's family.
+        scaling: Scale of each layer's logits.
+        loss: Loss per predicted token in nats, if there was a backward pass.
+        outside: What is attended to other than the text.
 
     Returns:
         layer (-1: the whole model), metric, value.
@@ -68,7 +71,8 @@ def summarize(
             metrics, of_model = metrics_of(given)
             by_layer |= metrics
             whole |= of_model
-    whole = {metric: float(OF_MODEL.get(metric, pd.Series.mean)(series)) for metric, series in by_layer.items()} | whole
+    reduced = {metric: REDUCTIONS.get(metric, pd.Series.mean)(series) for metric, series in by_layer.items()}
+    whole = {metric: float(value) for metric, value in reduced.items()} | whole
     rows = [
         (int(layer), metric, float(value)) for metric, series in by_layer.items() for layer, value in series.items()
     ]
@@ -76,29 +80,18 @@ def summarize(
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
 
 
-def _keeps_tokens_equal(family: Family) -> bool:
-    """Whether equal tokens stay equal in all layers of a model with rotary positions (WSE propositions 1 and 4)."""
-    kinds = family.kinds_of_positions
-    return "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and family.mixes_by_attention_alone
-
-
 def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:
-    """Sink rate, window mass and sink mass at a position (GS eq. 1 and 2): rows layers, means over heads.
-
-    Args:
-        attention: The table of that name.
-        position: Counted from each sequence's first token.
-    """
+    """Average the table `attention` over heads at one position (GS eq. 1 and 2), with layers as rows."""
     return attention[attention["position"] == position].groupby("layer").mean(numeric_only=True)
 
 
 def clear_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the table `sink_positions` whose key has enough queries (FEWEST_QUERIES)."""
+    """Return the rows of the table `sink_positions` whose key has at least FEWEST_QUERIES queries."""
     return sinks[sinks["queries"] >= FEWEST_QUERIES]
 
 
 def later_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
-    """As `clear_sinks`, without position 0."""
+    """Return `clear_sinks` without position 0."""
     clear = clear_sinks(sinks)
     return clear[clear["position"] > 0]
 
@@ -132,7 +125,9 @@ def _geometry(given: Measured) -> Metrics:
         "sink_logit_gap": first["sink_logit_gap"].mean(),
         "qk_cosine": first["qk_cosine"].mean(),
     }
-    if inputs.repeats_one_token and not given.outside and _keeps_tokens_equal(given.family):
+    kinds = given.family.kinds_of_positions
+    is_rotary = "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and given.family.mixes_by_attention_alone
+    if inputs.repeats_one_token and not given.outside and is_rotary:  # tokens stay equal (WSE propositions 1 and 4)
         metrics["repeated_bound"] = _repeated_bound(geometry, given.scaling, inputs.longest, given.family.causal)
     return metrics, {}
 
@@ -154,9 +149,9 @@ def _outliers(given: Measured) -> Metrics:
         "layer_inf_norm": layer_out.set_index("layer")["max_inf_norm"],
         "kurtosis": by_layer["kurtosis"].mean(),
     }
-    norms = given.tables.get("outlier_norms")  # a model may have none in front of its branches
+    norms = given.tables.get("outlier_norms")  # a model may have no norms before its branches
     if norms is not None and not norms.empty:
-        theirs = pd.concat([table[table["site"].isin(OF_BONDARENKO)], norms])
+        theirs = pd.concat([table[table["site"].isin(BONDARENKO_SITES)], norms])
         metrics["kurtosis_with_norms"] = theirs.groupby("layer")["kurtosis"].mean()
     return metrics, {}
 
@@ -181,7 +176,7 @@ def _gradient(given: Measured) -> Metrics:
 
 
 def _query_bias(given: Measured) -> Metrics:
-    """Metrics of all heads together; without those of learned positions where the model has none."""
+    """Compute metrics of all heads together; those of learned positions only if the model has them."""
     tables = given.tables
     table = tables["query_bias"]
     together = table[table["head"] == ALL_HEADS]
@@ -205,9 +200,9 @@ def _query_bias(given: Measured) -> Metrics:
 
 
 def delta_gap(query_bias: pd.DataFrame) -> pd.Series:
-    """(Δ_0 - mean) ÷ standard deviation of the later positions' Δ, by layer, from one head's rows of `query_bias`.
+    """Return (Δ_0 - mean) ÷ standard deviation of the later positions' Δ, by layer, from one head's `query_bias` rows.
 
-    The deviation is over sequences and positions, all positions alike: spread within and between them.
+    The deviation combines the spread over sequences within positions and the spread between positions.
     """
     at_first, at_later = _first_and_later(query_bias)
     later = query_bias[at_later].assign(within=query_bias["delta_std"] ** 2).groupby("layer")
@@ -221,16 +216,16 @@ def _first_and_later(table: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 
 
 def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
-    """Value at position 0 ÷ mean over the other positions of the table."""
+    """Return the value at position 0 ÷ the mean over the other positions of the table."""
     at_first = table["position"] == 0
     return table[at_first].groupby(keys)[column].mean() / table[~at_first].groupby(keys)[column].mean()
 
 
 def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], length: int, causal: bool) -> pd.Series:
-    """Mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4). A query sees n
-    others beside the key: t = 0 … T-1, or of an encoder T-1.
+    """Return the mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4).
 
-    All tokens are equal, so every query and key of a head has one norm, and |logit| ≤ ξ.
+    n is the number of other keys that a query sees: 0 … T-1, or always T-1 in an encoder. All tokens are equal, so all
+    queries and keys of a head have one norm, and |logit| ≤ ξ.
     """
     others = np.arange(length) if causal else np.full(length, length - 1)
     first = geometry[geometry["position"] == 0]
@@ -239,7 +234,7 @@ def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], length: 
     return pd.Series(bound.mean(1), index=first["layer"]).groupby("layer").mean()
 
 
-# table → the metrics that are made of it and of those beside it
+# table → the function that computes metrics from it (and from related tables)
 METRICS_OF: dict[str, Callable[[Measured], Metrics]] = {
     "attention": _attention,
     "geometry": _geometry,
@@ -250,3 +245,172 @@ METRICS_OF: dict[str, Callable[[Measured], Metrics]] = {
     "gradient": _gradient,
     "query_bias": _query_bias,
 }
+
+
+def gradient_summary(
+    tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop
+) -> tuple[dict[str, pd.Series], dict[str, float]]:
+    """Compute the gradient metrics (GS figures 2 and 3 as numbers) by layer, and of the whole model if not the mean.
+
+    Args:
+        tables: The tables of one run by name.
+        longest: Length of the longest sequence. If the tables report fewer of the positions LATER than that sequence
+            has, comparisons with later positions are NaN.
+    """
+    per_layer: dict[str, pd.Series] = {}
+    totals: dict[str, float] = {}
+    if "gradient" in tables:
+        per_layer, totals = _pathways(tables["gradient"], longest)
+    if "gradient_ratio" in tables:
+        by_layer, whole = _ratios(tables, longest)
+        per_layer |= by_layer
+        totals |= whole
+    if "gradient_check" in tables:
+        check = tables["gradient_check"]
+        per_layer["identity_residual"] = check.groupby("layer")["identity_residual"].max()
+        totals["identity_residual"] = float(per_layer["identity_residual"].max())
+        per_layer["theorem1_holds"] = check.groupby("layer")["holds"].mean()
+    if len(tables["norm_bound"]):
+        bound = tables["norm_bound"].groupby("layer")
+        per_layer["theorem2_holds"] = bound["holds"].mean()
+        per_layer["theorem2_tightness"] = bound["tightness"].mean()
+    return per_layer, totals
+
+
+def _pathways(gradient: pd.DataFrame, longest: int) -> tuple[dict[str, pd.Series], dict[str, float]]:
+    """Compute the metrics of GS fig. 2, which averages norms over layers before dividing."""
+    norms = {pathway: pathway_norms(gradient, pathway) for pathway in ("value", "key", "raw_value")}
+    value = norms["raw_value"].combine_first(norms["value"])[0]  # before a gate or scale, if there is one
+    key = norms["key"][0]
+    per_layer = {"value_gradient_norm": value, "value_over_key_gradient": value / key}
+    with np.errstate(invalid="ignore", divide="ignore"):  # no gradient at all: 0 ÷ 0
+        totals = {"value_over_key_gradient": float(value.mean() / key.mean())}
+    for pathway, by_position in norms.items():
+        if len(by_position):
+            ratio = f"{pathway}_gradient_ratio"
+            per_layer[ratio] = _against_later(by_position, longest)
+            totals[ratio] = float(_against_later(by_position.mean().to_frame().T, longest).iloc[0])
+    return per_layer, totals
+
+
+def _ratios(tables: Mapping[str, pd.DataFrame], longest: int) -> tuple[dict[str, pd.Series], dict[str, float]]:
+    """Compute the metrics of GS eq. 3 for the attention branch; empty if no layer has one."""
+    per_layer: dict[str, pd.Series] = {}
+    totals: dict[str, float] = {}
+    ratios = tables["gradient_ratio"].query("branch == 'attn'")
+    if ratios.empty:
+        return {}, {}
+    for name in ("bloat", "compress", "change"):
+        by_position = ratios.pivot(index="layer", columns="position", values=name)
+        per_layer[name] = by_position[0]
+        per_layer[f"{name}_later"] = _later(by_position, longest).median(axis=1)
+        totals |= {metric: float(per_layer[metric].median()) for metric in (name, f"{name}_later")}
+    return per_layer, totals | compress_fits(ratios)
+
+
+def pathway_norms(gradient: pd.DataFrame, pathway: str, by: Sequence[str] = ()) -> pd.DataFrame:
+    """Return gradient norms of all heads together, layers × positions; columns `by` become index levels above layer."""
+    chosen = gradient[(gradient["pathway"] == pathway) & (gradient["head"] == ALL_HEADS)]
+    return chosen.pivot(index=[*by, "layer"] if by else "layer", columns="position", values="grad_norm")
+
+
+def fit_points(ratios: pd.DataFrame, first: int = 0, last: int | None = None) -> pd.DataFrame:
+    """Return the points of GS figure 3 to which a line is fitted: one per layer ≥ 1 and position with a finite ratio.
+
+    Layer 0 is left out as in the paper, because it reads the bare embeddings, which all have one scale.
+    """
+    last = int(ratios["position"].max()) if last is None else last
+    points = ratios[(ratios["layer"] >= 1) & ratios["position"].between(first, last)]
+    return points[(points["compress"] > 0) & (points["input_norm"] > 0)]
+
+
+def compress_fits(ratios: pd.DataFrame) -> dict[str, float]:
+    """Return slope and correlation of log₁₀ compress on log₁₀‖x‖, over all positions and by token group."""
+    fits: dict[str, float] = {}
+    for name, first, last in (("", 0, None), *((f"_{name}", first, last) for name, first, last in TOKEN_GROUPS)):
+        points = fit_points(ratios, first, last)
+        x, y = np.log10(points["input_norm"]), np.log10(points["compress"])
+        if len(points) >= 3 and x.std() > 0 and y.std() > 0:
+            fits[f"compress_slope{name}"] = float(np.polyfit(x, y, 1)[0])
+            fits[f"compress_correlation{name}"] = float(np.corrcoef(x, y)[0, 1])
+    return fits
+
+
+def _later(by_position: pd.DataFrame, longest: int) -> pd.DataFrame:
+    """Return the columns of the positions LATER; no columns, whose mean is NaN, if the table lacks some of them."""
+    wanted = range(*LATER.indices(longest))
+    known = set(wanted) <= set(by_position.columns)
+    return by_position[list(wanted) if known else []]
+
+
+def _against_later(norms: pd.DataFrame, longest: int) -> pd.Series:
+    return norms[0] / _later(norms, longest).mean(axis=1)
+
+
+def uniform_mass(length: int, positions: int) -> np.ndarray:
+    """Return the sink mass (GS eq. 2) of each position, (positions,), under uniform causal attention."""
+    weights = 1 / np.arange(1, length + 1)
+    return np.array([weights[first:].mean() for first in range(positions)])
+
+
+def uniform_gradient_ratio(predicted: Sequence[int]) -> float:
+    """Return the `value_gradient_ratio` of uniform causal attention.
+
+    ∇v_s = Σ_{t ≥ s} g_t ÷ (t + 1), where the g_t of the predicting tokens t are uncorrelated and of equal norm (GS
+    §3.1). For random weights, see `random_weights.py`.
+
+    Args:
+        predicted: Number of predicting tokens of each sequence: one less than its length.
+    """
+    queries = np.arange(max(predicted))
+    sequences = (np.asarray(predicted)[:, None] > queries).sum(0)  # number of sequences that have this query
+    norms = np.sqrt(np.cumsum((sequences / (queries + 1.0) ** 2)[::-1])[::-1])
+    return float(norms[0] / norms[LATER].mean()) if len(norms) > LATER.start else float("nan")
+
+
+EFFECT_COLUMNS = (
+    Column("name", "the intervention with its parameters", kind="text"),
+    Column("arm", "before, after or control", kind="text"),
+    Column("draw", "number of the random control, from 0 on; -1: no control", kind="whole"),
+    METRIC,
+    Column("position", "watched position; -1: none", kind="whole"),
+    VALUE,
+)
+NO_POSITION = -1
+
+
+def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss: float) -> pd.DataFrame:
+    """Compute the metrics of one arm of an experiment, for the table `effect`.
+
+    sink_rate, window_mass    at each watched position, means over heads (GS eq. 1); whole model: mean over layers
+    massive_magnitude         largest |entry| of a layer's output, mean over sequences; whole model: largest layer
+    massive_count             massive activations per sequence; whole model: sum over layers
+    loss, perplexity          of the predicted tokens, loss in nats; left out if there is no loss
+
+    Args:
+        tables: The arm's tables `attention` and `massive`.
+        watched: Positions.
+        loss: Loss per predicted token; NaN if there is none.
+
+    Returns:
+        Columns layer, metric, position, value.
+    """
+    rows: list[tuple[int, str, int, float]] = []
+    for position in watched:
+        by_layer = attention_by_layer(tables["attention"], position)
+        for metric in ("sink_rate", "window_mass"):
+            rows += [(int(layer), metric, position, float(value)) for layer, value in by_layer[metric].items()]
+            rows.append((WHOLE_MODEL, metric, position, float(by_layer[metric].mean())))
+    massive = tables["massive"]
+    sequences = massive["sequence"].nunique()
+    largest = massive["value"].abs().groupby([massive["layer"], massive["sequence"]]).max().groupby("layer").mean()
+    counts = massive.groupby("layer")["is_massive"].sum() / sequences
+    for metric, series, whole in (
+        ("massive_magnitude", largest, largest.max()),
+        ("massive_count", counts, counts.sum()),
+    ):
+        rows += [(int(layer), metric, NO_POSITION, float(value)) for layer, value in series.items()]
+        rows.append((WHOLE_MODEL, metric, NO_POSITION, float(whole)))
+    if not np.isnan(loss):
+        rows += [(WHOLE_MODEL, name, NO_POSITION, x) for name, x in (("loss", loss), ("perplexity", perplexity(loss)))]
+    return pd.DataFrame(rows, columns=["layer", "metric", "position", "value"])

@@ -1,4 +1,4 @@
-"""One nnsight trace per batch over the sites of every layer; observables reduce what passes at once."""
+"""The tracer: one nnsight trace per batch, in which observables reduce every layer's sites as they are computed."""
 
 import inspect
 import warnings
@@ -26,30 +26,29 @@ from sinkscope.models.family import Block, Family, first_tensor, input_device
 from sinkscope.models.in_memory import unchanged_after
 from sinkscope.models.process import one_thread
 from sinkscope.models.towers import embedding_path
-from sinkscope.retrofits.registers import RETROFIT, registers_before
-from sinkscope.retrofits.retrofit import ValuePart
+from sinkscope.retrofits.retrofit import RETROFIT, ValuePart, registers_before
 from sinkscope.text.batch import Batch
 
 
 class Tracer:
-    """A model with its seams in, wrapped by nnsight. Made by `open_tracer`."""
+    """A model with its seams in place, wrapped by nnsight. Created by `open_tracer`."""
 
     def __init__(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam], first: int = 0) -> None:
         self.model = model
         self.family = family
-        self.seams = seams  # of the layers that have attention
-        self.first = first  # layer that is read
+        self.seams = seams  # by layer, for the layers that have attention
+        self.first = first  # the first layer that is read
         self.depth = len(family.layer_modules(model))
-        with one_thread, warnings.catch_warnings():  # of submodules called `output`: see `_part`
+        with one_thread, warnings.catch_warnings():  # about submodules called `output`: see `_part`
             warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
             self.traced = _Traced(model)
         self.registers = registers_before(model)
         self.values_are_gated = any(isinstance(module, ValuePart) for module in model.modules())
-        self._attended: list[torch.Tensor] = []  # values and mix of the layer under way, for its gate
-        self._finite: list[tuple[int, torch.Tensor]] = []  # layer and verdict, of the forward pass under way
+        self._attended: list[torch.Tensor] = []  # values and mix of the current layer, for its gate
+        self._finite: list[tuple[int, torch.Tensor]] = []  # layer and whether it is finite, of the current pass
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
-        """One forward pass without logits; every observable sees its sites as they are computed.
+        """Run one forward pass without logits. Every observable sees its sites as they are computed.
 
         Raises:
             SinkscopeError: the model gives NaN or infinite numbers, or its attention is not recognized.
@@ -60,9 +59,9 @@ class Tracer:
         self._check_finite()
 
     def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
-        """As `forward`, with logits. Returns (B,): the summed cross-entropy of each sequence's predicted tokens.
+        """Run one forward pass with logits and return the summed cross-entropy of each sequence, (B,).
 
-        An encoder's observables see the text as it is, and its loss is of a second pass over the masked text.
+        For an encoder, the observables see the original text, and a second pass over the masked text gives the loss.
         """
         if batch.masked is not None:
             self.forward(batch, observables)
@@ -74,10 +73,10 @@ class Tracer:
         return losses.cpu()
 
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
-        """One forward and backward pass. Returns (B,): the summed cross-entropy of each sequence's predicted tokens.
+        """Run one forward and backward pass and return the summed cross-entropy of each sequence, (B,).
 
-        Parameters stay frozen: gradients flow from the embeddings, so that no weight gradient is ever made. Of an
-        encoder only the backward observables see the masked text, which its loss is of.
+        Parameters stay frozen: gradients flow to the embeddings, so no weight gradient is ever allocated. For an
+        encoder, only the backward observables see the masked text, which defines the loss.
         """
         if batch.masked is not None:
             self.forward(batch, [observable for observable in observables if not observable.backward])
@@ -97,7 +96,7 @@ class Tracer:
         return losses.cpu()
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """What `logits_of` finds in the model's output, read in a trace with the seams in: for checks of parity."""
+        """Return `logits_of` the model's output in a trace with the seams in place, for checks of parity."""
         with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             logits = save(logits_of(self.traced.output))
         return logits
@@ -110,9 +109,9 @@ class Tracer:
         return embedding_path(self.model)
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
-        """The body of the trace: ask for every site in the order in which the forward pass reaches it.
+        """Read every site in the order in which the forward pass reaches it: the body of the trace.
 
-        Register tokens before the text are its first positions here.
+        Register tokens before the text are the first positions here.
         """
         self._finite.clear()
         batch = batch.with_registers(self.registers)
@@ -138,7 +137,7 @@ class Tracer:
                     continue
                 terms = block.terms(site)
                 tensor = first_tensor(_value(self._envoy(layer), terms[at].address))
-                # a layer's input is the last one's output: reduce it once
+                # a layer's input is the previous layer's output: reduce it once
                 if tensor is not last_tensor or len(terms) > 1:
                     stream = self.family.stream(tensor.detach())
                     whole = _added(whole if at else None, stream, terms[at].scale, batch)
@@ -154,7 +153,7 @@ class Tracer:
                         observable.see(layer, site, reading, batch)
 
     def _retrofit(self, layer: int) -> Any:
-        """The module of a retrofit that multiplies values or heads' outputs: raw values in, factors out."""
+        """Return the retrofit's module that multiplies values or heads' outputs; its inputs hold the raw values."""
         return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
 
     def _watch_raw_value(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
@@ -170,7 +169,7 @@ class Tracer:
             observable.see_gate(layer, gate, value, batch)
 
     def _see_own_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
-        """What the model itself leaves of each head's output, and the values that this is made of."""
+        """Show observables the share that the model's own gate leaves of each head's output, and its values."""
         attention = self.family.block(layer).attention
         if not self._attended:  # no observable has read this layer's attention
             self._attended = [getattr(self._taps(layer), name).output.detach() for name in ("value", "mix")]
@@ -198,11 +197,11 @@ class Tracer:
         return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{NAME}")
 
     def _check_finite(self) -> None:
-        """NaN in the model would look like a head without a sink in the tables."""
-        for layer, finite in self._finite:  # only after the pass: on a GPU each look waits
+        """Raise SinkscopeError for NaN or infinity, which in the tables would look like a head without a sink."""
+        for layer, finite in self._finite:  # only after the pass, because on a GPU each check synchronizes
             if not finite:
                 halves = self.model.dtype in (torch.float16, torch.bfloat16)
-                advice = "try --dtype float32" if halves else "are its weights what they should be?"
+                advice = "try --dtype float32" if halves else "check its weights"
                 raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
 
     def _envoy(self, layer: int) -> Any:
@@ -225,12 +224,12 @@ class Tracer:
         if seam.call is None or seen["lse"].shape != expected or seen["key"].shape[2] != length:
             raise _unrecognized(layer)
         call = _detached(seam.call)
-        seam.call = replace(call, scores=None)  # T × T, and with its graph: not kept longer than it is read
+        seam.call = replace(call, scores=None)  # T × T with its graph: freed as soon as it is read
         return AttentionRead(**seen, call=call, batch=batch)
 
 
 def _part(envoy: Any, path: str) -> Any:
-    """A module within another. One whose name nnsight needs itself, as BERT's `output`, is at `E_output`."""
+    """Return a submodule's envoy. nnsight renames modules whose name it uses, like BERT's `output`, to `E_output`."""
     for name in path.split("."):
         moved = f"{envoy.OVERLOAD_PREFIX}{name}"
         envoy = getattr(envoy, moved if moved in vars(envoy) else name)
@@ -238,15 +237,15 @@ def _part(envoy: Any, path: str) -> Any:
 
 
 def _value(envoy: Any, address: str) -> Any:
-    """What a module takes or gives: `path.input`, `path.output`, or the module's own `input` or `output`."""
+    """Return the value at an address: `path.input`, `path.output`, or the module's own `input` or `output`."""
     path, _, end = address.rpartition(".")
     return getattr(_part(envoy, path) if path else envoy, end)
 
 
 def share_left(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-    """What a gate leaves of each head's output: mix (B,T,H,d), taken (B,T,H·d) → (B,T,H).
+    """Return the share of each head's output that a gate leaves: mix (B,T,H,d), taken (B,T,H·d) → (B,T,H).
 
-    The mean of the gate over the head's channels, each weighted by the square of what it multiplies.
+    This is the mean of the gate over the head's channels, weighted by the squares of the gated entries.
     """
     before = upcast(mix)
     after = upcast(taken).view(before.shape)
@@ -254,23 +253,23 @@ def share_left(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
 
 
 def _added(before: torch.Tensor | None, tensor: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
-    """The terms before and the next one, times its scale: what enters the residual stream, (B,T,D)."""
+    """Add the next term, times its scale, to the terms before: the sum that enters the residual stream, (B,T,D)."""
     term = tensor.view(*batch.token_ids.shape, -1)
     term = term if scale == 1.0 else scale * term
     return term if before is None else before + term
 
 
 def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[str, int]]:
-    """The wanted sites that this layer has, by term, gates and attention just before the attention's output."""
+    """Return the wanted sites of a layer and their terms in reading order, attention just before its output."""
     order = block.reading_order({*wanted, "attn_out"})
-    of_attention = ("raw_value", "attention", "gate") if gated else ATTENTION_SITES  # own gates are behind attention
+    of_attention = ("raw_value", "attention", "gate") if gated else ATTENTION_SITES  # own gates follow attention
     if block.attention:
         holding = [
             at
             for at, term in enumerate(block.terms("attn_out") if "attn_out" in block.sites else ())
             if term.address.startswith(block.attention.partition(".")[0])
         ]
-        before = [step for step in order if step[0] == "layer_in"]  # where the layer's sums are not known
+        before = [step for step in order if step[0] == "layer_in"]  # used if the layer's sums are unknown
         step = ("attn_out", holding[0] if holding else 0)
         place = order.index(step) if step in order else len(before)
         order[place:place] = [(site, 0) for site in of_attention]
@@ -278,7 +277,7 @@ def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[st
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """(B,T,V), or of an encoder without a head its last hidden state (B,T,D)."""
+    """Return the logits (B,T,V), or the last hidden state (B,T,D) of an encoder without a head."""
     logits: torch.Tensor = output["logits"] if "logits" in output else output["last_hidden_state"]
     return logits
 
@@ -286,17 +285,17 @@ def logits_of(output: Any) -> torch.Tensor:
 def model_inputs(
     model: PreTrainedModel, batch: Batch, with_logits: bool = True, first_position: int | None = 0
 ) -> dict[str, Any]:
-    """A batch as the model takes it.
+    """Return the keyword arguments with which to call the model on a batch.
 
     Args:
-        with_logits: those of all tokens, where the model lets one choose.
-        first_position: of the model's family.
+        with_logits: Request the logits of all tokens; otherwise only of the last, if the model has that option.
+        first_position: Number of the first position in the model's family.
     """
     device, parameters = input_device(model), _parameters(model)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
     if batch.valid is not None:
         inputs["attention_mask"] = batch.attention_mask.to(device)
-        # behind padding on the left; elsewhere the model's own are right, which may begin at another number than 0
+        # only with padding on the left; otherwise the model's own are right, which may not start at 0
         if "position_ids" in parameters and first_position is not None and bool(batch.start.any()):
             inputs["position_ids"] = batch.position_ids.to(device) + first_position
     if not with_logits and "logits_to_keep" in parameters:
@@ -305,18 +304,18 @@ def model_inputs(
 
 
 def _parameters(model: PreTrainedModel) -> Container[str]:
-    """Names of what the model's forward takes."""
+    """Return the names of the parameters of the model's forward."""
     return inspect.signature(model.forward).parameters
 
 
 def _detached(call: AttentionCall) -> AttentionCall:
-    """The same without its graph: no observable differentiates it."""
+    """Detach the tensors of a call, which no observable differentiates."""
     tensors = {name: getattr(call, name) for name in ("mask", "sink_logits", "scores")}
     return replace(call, **{name: x.detach() for name, x in tensors.items() if x is not None})
 
 
 def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Whether (B,H,T) is finite at every real token, as a tensor on its device: one sum, finite if its terms are."""
+    """Return whether x (B,H,T) is finite at every real token, as a tensor on its device: one sum, without waiting."""
     if batch.valid is not None:
         x = x.masked_fill(~batch.valid[:, None].to(x.device), 0.0)
     return x.sum(dtype=torch.float64).isfinite()
@@ -342,21 +341,23 @@ def open_tracer(
     interventions: Iterable[Intervention] = (),
     beginning: Beginning | None = None,
 ) -> Iterator[Tracer]:
-    """Put the seams in, apply the interventions in their order and wrap the model, until the end of the block.
+    """Install the seams, apply the interventions in their order and wrap the model, until the end of the block.
 
-    The model is then bit for bit as it was, also after an exception. From a `beginning` on, of the one batch that it is
-    of, the layers before it neither run nor are read.
+    Afterwards, also after an exception, the model is restored bit for bit.
+
+    Args:
+        beginning: The input of a layer on one batch; earlier layers then neither run nor are read.
 
     Raises:
-        InputError: an intervention does not apply or would change nothing.
-        SinkscopeError: a tracer is open on this model, or an intervention changed nothing.
+        InputError: An intervention does not apply or would change nothing.
+        SinkscopeError: A tracer is open on this model, or an intervention changed nothing.
     """
     with (
         open_seam(model, family, kernel) as seams,
         nullcontext() if beginning is None else begun(family.layer_modules(model), beginning),
         applied(Target(model, family, seams), interventions),
-        # innermost: nnsight wraps what the interventions have wrapped, and so sees the changed tensors; what it leaves
-        # in the `forward` of every module is taken out first
+        # innermost: nnsight wraps modules that interventions have wrapped, so it sees the changed tensors, and its
+        # own changes of `forward` are removed first
         unchanged_after(model),
     ):
         yield Tracer(model, family, seams, 0 if beginning is None else beginning.layer)

@@ -3,8 +3,8 @@
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.gradient_summary import pathway_norms
 from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.summary import pathway_norms
 from sinkscope.paper_claims.claim import Part, above
 from sinkscope.paper_claims.evidence import Evidence, Lacks
 from sinkscope.results.findings import USUAL

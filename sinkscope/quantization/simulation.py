@@ -1,4 +1,4 @@
-"""A model as it would run quantized: context managers around any use of it."""
+"""Simulated quantization of a model: context managers around any use of it."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,16 +10,77 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from sinkscope.attention.kernels import (
+    ROW_CHUNK,
+    AttentionCall,
+    Kernel,
+    grouped_matmul,
+    masked,
+    raw_logits,
+    row_weights,
+)
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.edits import Edit, edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.families import find_family
 from sinkscope.models.in_memory import called_uncompiled, check_called_itself, on_cpu_by_default, unwrapped
 from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
-from sinkscope.quantization.arithmetic import Grid, RowGrids
-from sinkscope.quantization.attention import IN_ATTENTION, attending_with
-from sinkscope.quantization.ranges import Precision, Range
-from sinkscope.quantization.sites import INPUT, OUTPUT, SUM, WEIGHT, Site, by_output, chosen_sites
+from sinkscope.quantization.grids import Grid, Precision, Range, RowGrids
+from sinkscope.quantization.sites import (
+    IN_ATTENTION,
+    INPUT,
+    KEYS,
+    OUTPUT,
+    SCORES,
+    SOFTMAX,
+    SUM,
+    VALUES,
+    WEIGHT,
+    Site,
+    by_output,
+    chosen_sites,
+)
+
+# (part, all keys or values (B,Hkv,T,D), or rows of scores or weights (B,H,R,T)) → their replacement
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def changed_attention(change: Change, chunk: int = ROW_CHUNK) -> Kernel:
+    """Return a kernel that passes keys, values, scores and attention weights through `change`, in row chunks.
+
+    Scores include the softcap, but no mask. A learned sink logit enters the softmax unchanged. No T × T matrix of more
+    than one row chunk is kept.
+    """
+
+    def kernel(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = change(KEYS, key), change(VALUES, value)
+        mixes, lses = [], []
+        for start in range(0, query.shape[2], chunk):
+            rows = slice(start, min(start + chunk, query.shape[2]))
+            scores = change(SCORES, raw_logits(query[:, :, rows], key, call))
+            logits = masked(scores, call, rows, query.shape[2])
+            weights, lse = row_weights(logits, call, rows)
+            mixes.append(grouped_matmul(change(SOFTMAX, weights).to(value.dtype), value))
+            lses.append(lse)
+        return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
+
+    return kernel
+
+
+@contextmanager
+def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> Iterator[None]:
+    """Use `changed_attention` in these layers until the end of the block."""
+    before = {layer: seams[layer].kernel for layer in changes}
+    try:
+        for layer, change in changes.items():
+            seams[layer].kernel = changed_attention(change)
+        yield
+    finally:
+        for layer, kernel in before.items():
+            seams[layer].kernel = kernel
+
 
 Grids = Grid | RowGrids
 
@@ -37,17 +98,19 @@ def quantized(
     activations_per: PerActivation = "tensor",
     kv_cache_per: PerCache = "tensor",
 ) -> Iterator[None]:
-    """Until the end of the block the model computes with quantized weights and activations; then it is as it was.
+    """Quantize the weights and activations of a model until the end of the block, and then restore it.
 
-    Simulated: the numbers lie on the grids, the arithmetic is the model's own.
+    Quantization is simulated: the numbers are on the grids, the arithmetic is the model's own.
 
     Args:
-        ranges: from `calibrate_ranges`; keys and values are quantized if they are among them.
-        except_sites: stay in full precision; named as in `chosen_sites`.
-        weights_per, activations_per, kv_cache_per: what has a grid of its own; see `Precision`.
+        model: The model.
+        ranges: The result of `calibrate_ranges`; keys and values are quantized if they are in it.
+        except_sites: Sites that stay in full precision, named as in `chosen_sites`.
+        bits_weights, bits_activations, bits_kv_cache: Numbers of bits.
+        weights_per, activations_per, kv_cache_per: Units with a grid of their own; see `Precision`.
 
     Raises:
-        InputError: a site or a grid that does not exist, or bits out of range.
+        InputError: A site or a grid does not exist, or a number of bits is out of range.
     """
     check_called_itself(model)
     model = unwrapped(model)
@@ -66,7 +129,7 @@ def quantized(
 
 @contextmanager
 def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precision: Precision) -> Iterator[None]:
-    """These sites quantized, and no others. Those in attention are `quantized_attention`'s."""
+    """Quantize these sites, except those in attention (`quantized_attention`), until the end of the block."""
     grids: dict[str, dict[str, Grids]] = defaultdict(dict)
     for site, known in ranges.items():
         grids[site.path][site.part] = precision.grid(site, known)
@@ -75,37 +138,37 @@ def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precis
         stack.enter_context(replaced(_weight_edits(model, weights)))
         for path, mine in grids.items():
             if INPUT in mine or OUTPUT in mine:
-                stack.enter_context(_snapped(model.get_submodule(path), mine.get(INPUT), mine.get(OUTPUT)))
+                stack.enter_context(_quantized_module(model.get_submodule(path), mine.get(INPUT), mine.get(OUTPUT)))
             if SUM in mine:
-                stack.enter_context(_snapped_sum(model, path, mine[SUM]))
+                stack.enter_context(_quantized_sum(model, path, mine[SUM]))
         yield
 
 
 def quantized_attention(
     seams: Mapping[int, Seam], ranges: Mapping[Site, Range], precision: Precision
 ) -> AbstractContextManager[None]:
-    """The keys, values, scores and softmax outputs among these sites quantized, in a model with its seams in."""
+    """Quantize the keys, values, scores and softmax outputs among these sites, in a model with its seams in place."""
     grids: dict[int, dict[str, Grids]] = defaultdict(dict)
     for site, known in ranges.items():
         if site.part in IN_ATTENTION:
             grids[site.layer][site.part] = precision.grid(site, known)
-    return attending_with(seams, {layer: partial(_snapped_part, mine) for layer, mine in grids.items()})
+    return attending_with(seams, {layer: partial(_quantize_part, mine) for layer, mine in grids.items()})
 
 
-def _snapped_part(grids: Mapping[str, Grids], part: str, x: torch.Tensor) -> torch.Tensor:
+def _quantize_part(grids: Mapping[str, Grids], part: str, x: torch.Tensor) -> torch.Tensor:
     return grids[part].snap(x) if part in grids else x
 
 
-def _snapped_sum(model: nn.Module, address: str, grid: Grids) -> AbstractContextManager[None]:
-    """A residual sum on a grid, for all that read it."""
+def _quantized_sum(model: nn.Module, address: str, grid: Grids) -> AbstractContextManager[None]:
+    """Quantize a residual sum for all modules that read it."""
     path, _, end = address.rpartition(".")
     module = model.get_submodule(path)
-    return edited_output(module, lambda _, x: grid.snap(x)) if end == "output" else _snapped_in_place(module, grid)
+    return edited_output(module, lambda _, x: grid.snap(x)) if end == "output" else _quantized_input(module, grid)
 
 
 @contextmanager
-def _snapped_in_place(module: nn.Module, grid: Grids) -> Iterator[None]:
-    """What the module reads is also what goes on past it, so that the tensor itself is changed."""
+def _quantized_input(module: nn.Module, grid: Grids) -> Iterator[None]:
+    """Quantize the input of a module in place, because the residual stream continues with the same tensor."""
 
     def snap(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         x = first_argument(args, kwargs)
@@ -125,8 +188,8 @@ def _weight_edits(model: PreTrainedModel, grids: Mapping[str, Grids]) -> Iterato
         yield module, "weight", by_output(module, snapped)
 
 
-def _snapped(module: nn.Module, before: Grids | None, after: Grids | None) -> AbstractContextManager[None]:
-    """module(x) computes with x on one grid, and gives its output on another."""
+def _quantized_module(module: nn.Module, before: Grids | None, after: Grids | None) -> AbstractContextManager[None]:
+    """Quantize the input of a module, its output, or both."""
 
     def around(forward: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = forward(x if before is None else before.snap(x), *args, **kwargs)

@@ -1,12 +1,11 @@
-"""Where a model is quantized.
+"""The sites at which a model is quantized, by scheme.
 
-linear   input, weight and output of every linear layer but the LM head
-full     also weights and outputs of the embeddings, their sum, every residual sum, the attention scores in front of the
-         mask and the softmax's output (Bondarenko et al. 2023, who quantize the gains of norms besides, and where two
-         layers are fused only what is behind the second)
+linear   input, weight and output of every linear layer except the LM head
+full     also weights and outputs of the embeddings, their sum, every residual sum, the attention scores before the mask
+         and the softmax's output (Bondarenko et al. 2023 quantize the gains of norms too, and for two fused layers only
+         the output of the second)
 
-Either may have the keys and values besides, turned by the positional encoding, as attention reads and a cache holds
-them.
+Both may include the keys and values, after the positional encoding, as attention reads them and a cache holds them.
 """
 
 import re
@@ -25,24 +24,26 @@ from sinkscope.models.edits import check_own_map, check_parameters
 from sinkscope.models.family import NOT_RUN, Family
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.models.towers import reached_by_text
-from sinkscope.quantization.attention import CACHED, SCORES, SOFTMAX
 
-LINEAR = (nn.Linear, Conv1D)  # the second is GPT-2's, with its weight stored (in, out)
+LINEAR = (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer, with its weight stored as (in, out)
 LINEAR_SCHEME, FULL_SCHEME = SCHEMES = ("linear", "full")
 INPUT, WEIGHT, OUTPUT = "input", "weight", "output"
 PARTS = (INPUT, WEIGHT, OUTPUT)
 SUM = "residual sum"
-NO_LAYER = -1  # of a module that is in none of the model's layers
+SCORES, SOFTMAX, KEYS, VALUES = "scores", "softmax output", "keys", "values"  # parts of an attention layer
+CACHED = (KEYS, VALUES)
+IN_ATTENTION = (SCORES, SOFTMAX, *CACHED)
+NO_LAYER = -1  # for a module outside the model's layers
 
 
 @dataclass(frozen=True)
 class Site:
     """One tensor that is quantized."""
 
-    path: str  # of the module in the model; of a residual sum its address, which ends in .input or .output
+    path: str  # path of the module in the model; for a residual sum its address, which ends in .input or .output
     part: str
     layer: int
-    kind: str  # the path within a layer, as mlp.down_proj; experts that are modules of their own are one kind
+    kind: str  # the path within a layer, such as mlp.down_proj; experts that are separate modules are one kind
 
     @property
     def role(self) -> str:
@@ -53,18 +54,17 @@ class Site:
 
     @property
     def names(self) -> set[str]:
-        """What a user may call it; a name may mean several sites."""
+        """The names by which a user may refer to the site; a name may mean several sites."""
         return {self.kind, self.role, self.path, f"{self.path} {self.part}", str(self)}
 
 
 def sites_of(
     model: PreTrainedModel, family: Family, scheme: str = LINEAR_SCHEME, has_cache: bool = False
 ) -> list[Site]:
-    """The sites in the model's order; those that only the scheme `full` has are behind the others, then, with
-    `has_cache`, the keys and values.
+    """Return the sites of a model: those of linear layers, then those only in scheme `full`, then keys and values.
 
     Raises:
-        InputError: there are none, weights are offloaded or quantized already, an adapter is beside them, or the scheme
+        InputError: There are none, weights are offloaded or quantized already, the model has an adapter, or the scheme
             is unknown or does not apply.
     """
     if scheme not in SCHEMES:
@@ -72,29 +72,24 @@ def sites_of(
     check_not_quantized(model, "simulated quantization")
     check_no_adapter(model, "simulated quantization")
     sites = []
-    for path, module in _passed_by_text(model, family):
+    for path, module in _reached_linear_modules(model, family):
         _check_weight(path, module)
-        layer, kind = _place(path, family)
+        layer, kind = _layer_and_kind(path, family)
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
-    further = _further(model, family) if scheme == FULL_SCHEME else []
-    return [*sites, *further, *(_cached(model, family) if has_cache else [])]
+    if scheme == FULL_SCHEME:
+        sites += _full_scheme_sites(model, family)
+    if has_cache:
+        _check_interface(family, "--kv-cache-per", "keys and values")
+        blocks = {at: family.block(at) for at in range(len(family.layer_modules(model)))}
+        attending = {at: block.attention for at, block in blocks.items() if block.kind != NOT_RUN and block.attention}
+        for at, path in attending.items():
+            sites += [Site(f"{family.layers}.{at}.{path}", part, at, path) for part in CACHED]
+    return sites
 
 
-def _cached(model: PreTrainedModel, family: Family) -> list[Site]:
-    """The keys and values of every layer that attends. Raises InputError."""
-    _check_door(family, "--kv-cache-per", "keys and values")
-    return _attention_sites(model, family, CACHED)
-
-
-def _attention_sites(model: PreTrainedModel, family: Family, parts: Iterable[str]) -> list[Site]:
-    blocks = {at: family.block(at) for at in range(len(family.layer_modules(model)))}
-    attending = {at: block.attention for at, block in blocks.items() if block.kind != NOT_RUN and block.attention}
-    return [Site(f"{family.layers}.{at}.{path}", part, at, path) for at, path in attending.items() for part in parts]
-
-
-def _check_door(family: Family, option: str, what: str) -> None:
+def _check_interface(family: Family, option: str, what: str) -> None:
     if family.door != "interface":
         raise InputError(
             f"{option} does not apply to {family.name}, because its attention code is its own: its {what} cannot be "
@@ -102,12 +97,12 @@ def _check_door(family: Family, option: str, what: str) -> None:
         )
 
 
-def _further(model: PreTrainedModel, family: Family) -> list[Site]:
-    """What the scheme `full` has besides linear layers. Raises InputError."""
-    _check_door(family, "--scheme full", "scores and softmax outputs")
+def _full_scheme_sites(model: PreTrainedModel, family: Family) -> list[Site]:
+    """Return the sites of the scheme `full` other than linear layers. Raises InputError."""
+    _check_interface(family, "--scheme full", "scores and softmax outputs")
     sites, reached = [], reached_by_text(model)
     for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and path in reached and _place(path, family)[0] == NO_LAYER:
+        if isinstance(module, nn.Embedding) and path in reached and _layer_and_kind(path, family)[0] == NO_LAYER:
             _check_weight(path, module)
             sites += [Site(path, part, NO_LAYER, path) for part in (WEIGHT, OUTPUT)]
     running = [at for at in range(len(family.layer_modules(model))) if family.block(at).kind != NOT_RUN]
@@ -121,17 +116,17 @@ def _further(model: PreTrainedModel, family: Family) -> list[Site]:
     return sites
 
 
-def _passed_by_text(model: PreTrainedModel, family: Family) -> list[tuple[str, nn.Module]]:
-    """The linear modules that text passes: those of the layers that run, and of the others those that do."""
+def _reached_linear_modules(model: PreTrainedModel, family: Family) -> list[tuple[str, nn.Module]]:
+    """Return the linear modules that text passes: those in running layers, and those outside layers that run."""
     found = list(linear_modules(model))
-    layers = {path: _place(path, family)[0] for path, _ in found}
+    layers = {path: _layer_and_kind(path, family)[0] for path, _ in found}
     passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
     others = reached_by_text(model) if len(passed) < len(found) else set()
     return [(path, module) for path, module in found if path in passed | others]
 
 
 def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """All linear modules but the LM head: what gives the logits, or shares its weight with the embeddings."""
+    """Yield all linear modules except the LM head, which computes logits or shares its weight with the embeddings."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for path, module in model.named_modules():
         is_head = module is head or getattr(module, "weight", None) is getattr(embedding, "weight", embedding)
@@ -140,7 +135,7 @@ def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def full_precision_modules(model: PreTrainedModel, sites: Iterable[Site]) -> list[str] | None:
-    """torch's linear modules that are no sites, such as the LM head; None where those of the sites are not torch's."""
+    """Return the nn.Linear modules that are no sites, such as the LM head; None if a site's module is no nn.Linear."""
     quantized = {site.path for site in sites if site.part == INPUT}
     if not all(isinstance(model.get_submodule(path), nn.Linear) for path in quantized):
         return None
@@ -148,34 +143,35 @@ def full_precision_modules(model: PreTrainedModel, sites: Iterable[Site]) -> lis
 
 
 def not_quantized(model: PreTrainedModel, family: Family) -> dict[str, float]:
-    """Matrices that belong to no linear layer, such as the routers and experts of mixtures, which transformers keeps as
-    one tensor a layer → their share of the model's parameters.
+    """Map matrices outside linear layers to their share of the model's parameters.
+
+    These are for example routers and experts of mixtures, which transformers keeps as one tensor per layer.
     """
     covered = {f"{path}.weight" for path, _ in linear_modules(model)}
     total = sum(parameter.numel() for parameter in model.parameters())
     shares: dict[str, float] = {}
     for path, parameter in model.named_parameters():
-        layer, kind = _place(path, family)
+        layer, kind = _layer_and_kind(path, family)
         if layer != NO_LAYER and parameter.dim() > 1 and path not in covered and not path.endswith("bias"):
             shares[kind] = shares.get(kind, 0.0) + parameter.numel() / total
     return shares
 
 
 def by_output(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """A module's weight, or what takes its place, with a row for each output channel, or of an embedding each token."""
+    """Transpose a module's weight, if needed, so that it has a row for each output channel (embedding: each token)."""
     return weight.T if isinstance(module, Conv1D) else weight
 
 
 def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Site]:
-    """The sites that the user means.
+    """Find the sites that the user means.
 
     Args:
-        sites: all there are.
-        named: sites, or names: a kind (mlp.down_proj), a kind's part (mlp.down_proj input), a module's path with or
+        sites: All sites.
+        named: Sites, or names: a kind (mlp.down_proj), a kind's part (mlp.down_proj input), a module's path with or
             without the part, or one site as it is printed (layer 11 mlp.down_proj input).
 
     Raises:
-        InputError: a name of no site.
+        InputError: A name matches no site.
     """
     found: set[Site] = set()
     for name in [named] if isinstance(named, str) else named:
@@ -187,8 +183,8 @@ def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Si
     return found
 
 
-def _place(path: str, family: Family) -> tuple[int, str]:
-    """Layer and path within it."""
+def _layer_and_kind(path: str, family: Family) -> tuple[int, str]:
+    """Return the layer of a path, and the path within it."""
     match = re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", path)
     if not match:
         return NO_LAYER, path

@@ -1,10 +1,10 @@
-"""Changes that are built into a model for good and trained with it, one method a file.
+"""Retrofits: permanent changes that are built into a model and trained with it.
 
     retrofit_model(model, None, "vga", placement="output")
     model.save_pretrained(folder)                              # AutoModelForCausalLM loads it again
 
 Importing this package registers the model types of saved retrofitted models with transformers (saving.py), so that
-AutoModelForCausalLM.from_pretrained(folder) loads them. A new method is a file here and a line in the register.
+AutoModelForCausalLM.from_pretrained(folder) loads them. To add a method, write it here and register it below.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,12 @@ from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
 from sinkscope.models.model_types import base_type, is_retrofitted
 from sinkscope.models.towers import WITH_TOWERS
 from sinkscope.options.option import filled_in
-from sinkscope.retrofits.iga import IGA
-from sinkscope.retrofits.key_bias import KeyBiases
-from sinkscope.retrofits.learnable_sink import LearnableSink
-from sinkscope.retrofits.none import Plain
+from sinkscope.retrofits.biases import KeyBiases, LearnableSink, ValueBiases
+from sinkscope.retrofits.gates import IGA, VGA
 from sinkscope.retrofits.operation import AttentionOperation
 from sinkscope.retrofits.register_tokens import RegisterTokens
-from sinkscope.retrofits.retrofit import GatePart, Part, Retrofit
+from sinkscope.retrofits.retrofit import GatePart, Part, Plain, Retrofit
 from sinkscope.retrofits.saving import become_retrofitted, register_model_types
-from sinkscope.retrofits.value_bias import ValueBiases
-from sinkscope.retrofits.vga import VGA
 from sinkscope.retrofits.vscale import VScale
 
 RETROFITS: dict[str, type[Retrofit]] = {
@@ -42,23 +38,23 @@ RETROFITS: dict[str, type[Retrofit]] = {
 
 
 def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, **parameters: Any) -> PreTrainedModel:
-    """Change a loaded model, in place, into the retrofitted one.
+    """Build a retrofit into a loaded model, in place.
 
-    Its new parameters are at their start, and they are the only ones whose `requires_grad` this sets. With `none` the
-    model stays as it is, also one that has been retrofitted, which is then fine-tuned with what is in it.
+    The new parameters have their starting values, and are the only ones whose `requires_grad` is set. With `none` the
+    model stays as it is; this also allows fine-tuning of a model that has a retrofit already.
 
     Args:
-        model: one of transformers' own causal language models.
-        family: the model's row in the table of families; found by the model type if None.
-        method: a name of RETROFITS.
-        **parameters: of the method, as numbers or as text from the command line.
+        model: One of transformers' own causal language models.
+        family: The model's row in the table of families; None finds it by the model type.
+        method: A name in RETROFITS.
+        **parameters: Parameters of the method, as numbers or as text from the command line.
 
     Returns:
         The same model.
 
     Raises:
-        InputError: the method or a parameter does not exist or does not apply to this model, the model has another
-            retrofit, or a tracer is open on it. The model is then as it was.
+        InputError: The method or a parameter does not exist or does not apply to this model, the model has another
+            retrofit, or a tracer is open on it. The model is then unchanged.
     """
     chosen = make_retrofit(method, parameters)
     if unwrapped(model) is not model:
@@ -90,10 +86,10 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
 
 
 def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
-    """A method with its parameters, given as numbers or as text from the command line.
+    """Create a method with its parameters, given as numbers or as text from the command line.
 
     Raises:
-        InputError: the method or a parameter does not exist, or a value is out of range.
+        InputError: The method or a parameter does not exist, or a value is out of range.
     """
     if method not in RETROFITS:
         raise InputError(f"retrofit {unknown(method, RETROFITS)}")
@@ -101,10 +97,10 @@ def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
 
 
 def _build_in(model: PreTrainedModel) -> None:
-    """Install what the configuration of a saved model says, when the model is built.
+    """Install the retrofit that a saved model's configuration names, while the model is built.
 
     Raises:
-        InputError: the configuration is damaged, or was saved by a version of sinkscope with other methods.
+        InputError: The configuration is damaged, or was saved by a version of sinkscope with other methods.
     """
     record: Any = model.config.retrofit
     if not isinstance(record, dict) or not {"method", "parameters"} <= record.keys():
@@ -117,21 +113,17 @@ def _build_in(model: PreTrainedModel) -> None:
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Path → module, of those that a retrofit has added."""
+    """Map the path of each module that a retrofit has added to the module."""
     return {path: module for path, module in model.named_modules() if isinstance(module, Part)}
 
 
 def has_gates(model: nn.Module) -> bool:
-    """Whether a retrofit multiplies the model's values or its heads' outputs."""
+    """Return whether a retrofit multiplies the model's values or its heads' outputs."""
     return any(isinstance(part, GatePart) for part in parts_of(model).values())
 
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a retrofit has added to a model.
-
-    Returns:
-        Name, as in `named_parameters()` → parameter. Empty for a model without a retrofit.
-    """
+    """Return the parameters that a retrofit has added by name, as in `named_parameters()`; empty without retrofit."""
     return {
         f"{path}.{name}": parameter
         for path, part in parts_of(model).items()
@@ -140,18 +132,18 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gate_displacement(model: nn.Module) -> pd.DataFrame:
-    """How far each head's new parameters are from where they started.
+    """Measure how far each head's new parameters are from their start.
 
-    Where FSDP has sharded the parameters, every process must call this.
+    If FSDP has sharded the parameters, every process must call this.
 
     Returns:
-        layer (−1 for register tokens, which belong to no layer), head (of values or of queries, as the method counts;
-        of register tokens their index), parameter, displacement ‖p − p₀‖ (for V-scale |θ − θ₀|).
+        Columns layer (−1 for register tokens, which belong to no layer), head (key/value or query heads, depending on
+        the method; the index of a register token), parameter, displacement ‖p − p₀‖ (for V-scale |θ − θ₀|).
     """
     parts = parts_of(model)
     rows = []
     for index, (path, part) in enumerate(parts.items()):
-        layer = index if "." in path else -1  # a part of the model itself is no layer's
+        layer = index if "." in path else -1  # a part of the model itself belongs to no layer
         for name, moved in part.displacement().items():
             rows += [(layer, head, name, distance) for head, distance in enumerate(moved.tolist())]
     return pd.DataFrame(rows, columns=["layer", "head", "parameter", "displacement"])

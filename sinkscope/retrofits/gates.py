@@ -1,8 +1,8 @@
-"""Gates on values or on heads' outputs, g = scale · sigmoid(F W): what VGA and IGA share (VGA §3.1, §3.2, appendix B).
+"""VGA and IGA: gates on values or on heads' outputs, g = scale · sigmoid(F W) (VGA §3.1, §3.2, appendix B).
 
-At W = 0 the sigmoid is ½ everywhere. The scale 2 makes that a gate of exactly 1: the retrofitted model starts bit for
-bit as the pretrained one, where the sigmoid is steepest. A bias would only approach 1, where the sigmoid is flat.
-Scale 1 is the papers' own gate, which halves everything at the start.
+At W = 0 the sigmoid is ½ everywhere. With scale 2 the gate is exactly 1: the retrofitted model starts bit for bit as
+the pretrained one, where the sigmoid is steepest. A bias would only approach 1, where the sigmoid is flat. Scale 1 is
+the papers' own gate, which halves everything at the start.
 """
 
 from collections.abc import Mapping
@@ -15,19 +15,20 @@ from sinkscope.retrofits.retrofit import GatePart, Layer, OutputPart, Retrofit, 
 
 
 def gate(features: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """g = scale · σ(F W), eq. 6, 9 and 16: features (…,F), weight (F,heads) → (…,heads)."""
+    """Return g = scale · σ(F W), VGA eq. 6, 9 and 16: features (…,F), weight (F,heads) → (…,heads)."""
     return scale * torch.sigmoid(features @ weight)
 
 
 class _Gates(GatePart):
-    """The weight (F,heads), zero at the start, and what it reads."""
+    """A gate with a weight (F,heads), zero at the start."""
 
     head_axis: ClassVar[int] = 1
 
-    def open(self, layer: Layer, reads: str, heads: int, scale: float) -> None:
+    def __init__(self, layer: Layer, reads: str, scale: float) -> None:
+        super().__init__(layer)
         self.reads, self.scale = reads, scale
         width = layer.width if reads == "input" else layer.value_heads * layer.head_dim
-        self.weight = layer.empty(width, heads)
+        self.weight = layer.empty(width, layer.value_heads if isinstance(self, ValuePart) else layer.heads)
 
     def start(self) -> Mapping[str, torch.Tensor]:
         return {"weight": torch.zeros_like(self.weight)}
@@ -38,26 +39,18 @@ class _Gates(GatePart):
 
 
 class ValueGate(_Gates, ValuePart):
-    """v̂_j = g_j v_j at key position j, one gate for each key/value head (eq. 4 and 10)."""
-
-    def __init__(self, layer: Layer, reads: str, scale: float) -> None:
-        super().__init__(layer)
-        self.open(layer, reads, layer.value_heads, scale)
+    """Gate v̂_j = g_j v_j at key position j, one for each key/value head (VGA eq. 4 and 10)."""
 
 
 class OutputGate(_Gates, OutputPart):
-    """O_i = g_i ⊙ Attention(Q, K, V)_i at query position i, one gate for each query head (eq. 17)."""
-
-    def __init__(self, layer: Layer, reads: str, scale: float) -> None:
-        super().__init__(layer)
-        self.open(layer, reads, layer.heads, scale)
+    """Gate O_i = g_i ⊙ Attention(Q, K, V)_i at query position i, one for each query head (VGA eq. 17)."""
 
 
 PLACEMENTS: dict[str, type[ValueGate] | type[OutputGate]] = {"value": ValueGate, "output": OutputGate}
 
 
 class Gated(Retrofit):
-    """`placement`: on the value at the key's position, or on the head's output at the query's."""
+    """A method with gates; `placement`: on the value at the key's position, or on the head's output at the query's."""
 
     reads: ClassVar[str]  # what the gate is computed from: "value" or "input"
 
@@ -66,3 +59,21 @@ class Gated(Retrofit):
 
     def part(self, layer: Layer) -> ValueGate | OutputGate:
         return PLACEMENTS[self.placement](layer, self.reads, self.scale)
+
+
+class VGA(Gated):
+    """Value-state gated attention (VGA §3.2): F is the values of all key/value heads, concatenated."""
+
+    name: ClassVar[str] = "vga"
+    about: ClassVar[str] = "gates made from the values (placement: value or output; scale: 2, so that gates start at 1)"
+    paper: ClassVar[str] = "VGA §3.2, app. B"
+    reads: ClassVar[str] = "value"
+
+
+class IGA(Gated):
+    """Input-state gated attention (VGA §3.1, Bondarenko et al. 2023): F is the input of the attention."""
+
+    name: ClassVar[str] = "iga"
+    about: ClassVar[str] = "gates made from the attention's input (placement: value or output; scale: 2)"
+    paper: ClassVar[str] = "VGA eq. 4, Bondarenko 2023"
+    reads: ClassVar[str] = "input"

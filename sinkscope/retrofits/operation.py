@@ -1,8 +1,8 @@
-"""Another attention operation than softmax (WSE §7.4, tables 6 and 14), to train models with from scratch.
+"""Attention operations other than softmax (WSE §7.4, tables 6 and 14), for training models from scratch.
 
-`elu-kernel` and `mlp-kernel` are similarities of features, φ(q)·φ(k)/√d with φ = elu + 1 or a small learned network of
-each head. The feature maps act in front of the taps, so that what is measured as query and key are features. The
-paper's p-norm and scaled sums are `softmax` with `power` and `factor`.
+`elu-kernel` and `mlp-kernel` are similarities of features, φ(q)·φ(k)/√d, with φ = elu + 1 or a small learned network of
+each head. The feature maps act before the taps, so the measured queries and keys are features. The paper's p-norm and
+scaled sums are `softmax` with `power` and `factor`.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from sinkscope.models.family import ON_LOGITS, Family
 from sinkscope.models.towers import text_tower
 from sinkscope.retrofits.retrofit import AttentionPart, Layer, Retrofit
 
-# name → the feature map, and the operation on the features' products
+# name → the feature map, and the operation on products of features
 KINDS: dict[str, tuple[str, Operation]] = {
     "softmax": ("", Operation("exp", "sum")),
     "sigmoid": ("", Operation("sigmoid", "none")),
@@ -36,15 +36,15 @@ KINDS: dict[str, tuple[str, Operation]] = {
 
 
 SCALED = "scaled softmax"  # by α
-# of which a query's weights have one sum, however many tokens it sees
+# operations whose weights have a fixed sum, however many tokens a query sees
 SUM_TO_ONE = {SCALED, *(kind for kind, (_, operation) in KINDS.items() if operation.divisor == "sum")}
 
 
 class AttendBy(AttentionPart, OtherOperation):
-    """The operation of one attention layer; of an MLP kernel with `weights` (2,K,d,d), two matrices for each key head.
+    """The operation of one attention layer; an MLP kernel has `weights` (2,K,d,d), two matrices for each key head.
 
-    The paper does not say what its networks are. These are d → d → d with GELU between, and keep the size of what they
-    read: their weights start at N(0, 1/d).
+    The paper does not define its networks. These are d → d → d with GELU between, and preserve the size of their input:
+    the weights start at N(0, 1/d).
     """
 
     head_axis: ClassVar[int] = 1
@@ -62,7 +62,7 @@ class AttendBy(AttentionPart, OtherOperation):
         if self.map == "elu":
             return F.elu(x) + 1
         if self.map == "mlp":
-            # a group's query heads share the network of their key head
+            # the query heads of a group share the network of their key head
             grouped = x.unflatten(1, (self.weights.shape[1], -1))
             inner, outer = self.weights[:, :, None].to(x.dtype)
             return (F.gelu(grouped @ inner) @ outer).flatten(1, 2)
@@ -86,13 +86,13 @@ class AttentionOperation(Retrofit):
 
     @field_validator("kind")
     @classmethod
-    def _known(cls, kind: str) -> str:
+    def _check_kind(cls, kind: str) -> str:
         if kind not in KINDS:
             raise ValueError(unknown(kind, KINDS))
         return kind
 
     @model_validator(mode="after")
-    def _of_softmax(self) -> "AttentionOperation":
+    def _check_softmax(self) -> "AttentionOperation":
         if self.kind != "softmax" and (self.factor, self.power) != (1.0, 1.0):
             raise ValueError(f"factor and power are of kind=softmax, not of {self.kind}")
         return self
@@ -101,7 +101,7 @@ class AttentionOperation(Retrofit):
         if family.door != "interface":
             return "its own code computes softmax: it does not call transformers' attention interface"
         if any(hasattr(attention, "sinks") for attention in family.attentions(model).values()):
-            return "it has learnable sinks of its own, which are of softmax"
+            return "it has learnable sinks of its own, which are part of a softmax"
         if KINDS[self.kind][1].similarity == "identity" and family.kinds_of_positions & ON_LOGITS:
             return f"its positions are a bias on the logits, and {self.kind} is a product of features alone"
         return super().inapplicable(model, family)

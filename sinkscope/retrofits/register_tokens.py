@@ -1,12 +1,12 @@
-"""n learned embeddings before the sequence (Darcet et al. 2023; VGA §1): tokens that every later one may attend to.
+"""Register tokens: n learned embeddings before the sequence, to which every token may attend (Darcet et al. 2023).
 
-They start at the mean of the vocabulary, which in a trained model is a token like others; in one with random weights
-it is much smaller, and `deviation=0.02` starts them at N(0, .02²), as WSE does.
+They start at the mean of the vocabulary, which in a trained model is similar to a token. In a model with random weights
+the mean is much smaller; there `deviation=0.02` starts them at N(0, .02²), as WSE does.
 
-They stand directly before each sequence's first token, behind any padding on the left, so that a padded batch gives
-what each sequence gives alone. What goes in and what comes out keeps the text's own length: masks and positions are
-widened on the way in, logits cut on the way out, and the first token is not a target, as nothing predicts it in the
-plain model. Hidden states and attentions, where they are asked for, have the registers in them.
+They are placed directly before each sequence's first token, after any padding on the left, so that a padded batch gives
+the same results as single sequences. Inputs and outputs keep the length of the text: masks and positions are widened on
+the way in, logits cut on the way out, and the first token is not a target, because nothing predicts it in the plain
+model. Hidden states and attentions, if requested, include the registers.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,11 +27,11 @@ from sinkscope.retrofits.retrofit import Part, Retrofit
 from sinkscope.text.batch import insert_before
 
 IGNORED = -100  # the label of a token that is not predicted
-CHUNK = 4096  # rows of the vocabulary at once
+CHUNK = 4096  # rows of the vocabulary that are averaged at once
 
 
 class Registers(Part):
-    """`embeddings` (n,E), in the space of the token embeddings, and `first`, the values with which they started."""
+    """The parameter `embeddings` (n,E), in the space of the token embeddings, and the buffer `first`, their start."""
 
     def __init__(self, model: PreTrainedModel, count: int, limit: int | None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Registers(Part):
     def around(
         self, forward: Callable[..., Any], embed: Callable[[torch.Tensor], torch.Tensor], inputs: dict[str, Any]
     ) -> Any:
-        """The model's own `forward` on the text with the registers before it; `inputs` by name."""
+        """Call the model's own `forward` on the text with the registers before it. `inputs` are keyword arguments."""
         _refuse(inputs)
         return_dict = inputs.pop("return_dict", None)
         embeds = inputs.pop("inputs_embeds", None)
@@ -60,8 +60,9 @@ class Registers(Part):
         return output.to_tuple() if return_dict is False else output
 
     def _widened(self, embeds: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """The embeddings that the model is to read, (B,T,E) → (B,n+T,E); only (B,T,E) where the registers are in the
-        cache already. Mask, positions and labels in `inputs` are widened in place.
+        """Insert the registers into embeddings, (B,T,E) → (B,n+T,E); still (B,T,E) if the cache has them already.
+
+        Mask, positions and labels in `inputs` are widened in place.
         """
         mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
         past = 0 if cache is None else int(cache.get_seq_length())
@@ -94,7 +95,7 @@ class Registers(Part):
 
 
 def _refuse(inputs: dict[str, Any]) -> None:
-    """Raise InputError for inputs that cannot be widened."""
+    """Raise InputError for inputs that cannot be widened by registers."""
     mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
     if getattr(cache, "is_compileable", False):
         raise InputError("register tokens need a cache that grows: a static one has no place for them")
@@ -102,7 +103,7 @@ def _refuse(inputs: dict[str, Any]) -> None:
         raise InputError("register tokens need an attention_mask of two dimensions (sequences, tokens)")
     for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
         if inputs.get(name) is not None:
-            raise InputError(f"register tokens are for text alone: {name} is not widened")
+            raise InputError(f"register tokens support only text: {name} is not widened")
     keep = inputs.get("logits_to_keep")
     if isinstance(keep, torch.Tensor):
         raise InputError("with register tokens logits_to_keep is a number: the last so many")
@@ -116,13 +117,13 @@ class RegisterTokens(Retrofit):
     paper: ClassVar[str] = "VGA §1, Darcet 2023"
 
     count: int = Field(default=4, ge=1, le=10_000)
-    deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # of a start at N(0, deviation²), as WSE's
+    deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # for a start at N(0, deviation²), as in WSE
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         if family.prefix:
             return "it is a prefix LM, and its prefix would be the registers"
         told = text_arguments(model)
-        return f"{', '.join(told)} would have to be said of them, too" if told else None
+        return f"{', '.join(told)} would have to be given for them, too" if told else None
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
         part = Registers(model, self.count, known_positions(model, family))
@@ -136,7 +137,7 @@ class RegisterTokens(Retrofit):
 
 @torch.no_grad()
 def mean_embedding(model: PreTrainedModel) -> torch.Tensor:
-    """The embedding module's output, averaged over the vocabulary: (E,)."""
+    """Return the embedding module's output averaged over the vocabulary, (E,)."""
     embedding: Any = model.get_input_embeddings()
     ids = torch.arange(embedding.weight.shape[0], device=embedding.weight.device)
     return torch.stack([embedding(part).double().sum(0) for part in ids.split(CHUNK)]).sum(0) / len(ids)

@@ -1,4 +1,4 @@
-"""What every retrofit is, and the places at which it can act on attention.
+"""The base class of retrofits, and the places at which a retrofit can act on attention.
 
     values       after the value projection, before anything is cached: `ValuePart`
     output       before the output projection, on every head's mix: `OutputPart`
@@ -6,15 +6,14 @@
     operation    in place of the softmax: `taps.OtherOperation`
 
 The first two are hooks at the places of modules that every family has, so the model keeps its own attention kernel and
-its own kind of cache: what is cached is the changed value. They act on what a projection gives or reads together with
-its adapter, if PEFT has put one there, so that merging the adapter changes nothing. The others need the attention
-function of seam.py.
+cache, which holds the changed values. They act on the output or input of a projection together with its adapter, if
+PEFT has added one, so merging the adapter changes nothing. The others need the attention function of seam.py.
 
-What the taps of seam.py show: `value` is what is attended to, after V-scale or a gate, so that ∇v_s = Σ_t a[t,s] g_t
-holds there; `mix` is the heads' output before an output gate; the raw value is what the projection gives out.
+At the taps of seam.py, `value` is what is attended to, after V-scale or a gate, so ∇v_s = Σ_t a[t,s] g_t holds there;
+`mix` is the heads' output before an output gate. The raw value is the output of the projection.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,26 +28,76 @@ from sinkscope.models.edits import check_own_map
 from sinkscope.models.family import Family
 from sinkscope.models.projections import Projection, check_ordinary, projections
 from sinkscope.models.towers import text_tower
-from sinkscope.retrofits.placed_hook import PlacedHook
-from sinkscope.retrofits.registers import RETROFIT
+
+RETROFIT = "retrofit"  # the name of a retrofit's module in the module that it changes; part of saved state dicts
+
+
+def registers_before(model: nn.Module) -> int:
+    """Return the number of register tokens that a retrofit puts before every sequence."""
+    return int(getattr(getattr(model, RETROFIT, None), "count", 0))
+
+
+# called with the retrofit's module, and the arguments and output of the hooked module; returns a replacement of the
+# output (of the arguments, in a hook that acts before), or None
+Act = Callable[[Any, tuple, Any], Any]
+
+
+class PlacedHook:
+    """Calls `act` before or after the module that is at a path of an attention module when the latter runs.
+
+    A projection does not stay in its place: PEFT puts a module of its own there, which holds the projection and adds to
+    its output (LoRA), multiplies it (IA³) or rotates its input (OFT), and puts the projection back once the adapter is
+    merged into its weight. A hook on the projection itself would act before the adapter in the first case and after it
+    in the second; a hook on the place acts after the adapter in both.
+
+    The retrofit's module is also looked up in each forward: with `modules_to_save`, PEFT trains a copy of it.
+    """
+
+    def __init__(self, path: str, act: Act, before: bool = False) -> None:
+        self.path, self.act, self.before = path, act, before
+        self.module: nn.Module | None = None  # the module in the place at the last forward, on which the hook acts
+        self.part: Any = None
+
+    def watch(self, attention: nn.Module) -> None:
+        self._join(attention.get_submodule(self.path))
+        attention.register_forward_pre_hook(self._find)
+
+    def _find(self, attention: nn.Module, args: tuple) -> None:
+        if getattr(attention, "_is_replica", False):  # replicas in other threads share its hooks
+            raise SinkscopeError("nn.DataParallel cannot run a retrofitted model: take DistributedDataParallel")
+        self.module, self.part = attention.get_submodule(self.path), getattr(attention, RETROFIT)
+        self._join(self.module)
+
+    def _join(self, module: nn.Module) -> None:
+        hooks: Any = module._forward_pre_hooks if self.before else module._forward_hooks
+        if self not in hooks.values():
+            join: Any = module.register_forward_pre_hook if self.before else module.register_forward_hook
+            join(self)
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any = None) -> Any:
+        return self.act(self.part, args, output) if module is self.module else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Forget the place: a copy of a projection, which PEFT makes for `modules_to_save`, is in no place yet."""
+        return vars(self) | {"module": None, "part": None}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a retrofit needs to know of one attention layer."""
+    """What a retrofit needs to know about one attention layer."""
 
     attention: nn.Module
     value: Projection
     output: str  # path of the output projection in the attention module; its input is every head's mix, (B,T,H·d)
-    heads: int  # H, query heads
-    scaling: float  # of q·k
-    is_biased: bool  # ALiBi
+    heads: int  # H, number of query heads
+    scaling: float  # factor of q·k
+    is_biased: bool  # whether it has ALiBi
     dtype: torch.dtype
     device: torch.device
 
     @property
     def value_heads(self) -> int:
-        """K, key/value heads."""
+        """K, number of key/value heads."""
         return self.value.heads
 
     @property
@@ -57,7 +106,7 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """D, of what the attention reads."""
+        """D, width of the attention's input."""
         return self.value.width
 
     def empty(self, *shape: int) -> nn.Parameter:
@@ -65,11 +114,11 @@ class Layer:
 
 
 def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
-    """Every attention layer; InputError if the family's row does not say how its values are projected."""
+    """Describe every attention layer. Raises InputError if the family's row does not have its value projection."""
     config: Any = model.config.get_text_config()
     layers = []
     for index, attention in family.attentions(model).items():
-        with torch.device("cpu"):  # `from_pretrained` builds the model on meta, where indices would have no values
+        with torch.device("cpu"):  # `from_pretrained` builds the model on meta, where indices have no values
             value = projections(model, family, index)["value"]
         check_ordinary(value.module)
         head_dim = value.places.shape[1]
@@ -89,12 +138,12 @@ def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
 
 
 class Part(nn.Module):
-    """What a retrofit adds to one module: its new parameters, and where they start."""
+    """The module that a retrofit adds to one module, with new parameters and their starting values."""
 
     head_axis: ClassVar[int] = 0  # of the parameters
 
     def start(self) -> Mapping[str, torch.Tensor]:
-        """Parameter → its value before any training, of its shape."""
+        """Return each parameter's value before training, by name."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -104,29 +153,26 @@ class Part(nn.Module):
 
     @torch.no_grad()
     def displacement(self) -> dict[str, torch.Tensor]:
-        """Parameter → distance of each head's from its start, ‖p − p₀‖, (heads,) in float64.
+        """Return each parameter's distance from its start by head, ‖p − p₀‖, (heads,) in float64.
 
-        Where FSDP has sharded the parameters, every process must call this.
+        If FSDP has sharded the parameters, every process must call this.
         """
-        moved = {name: _whole(self.get_parameter(name)) - _whole(value) for name, value in self.start().items()}
-        return {name: _by_head(x, self.head_axis) for name, x in moved.items()}
 
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            return (x.full_tensor() if hasattr(x, "full_tensor") else x).double()  # gathers a DTensor
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """A tensor, or the whole of a DTensor, in float64."""
-    return (x.full_tensor() if hasattr(x, "full_tensor") else x).double()
-
-
-def _by_head(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """Each head's norm over all other axes, (heads,)."""
-    return torch.linalg.vector_norm(x.movedim(axis, 0).reshape(x.shape[axis], -1), dim=1)
+        found = {}
+        for name, value in self.start().items():
+            moved = (whole(self.get_parameter(name)) - whole(value)).movedim(self.head_axis, 0)
+            found[name] = torch.linalg.vector_norm(moved.reshape(len(moved), -1), dim=1)
+        return found
 
 
 class AttentionPart(Part):
-    """One that a module of attention gets. Its parameters start at 0 unless it says otherwise."""
+    """A part of an attention module. Its parameters start at 0 by default."""
 
     def draw_start(self, layer: Layer, deviation: float) -> None:
-        """Let all parameters start at N(0, deviation²), of torch's random state. What is drawn is saved with them."""
+        """Draw the start of all parameters from N(0, deviation²) by torch's random state, and keep it as buffers."""
         for name, parameter in list(self.named_parameters()):
             drawn = torch.randn(parameter.shape, dtype=layer.dtype, device=layer.device) * deviation
             self.register_buffer(f"first_{name}", drawn)
@@ -136,26 +182,27 @@ class AttentionPart(Part):
         return {name: drawn.get(f"first_{name}", torch.zeros_like(p)) for name, p in self.named_parameters()}
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        """Have this part, which is in the attention module, run."""
+        """Connect this part, which is in the attention module, to the forward pass."""
         raise NotImplementedError
 
 
 class GatePart(AttentionPart):
-    """A factor for every head and position, computed where the values are. The tracer reads this module's inputs and
-    outputs: the raw values and the factors.
+    """Computes a factor for every head and position at the value projection.
+
+    The tracer reads this module's inputs and outputs: the raw values and the factors.
     """
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.places = layer.value.places  # no buffer: nothing to save, and never on meta
+        self.places = layer.value.places  # not a buffer, because it is not saved and never on meta
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What the attention reads x (B,T,D), raw values (B,T,K,d) → factors (B,T,heads)."""
+        """Compute factors (B,T,heads) from the attention's input x (B,T,D) and the raw values (B,T,K,d)."""
         raise NotImplementedError
 
 
 def gated(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Each head's vectors x (…,heads,d) times its factor (…,heads), in x's dtype."""
+    """Multiply each head's vectors x (…,heads,d) by its factor (…,heads), in x's dtype."""
     return (factor.unsqueeze(-1) * x).to(x.dtype)
 
 
@@ -167,15 +214,15 @@ class ValuePart(GatePart):
         self.is_whole = layer.value.is_whole
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        PlacedHook(layer.value.path, _changed).watch(layer.attention)
+        PlacedHook(layer.value.path, _scale_values).watch(layer.attention)
 
 
-def _changed(part: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
-    """The value projection's output with each head's values times their factor."""
+def _scale_values(part: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    """Multiply each head's values in the value projection's output by their factor."""
     if part.is_whole:
         value = output.unflatten(-1, part.places.shape)
         return gated(value, part(args[0], value)).flatten(-2)
-    places = _on(output.device, part)
+    places = _value_places(output.device, part)
     value = output[..., places]
     return output.index_copy(-1, places.flatten(), gated(value, part(args[0], value)).flatten(-2))
 
@@ -188,29 +235,29 @@ class OutputPart(GatePart):
         self.awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        PlacedHook(layer.value.path, _made).watch(layer.attention)
-        PlacedHook(layer.output, _gated, before=True).watch(layer.attention)
-        layer.attention.register_forward_hook(_was_used)
+        PlacedHook(layer.value.path, _compute_factors).watch(layer.attention)
+        PlacedHook(layer.output, _scale_heads, before=True).watch(layer.attention)
+        layer.attention.register_forward_hook(_check_applied)
 
 
-def _made(part: Any, args: tuple, output: torch.Tensor) -> None:
-    part.awaited = part(args[0], output[..., _on(output.device, part)])
+def _compute_factors(part: Any, args: tuple, output: torch.Tensor) -> None:
+    part.awaited = part(args[0], output[..., _value_places(output.device, part)])
 
 
-def _gated(part: Any, args: tuple, output: None) -> tuple:
+def _scale_heads(part: Any, args: tuple, output: None) -> tuple:
     factor, part.awaited = part.awaited, None
     return (gated(args[0].unflatten(-1, (factor.shape[-1], -1)), factor).flatten(-2), *args[1:])
 
 
-def _was_used(attention: nn.Module, args: tuple, output: Any) -> None:
-    """BLOOM with `slow_but_exact` multiplies by slices of its projection's weight and never calls it."""
+def _check_applied(attention: nn.Module, args: tuple, output: Any) -> None:
+    """Check that the output gate was applied: BLOOM with `slow_but_exact` never calls its output projection."""
     part: Any = getattr(attention, RETROFIT)
     if part.awaited is not None:
         raise SinkscopeError("the attention's output projection was not called: its gates would be without effect")
 
 
-def _on(device: torch.device, part: Any) -> torch.Tensor:
-    """The places of the values among the outputs of the value projection, on the device of those outputs."""
+def _value_places(device: torch.device, part: Any) -> torch.Tensor:
+    """Return the places of the values in the outputs of the value projection, on the device of those outputs."""
     if part.places.device != device:
         part.places = part.places.to(device)
     places: torch.Tensor = part.places
@@ -218,7 +265,7 @@ def _on(device: torch.device, part: Any) -> torch.Tensor:
 
 
 class DenominatorPart(AttentionPart, Denominator):
-    """A further logit in each row's softmax. `scaling` is used if the model's own code makes the logits."""
+    """An extra logit in each row's softmax. `scaling` is used if the model's own code computes the logits."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -229,7 +276,7 @@ class DenominatorPart(AttentionPart, Denominator):
         if family.door == "interceptor":
             Interceptor().watch(layer.attention)
         else:
-            text_tower(model)[1].set_attn_implementation(NAME)  # no other tower has a use for it
+            text_tower(model)[1].set_attn_implementation(NAME)  # other towers keep theirs
 
 
 class Retrofit(BaseModel):
@@ -239,10 +286,10 @@ class Retrofit(BaseModel):
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list`
-    paper: ClassVar[str]  # that describes it
+    paper: ClassVar[str]  # the paper that describes it
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
-        """The reason why the method does not apply to this model; None if it does."""
+        """Return the reason why the method does not apply to this model, or None if it applies."""
         if not family.output:
             return f"'{family.name}' has no projection of its heads' outputs in its attention module"
         if not family.qkv:
@@ -257,13 +304,27 @@ class Retrofit(BaseModel):
         return None
 
     def part(self, layer: Layer) -> "AttentionPart":
-        """The new module of one attention layer; not of methods with an `install` of their own."""
+        """Create the new module of one attention layer; not used by methods with their own `install`."""
         raise NotImplementedError
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
-        """Add the new modules, with their parameters at their start; also on meta, where `from_pretrained` builds."""
+        """Add the new modules with their starting parameters; also on meta, where `from_pretrained` builds models."""
         for layer in layers_of(model, family):
             part = self.part(layer)
             part.reset()
             layer.attention.add_module(RETROFIT, part)
             part.attach(layer, model, family)
+
+
+class Plain(Retrofit):
+    """No change: the plain fine-tune with which every retrofit is compared (VGA table 3, "fine-tuning w/o VGA")."""
+
+    name: ClassVar[str] = "none"
+    about: ClassVar[str] = "no change: the plain fine-tune with which the others are compared"
+    paper: ClassVar[str] = "VGA tab. 3"
+
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
+        return None
+
+    def install(self, model: PreTrainedModel, family: Family) -> None:
+        pass

@@ -1,14 +1,14 @@
-"""Retrofitted models are saved and loaded by transformers' own code, under model types of their own.
+"""Saving and loading of retrofitted models by transformers' own code, under separate model types.
 
 `sinkscope_llama` is Llama with a retrofit: its configuration is Llama's with a field that names the method, and
-`SinkscopeLlamaForCausalLM` builds the method in when it is made. `save_pretrained` then writes the new parameters with
-all others, and `from_pretrained` finds where they belong. Without `import sinkscope.retrofits` transformers does not
-know the type and refuses the folder; it never loads the model with its retrofit left out.
+`SinkscopeLlamaForCausalLM` builds the method in when it is created. `save_pretrained` then writes the new parameters
+with all others, and `from_pretrained` loads them. Without `import sinkscope.retrofits`, transformers does not know the
+type and refuses the folder; it never loads the model without its retrofit.
 
-`import sinkscope.retrofits` registers the configurations of all families with a row in the table (0.16 s of CPU time
-beside 5 s for torch and transformers). For every causal model type of transformers it would be 1.4 s, and of no use:
-a model without a row cannot be loaded with its retrofit. The class of a model, which imports its modeling code, is
-registered when the first configuration of its type is made.
+`import sinkscope.retrofits` registers the configurations of all families in the table (0.16 s of CPU time, compared
+with 5 s for torch and transformers). Registering every causal model type of transformers would take 1.4 s and be
+useless, because a model without a row cannot be loaded with its retrofit. The class of a model, which imports its
+modeling code, is registered when the first configuration of its type is created.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,25 +18,17 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 import sinkscope.attention.seam  # noqa: F401  # registers the attention function that retrofitted models name
 from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError
 from sinkscope.models.loading import AUTO_CLASSES
 from sinkscope.models.model_types import PREFIX, base_type
-from sinkscope.retrofits.registers import RETROFIT
+from sinkscope.retrofits.retrofit import RETROFIT
 
-BuildIn = Callable[[PreTrainedModel], None]  # puts the method that the configuration names into a model
+BuildIn = Callable[[PreTrainedModel], None]  # installs the method that the configuration names in a model
 
 README = """# {name}
 
@@ -53,15 +45,15 @@ model = {auto}.from_pretrained("this folder")
 
 
 def register_model_types(model_types: Iterable[str], build_in: BuildIn) -> None:
-    """Let transformers' AutoConfig and its classes of models know `sinkscope_TYPE` for each of the types."""
+    """Register `sinkscope_TYPE` with transformers' auto classes for each of the types."""
     for model_type in model_types:
-        if model_type in CONFIG_MAPPING:  # this transformers has it
+        if model_type in CONFIG_MAPPING:  # the installed transformers has it
             config_class(model_type, build_in)
 
 
 @cache
 def config_class(base: str, build_in: BuildIn) -> type[PreTrainedConfig]:
-    """The configuration class of `sinkscope_BASE`, registered: the base's, with the field `retrofit`."""
+    """Create and register the configuration class of `sinkscope_BASE`: the base's with the field `retrofit`."""
     parent: Any = CONFIG_MAPPING[base]
 
     class Config(parent):
@@ -70,7 +62,7 @@ def config_class(base: str, build_in: BuildIn) -> type[PreTrainedConfig]:
 
         def __post_init__(self, **kwargs: Any) -> None:
             super().__post_init__(**kwargs)
-            register_models(base, build_in)  # auto classes make the configuration first, and then look for the model's
+            register_models(base, build_in)  # auto classes create the configuration before they look up the model class
 
     Config.__name__ = Config.__qualname__ = f"Sinkscope{parent.__name__}"
     AutoConfig.register(PREFIX + base, Config)
@@ -79,7 +71,7 @@ def config_class(base: str, build_in: BuildIn) -> type[PreTrainedConfig]:
 
 @cache
 def register_models(base: str, build_in: BuildIn) -> None:
-    """Let each auto class that knows the base know a class for `sinkscope_BASE`."""
+    """Register a class for `sinkscope_BASE` with each auto class that knows the base."""
     parent: Any = CONFIG_MAPPING[base]
     for auto in AUTO_CLASSES:
         if parent in auto._model_mapping:
@@ -89,9 +81,9 @@ def register_models(base: str, build_in: BuildIn) -> None:
 
 @cache
 def model_class(base: str, parent: Any, build_in: BuildIn) -> type[PreTrainedModel]:
-    """The class for `sinkscope_BASE` that is made from one of the base's."""
+    """Create the class for `sinkscope_BASE` from one of the base's classes."""
     ours = _model_class(parent, config_class(base, build_in), build_in)
-    # Checkpoints of mixtures of experts name and stack their weights otherwise than the model does: by model type.
+    # Checkpoints of mixtures of experts name and stack weights differently from the model: conversions by model type.
     for known, name in ((base, PREFIX + base), (parent.__name__, ours.__name__)):
         conversion = get_checkpoint_conversion_mapping(known)
         if conversion is not None:
@@ -104,7 +96,7 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
 
     class Model(parent):
         config_class = config
-        # transformers finds this out by reading the source of the class's module, which is not this one
+        # transformers determines this from the source of the class's module, which is not this one
         _can_set_attn_implementation_cached_value = parent._can_set_attn_implementation()
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -134,10 +126,10 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
             return super().prepare_inputs_for_generation(*args, **kwargs)
 
         def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-            """Refuse (InputError) a function that would leave the retrofit out."""
+            """Raise InputError for an attention function that would leave the retrofit out."""
             if not str(attn_implementation).startswith(NAME) and any(map(attends_by_us, self.modules())):
                 raise InputError(
-                    f"attention '{attn_implementation}' knows nothing of this model's {self.config.retrofit['method']}"
+                    f"attention '{attn_implementation}' does not support this model's {self.config.retrofit['method']}"
                     ": it would be left out"
                 )
             super().set_attn_implementation(attn_implementation, *args, **kwargs)
@@ -149,7 +141,7 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
 def _readme(config: Any, kind: type) -> str:
     record = config.retrofit
     classes = ((auto, auto._model_mapping.get(type(config), None)) for auto in AUTO_CLASSES)
-    # sharding makes a class of its own from the model's
+    # sharding creates a subclass of the model's class
     auto, own = next((auto, own) for auto, own in classes if own is not None and issubclass(kind, own))
     parameters = ", ".join(f"{key} = {value}" for key, value in record["parameters"].items())
     return README.format(
@@ -163,10 +155,10 @@ def _readme(config: Any, kind: type) -> str:
 
 
 def become_retrofitted(model: PreTrainedModel, method: str, parameters: dict[str, Any], build_in: BuildIn) -> None:
-    """Make a loaded model one of the retrofitted class, with the method in its configuration, but not yet built in.
+    """Give a loaded model the retrofitted class, with the method in its configuration but not yet installed.
 
     Raises:
-        InputError: the model is not the plain causal language model of its configuration.
+        InputError: The model is not the plain causal language model of its configuration.
     """
     config: Any = model.config
     plain: Any = type(model)

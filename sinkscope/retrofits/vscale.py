@@ -1,4 +1,4 @@
-"""V-scale (GS §5): v̂ = φ(‖v‖²) v with φ(r) = r / (r + C), so that a small value passes back hardly any gradient.
+"""V-scale (GS §5): v̂ = φ(‖v‖²) v with φ(r) = r / (r + C), so that hardly any gradient flows through small values.
 
 C = (d σ)² λ for each key/value head: λ = exp(θ), learned, or fixed. λ = 0 is the identity.
 """
@@ -16,17 +16,17 @@ from sinkscope.retrofits.retrofit import Layer, Retrofit, ValuePart
 
 
 def shrink(r: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
-    """φ(r) = r / (r + C), 0 at r = C = 0."""
+    """Return φ(r) = r / (r + C), with 0 at r = C = 0."""
     return r / (r + c).clamp(min=torch.finfo(r.dtype).tiny)
 
 
 def squared_norm(value: torch.Tensor) -> torch.Tensor:
-    """‖v‖²: (…,d) → (…), in float32 or better."""
+    """Return ‖v‖², (…,d) → (…), in float32 or better."""
     return upcast(value).square().sum(-1)
 
 
 class ValueScale(ValuePart):
-    """V-scale of one layer; `theta` (K,) where λ is learned."""
+    """V-scale of one layer; with the parameter `theta` (K,) if λ is learned."""
 
     def __init__(self, layer: Layer, sigma: float, strength: float, learned: bool) -> None:
         super().__init__(layer)
@@ -38,7 +38,7 @@ class ValueScale(ValuePart):
         return {} if self.theta is None else {"theta": torch.full_like(self.theta, math.log(self.strength))}
 
     def c(self) -> torch.Tensor | float:
-        """C = (d σ)² λ, (K,); a number where λ is fixed."""
+        """Return C = (d σ)² λ, (K,); a number if λ is fixed."""
         return self.base * (self.strength if self.theta is None else upcast(self.theta).exp())
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class VScale(Retrofit):
     paper: ClassVar[str] = "GS §5"
 
     sigma: float = Field(default=0.02, gt=0, allow_inf_nan=False)
-    strength: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # λ, where it starts or where it stays
+    strength: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # λ, at the start or fixed
     learned: bool = True
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family
 from sinkscope.results.metrics import is_sink
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.training.history import Probe
 from sinkscope.training.sharding import is_sharded

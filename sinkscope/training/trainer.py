@@ -33,7 +33,7 @@ from sinkscope.options.training import TrainingConfig
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.resume import claim, resumable
 from sinkscope.retrofits import new_parameters
-from sinkscope.retrofits.register_tokens import IGNORED
+from sinkscope.text.batch import IGNORED
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.checkpoints import (
     check_room,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.effects import NO_POSITION
 from sinkscope.measuring.experiment import BEFORE
+from sinkscope.measuring.summary import NO_POSITION
 from sinkscope.paper_claims.evidence import Lacks, Sequences, table_of
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import bootstrap, positive_jackknife, weighted_means

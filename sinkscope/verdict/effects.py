@@ -13,8 +13,7 @@ import pandas as pd
 from sinkscope.interventions import parse
 from sinkscope.interventions.intervention import Expectation
 from sinkscope.interventions.massive import MeanMassive, ZeroMassive
-from sinkscope.measuring.effects import NO_POSITION
-from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.measuring.summary import NO_POSITION, WHOLE_MODEL
 from sinkscope.results.findings import COLLAPSE, HALF, HARM, MATERIAL, NO_SINK, SPREAD, Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData

@@ -16,9 +16,8 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from sinkscope.quantization.attention import CACHED
 from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL
-from sinkscope.quantization.sites import PARTS
+from sinkscope.quantization.sites import CACHED, PARTS
 from sinkscope.results.run import RunData
 from sinkscope.verdict.quantization import probed, site_names, whole
 

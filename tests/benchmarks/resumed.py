@@ -15,12 +15,12 @@ from rich.console import Console
 
 from sinkscope.commands.intervene import intervene
 from sinkscope.interventions import INTERVENTIONS, Intervention
-from sinkscope.measuring.quantized import Bench
+from sinkscope.measuring.quantization_study import Bench
 from sinkscope.measuring.subject import open_subject
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.options.measuring import make_config
 from sinkscope.output.run import Run
-from sinkscope.quantization.ranges import Precision
+from sinkscope.quantization.grids import Precision
 
 ARMS = ("zero-massive:layers=11,coordinates=247+507", "rescale-norm:layers=12")
 KIND, PART = "mlp.down_proj", "output"

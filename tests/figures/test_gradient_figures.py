@@ -15,7 +15,7 @@ from sinkscope.figures.gradients import LOOKS, UNDEFINED
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.steps import step_label
 from sinkscope.figures.style import GRADUAL, Figure
-from sinkscope.measuring.gradient_summary import compress_fits
+from sinkscope.measuring.summary import compress_fits
 from sinkscope.output.run import Run
 
 NAMES = ("gradient-norms", "gradient-reshaping", "gradient-bounds")

@@ -840,7 +840,7 @@ def test_where_padding_cannot_be_seen_nothing_is_edited_in_its_place(name: str, 
     """With a static cache generate gives the model masks of four dimensions."""
     model = tiny_model(name)
     before = logits(model)
-    with pytest.raises(InputError, match="where each sequence begins cannot be told"):
+    with pytest.raises(InputError, match="the start of each sequence is unknown"):
         generated(model, padded(ragged_tokens((9, 7)), "left"), text, cache_implementation="static")
     assert torch.equal(logits(model), before)
 

@@ -381,5 +381,5 @@ def test_block_sparse_attention_is_refused_where_the_model_has_it() -> None:
 
 def test_attention_that_is_made_causal_is_caught_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.models.calibrate.sees_later_tokens", lambda *_: False)
-    with pytest.raises(SinkscopeError, match="computes something else than by itself"):
+    with pytest.raises(SinkscopeError, match="computes something different from the bare model"):
         sinkscope.analyze(encoder("bert"), input="random", seq_len=12, num_seqs=2)

@@ -32,12 +32,19 @@ from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring import tracer as tracer_module
-from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
-from sinkscope.measuring.observables import OBSERVABLES, gradient, gradient_theorems
-from sinkscope.measuring.observables.gradient import Branch, Gradient, branches_of, undefined_ratios
-from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
+from sinkscope.measuring.observables import OBSERVABLES, gradient
+from sinkscope.measuring.observables.gradient import (
+    Branch,
+    Gradient,
+    NormGain,
+    TheoremOne,
+    branches_of,
+    norm_gain,
+    undefined_ratios,
+)
 from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.summary import gradient_summary
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import FAMILIES, find_family
@@ -194,7 +201,7 @@ def test_every_table_of_equal_sequences_is_the_references(name: str) -> None:
 def test_more_than_one_chunk_of_rows_is_the_references(name: str) -> None:
     """T = 100: attention in two chunks of rows, theorem 1 on 64 of the queries."""
     lengths = (100, 70, 100)
-    assert gradient_theorems.GRAM_QUERIES < 100
+    assert gradient.GRAM_QUERIES < 100
     reference.assert_same(measured_anew(name, lengths, positions=16), expected(name, lengths, 16), TOLERANCE)
 
 
@@ -420,8 +427,8 @@ BROKEN: dict[str, tuple[str, str, Any, str, Any]] = {
     ),
     "groups in another order": ("llama", "gradient_check", TheoremOne, "add_value_gradient", groups_in_another_order),
     "one head for all": ("llama", "gradient_check", TheoremOne, "add_upstream", of_all_heads_the_first),
-    "a query left out": ("llama", "gradient_check", gradient_theorems, "row_chunks", lambda length: [slice(1, length)]),
-    "fewer queries": ("llama", "gradient_check", gradient_theorems, "GRAM_QUERIES", 8),
+    "a query left out": ("llama", "gradient_check", gradient, "row_chunks", lambda length: [slice(1, length)]),
+    "fewer queries": ("llama", "gradient_check", gradient, "GRAM_QUERIES", 8),
     "no epsilon": ("llama", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"epsilon": 0.0})),
     "LayerNorm taken for RMSNorm": (
         "gpt2", "norm_bound", gradient, "norm_gain", gain_with(lambda *_: {"centered": False}),
@@ -998,7 +1005,7 @@ def test_a_model_that_gives_no_numbers_is_an_error(observables: tuple[str, ...])
     with pytest.raises(SinkscopeError, match="layer 0: the model itself gives NaN or infinite numbers"):
         run_of(activations, observables=observables)
     logits.lm_head.weight.fill_(torch.inf)  # no layer is at fault
-    with pytest.raises(SinkscopeError, match="the loss is nan: gradients of this model on this input mean nothing"):
+    with pytest.raises(SinkscopeError, match="the loss is nan: gradients of this model on this input are meaningless"):
         run_of(logits, observables=observables)
 
 

@@ -12,8 +12,7 @@ from support.retrofitted import retrofitted
 from tiny import batched, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
-from sinkscope.measuring.observables.gradient import RATIOS, Gradient
-from sinkscope.measuring.observables.gradient_samples import GROUPS, GroupSums
+from sinkscope.measuring.observables.gradient import GROUPS, RATIOS, Gradient, GroupSums
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
@@ -96,9 +95,7 @@ def test_groups_count_the_tokens_that_are_predicted(monkeypatch: pytest.MonkeyPa
     without = whole.query("group == 0 and head == -1").sort_values(keys)["grad_norm"].to_numpy()
     expected = run.sort_values(keys)["grad_norm"].to_numpy()
     assert_near(without, expected)
-    monkeypatch.setattr(
-        "sinkscope.measuring.observables.gradient_samples.predicted_tokens", lambda batch: batch.lengths
-    )
+    monkeypatch.setattr("sinkscope.measuring.observables.gradient.predicted_tokens", lambda batch: batch.lengths)
     wrong = tables(model, sequences)["gradient_by_group"].query("group == 0 and head == -1").sort_values(keys)
     with pytest.raises(AssertionError):
         assert_near(wrong["grad_norm"].to_numpy(), expected)
@@ -131,7 +128,7 @@ def test_group_sums_are_as_large_as_they_say() -> None:
     held = 30 * sum(x.numel() * x.element_size() for x in sums.sums.values())
     assert round(held / 1e6) == 37
     assert round(held / 30 * 32 * (3 * 32 * 128) / (15 * 64) / 1e9, 1) == 0.5  # Llama-2-7B
-    assert "37 MB of\n    SmolLM2-135M and 0.5 GB of Llama-2-7B" in (GroupSums.__doc__ or "")
+    assert "37 MB\n    for SmolLM2-135M and 0.5 GB for Llama-2-7B" in (GroupSums.__doc__ or "")
 
 
 # ------------------------------------------------------------------------------------------ by sequence

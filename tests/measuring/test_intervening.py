@@ -202,7 +202,7 @@ def test_a_function_of_the_users_that_attends_otherwise_is_refused(use: str, how
     with ExitStack() as stack:
         how(warmer, model, stack)
         before = snapshot(model)
-        with pytest.raises((SinkscopeError, InputError), match=r"something else than by itself|would be loaded"):
+        with pytest.raises((SinkscopeError, InputError), match=r"different from the bare model|would be loaded"):
             USES[use](model)
         assert not differences(before, snapshot(model))
 

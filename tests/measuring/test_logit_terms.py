@@ -12,10 +12,8 @@ from gradient_reference import in_double
 from tiny import batched, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
-from sinkscope.measuring.observables.epe import Epe
-from sinkscope.measuring.observables.logit_terms import LogitTerms, effective_bias
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.observables.query_bias import QueryBias
+from sinkscope.measuring.observables.query_bias import Epe, LogitTerms, QueryBias, effective_bias
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections

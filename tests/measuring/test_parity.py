@@ -18,8 +18,7 @@ from sinkscope.attention.taps import NAME
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.parity import largest_difference
-from sinkscope.measuring.same_attention import round_off
+from sinkscope.measuring.parity import attention_round_off, largest_difference
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
@@ -66,7 +65,7 @@ def test_a_sparse_model_keeps_its_mask() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_under_another_name_it_would_be_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seam, "_interface", lambda model: seam.attention_implementation(model, NAME))
-    with pytest.raises(SinkscopeError, match=r"something else than by itself .*--skip-parity measures all the same"):
+    with pytest.raises(SinkscopeError, match=r"different from the bare model .*--skip-parity measures anyway"):
         COMMANDS[command](sparse_model(), **OPTIONS)
     # below 16 tokens it is dense
     COMMANDS[command](sparse_model(), **OPTIONS | {"seq_len": 12})
@@ -100,7 +99,7 @@ def test_a_broken_interface_is_noticed(what: str, tmp_path: Path, monkeypatch: p
     path = tmp_path / "ragged.jsonl"
     path.write_text("".join(f'{{"input_ids": {ids.tolist()}}}\n' for ids in ragged_tokens([9, 40, 20, 40])))
     model = tiny_model("qwen2" if what == "a scale ignored" else "mistral", spread=4.0)
-    with pytest.raises(SinkscopeError, match="something else than by itself"):
+    with pytest.raises(SinkscopeError, match="something different from the bare model"):
         sinkscope.analyze(model, **OPTIONS | {"input": str(path)})
 
 
@@ -108,7 +107,7 @@ def test_a_broken_interface_is_noticed(what: str, tmp_path: Path, monkeypatch: p
 def test_a_broken_interceptor_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = taps.Interceptor._own_heads
     monkeypatch.setattr(taps.Interceptor, "_own_heads", lambda self, x: plain(self, x).flip(1) * 1.1)
-    with pytest.raises(SinkscopeError, match="something else than by itself"):
+    with pytest.raises(SinkscopeError, match="something different from the bare model"):
         sinkscope.analyze(tiny_model(name, spread=4.0), **OPTIONS)
 
 
@@ -181,7 +180,7 @@ def test_a_fault_is_noticed_in_every_dtype(
     name, broken = FAULTS[what]
     model = with_key_biases(50.0, dtype) if name == "qwen2" else tiny_model(name, dtype=dtype, spread=4.0)
     monkeypatch.setattr(seam, "attend", broken(seam.attend))
-    with pytest.raises(SinkscopeError, match="something else than by itself"):
+    with pytest.raises(SinkscopeError, match="something different from the bare model"):
         sinkscope.analyze(model, **PASSES)
     assert not doctor(model).ok
 
@@ -189,7 +188,7 @@ def test_a_fault_is_noticed_in_every_dtype(
 def test_weights_that_are_read_otherwise_than_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = weights.raw_logits
     monkeypatch.setattr(weights, "raw_logits", lambda q, k, call: plain(q, k, replace(call, softcap=None)))
-    with pytest.raises(SinkscopeError, match="attends otherwise: on the same queries and keys"):
+    with pytest.raises(SinkscopeError, match="computes a different attention: on the same queries and keys"):
         sinkscope.analyze(tiny_model("gemma2", spread=4.0), **PASSES)
 
 
@@ -208,8 +207,8 @@ def test_round_off_is_within_its_bound_and_no_fault_is(bias: float) -> None:
 
     largest = value.norm(dim=-1).amax(-1, keepdim=True)
     exact = mix(torch.float64, 0.25)
-    rounded = (mix(torch.float32, 0.25) - exact).norm(dim=-1) / largest / round_off(read)
-    other = (mix(torch.float32, 0.25 / 1.1) - exact).norm(dim=-1) / largest / round_off(read)
+    rounded = (mix(torch.float32, 0.25) - exact).norm(dim=-1) / largest / attention_round_off(read)
+    other = (mix(torch.float32, 0.25 / 1.1) - exact).norm(dim=-1) / largest / attention_round_off(read)
     assert rounded.max() < 0.5
     assert other.max() > 5
 

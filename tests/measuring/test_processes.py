@@ -20,9 +20,9 @@ import sinkscope
 from sinkscope import Run
 from sinkscope.cli.app import app
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring import accumulators, processes
+from sinkscope.measuring import processes
 from sinkscope.measuring.observables import OBSERVABLES, observable
-from sinkscope.measuring.observables.gradient_theorems import TheoremOne
+from sinkscope.measuring.observables.gradient import TheoremOne
 from sinkscope.measuring.observables.query_bias import Moments
 from sinkscope.measuring.processes import Team
 from sinkscope.measuring.tracer import Tracer
@@ -121,9 +121,9 @@ BROKEN: dict[str, tuple[type, str]] = {
     "means": (observable.Mean, "merge"),
     "heads": (observable.HeadMeans, "merge"),
     "sequences": (observable.BySequence, "merge"),
-    "maxima": (accumulators.Maxima, "merge"),
-    "sums": (accumulators.Sums, "merge"),
-    "lists": (accumulators.Lists, "merge"),
+    "maxima": (observable.Maxima, "merge"),
+    "sums": (observable.Sums, "merge"),
+    "lists": (observable.Lists, "merge"),
     "theorem 1": (TheoremOne, "merge"),
     "moments": (Moments, "merge"),
 }

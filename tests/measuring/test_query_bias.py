@@ -294,7 +294,7 @@ def test_a_norm_behind_the_projection_is_a_reason() -> None:
     for name in ("q_norm", "k_norm", "q_layernorm", "query_layernorm", "qk_norm", "q_ln"):
         attention.add_module(name, torch.nn.Identity())
         reason = QueryBias.inapplicable(model, family)
-        assert reason == f"a norm ({name}) stands between the projection of queries or keys and the logits"
+        assert reason == f"a norm ({name}) is between the projection of queries or keys and the logits"
         delattr(attention, name)
 
 

@@ -10,10 +10,10 @@ from tiny import tiny_model
 from torch import nn
 
 from sinkscope.errors import InputError
-from sinkscope.measuring.gradient_summary import gradient_summary
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.random_weights import random_weights, redrawn
 from sinkscope.measuring.subject import Subject, open_subject
+from sinkscope.measuring.summary import gradient_summary
 from sinkscope.options.measuring import make_config
 from sinkscope.retrofits import gate_displacement
 

@@ -14,17 +14,17 @@ from transformers import PreTrainedModel
 
 from sinkscope.commands.intervene import intervene
 from sinkscope.interventions import INTERVENTIONS, Intervention, Target, parse
-from sinkscope.interventions.rescale_norm import RescaleNorm
+from sinkscope.interventions.massive import RescaleNorm
 from sinkscope.measuring.calibration import calibrate_ranges
 from sinkscope.measuring.measure import prepared, tables_of
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.passes import Pass, pass_over
-from sinkscope.measuring.quantized import Bench
+from sinkscope.measuring.quantization_study import Bench
 from sinkscope.measuring.resumed import Change, Resumed, are_the_same, completed
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import make_config
-from sinkscope.quantization.ranges import Precision
+from sinkscope.quantization.grids import Precision
 
 LATE = (  # what can be done to later layers alone, in their order; of the hybrid the layers 1 and 3 attend
     "zero-massive:layers=1,coordinates=3,17",

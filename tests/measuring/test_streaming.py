@@ -31,8 +31,8 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.output.run import Run
 from sinkscope.retrofits import retrofit_model
-from sinkscope.retrofits.key_bias import KeyBias
-from sinkscope.retrofits.registers import RETROFIT, registers_before
+from sinkscope.retrofits.biases import KeyBias
+from sinkscope.retrofits.retrofit import RETROFIT, registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 

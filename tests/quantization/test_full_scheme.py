@@ -16,16 +16,14 @@ from sinkscope import InputError
 from sinkscope.commands.quantize import quantize
 from sinkscope.figures.quantization import draw_quantization_cost as draw
 from sinkscope.measuring.calibration import calibrate_ranges
-from sinkscope.measuring.quantized import Bench
+from sinkscope.measuring.quantization_study import Bench
 from sinkscope.measuring.subject import open_subject
 from sinkscope.models.families import find_family
 from sinkscope.models.family import Family, first_tensor
 from sinkscope.options.measuring import make_config
-from sinkscope.quantization.arithmetic import quantize_symmetric
-from sinkscope.quantization.attention import SCORES, SOFTMAX
-from sinkscope.quantization.ranges import Precision, Range
+from sinkscope.quantization.grids import Precision, Range, quantize_symmetric
 from sinkscope.quantization.simulation import quantized
-from sinkscope.quantization.sites import SUM, Site
+from sinkscope.quantization.sites import SCORES, SOFTMAX, SUM, Site
 
 BITS = 4
 AT_THE_INTERFACE = [name for name in TINY if find_family(tiny_model(name)).door == "interface"]

@@ -18,10 +18,9 @@ from sinkscope.commands.quantize import quantize
 from sinkscope.measuring.calibration import calibrate_ranges, measured_roundings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.quantization.attention import CACHED
-from sinkscope.quantization.ranges import Precision
+from sinkscope.quantization.grids import Precision
 from sinkscope.quantization.simulation import quantized
-from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT
+from sinkscope.quantization.sites import CACHED, INPUT, OUTPUT, WEIGHT
 from sinkscope.verdict.quantization import whole
 
 BITS = 4

@@ -25,7 +25,7 @@ from sinkscope.cli.app import app
 from sinkscope.commands.quantize import quantize
 from sinkscope.figures import applicable
 from sinkscope.measuring.calibration import calibrate_ranges, measured_roundings
-from sinkscope.measuring.quantized import Bench, w8a8
+from sinkscope.measuring.quantization_study import Bench, w8a8
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import Tracer, open_tracer
@@ -33,8 +33,7 @@ from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
-from sinkscope.quantization.arithmetic import asymmetric_grid, quantize_symmetric, symmetric_grid
-from sinkscope.quantization.ranges import Precision, Range
+from sinkscope.quantization.grids import Precision, Range, asymmetric_grid, quantize_symmetric, symmetric_grid
 from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
 from sinkscope.quantization.simulation import quantized, quantized_sites
 from sinkscope.quantization.sites import PARTS, WEIGHT, Site, linear_modules, not_quantized, sites_of

@@ -9,7 +9,7 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.list import listing
-from sinkscope.measuring.effects import arm_metrics
+from sinkscope.measuring.summary import arm_metrics
 from sinkscope.results.metrics import EFFECT, METRICS, RETROFIT, SUMMARY, Metric
 from sinkscope.training.tables import ROWS
 from sinkscope.verdict.analysis import SHOWN

@@ -12,7 +12,7 @@ from sinkscope.errors import InputError
 from sinkscope.output.run import Run
 from sinkscope.output.series import Series
 from sinkscope.output.trained import Trained
-from sinkscope.quantization.ranges import Precision
+from sinkscope.quantization.grids import Precision
 from sinkscope.results.run import RunData
 from sinkscope.verdict.scorecard import Scorecard
 

@@ -25,7 +25,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.varied_llama import VariedLlamaConfig
-from sinkscope.quantization.attention import attending_with
+from sinkscope.quantization.simulation import attending_with
 from sinkscope.retrofits import retrofit_model
 from sinkscope.retrofits.operation import KINDS
 from sinkscope.text.batch import Batch

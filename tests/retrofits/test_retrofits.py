@@ -49,10 +49,9 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
 from sinkscope.retrofits import RETROFITS, gate_displacement, new_parameters, retrofit_model
+from sinkscope.retrofits.biases import bias_logits
 from sinkscope.retrofits.gates import gate
-from sinkscope.retrofits.key_bias import bias_logits
-from sinkscope.retrofits.registers import registers_before
-from sinkscope.retrofits.retrofit import gated, layers_of
+from sinkscope.retrofits.retrofit import gated, layers_of, registers_before
 from sinkscope.retrofits.vscale import ValueScale, shrink, squared_norm
 from sinkscope.text.batch import REGISTER, Batch
 
@@ -825,7 +824,7 @@ def test_models_that_cannot_be_retrofitted_are_refused_and_stay_as_they_were() -
 def test_an_attention_that_would_leave_a_denominator_out_is_refused(label: str) -> None:
     model = retrofitted("llama", label)
     for kernel in ("eager", "sdpa", {"": "sdpa"}):
-        with pytest.raises(InputError, match=f"knows nothing of this model's {label}"):
+        with pytest.raises(InputError, match=f"does not support this model's {label}"):
             model.set_attn_implementation(kernel)
     assert model.config._attn_implementation == NAME
     gated = retrofitted("llama", "vga")

@@ -6,7 +6,7 @@ import pytest
 
 from sinkscope.interventions import INTERVENTIONS
 from sinkscope.interventions.intervention import Expectation
-from sinkscope.measuring.effects import arm_metrics
+from sinkscope.measuring.summary import arm_metrics
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Outcome
 from sinkscope.verdict.effects import Effect, effect_of, findings_of, overview

@@ -20,11 +20,10 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.commands.training_arms import TrainingArms
 from sinkscope.errors import counted
 from sinkscope.interventions import INTERVENTIONS, Target
-from sinkscope.interventions.expectations import expectation
-from sinkscope.measuring.gradient_summary import gradient_summary
+from sinkscope.interventions.intervention import expectation
 from sinkscope.measuring.random_weights import redrawn
 from sinkscope.measuring.subject import family_of
-from sinkscope.measuring.uniform_attention import uniform_gradient_ratio
+from sinkscope.measuring.summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.models.families import find_family
 from sinkscope.options.training import TrainingConfig
 from sinkscope.output.run import Run

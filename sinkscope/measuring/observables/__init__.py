@@ -1,24 +1,21 @@
-"""What is measured, one phenomenon a file. A new one is a file here, and a line below."""
+"""Observables: what a run measures. To add one, write its class in this folder and register it below."""
 
 from collections.abc import Iterable
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.observables.activation import Activation
-from sinkscope.measuring.observables.attention import Attention
+from sinkscope.measuring.observables.attention import Attention, WindowEdge
 from sinkscope.measuring.observables.close_ups import AttentionMaps, MassiveMap, MeanMaps
-from sinkscope.measuring.observables.epe import Epe
 from sinkscope.measuring.observables.equal_tokens import EqualTokens
 from sinkscope.measuring.observables.gate import Gate
 from sinkscope.measuring.observables.geometry import Geometry
 from sinkscope.measuring.observables.gradient import Gradient
-from sinkscope.measuring.observables.logit_terms import LogitTerms
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.observables.outlier import Outlier
-from sinkscope.measuring.observables.query_bias import QueryBias
-from sinkscope.measuring.observables.window_edge import WindowEdge
+from sinkscope.measuring.observables.query_bias import Epe, LogitTerms, QueryBias
 
-# in the order of `sinkscope list` and of the tables
+# the order of `sinkscope list` and of the tables
 OBSERVABLES: dict[str, type[Observable]] = {
     observable.name: observable
     for observable in (
@@ -42,10 +39,10 @@ OBSERVABLES: dict[str, type[Observable]] = {
 
 
 def check_names(names: Iterable[str] | None) -> None:
-    """Refuse observables that do not exist.
+    """Check that all observables exist.
 
     Raises:
-        InputError: a name is unknown.
+        InputError: A name is unknown.
     """
     for name in names or ():
         if name not in OBSERVABLES:

@@ -1,4 +1,4 @@
-"""Token-wise norms at each site of the residual stream, and of the value states (GS §2)."""
+"""Norms of tokens at each site of the residual stream, and of the value states (GS §2)."""
 
 from typing import ClassVar
 
@@ -7,10 +7,10 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.accumulators import Maxima
 from sinkscope.measuring.observables.observable import (
     LATER,
     BySequence,
+    Maxima,
     Mean,
     Observable,
     Reading,
@@ -24,13 +24,15 @@ from sinkscope.text.batch import Batch
 SITES = ("layer_in", "attn_out", "mid", "mlp_out", "layer_out")
 SITE_OR_VALUE = Column(
     "site",
-    f"{SITE.about}, where a model keeps copies of its residual stream their mean; or value: that of all heads",
+    f"{SITE.about}, the mean if a model keeps copies of its residual stream; or value: that of all heads",
     kind="text",
 )
 
 
 class Activation(Observable):
-    """Tables `activation`, mean and maximum over sequences of each position's L2 norm, and `activation_by_sequence`."""
+    """Measures L2 norms by position: tables `activation` (mean and maximum over sequences) and
+    `activation_by_sequence`.
+    """
 
     name = "activation"
     about = "L2 norm of the residual stream, branch outputs and value states by position"
@@ -65,15 +67,6 @@ class Activation(Observable):
 
     def _add(self, layer: int, site: str, norms: torch.Tensor, batch: Batch) -> None:
         positions = self.settings.positions
-        self._add_sequences(layer, site, norms, batch)
-        norms = batch.at_positions(norms, positions)
-        present = batch.present(positions)
-        self.mean.add((layer, site), norms, present)
-        if present is not None:
-            norms = norms.masked_fill(~present.to(norms.device), -torch.inf)
-        self.maximum.add((layer, site), norms.amax(0))
-
-    def _add_sequences(self, layer: int, site: str, norms: torch.Tensor, batch: Batch) -> None:
         at_positions = batch.at_positions(norms, LATER.stop)
         everywhere = norms if batch.valid is None else norms.masked_fill(~batch.valid.to(norms.device), torch.inf)
         statistics = {
@@ -82,6 +75,12 @@ class Activation(Observable):
             "norm_smallest": everywhere.amin(1),
         }
         self.by_sequence.add(batch, statistics, layer=layer, site=site)
+        norms = batch.at_positions(norms, positions)
+        present = batch.present(positions)
+        self.mean.add((layer, site), norms, present)
+        if present is not None:
+            norms = norms.masked_fill(~present.to(norms.device), -torch.inf)
+        self.maximum.add((layer, site), norms.amax(0))
 
     def tables(self) -> dict[str, pd.DataFrame]:
         frames = [
@@ -98,15 +97,15 @@ class Activation(Observable):
 
 
 def token_norms(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,T,D) → (B,T), in float32 or better."""
+    """Return the L2 norm of each token, (B,T,D) → (B,T), in float32 or better."""
     return torch.linalg.vector_norm(upcast(x), dim=-1)
 
 
 def token_peaks(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,T,D) → (B,T): each token's largest absolute entry, in float32 or better."""
+    """Return each token's largest absolute entry, (B,T,D) → (B,T), in float32 or better."""
     return upcast(torch.maximum(x.amax(-1), -x.amin(-1)))  # faster than a copy of all absolute entries
 
 
 def value_norms(value: torch.Tensor) -> torch.Tensor:
-    """(B,K,T,d) → (B,T): the norm of all heads' value states together."""
+    """Return the norm of all heads' value states together, (B,K,T,d) → (B,T)."""
     return torch.linalg.vector_norm(upcast(value), dim=(1, 3))

@@ -5,10 +5,11 @@ from typing import ClassVar
 import numpy as np
 import pandas as pd
 import torch
+from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
-from sinkscope.measuring.accumulators import Lists
-from sinkscope.measuring.observables.observable import BySequence, HeadMeans, Observable, Settings
+from sinkscope.measuring.observables.observable import BySequence, HeadMeans, Lists, Observable, Settings
+from sinkscope.models.family import Family
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
@@ -17,14 +18,13 @@ BY_SEQUENCE = ("window_mass", "sink_rate", "sink_mass")
 
 
 class Attention(Observable):
-    """Tables `attention`, `attention_heads` and `sink_positions`, and for each sequence `attention_by_sequence` and
-    `attention_heads_by_sequence`; `attention_outside` of models that have such a term.
+    """Measures attention sinks: tables `attention`, `attention_heads`, `attention_by_sequence`,
+    `attention_heads_by_sequence` and `sink_positions`; `attention_outside` for models with such a term.
 
-    window_mass is the mean over the queries that are at most W - 1 tokens away from the key, of those that there are:
-    with T = W = 64 this is WSE's α, the mean over all queries t ≥ s. In an encoder, which attends both ways, queries in
-    front of the key count like those behind it, so that with T ≤ W the mean is over all queries of the sequence, and so
-    they do for the keys of a prefix LM's prefix. The sink indicator is taken per sequence, layer and head before any
-    averaging.
+    window_mass is the mean over the existing queries at most W - 1 tokens away from the key: with T = W = 64 this is
+    WSE's α, the mean over all queries t ≥ s. In an encoder, which attends both ways, queries before the key count like
+    those after it, so with T ≤ W the mean is over all queries of the sequence; the same holds for keys in the prefix of
+    a prefix LM. The sink indicator is computed per sequence, layer and head, before any averaging.
     """
 
     name = "attention"
@@ -61,7 +61,7 @@ class Attention(Observable):
         ),
         "sink_positions": (
             HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
-            Column("queries", "queries of the key: its own and those behind it; encoder: all", kind="whole"),
+            Column("queries", "queries of the key: its own and the later ones; encoder: all", kind="whole"),
             Column("window_mass", "that of this key"),
         ),
     }  # fmt: skip
@@ -91,7 +91,7 @@ class Attention(Observable):
         self.by_sequence.add(batch, over_heads, present, layer=layer)
         at_first = {name: statistics[name][..., 0] for name in ("window_mass", "sink_mass")}
         self.heads_by_sequence.add(batch, at_first, layer=layer)
-        # NaN where a sequence is too long to read all columns: no mean over all sequences then
+        # NaN if a sequence is too long to read all columns, and then for the mean over sequences
         entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
         rows = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
         self.by_head.add(layer, group, {name: mean_over_queries(row, batch.valid) for name, row in rows.items()})
@@ -126,10 +126,10 @@ class Attention(Observable):
         return outside | {
             "attention": self.by_position.table(),
             "attention_heads": self.by_head.table(),
-            # a sequence has its own positions only
+            # without the positions that a sequence does not have
             "attention_by_sequence": self.by_sequence.table().dropna(subset="window_mass", ignore_index=True),
             "attention_heads_by_sequence": self.by_position.with_kv_head(self.heads_by_sequence.table()),
-            # they come batch by batch: sorted, so that the batch size changes nothing
+            # sorted, so that the batch size has no effect
             "sink_positions": sinks.sort_values(["layer", "head", "sequence", "position"], ignore_index=True),
         }
 
@@ -137,15 +137,15 @@ class Attention(Observable):
 def window_means(
     window_sums: torch.Tensor, batch: Batch, window: int, positions: int, causal: bool = True, prefix: int = 0
 ) -> torch.Tensor:
-    """α_s (GS eq. 1): sums over the queries within the window by column (B,H,T) → means by position (B,H,P)."""
+    """Turn sums over the queries in the window, by column (B,H,T), into means by position (B,H,P): α_s of GS eq. 1."""
     queries = batch.queries(positions, window, causal, prefix)
     return batch.at_positions(window_sums, positions) / queries[:, None].to(window_sums.device)
 
 
 def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
-    """The weight that each query gives to what is no token of the text, (B,H,T); None where there is nothing else.
+    """Return the weight (B,H,T) that each query gives to anything but tokens of the text, or None if there is nothing.
 
-    That is a further term in the softmax's denominator, and register tokens (WSE §7, table 4).
+    This is an extra term in the softmax's denominator, and register tokens (WSE §7, table 4).
     """
     registers = batch.registers
     if read.call.sink_logits is None and registers is None:
@@ -160,8 +160,60 @@ def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
 
 
 def mean_over_queries(rows: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
-    """(B,H,T) → (B,H), over the queries that are counted, (B,T) bool; None: over all."""
+    """Average over queries, (B,H,T) → (B,H); `counted` (B,T) selects queries, None means all."""
     if counted is None:
         return rows.mean(-1)
     counted = counted[:, None].to(rows.device)
     return rows.masked_fill(~counted, 0.0).sum(-1) / counted.sum(-1)
+
+
+class WindowEdge(Observable):
+    """Measures the weight on the first token of a sliding window (WSE §6, figure 6): table `window_edge_by_sequence`.
+
+    This is a[t, t−w+1], mean over heads and over the queries whose window does not reach the sequence's first token.
+    Layers in which every query sees that token have no rows.
+    """
+
+    name = "window-edge"
+    about = "weight on the first token of a sliding window, of queries that do not see the text's first one (WSE §6)"
+    sites = ("attention",)
+    expected = False
+    columns: ClassVar = {
+        "window_edge_by_sequence": (
+            SEQUENCE,
+            Column("edge_mass", "weight on the window's first token, mean over heads and those queries"),
+            Column("edge_queries", "queries whose window does not reach the sequence's first token"),
+        ),
+    }
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.by_sequence = BySequence()
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        if getattr(model.config.get_text_config(), "sliding_window", None) is None:
+            return "it has no sliding window"
+        return super().inapplicable(model, family)
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        start = batch.start.to(read.lse.device)[:, None, None]
+        mass, queries = read.lse.new_zeros(read.lse.shape[:2]), read.lse.new_zeros(len(start))
+        for rows in row_chunks(read.length):
+            keys = read.keys(rows)
+            allowed = read.allowed(rows, keys)
+            if allowed is None:
+                continue
+            weights = read.weights(rows, keys)[0]
+            first = allowed.int().argmax(-1).expand(weights.shape[:3])  # 0 for padding queries
+            edge = (first > start).to(weights.dtype)
+            mass += (weights.gather(-1, first[..., None])[..., 0] * edge).sum(-1)
+            queries += edge[:, 0].sum(-1)
+        if bool(queries.any()):
+            mean = mass.mean(1) / queries  # NaN for sequences without such queries
+            self.by_sequence.add(batch, {"edge_mass": mean, "edge_queries": queries}, layer=layer)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        if not self.by_sequence:
+            return {}
+        return {"window_edge_by_sequence": self.by_sequence.table().dropna(ignore_index=True)}

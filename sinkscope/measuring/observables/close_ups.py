@@ -1,5 +1,6 @@
-"""Maps of a few tokens: attention weights by query and key, and the tokens and coordinates around the largest
-activation. Drawn by the figures `attention-maps`, `arm-maps` and `massive-map`.
+"""Maps of a few tokens, for the figures `attention-maps`, `arm-maps` and `massive-map`.
+
+They show attention weights by query and key, and the tokens and coordinates around the largest activation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,14 @@ from sinkscope.measuring.observables.observable import Mean, Observable, Reading
 from sinkscope.results.tables import COORDINATE, HEAD, KEY, POSITION, QUERY, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-TOKENS = 64  # of the sequence, from its first
-MAP_TOKENS = 32  # of a map that is one of many
-TOP_COORDINATES = 8  # those of the largest magnitude …
-OTHER_COORDINATES = 8  # … and evenly spaced ones beside them, for comparison
+TOKENS = 64  # first tokens of the sequence that are shown
+MAP_TOKENS = 32  # the same for a map that is one of many
+TOP_COORDINATES = 8  # coordinates of the largest magnitude
+OTHER_COORDINATES = 8  # evenly spaced coordinates for comparison
 
 
 class AttentionMaps(Observable):
-    """Table `attention_maps`: the weights of chosen (layer, head) pairs on the batch's first sequence."""
+    """Records the weights of chosen (layer, head) pairs on the batch's first sequence: table `attention_maps`."""
 
     name = "attention-maps"
     about = "attention weights of six telling heads on the first sequence; follows `attention`"
@@ -63,8 +64,9 @@ class AttentionMaps(Observable):
 
 
 class MeanMaps(Observable):
-    """Table `arm_maps`: every layer's weights among the first tokens, mean over heads and sequences (NU figure 3). The
-    mean is over the sequences that have the query; a key that one of them lacks counts as 0.
+    """Averages every layer's weights among the first tokens over heads and sequences (NU figure 3): table `arm_maps`.
+
+    The mean is over the sequences that have the query; a key that one of them lacks counts as 0.
     """
 
     name = "mean-maps"
@@ -97,7 +99,7 @@ class MeanMaps(Observable):
 
 
 class MassiveMap(Observable):
-    """Table `massive_map`: magnitudes at one layer's output, tokens × coordinates, the largest coordinates first."""
+    """Records magnitudes of one layer's output, tokens × coordinates (largest first): table `massive_map`."""
 
     name = "massive-map"
     about = "tokens × coordinates of the first sequence at the layer with the largest activation; follows `massive`"
@@ -142,16 +144,13 @@ class MassiveMap(Observable):
 
 
 def _shown(batch: Batch) -> slice:
-    """The columns of the first sequence's first tokens."""
+    """Return the columns of the first sequence's first tokens."""
     start = int(batch.start[0])
     return slice(start, start + min(TOKENS, int(batch.lengths[0])))
 
 
 def telling_heads(attention: pd.DataFrame) -> list[tuple[int, int]]:
-    """Six heads that show the range of sinks.
-
-    Args:
-        attention: the table `attention`.
+    """Choose six heads that show the range of sinks from the table `attention`.
 
     Returns:
         (layer, head) pairs: the strongest, three quantiles and the weakest by window mass at position 0, and the

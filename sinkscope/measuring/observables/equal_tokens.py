@@ -1,14 +1,14 @@
-"""Repeated tokens: how equal their states stay, and attention against its closed forms (WSE propositions 1, 3 and 4).
+"""Repeated tokens: how equal their states stay, and attention against closed forms (WSE propositions 1, 3 and 4).
 
-Where only relative positions tell places apart, equal tokens stay equal in every layer: each sees copies of itself
-alone. All logits of a head are then one number plus what the position adds, so that attention has a closed form.
+If positions enter only relatively, equal tokens stay equal in every layer, because each sees only copies of itself. All
+logits of a head are then one number plus a term of the position, so attention has a closed form:
 
     no positions   a[t,s] = 1 ÷ (keys that query t sees)                     proposition 1
     ALiBi          a[t,s] = e^{g(t-s)} ÷ Σ_j e^{g(t-j)}, g linear            proposition 3
     rotary         a[t,0] ≤ e^{2ξ} ÷ (e^{2ξ} + t), ξ = scaling · ‖q‖‖k‖       proposition 4, t from 0 on
 
-A further term in the softmax's denominator (a learned sink logit, a key bias) leaves none of these: it takes more of
-the weight of a query that sees few keys, so that states part behind the first layer.
+An extra term in the softmax's denominator (a learned sink logit, a key bias) breaks all three: it takes more weight
+from queries that see few keys, so states differ after the first layer.
 """
 
 from typing import ClassVar
@@ -22,15 +22,15 @@ from sinkscope.attention.weights import AttentionRead, keys_seen, row_chunks
 from sinkscope.measuring.observables.observable import BySequence, Observable, Reading, Settings
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.tables import SEQUENCE, Column
-from sinkscope.retrofits.registers import registers_before
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 
-CLOSED_FORMS = (NO_POSITIONS, "alibi")  # kinds of positions with which attention is known without its queries
-ROUNDING = 1e-5  # a weight is within its bound up to this relative difference
+CLOSED_FORMS = (NO_POSITIONS, "alibi")  # kinds of positions for which attention does not depend on the queries
+ROUNDING = 1e-5  # relative tolerance of the bound on weights
 
 
 class EqualTokens(Observable):
-    """Table `equal_tokens`: a row for each layer and sequence."""
+    """Compares repeated tokens: table `equal_tokens`, one row per layer and sequence."""
 
     name = "equal-tokens"
     about = "repeated tokens: how equal their states stay, and attention against WSE's closed forms and bound"
@@ -44,11 +44,11 @@ class EqualTokens(Observable):
             Column("state_difference", "largest ‖h_t − h_0‖ ÷ ‖h_0‖ of the layer's output"),
             Column(
                 "weight_difference",
-                "largest |attention weight − its closed form| over heads, queries and keys; NaN where there is none",
+                "largest |attention weight − its closed form| over heads, queries and keys; NaN without closed form",
             ),
             Column(
                 "bound_share",
-                "rotary: share of heads and queries from 1 on within WSE's bound (prop. 4); NaN where there is none",
+                "rotary: share of heads and queries from 1 on within WSE's bound (prop. 4); NaN without bound",
             ),
             Column("bound_ratio", "rotary: largest a[t,0] ÷ that bound"),
         ),
@@ -57,7 +57,7 @@ class EqualTokens(Observable):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.by_sequence = BySequence()
-        self.attention: dict[str, torch.Tensor] = {}  # of the layer under way
+        self.attention: dict[str, torch.Tensor] = {}  # statistics of the current layer
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
@@ -74,7 +74,7 @@ class EqualTokens(Observable):
             slope = linear_slope(read, batch) if kind == "alibi" else read.lse.new_zeros(read.lse.shape[:2])
             self.attention["weight_difference"] = closed_form_difference(read, slope)
         if kind == "rotary":
-            ratios = bound_ratios(read, batch)  # NaN where no other key is seen
+            ratios = bound_ratios(read, batch)  # NaN for queries that see no other key
             known = ratios.isfinite()
             within = (ratios <= 1 + ROUNDING) & known
             self.attention["bound_share"] = within.sum((1, 2)) / known.sum((1, 2))
@@ -94,7 +94,7 @@ class EqualTokens(Observable):
 
 
 def state_difference(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """max_t ‖h_t − h_0‖ ÷ ‖h_0‖ of every sequence: (B,T,D) → (B,)."""
+    """Return max_t ‖h_t − h_0‖ ÷ ‖h_0‖ of every sequence: (B,T,D) → (B,)."""
     longest = int(batch.lengths.max())
     states = batch.tokens_at(upcast(hidden), longest)
     first = states[:, :1]
@@ -106,10 +106,10 @@ def state_difference(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def linear_slope(read: AttentionRead, batch: Batch) -> torch.Tensor:
-    """By how much a key's logit falls with each step away from the last query, (B,H).
+    """Return ALiBi's slope, (B,H): by how much a logit falls with each step away from the last query.
 
-    That is ALiBi's slope where all tokens are equal: read off the logits of the nearest and of the farthest key that
-    this query sees, since models differ in their slopes, and some make their logits themselves.
+    It is computed, for equal tokens, from the logits of the nearest and farthest key that this query sees, because
+    models differ in their slopes, and some compute logits in their own code.
     """
     last = (batch.start + batch.lengths - 1).tolist()
     slopes = []
@@ -127,14 +127,11 @@ def linear_slope(read: AttentionRead, batch: Batch) -> torch.Tensor:
 
 
 def closed_form_difference(read: AttentionRead, slope: torch.Tensor) -> torch.Tensor:
-    """Largest |a[t,s] − e^{−slope·|t−s|} ÷ Σ_j e^{−slope·|t−j|}| over heads, queries and the keys that they see.
+    """Return the largest |a[t,s] − e^{−slope·|t−s|} ÷ Σ_j e^{−slope·|t−j|}| over heads, queries and their keys, (B,).
 
     Args:
         read: One layer's attention.
-        slope: (B,H); 0: uniform attention.
-
-    Returns:
-        (B,).
+        slope: (B,H); 0 means uniform attention.
     """
     largest = read.lse.new_zeros(len(read.lse))
     for rows in row_chunks(read.length):
@@ -145,14 +142,16 @@ def closed_form_difference(read: AttentionRead, slope: torch.Tensor) -> torch.Te
         allowed = read.allowed(rows, cols)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
-        expected = logits.softmax(-1).nan_to_num(nan=0.0)  # padding sees nothing
+        expected = logits.softmax(-1).nan_to_num(nan=0.0)  # padding queries see nothing
         largest = torch.maximum(largest, (weights - expected).abs().amax((1, 2, 3)))
     return largest
 
 
 def bound_ratios(read: AttentionRead, batch: Batch) -> torch.Tensor:
-    """a[t,0] ÷ (e^{2ξ} ÷ (e^{2ξ} + n)) of every head and query, (B,H,T), where the query sees n other keys; NaN where
-    it sees none. ξ = scaling · ‖q_t‖‖k_0‖: norms are the same for all tokens.
+    """Return a[t,0] ÷ (e^{2ξ} ÷ (e^{2ξ} + n)) of every head and query, (B,H,T).
+
+    n is the number of other keys that the query sees; NaN for n = 0. ξ = scaling · ‖q_t‖‖k_0‖, since norms are the same
+    for all tokens.
     """
     first = batch.columns(1)
     to_first = torch.cat([read.weights(rows, slice(0, first))[0] for rows in row_chunks(read.length)], dim=2)

@@ -1,6 +1,6 @@
-"""Gates of a retrofit or of the model's own, and the values before them: do they close at the sink? (VGA §3.2, GS §5)
+"""Gates, of a retrofit or the model itself, and the values before them: do gates close at the sink? (VGA §3.2, GS §5)
 
-The table `geometry` has the norms of the values as they are attended to, behind a gate.
+The table `geometry` has the norms of the values as they are attended to, after a gate.
 """
 
 from typing import ClassVar
@@ -18,7 +18,7 @@ from sinkscope.text.batch import Batch
 
 
 class Gate(Observable):
-    """Table `gate`: means over sequences."""
+    """Averages gates and norms of raw values over sequences: table `gate`."""
 
     name = "gate"
     about = "gates of a retrofit or of the model's own, and norms of the values before them, per head and position"
@@ -26,13 +26,13 @@ class Gate(Observable):
     expected = False  # few models have gates
     columns: ClassVar = {
         "gate": (
-            Column("head", "key/value head where values are gated, query head where heads' outputs are", kind="whole"),
+            Column("head", "key/value head if values are gated, query head if heads' outputs are", kind="whole"),
             KV_HEAD,
             POSITION,
             Column(
                 "gate",
-                "the factor: scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale; of a model's own gate on each channel of "
-                "a head's output its mean over channels, weighted by the squares of what it multiplies",
+                "the factor: scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale; for a model's own gate on the channels "
+                "of a head's output, its mean over channels, weighted by the squares of the gated entries",
             ),
             Column("raw_value_norm", "L2 norm of the value as it is projected, before any gate"),
         ),

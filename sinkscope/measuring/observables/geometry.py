@@ -1,4 +1,4 @@
-"""Why a key is a sink: norms and angles of q, k, v (WSE fig. 2) and the logit gap (VGA §4.1)."""
+"""Reasons why a key is a sink: norms and angles of q, k, v (WSE fig. 2) and the logit gap (VGA §4.1)."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -8,21 +8,15 @@ import torch
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import (
-    LATER,
-    BySequence,
-    HeadMeans,
-    Observable,
-    Settings,
-    later_mean,
-)
+from sinkscope.measuring.observables.observable import LATER, BySequence, HeadMeans, Observable, Settings, later_mean
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
 
 class Geometry(Observable):
-    """Tables `geometry` and `geometry_by_sequence`. Norms are those after rotary; pairs (t, s) are those in which t may
-    attend to s.
+    """Measures q, k, v and their logits: tables `geometry` and `geometry_by_sequence`.
+
+    Norms are those after rotary embedding; pairs (t, s) are those in which t may attend to s.
     """
 
     name = "geometry"
@@ -78,7 +72,7 @@ class Geometry(Observable):
 
 
 def first_and_later(at_positions: Mapping[str, torch.Tensor], present: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The columns of `geometry_by_sequence`, (B,H) each, from statistics by position, (B,H,P); `present` (B,P)."""
+    """Compute the columns (B,H) of `geometry_by_sequence` from statistics by position (B,H,P); `present` (B,P)."""
     found = {}
     for name in ("key_norm", "value_norm", "qk_cosine", "qk_norm_product"):
         found[name] = at_positions[name][..., 0]
@@ -89,11 +83,10 @@ def first_and_later(at_positions: Mapping[str, torch.Tensor], present: torch.Ten
 def pair_means(
     read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
 ) -> dict[str, torch.Tensor]:
-    """Means over the queries that see key s, for the first `columns` keys: → qk_cosine, qk_norm_product and
-    sink_logit_gap, (B,H,C) each.
+    """Return means over queries of qk_cosine, qk_norm_product and sink_logit_gap, (B,H,C), for the first C keys.
 
-    The gap is the logit of s minus the mean logit of the other allowed keys; a query that sees s alone has no
-    gap and does not count, and a key that no query sees beside another has the gap NaN.
+    The mean for key s is over the queries that see it. The gap is the logit of s minus the mean logit of the query's
+    other keys. A query that sees only s has no gap and does not count; without any gap, the mean is NaN.
     """
     if read.is_plain:
         return causal_pair_means(read, query_norm, key_norm, columns)
@@ -103,13 +96,13 @@ def pair_means(
 def causal_pair_means(
     read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
 ) -> dict[str, torch.Tensor]:
-    """`pair_means` under the plain causal mask, in O(T·d): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
+    """Compute `pair_means` under the plain causal mask in O(T·d): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
     query, length, tiny = upcast(read.query), read.length, torch.finfo(query_norm.dtype).tiny
     seen = torch.arange(1, length + 1, device=query.device, dtype=query.dtype)  # keys that query t sees
     others = (seen - 1).clamp(min=1)
     has_others = (seen > 1).to(query.dtype)
 
-    # what q_t·k_s counts for in the cosine and in the gap:
+    # the weights of q_t·k_s in the cosine and in the gap:
     # logit - (row sum - logit) / others = logit · seen / others - row sum / others
     weights = torch.stack([1 / query_norm.clamp(min=tiny), (has_others * seen / others).expand_as(query_norm)], dim=2)
     cosine, gap = weighted_dots_from(weights, read, columns).unbind(2)
@@ -127,12 +120,12 @@ def causal_pair_means(
 
 
 def weighted_dots_from(weights: torch.Tensor, read: AttentionRead, columns: int) -> torch.Tensor:
-    """Weights (B,H,n,T) → (B,H,n,C): Σ over t ≥ s of w_t q_t·k_s, for the first `columns` s.
+    """Return Σ_{t≥s} w_t q_t·k_s, (B,H,n,C), for weights (B,H,n,T) and the first `columns` keys s.
 
-    From the last chunk of keys to the first, so that no sum is a small difference of large ones.
+    Sums run from the last chunk of keys to the first, so that none is a small difference of large numbers.
     """
     sums = []
-    later = weights[..., columns:] @ upcast(read.query[:, :, columns:])  # (B,H,n,d): Σ w_t q_t behind the chunk
+    later = weights[..., columns:] @ upcast(read.query[:, :, columns:])  # (B,H,n,d): Σ w_t q_t after the chunk
     for rows in reversed(list(row_chunks(columns))):
         own = query_dot_key(read, rows, rows).tril_()
         sums.append(weights[..., rows] @ own + grouped_matmul(later, upcast(read.key[:, :, rows]).transpose(-1, -2)))
@@ -141,9 +134,9 @@ def weighted_dots_from(weights: torch.Tensor, read: AttentionRead, columns: int)
 
 
 def sum_from(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """(…,T) → (…,C): Σ over t ≥ s, for the first `columns` s.
+    """Return Σ_{t≥s} x_t for the first `columns` s, (…,T) → (…,C).
 
-    Summed backward, as the last sums would be small differences of large ones, and in float64.
+    Summed backward in float64, because otherwise the last sums would be small differences of large numbers.
     """
     first, rest = x[..., :columns].double(), x[..., columns:].sum(-1, keepdim=True, dtype=torch.float64)
     return (first.flip(-1).cumsum(-1).flip(-1) + rest).to(x.dtype)
@@ -152,7 +145,7 @@ def sum_from(x: torch.Tensor, columns: int) -> torch.Tensor:
 def masked_pair_means(
     read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
 ) -> dict[str, torch.Tensor]:
-    """`pair_means` under any mask, softcap or bias, in row chunks."""
+    """Compute `pair_means` under any mask, softcap or bias, in row chunks."""
     row_sum, row_count = row_logits(read)
     shape = (*read.lse.shape[:2], columns)
     cosine, product, gap = (read.lse.new_zeros(shape) for _ in range(3))
@@ -181,7 +174,7 @@ def query_dot_key(read: AttentionRead, rows: slice, cols: slice) -> torch.Tensor
 
 
 def row_logits(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum (B,H,T) and number (B,H,T) of the logits of each query's allowed keys."""
+    """Return the sum (B,H,T) and number (B,H,T) of the logits of each query's allowed keys."""
     total, count = torch.zeros_like(read.lse), torch.zeros_like(read.lse)
     for rows in row_chunks(read.length):
         cols = read.keys(rows)

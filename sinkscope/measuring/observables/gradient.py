@@ -1,59 +1,295 @@
 """Gradient sinks: the gradients at each token (GS §2, eq. 3; §3 and §4).
 
-The loss is that of training: cross-entropy summed over the predicted tokens of the whole run ÷ their number, so that
-the batch size changes nothing. Every gradient is reduced as soon as it is computed. An encoder's loss is that of masked
-language modeling (text/inputs.py), and its gradients are those of the masked text.
+The loss is the training loss, the mean cross-entropy over the predicted tokens of the whole run, so the batch size has
+no effect. Every gradient is reduced as soon as it is computed. An encoder's loss is that of masked language modeling
+(text/inputs.py), and its gradients are those of the masked text.
+
+Intervals of gradient norms are made from the norms without each group of sequences (`GroupSums`). The norm of a
+gradient is that of a sum over sequences: a bootstrap would draw some sequences twice and count the square of their
+noise four times, while the delete-a-group jackknife counts each sequence once.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import pandas as pd
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.attention.weights import AttentionRead
+from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.accumulators import Sums
-from sinkscope.measuring.observables.gradient_samples import ALL_HEADS, GroupSums
-from sinkscope.measuring.observables.gradient_theorems import NormGain, TheoremOne, norm_gain
-from sinkscope.measuring.observables.observable import BySequence, Mean, Observable, Settings, long_form
+from sinkscope.measuring.observables.observable import (
+    Accumulator,
+    BySequence,
+    Mean,
+    Observable,
+    Settings,
+    Sums,
+    long_form,
+)
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.quantized import without_gradients
 from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column
-from sinkscope.text.batch import Batch
+from sinkscope.text.batch import IGNORED, Batch
+
+ALL_HEADS = -1
+GROUPS = 20  # maximum number of groups of sequences
+BY_HEAD = ("value",)  # pathways that also have rows for single heads in `gradient_by_group`
+GRAM_QUERIES = 64  # evenly spaced queries on which theorem 1's μ, σ² and ρ are measured
+ROUND_OFF = 1e-5  # relative tolerance of theorem 1: its bounds are equalities if all g are equal
+
+
+class GroupSums(Accumulator):
+    """Sums of gradients over groups of sequences. Sequence i of a run is in group i modulo GROUPS.
+
+    The sums stay on the model's device: GROUPS · positions · (H + 2K) · d numbers per layer, which in float32 is 37 MB
+    for SmolLM2-135M and 0.5 GB for Llama-2-7B (16 positions).
+    """
+
+    def __init__(self) -> None:
+        self.sums: Sums[tuple[int, str]] = Sums()  # by layer and pathway, (GROUPS,P,heads,d)
+        self.predicted: dict[int, int] = {}  # sequence → number of its tokens in the loss
+
+    def add(self, key: tuple[int, str], gradient: torch.Tensor, batch: Batch) -> None:
+        """Add the gradients (B,P,heads,d) of one batch's sequences at one layer and pathway."""
+        if batch.first not in self.predicted:
+            self.predicted |= enumerate(predicted_tokens(batch).tolist(), batch.first)
+        if key not in self.sums:
+            self.sums[key] = gradient.new_zeros(GROUPS, *gradient.shape[1:])
+        sums = self.sums[key]
+        # GROUPS consecutive sequences are all in different groups
+        for place, part in enumerate(gradient.split(GROUPS)):
+            first = batch.first + place * GROUPS
+            groups = torch.arange(first, first + len(part), device=sums.device) % GROUPS
+            sums[groups] += part
+
+    def merge(self, other: Self) -> None:
+        self.sums.merge(other.sums)
+        self.predicted |= other.predicted
+
+    def table(self, totals: Mapping[tuple[int, str], torch.Tensor]) -> pd.DataFrame:
+        """Return the norms of the run's gradient without each group.
+
+        Args:
+            totals: The gradient of the loss summed over the run, (heads,P,d), by layer and pathway.
+        """
+        groups = min(GROUPS, len(self.predicted))
+        whole = sum(self.predicted.values())
+        others = [whole - sum(self.predicted[i] for i in self.predicted if i % GROUPS == g) for g in range(groups)]
+        scales = torch.tensor([1 / count if count else math.nan for count in others], dtype=torch.float64)
+        frames = []
+        for (layer, pathway), sums in sorted(self.sums.items()):
+            without = totals[layer, pathway] - sums[:groups].transpose(1, 2)
+            norms = torch.linalg.vector_norm(without, dim=-1) * scales.to(without.device)[:, None, None]
+            together = norms.square().sum(1, keepdim=True).sqrt()
+            by_head = pathway in BY_HEAD
+            heads = [ALL_HEADS, *range(norms.shape[1])] if by_head else [ALL_HEADS]
+            columns = torch.cat([together, norms], dim=1) if by_head else together
+            axes = {"group": range(groups), "pathway": pathway, "head": heads, "position": range(norms.shape[2])}
+            frames.append(long_form({"layer": layer} | axes, {"grad_norm": columns.to(sums.dtype).cpu().numpy()}))
+        return pd.concat(frames, ignore_index=True)
+
+
+def predicted_tokens(batch: Batch) -> torch.Tensor:
+    """Return the number of tokens of each sequence in the loss, (B,). A register token predicts nothing."""
+    predicts = batch.targets != IGNORED
+    return (predicts if batch.registers is None else predicts & ~batch.registers).sum(1)
+
+
+@dataclass(frozen=True)
+class NormGain:
+    """The bound of a norm layer's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm."""
+
+    largest: float  # ‖γ‖∞
+    centered: bool  # LayerNorm
+    epsilon: float
+
+    def divisor(self, x: torch.Tensor) -> torch.Tensor:
+        """Return √(mean square + ε), (B,T,D) → (B,T), of the centered entries for LayerNorm."""
+        if self.centered:
+            x = x - x.mean(-1, keepdim=True)
+        return (x.square().mean(-1) + self.epsilon).sqrt()
+
+
+@torch.no_grad()
+def norm_gain(module: nn.Module, width: int) -> NormGain:
+    """Determine the gain of a norm layer by probing it, because families store γ differently (Gemma as 1 + weight).
+
+    Alternating ±1 has mean 0 and mean square 1: half the difference of the outputs for it and for its negative is γ
+    without bias. LayerNorm maps a constant input to its bias; RMSNorm does not.
+    """
+    weight = next(module.parameters(), torch.zeros(1))
+    device = "cpu" if weight.is_meta else weight.device  # if offloaded, accelerate moves the input
+    signs = torch.ones(1, 1, width, dtype=weight.dtype, device=device)
+    centered = torch.equal(module(signs.clone()), module(-signs))
+    signs[..., 1::2] = -1
+    gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
+    epsilon = next((value for name in ("variance_epsilon", "eps") if (value := getattr(module, name, None))), 0.0)
+    return NormGain(gain * (1 + epsilon) ** 0.5, centered, epsilon)
+
+
+class TheoremOne(Accumulator):
+    """Checks ∇v_s = Σ_t a[t,s] g_t and its bounds for g_t = μ + ε_t (GS theorem 1), per layer and query head.
+
+    With grouped queries, ∇v_s is the sum over a group's heads; the bounds are those of one query head's part of it.
+    μ is the mean of g over sequences and queries, σ² the largest mean ‖g_t - μ‖² of any query t, and ρ the largest
+    |mean (g_t - μ)·(g_t' - μ)| of any two. They use only the run's longest sequences, because shorter ones have no g at
+    some t.
+    """
+
+    def __init__(self, positions: int) -> None:
+        self.positions = positions
+        self.sums: dict[int, dict[str, torch.Tensor]] = {}
+        self.moments: dict[int, dict[str, torch.Tensor]] = {}  # sums for the bounds, by layer
+        self.longest: dict[int, int] = {}  # the length of the sequences in `moments`
+        self.groups: dict[int, int] = {}
+
+    def add_upstream(self, layer: int, read: AttentionRead, upstream: torch.Tensor) -> torch.Tensor:
+        """Add g (B,H,T,d) of one batch. Returns Σ_t a[t,s] g_t of each query head, (B,H,P,d)."""
+        batch, columns = read.batch, read.batch.columns(self.positions)
+        shape = (*upstream.shape[:2], columns)
+        routed = upstream.new_zeros(*shape, upstream.shape[-1])
+        mass, second = upstream.new_zeros(shape), upstream.new_zeros(shape)
+        for rows in row_chunks(read.length):
+            cols = read.keys(rows, columns)
+            weights = read.mix_weights(rows, cols).to(upstream.dtype)
+            routed[:, :, cols] += weights.transpose(-1, -2) @ upstream[:, :, rows]
+            mass[..., cols] += weights.sum(2)
+            second[..., cols] += (weights * weights).sum(2)
+        routed = batch.tokens_at(routed.transpose(1, 2), self.positions).transpose(1, 2)
+        self.groups[layer] = read.query.shape[1] // read.key.shape[1]
+        if read.length > self.longest.get(layer, 0):
+            self.longest[layer], self.moments[layer] = read.length, {}
+        if read.length == self.longest[layer]:
+            self._add_moments(layer, batch, upstream, mass, second, routed)
+        return routed
+
+    def _add_moments(
+        self,
+        layer: int,
+        batch: Batch,
+        upstream: torch.Tensor,
+        mass: torch.Tensor,
+        second: torch.Tensor,
+        routed: torch.Tensor,
+    ) -> None:
+        """Add the sequences without padding.
+
+        Args:
+            upstream: g (B,H,T,d).
+            mass, second: M and S of the bounds, (B,H,C).
+            routed: Σ_t a[t,s] g_t, (B,H,P,d).
+        """
+        if batch.valid is not None:
+            full = batch.valid.all(1).to(upstream.device)
+            upstream, mass, second, routed = upstream[full], mass[full], second[full], routed[full]
+        length = upstream.shape[2]
+        queries = torch.linspace(0, length - 1, min(GRAM_QUERIES, length)).round().long()
+        chosen = upstream[:, :, queries.to(upstream.device)].double()
+        _accumulate(
+            self.moments[layer],
+            sequences=torch.tensor(float(len(upstream)), dtype=torch.float64),
+            mean=chosen.sum(0),
+            gram=(chosen @ chosen.transpose(-1, -2)).sum(0),
+            mass_squared=mass[..., : self.positions].double().square().sum(0),
+            second=second[..., : self.positions].double().sum(0),
+            measured=routed.double().square().sum((0, 3)),
+        )
+
+    def add_value_gradient(self, layer: int, gradient: torch.Tensor, routed: torch.Tensor, batch: Batch) -> None:
+        """Compare autograd's ∇v (B,K,P,d) with the sum of `routed` over the query heads of each group."""
+        summed = routed.unflatten(1, (gradient.shape[1], -1)).sum(2)
+        present = batch.present(self.positions)
+        error, size = (gradient - summed).double().square().sum(-1), gradient.double().square().sum(-1)
+        if present is not None:
+            absent = ~present[:, None].to(error.device)
+            error, size = error.masked_fill(absent, 0.0), size.masked_fill(absent, 0.0)
+        _accumulate(self.sums.setdefault(layer, {}), identity_error=error.sum(0), identity_size=size.sum(0))
+
+    def merge(self, other: Self) -> None:
+        self.groups |= other.groups
+        for layer, sums in other.sums.items():
+            _accumulate(self.sums.setdefault(layer, {}), **sums)
+        for layer, longest in other.longest.items():
+            if longest > self.longest.get(layer, 0):
+                self.longest[layer], self.moments[layer] = longest, {}
+            if longest == self.longest[layer]:
+                _accumulate(self.moments[layer], **other.moments[layer])
+
+    def table(self) -> pd.DataFrame:
+        frames = []
+        for layer, sums in sorted(self.sums.items()):
+            residual = (sums["identity_error"] / sums["identity_size"]).sqrt()
+            residual = residual.repeat_interleave(self.groups[layer], dim=0)
+            columns = {"identity_residual": residual} | _bounds(self.moments[layer])
+            heads, positions = residual.shape
+            frames.append(
+                long_form(
+                    {"layer": layer, "head": range(heads), "position": range(positions)},
+                    {name: value.cpu().numpy() for name, value in columns.items()},
+                )
+            )
+        table = pd.concat(frames, ignore_index=True)
+        lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
+        slack = ROUND_OFF * upper
+        return table.assign(holds=(lower - slack <= measured) & (measured <= upper + slack))
+
+
+def _accumulate(sums: dict[str, torch.Tensor], **terms: torch.Tensor) -> None:
+    for name, term in terms.items():
+        sums[name] = sums[name] + term if name in sums else term
+
+
+def _bounds(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Compute M²‖μ‖² ≤ ‖∇v_s‖² ≤ M²‖μ‖² + σ²S + ρ(M² - S), for the loss summed over the run."""
+    count = sums["sequences"].item()
+    mean = sums["mean"] / count  # (H,T',d)
+    mu = mean.mean(1, keepdim=True)
+    across = (mean @ mu.transpose(-1, -2)).squeeze(-1)  # m_t·μ
+    mu_squared = mu.square().sum((1, 2))  # (H,)
+    gram = sums["gram"] / count - across[:, :, None] - across[:, None, :] + mu_squared[:, None, None]
+    variance = gram.diagonal(dim1=1, dim2=2).amax(1)
+    covariance = (gram - torch.diag_embed(gram.diagonal(dim1=1, dim2=2))).abs().amax((1, 2))
+    mass_squared, second = sums["mass_squared"] / count, sums["second"] / count
+    lower = mass_squared * mu_squared[:, None]
+    upper = lower + variance[:, None] * second + covariance[:, None] * (mass_squared - second)
+    return {"lower_bound": lower, "measured": sums["measured"] / count, "upper_bound": upper}
+
 
 RATIOS = ("input_norm", "bloat", "compress", "change")
 BRANCH = Column("branch", "attn or mlp", kind="text")
 PATHWAY = Column(
     "pathway",
-    "query, key, value (as attended to); raw_value: in front of the gate or scale that a retrofit puts on values; "
-    "query_measured: of position 0 as autograd gives it, where `query` is 0 by construction",
+    "query, key, value (as attended to); raw_value: before a retrofit's gate or scale on values; query_measured: "
+    "position 0 as autograd computes it, where `query` is 0 by construction",
     kind="text",
 )
-GRAD_HEAD = Column("head", "from 0 on, of key and value the key/value head; -1: all heads together", kind="whole")
+GRAD_HEAD = Column("head", "query head, or key/value head of key and value; -1: all heads together", kind="whole")
 RATIO_COLUMNS = (
     Column("input_norm", "‖x‖, L2 norm of the branch's input"),
     Column("bloat", "‖∇y‖ ÷ ‖∇r‖: y the branch's normed input, r its output (GS eq. 3)"),
-    Column("compress", "‖∇x - ∇z‖ ÷ ‖∇y‖: z the stream behind the branch (GS eq. 3)"),
+    Column("compress", "‖∇x - ∇z‖ ÷ ‖∇y‖: z the stream after the branch (GS eq. 3)"),
     Column("change", "‖∇x‖ ÷ ‖∇z‖ (GS eq. 3)"),
 )
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The sites that play the roles of GS eq. 3 in a branch; None where this wiring has no such site."""
+    """The sites of a branch in the roles of GS eq. 3; None if this wiring has no such site."""
 
     x: str  # its input
-    y: str | None  # its norm's output, read by this branch alone
+    y: str | None  # its norm's output, if only this branch reads it
     r: str  # its own output
-    z: str | None  # the residual stream behind it, z = x + r
+    z: str | None  # the residual stream after it, z = x + r
 
 
 def branches_of(block: Family | Block) -> dict[str, Branch]:
-    """The branches of this wiring."""
+    """Return the branches of this wiring by name (attn, mlp)."""
     if block.wiring == "unknown":
         return {}
     attn_norm, mlp_norm = (site if site in block.sites else None for site in ("attn_norm", "mlp_norm"))
@@ -69,7 +305,7 @@ def branches_of(block: Family | Block) -> dict[str, Branch]:
             "mlp": Branch("mid", mlp_norm, "mlp_out", "layer_out"),
         }
     if block.wiring == "parallel":
-        own = mlp_norm is not None  # otherwise attention and MLP read one norm, whose gradient is the sum of both
+        own = mlp_norm is not None  # otherwise attention and MLP share one norm, whose gradient is the sum of both
         return {
             "attn": Branch("layer_in", attn_norm if own else None, "attn_out", None),
             "mlp": Branch("layer_in", mlp_norm, "mlp_out", None),
@@ -78,32 +314,31 @@ def branches_of(block: Family | Block) -> dict[str, Branch]:
 
 
 def undefined_ratios(family: Family) -> dict[str, str]:
-    """Ratios of GS eq. 3 that this wiring does not define → the reason."""
+    """Map the ratios of GS eq. 3 that this wiring does not define to the reason."""
     if family.wiring == "unknown":
         return {"bloat, compress and change": "what a layer adds to the residual stream is no sum that is known"}
     reasons = {}
     branches = branches_of(family)
     if family.wiring == "single":
-        return (
-            {} if all(branch.y for branch in branches.values()) else {"bloat and compress": "no norm stands in front"}
-        )
+        has_norms = all(branch.y for branch in branches.values())
+        return {} if has_norms else {"bloat and compress": "there is no norm before a branch"}
     if family.wiring == "parallel":
         reasons["compress and change"] = "attention and MLP read the same input, so there is no h+½ between them"
         if branches["attn"].y is None:
             reasons["bloat"] = "attention and MLP read one norm, whose gradient is the sum of both"
     elif branches["attn"].y is None:
-        reasons["bloat and compress"] = "no norm stands in front of the branches"
+        reasons["bloat and compress"] = "there is no norm before the branches"
     if "mlp" not in branches:
-        reasons["the MLP's ratios"] = "the layer normalizes behind its residual sums"
+        reasons["the MLP's ratios"] = "the layer normalizes after its residual sums"
     return reasons
 
 
 class Gradient(Observable):
-    """Tables `gradient`, `gradient_ratio`, `gradient_check` (theorem 1) and `norm_bound` (theorem 2), and those that
-    intervals of the first two are made of.
+    """Measures gradients: tables `gradient`, `gradient_ratio`, `gradient_check` (theorem 1), `norm_bound` (theorem 2).
 
-    Ratios are taken per sequence and token; a row is their mean over sequences. The last tokens, which predict nothing,
-    have no gradient and no ratio.
+    The tables `gradient_by_group` and `gradient_ratio_by_sequence` give the intervals of the first two. Ratios are
+    computed per sequence and token; a row is their mean over sequences. The last tokens, which predict nothing, have no
+    gradient and no ratio.
     """
 
     name = "gradient"
@@ -113,7 +348,7 @@ class Gradient(Observable):
     columns: ClassVar = {
         "gradient": (PATHWAY, GRAD_HEAD, POSITION, Column("grad_norm", "L2 norm of the run's gradient of the loss")),
         "gradient_by_group": (
-            Column("group", "of sequences, from 0 on: a sequence's number modulo 20", kind="whole"),
+            Column("group", "group of sequences: a sequence's number modulo 20", kind="whole"),
             PATHWAY, GRAD_HEAD, POSITION,
             Column("grad_norm", "L2 norm of the run's gradient of the loss without this group's sequences"),
         ),
@@ -153,14 +388,14 @@ class Gradient(Observable):
         self.by_sequence = BySequence("position")
         self.bounds = {name: Mean() for name in ("measured", "bound", "holds", "tightness")}
         self.gains: dict[tuple[int, str], NormGain] = {}
-        self.branches: dict[int, dict[str, Branch]] = {}  # of each layer
-        # gradients at a layer's input: those that are 0 and all, of the tokens that predict; of any that overflowed
+        self.branches: dict[int, dict[str, Branch]] = {}  # by layer
+        # gradients at layers' inputs: zero and all ones of the predicting tokens, and overflowed ones of any token
         self.counts: Sums[str] = Sums({"vanished": 0, "all": 0, "overflowed": 0})
         self.theorem = TheoremOne(settings.positions)
-        self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients of this batch, until the ratios are made
+        self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients of this batch, until ratios are computed
         self._norms: dict[tuple[int, str], torch.Tensor] = {}  # ‖x‖ of the branches' inputs, (B,T)
-        self._scales: dict[tuple[int, str], torch.Tensor] = {}  # what the branches' norms divide by, (B,T)
-        self._routed: dict[int, torch.Tensor] = {}  # Σ_t a[t,s] g_t by layer, until ∇v_s comes
+        self._scales: dict[tuple[int, str], torch.Tensor] = {}  # divisors of the branches' norms, (B,T)
+        self._routed: dict[int, torch.Tensor] = {}  # Σ_t a[t,s] g_t by layer, until ∇v_s is computed
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.loss_scale = 1.0 / predicted
@@ -172,10 +407,6 @@ class Gradient(Observable):
                 if branch.y is not None and branch.z is not None:
                     norm = module.get_submodule(block.sites[branch.y].removesuffix(".output"))
                     self.gains[layer, name] = norm_gain(norm, model.config.get_text_config().hidden_size)
-
-    def _by_token(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Of all copies of the residual stream, where the model keeps several."""
-        return gradient if self.copies is None else self.copies.apart(gradient)
 
     # --- the forward pass: register hooks
 
@@ -190,8 +421,8 @@ class Gradient(Observable):
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         for pathway in ("query", "key", "value"):
-            # A softmax over one key is constant: under the causal mask query 0's gradient is 0, and the fused kernel
-            # leaves round-off there.
+            # A softmax over one key is constant, so query 0's gradient is 0 under the causal mask; the fused kernel
+            # gives round-off instead.
             constant = pathway == "query" and read.call.one_key_has_weight_one and not read.call.looks_ahead
             getattr(read, pathway).register_hook(partial(self._on_pathway, layer, pathway, batch, constant))
         mix.register_hook(partial(self._on_mix, layer, read.detached()))
@@ -205,7 +436,7 @@ class Gradient(Observable):
     # --- the backward pass: last layer first
 
     def _on_pathway(self, layer: int, pathway: str, batch: Batch, first_is_zero: bool, gradient: torch.Tensor) -> None:
-        """∇ of query (B,H,T,d), key or value (B,K,T,d): summed over the batch as an optimizer step would see it."""
+        """Add ∇ of query (B,H,T,d), key or value (B,K,T,d), summed over the batch as in an optimizer step."""
         gradient = batch.tokens_at(upcast(gradient).transpose(1, 2), self.settings.positions)
         if pathway == "query":
             self._add_pathway(layer, "query_measured", gradient[:, :1])
@@ -217,17 +448,18 @@ class Gradient(Observable):
             self.theorem.add_value_gradient(layer, gradient.transpose(1, 2), self._routed.pop(layer), batch)
 
     def _add_pathway(self, layer: int, pathway: str, gradient: torch.Tensor) -> None:
-        """Add one batch's (B,P,heads,d)."""
+        """Add the gradients (B,P,heads,d) of one batch."""
         self.pathways.add((layer, pathway), gradient.sum(0, dtype=torch.float64).transpose(0, 1))  # (heads,P,d)
 
     def _on_mix(self, layer: int, read: AttentionRead, gradient: torch.Tensor) -> None:
-        """g = ∇y (B,T,H,d), the gradient of each head's mix."""
-        upstream = upcast(gradient).transpose(1, 2)
-        self._routed[layer] = self.theorem.add_upstream(layer, read, upstream)
+        """Add g = ∇y (B,T,H,d), the gradient of each head's mix."""
+        self._routed[layer] = self.theorem.add_upstream(layer, read, upcast(gradient).transpose(1, 2))
 
     def _on_stream(self, layer: int, site: str, batch: Batch, scale: float, gradient: torch.Tensor) -> None:
-        """∇ at a site of the residual stream, (B,T,D): of what is added to it, which is `scale` times the tensor."""
-        gradient = self._by_token(upcast(gradient)).reshape(*batch.token_ids.shape, -1)
+        """Store ∇ at a site of the residual stream, (B,T,D), of the sum's term, which is `scale` times the tensor."""
+        gradient = upcast(gradient)
+        gradient = gradient if self.copies is None else self.copies.apart(gradient)
+        gradient = gradient.reshape(*batch.token_ids.shape, -1)
         self._seen[layer, site] = gradient if scale == 1.0 else gradient / scale
         for name, branch in self.branches[layer].items():
             if site == branch.x:  # the last of a branch's gradients
@@ -238,8 +470,8 @@ class Gradient(Observable):
                 del self._seen[key]
 
     def _add_ratios(self, layer: int, name: str, branch: Branch, batch: Batch) -> None:
-        """GS eq. 3 for one branch; NaN where this family's wiring does not define a ratio."""
-        if (layer, branch.r) not in self._seen:  # what the branch gives does not depend on the tokens
+        """Compute GS eq. 3 for one branch; NaN if this family's wiring does not define a ratio."""
+        if (layer, branch.r) not in self._seen:  # the branch's output does not depend on the tokens
             return
         x, r = self._seen[layer, branch.x], self._seen[layer, branch.r]
         y, z = (None if site is None else self._seen[layer, site] for site in (branch.y, branch.z))
@@ -255,29 +487,25 @@ class Gradient(Observable):
         }
         for ratio, statistic in statistics.items():
             self._add(self.ratios[ratio], (layer, name), statistic, batch)
-        self._add_by_sequence(layer, name, statistics, batch)
+        positions = self.settings.positions
+        by_position = {ratio: batch.at_positions(x, positions) for ratio, x in statistics.items()}
+        finite = {ratio: x.masked_fill(~x.isfinite(), torch.nan) for ratio, x in by_position.items()}
+        self.by_sequence.add(batch, finite, batch.present(positions), layer=layer, branch=name)
         if (layer, name) in self.gains:
             bound = self.gains[layer, name].largest / self._scales.pop((layer, name))
             defined = compress.isfinite()
-            # half a per cent for the round-off of the two gradients' difference
+            # half a percent for the round-off of the two gradients' difference
             holds = torch.where(defined, (compress <= 1.005 * bound).to(bound.dtype), torch.nan)
             checks = {"measured": compress, "bound": bound, "holds": holds, "tightness": compress / bound}
             for check, statistic in checks.items():
                 self._add(self.bounds[check], (layer, name), statistic, batch)
 
     def _add(self, mean: Mean, key: tuple[int, str], statistic: torch.Tensor, batch: Batch) -> None:
-        """Add to the mean over sequences where there is a value: a token without gradient has no ratio."""
+        """Add finite values to the mean over sequences: a token without gradient has no ratio."""
         statistic = batch.at_positions(statistic, self.settings.positions)
         defined = statistic.isfinite()
         present = batch.present(self.settings.positions)
         mean.add(key, statistic, defined if present is None else defined & present.to(defined.device))
-
-    def _add_by_sequence(self, layer: int, branch: str, statistics: dict[str, torch.Tensor], batch: Batch) -> None:
-        """Statistics (B,T) of one batch; NaN where a mean leaves them out."""
-        positions = self.settings.positions
-        by_position = {name: batch.at_positions(x, positions) for name, x in statistics.items()}
-        defined = {name: x.masked_fill(~x.isfinite(), torch.nan) for name, x in by_position.items()}
-        self.by_sequence.add(batch, defined, batch.present(positions), layer=layer, branch=branch)
 
     def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
         norms = torch.linalg.vector_norm(gradient, dim=-1)

@@ -1,4 +1,4 @@
-"""Massive activations (Sun et al. 2024): few entries of the residual stream, thousands of times the median."""
+"""Massive activations (Sun et al. 2024): a few entries of the residual stream thousands of times the median."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -8,21 +8,21 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.measuring.accumulators import Lists
 from sinkscope.measuring.observables.activation import token_peaks
-from sinkscope.measuring.observables.observable import Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import Lists, Observable, Reading, Settings
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-THRESHOLD = 100.0  # an entry is massive if it is above this …
+THRESHOLD = 100.0  # a massive entry is above this …
 RATIO = 1000.0  # … and at least this many times the median
 TOP = 3  # entries listed for every sequence and layer, massive or not
-SAMPLED = 61  # of so many entries one tells about where the median is; no divisor of any usual width
+SAMPLED = 61  # one of so many entries is sampled to locate the median; divides no usual width
 
 
 class Massive(Observable):
-    """Table `massive`: of each layer's output and sequence the three largest entries, and every massive one; table
-    `massive_elsewhere`: what other tokens have at the coordinate of the largest.
+    """Lists the largest and all massive entries of each layer's output and sequence: table `massive`.
+
+    The table `massive_elsewhere` has the magnitude of other tokens at the coordinate of the largest entry.
     """
 
     name = "massive"
@@ -32,7 +32,7 @@ class Massive(Observable):
         "massive": (
             SEQUENCE, POSITION, TOKEN_ID, TOKEN, COORDINATE,
             Column("value", "the entry"),
-            Column("median", "of the absolute entries of this layer's output on the sequence"),
+            Column("median", "median of the absolute entries of this layer's output on the sequence"),
             Column("ratio", "|value| ÷ median"),
             Column("is_massive", "|value| > 100 and ratio ≥ 1000 (Sun et al. 2024)", kind="truth"),
         ),
@@ -66,7 +66,7 @@ class Massive(Observable):
         }
         for name, entry in found.items():
             self.rows[name].append(entry.numpy())
-        first = np.unique(sequence.numpy(), return_index=True)[1]  # of each sequence its largest entry
+        first = np.unique(sequence.numpy(), return_index=True)[1]  # the largest entry of each sequence
         peaks = {name: found[name][first].numpy() for name in ("layer", "sequence", "position", "coordinate")}
         largest = {"largest": found["value"][first].abs().numpy()}
         with_entries = [own[row] for row in sequence[first].tolist()]  # a sequence of NaN has none
@@ -76,9 +76,9 @@ class Massive(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.rows.items()})
-        # they come batch by batch: sorted, so that the batch size changes nothing; within a sequence largest first
+        # sorted, so that the batch size has no effect; within a sequence, the largest entry stays first
         table = table.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
-        table["ratio"] = (table["value"].abs() / table["median"]).fillna(0.0)  # 0 ÷ 0 where a layer gives zeros alone
+        table["ratio"] = (table["value"].abs() / table["median"]).fillna(0.0)  # 0 ÷ 0 if a layer gives only zeros
         table["is_massive"] = (table["value"].abs() > THRESHOLD) & (table["ratio"] >= RATIO)
         others = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.others.items()})
         others = others.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
@@ -88,11 +88,11 @@ class Massive(Observable):
 def medians_elsewhere(
     sequences: Sequence[torch.Tensor], positions: Sequence[int], coordinates: Sequence[int]
 ) -> np.ndarray:
-    """The median magnitude at one coordinate of each sequence, over all its tokens except the one at a position.
+    """Return the median magnitude at one coordinate of each sequence over its tokens, except the one at a position.
 
     Args:
         sequences: N hidden states, (length,D) each.
-        positions, coordinates: N, one of each for every sequence.
+        positions, coordinates: One of each for every sequence, N.
 
     Returns:
         (N,), NaN for a sequence of one token.
@@ -105,7 +105,7 @@ def medians_elsewhere(
 
 
 def real_tokens(hidden: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-    """(B,T,D) → one (length,D) view a sequence, without its padding."""
+    """Return a view (length,D) of each sequence of hidden states (B,T,D), without padding."""
     starts, lengths = batch.start.tolist(), batch.lengths.tolist()
     return [row[start : start + length] for row, start, length in zip(hidden, starts, lengths, strict=True)]
 
@@ -113,15 +113,14 @@ def real_tokens(hidden: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
 def largest_entries(
     hidden: torch.Tensor, peaks: torch.Tensor, medians: torch.Tensor, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each sequence's hidden state the TOP largest entries and every massive one, largest first, of equal ones the
-    first.
+    """Find the TOP largest entries and every massive entry of each sequence, largest first, earlier first on ties.
 
-    They are searched for in the tokens with the largest peaks only: no entry is above its token's peak.
+    Only the tokens with the largest peaks are searched, because no entry is above its token's peak.
 
     Args:
         hidden: (B,T,D).
         peaks: (B,T), the largest absolute entry of each token.
-        medians: (B,), of the absolute entries of each sequence.
+        medians: (B,), the median of the absolute entries of each sequence.
 
     Returns:
         Sequence, column and coordinate of each entry found, (N,) each.
@@ -136,7 +135,7 @@ def largest_entries(
     magnitude = upcast(hidden[sequence, column].abs())
     massive = is_massive(magnitude, medians[sequence, None])
     token, coordinate = ((magnitude >= least[sequence, None]) | massive).nonzero(as_tuple=True)
-    # largest first within each sequence: what is sorted last counts most
+    # largest first within each sequence: two stable sorts, the more significant key last
     order = magnitude[token, coordinate].argsort(descending=True, stable=True)
     order = order[sequence[token[order]].argsort(stable=True)]
     token, coordinate = token[order], coordinate[order]
@@ -151,9 +150,9 @@ def is_massive(magnitude: torch.Tensor, median: torch.Tensor) -> torch.Tensor:
 
 
 def median_magnitude(x: torch.Tensor) -> torch.Tensor:
-    """(…) → (): the (lower) median of the absolute entries, as torch.median gives it, in float32 or better.
+    """Return the (lower) median of the absolute entries, as torch.median does, in float32 or better.
 
-    On the CPU by numpy's selection among whole numbers, far faster: numbers ≥ 0 have the order of their bits.
+    The CPU uses numpy's selection on the bits as integers, which is far faster: floats ≥ 0 sort like their bits.
     """
     magnitude = upcast(x.abs()).flatten()
     if magnitude.device.type != "cpu":
@@ -164,11 +163,10 @@ def median_magnitude(x: torch.Tensor) -> torch.Tensor:
 
 
 def selected(numbers: np.ndarray, place: int) -> np.ndarray:
-    """The number at this place in ascending order, (1,), as np.partition finds it.
+    """Return the number at this place in ascending order, (1,), like np.partition.
 
-    That is slow on some processors (AVX-512 of AMD's Zen 4: 9 times slower than AVX2), so that it is looked for among
-    the few numbers between two of a sample that lie four standard deviations around it, and among all only where it is
-    not there.
+    np.partition is slow on some processors (AVX-512 of AMD's Zen 4: 9 times slower than AVX2). So the number is first
+    sought among the few between two sample quantiles, four standard deviations to either side, and then in all.
     """
     sample = np.sort(numbers[::SAMPLED])
     middle, reach = place * len(sample) // len(numbers), 1 + int(2 * len(sample) ** 0.5)

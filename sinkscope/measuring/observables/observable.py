@@ -1,9 +1,14 @@
-"""What every observable is, and the running sums that it is made of."""
+"""The base class of observables, and the running sums that they keep.
 
+Several processes may share the sequences of a run (measuring/processes.py) and then add up their sums. Therefore every
+attribute of an observable that a batch changes permanently is an Accumulator, or a dict of them.
+"""
+
+from abc import ABC, abstractmethod
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -11,26 +16,91 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.accumulators import Accumulator, Sums
 from sinkscope.models.family import Family
 from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import Columns
 from sinkscope.text.batch import Batch
 
-# Of the attention modules, in the order in which a forward pass reaches them.
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Accumulator(ABC):
+    """A running reduction over batches, which does not depend on their order."""
+
+    @abstractmethod
+    def merge(self, other: Self) -> None:
+        """Add the batches that another accumulator has seen."""
+
+
+class Sums(dict[Key, Any], Accumulator):
+    """Maps each key to the sum of the tensors or numbers that were added."""
+
+    def add(self, key: Key, term: Any) -> None:
+        self[key] = self[key] + term if key in self else term
+
+    def merge(self, other: Self) -> None:
+        for key, term in other.items():
+            self.add(key, term)
+
+
+class Maxima(dict[Key, torch.Tensor], Accumulator):
+    """Maps each key to the elementwise maximum of the tensors that were added."""
+
+    def add(self, key: Key, x: torch.Tensor) -> None:
+        self[key] = torch.maximum(self[key], x) if key in self else x
+
+    def merge(self, other: Self) -> None:
+        for key, x in other.items():
+            self.add(key, x)
+
+
+class Lists(defaultdict[Key, list[Value]], Accumulator):
+    """Maps each key to a list of the values that were appended. Their order depends on the batches: sort before use."""
+
+    def merge(self, other: Self) -> None:
+        for key, values in other.items():
+            self[key].extend(values)
+
+
+def accumulated(holder: object) -> dict[str, Any]:
+    """Return the accumulators of an observable by attribute name."""
+    return {name: value for name, value in vars(holder).items() if is_accumulated(value)}
+
+
+def is_accumulated(value: object) -> bool:
+    if isinstance(value, Accumulator):
+        return True
+    # an empty dict counts: the same dict of another process may hold accumulators
+    return isinstance(value, dict) and all(isinstance(part, Accumulator) for part in value.values())
+
+
+def merge(mine: Any, other: Any) -> None:
+    """Merge `other` into `mine`: two accumulators, or two dicts of accumulators."""
+    if isinstance(mine, Accumulator):
+        mine.merge(other)
+        return
+    for key, part in other.items():
+        if key in mine:
+            merge(mine[key], part)
+        else:
+            mine[key] = part
+
+
+# Sites in an attention module, in the order in which a forward pass reaches them.
 ATTENTION_SITES = ("raw_value", "gate", "attention")
 
 NO_ATTENTION = "no layer attends by a softmax"
 
-LATER = slice(5, 16)  # positions that position 0 is compared with; the same ones whatever --positions says
+LATER = slice(5, 16)  # positions that position 0 is compared with, independent of --positions
 
 
-# What observables read: every option that ObservableOptions declares, fitted to the run's sequences.
+# The options of observables, with `positions` and `window` limited to the longest sequence.
 Settings = ObservableOptions
 
 
 class Reading:
-    """One site's tensor (B,T,D) on one batch; observables share the statistics that they compute of it."""
+    """The tensor (B,T,D) of one site on one batch, with a cache of statistics that observables share."""
 
     def __init__(self, tensor: torch.Tensor, batch: Batch) -> None:
         self.tensor = tensor
@@ -38,27 +108,27 @@ class Reading:
         self._known: dict[Callable, Any] = {}
 
     def once(self, statistic: Callable[[torch.Tensor, Batch], Any]) -> Any:
-        """statistic(tensor, batch), computed by the first observable that asks for it."""
+        """Return statistic(tensor, batch), which is computed at the first call and then cached."""
         if statistic not in self._known:
             self._known[statistic] = statistic(self.tensor, self.batch)
         return self._known[statistic]
 
 
 class Observable:
-    """A phenomenon, reduced at once to small running sums while the trace runs.
+    """A measurement that reduces tensors to small running sums while the trace runs.
 
-    A new one is a file of this folder and a line in the register OBSERVABLES.
+    To add one, write a class in this folder and register it in OBSERVABLES.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list observables`
     sites: ClassVar[tuple[str, ...]]  # residual-stream sites (families.py) and ATTENTION_SITES
-    columns: ClassVar[Mapping[str, Columns]] = {}  # its tables, and their columns behind model, condition and layer
-    expected: ClassVar[bool] = True  # of any model: where it does not apply, a run and the doctor say so
-    by_default: ClassVar[bool] = True  # measured where the user names no observables
-    of_equal_tokens: ClassVar[bool] = False  # reads only input in which all tokens of a sequence are one and the same
+    columns: ClassVar[Mapping[str, Columns]] = {}  # its tables, and their columns after model, condition and layer
+    expected: ClassVar[bool] = True  # most models have it: runs and the doctor report where it does not apply
+    by_default: ClassVar[bool] = True  # measured if the user names no observables
+    of_equal_tokens: ClassVar[bool] = False  # needs input in which each sequence repeats a single token
     backward: ClassVar[bool] = False  # needs gradients: `watch` and `watch_attention` are called, not `see`
-    # A follow-up: where these are measured it sees the first sequence, after the pass and aimed by its tables.
+    # A follow-up: after a pass with these observables, it sees the first sequence and is configured by their tables.
     after: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, settings: Settings) -> None:
@@ -66,60 +136,63 @@ class Observable:
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        """Why this model does not have what is measured here; None where it has."""
+        """Return the reason why this observable does not apply to the model, or None if it applies."""
         only_attention = set(cls.sites) <= set(ATTENTION_SITES)
         return NO_ATTENTION if only_attention and not family.has_attention else None
 
     @classmethod
     def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
-        """The observable of a follow-up pass, given the tables of the first pass."""
+        """Create the observable of a follow-up pass from the tables of the first pass."""
         return cls(settings)
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
-        """Called before the first batch of a run that predicts this many tokens in all."""
+        """Prepare for a run, before its first batch. `predicted`: number of tokens that the whole run predicts."""
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        """One residual-stream site of one layer, the moment it exists."""
+        """Reduce the tensor of one residual-stream site, when the forward pass has computed it."""
 
     def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
-        """One layer's gates (B,T,heads), of a retrofitted model, and its raw values (B,T,K,d)."""
+        """Reduce one layer's gates (B,T,heads) and its values before gating (B,T,K,d)."""
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        """One layer's attention."""
+        """Reduce one layer's attention."""
 
     def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch, scale: float) -> None:
-        """One residual-stream site of one layer with its graph, to hang hooks on that reduce its gradient. What is
-        added to the stream is `scale` times this tensor.
+        """Register hooks that reduce the gradient of one residual-stream site.
+
+        Args:
+            tensor: the site's tensor, with its graph.
+            scale: the factor by which the model multiplies this tensor when it adds it to the stream.
         """
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
-        """One layer's attention and its heads' mix (B,T,H,d), with their graph."""
+        """Register hooks on one layer's attention and its heads' outputs `mix` (B,T,H,d), with their graph."""
 
     def watch_raw_value(self, layer: int, value: torch.Tensor, batch: Batch) -> None:
-        """One layer's values (B,T,K,d) in front of the gate or scale that a retrofit puts on them, with their graph."""
+        """Register hooks on one layer's values (B,T,K,d) before a retrofit's gate or scale, with their graph."""
 
     def notices(self) -> list[str]:
-        """What the user should know of the measurement.
+        """Return notices about the measurement for the user.
 
         Raises:
-            SinkscopeError: the measurement cannot be used.
+            SinkscopeError: the measurement is not usable.
         """
         return []
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        """The tables so far: those of `columns`, each beginning with `layer`, without texts of tokens."""
+        """Return the tables declared in `columns`, over the batches so far: with `layer`, without token texts."""
         return {}
 
 
 class Mean(Accumulator):
-    """Running mean over sequences of statistics (…,P), one accumulator per key, summed in float64 where they arise."""
+    """Running means over sequences of statistics (…,P), by key; summed in float64 on the device of the statistic."""
 
     def __init__(self) -> None:
         self._sum: Sums[Any] = Sums()
         self._count: Sums[Any] = Sums()
 
     def add(self, key: Any, x: torch.Tensor, present: torch.Tensor | None = None) -> None:
-        """x (B,…,P); `present` (B,P) says which sequences have which position (None: all)."""
+        """Add x (B,…,P). `present` (B,P) is True where a sequence has the position; None means everywhere."""
         count: torch.Tensor | int = x.shape[0]
         if present is not None:
             present = present.to(x.device)
@@ -133,7 +206,7 @@ class Mean(Accumulator):
         self._count.merge(other._count)
 
     def __getitem__(self, key: Any) -> np.ndarray:
-        """NaN where no sequence had the position."""
+        """Return the mean (…,P); NaN at positions that no sequence has."""
         return (self._sum[key] / self._count[key]).cpu().numpy()
 
     def keys(self) -> list[Any]:
@@ -141,9 +214,11 @@ class Mean(Accumulator):
 
 
 def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFrame:
-    """One row an observation: arrays of one shape → columns, with an index column for each axis.
+    """Make a table in long format from arrays of one shape: one row per entry, one index column per axis.
 
-    A scalar in `axes` is a constant column; a sequence is that axis's labels, in the arrays' axis order.
+    Args:
+        axes: column name → the labels of an axis, in the order of the arrays' axes, or a scalar for a constant column.
+        columns: column name → array.
     """
     shape = next(iter(columns.values())).shape
     labels = [np.asarray(label) for label in axes.values() if not np.isscalar(label)]
@@ -156,7 +231,7 @@ def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFr
 
 
 class HeadMeans(Accumulator):
-    """Means over sequences of statistics by head, (B,H,P) or (B,H): a table with head, kv_head and maybe position."""
+    """Running means over sequences of statistics by head, (B,H,P) or (B,H), as a table."""
 
     def __init__(self) -> None:
         self._means: dict[str, Mean] = defaultdict(Mean)
@@ -165,7 +240,7 @@ class HeadMeans(Accumulator):
     def add(
         self, layer: int, group: int, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None
     ) -> None:
-        """Add one batch of a layer in which `group` query heads share a key/value head; `present` as for Mean."""
+        """Add one batch of a layer in which `group` query heads share a key/value head; `present` as in `Mean.add`."""
         self._groups[layer] = group
         for name, statistic in statistics.items():
             self._means[name].add(layer, statistic, present)
@@ -179,6 +254,7 @@ class HeadMeans(Accumulator):
         return bool(self._groups)
 
     def table(self) -> pd.DataFrame:
+        """Return a table with layer, head, kv_head and, for statistics (B,H,P), position."""
         frames = []
         for layer in sorted(self._groups):
             arrays = {name: mean[layer] for name, mean in self._means.items()}
@@ -187,20 +263,19 @@ class HeadMeans(Accumulator):
         return self.with_kv_head(pd.concat(frames, ignore_index=True))
 
     def with_kv_head(self, table: pd.DataFrame) -> pd.DataFrame:
-        """A table with `layer` and `head`, and beside them the key/value head that the query head reads."""
+        """Add a column with the key/value head that each query head reads to a table with `layer` and `head`."""
         return table.assign(kv_head=table["head"] // table["layer"].map(self._groups))
 
 
 class BySequence(Accumulator):
-    """Statistics of every sequence, (B,…) a batch, in float32: a table with a row for each sequence, and for each place
-    on the further axes.
+    """Statistics (B,…) of every sequence in float32, as a table with one row per sequence and entry.
 
-    What a running mean over sequences cannot give is made from it: the uncertainty of that mean.
+    The uncertainty of means over sequences is computed from such tables.
     """
 
     def __init__(self, *axes: str) -> None:
-        self._axes = axes  # behind the sequence
-        # one growing array: small ones, between large tensors that come and go, would fragment the heap
+        self._axes = axes  # after the sequence
+        # one growing array: many small ones between short-lived large tensors would fragment the heap
         self._values = array("f")
         self._parts: dict[tuple, dict[int, tuple[slice, torch.Size]]] = defaultdict(dict)  # labels → first sequence → …
         self._names: tuple[str, ...] = ()
@@ -211,9 +286,9 @@ class BySequence(Accumulator):
         """Add one batch.
 
         Args:
-            statistics: column → (B,…), in float32 or float64.
-            present: (B,P), which sequences have which position, the last axis; the others are NaN. None: all have all.
-            labels: columns that are constant here, such as the layer.
+            statistics: column name → (B,…), in float32 or float64.
+            present: (B,P), False where a sequence lacks the position (the last axis), which gives NaN; None: all True.
+            labels: constant columns, such as the layer.
         """
         values = torch.stack(list(statistics.values()))
         if present is not None:
@@ -236,7 +311,7 @@ class BySequence(Accumulator):
         return bool(self._parts)
 
     def table(self) -> pd.DataFrame:
-        """By labels, then by sequence: the order of the batches changes nothing."""
+        """Return the table sorted by labels, then by sequence, so that the order of batches has no effect."""
         values, frames = np.frombuffer(self._values, np.float32), []
         for labels, parts in sorted(self._parts.items()):
             in_order = sorted(parts.items())
@@ -249,11 +324,11 @@ class BySequence(Accumulator):
 
 
 def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
-    """(B,…,P), P ≥ LATER.stop → (B,…): mean over the positions LATER, of those that a sequence has; NaN: it has none.
+    """Return the mean (B,…) over those of the positions LATER that a sequence has; NaN if it has none of them.
 
     Args:
-        x: statistics by position.
-        present: (B,P), which sequences have which position; None: all have all.
+        x: (B,…,P) with P ≥ LATER.stop, statistics by position.
+        present: (B,P), True where a sequence has the position; None: all True.
     """
     x = x[..., LATER]
     if present is None:

@@ -13,7 +13,7 @@ from sinkscope.results.tables import SITE, Column
 from sinkscope.text.batch import Batch
 
 NORMS = ("attn_norm", "mlp_norm")
-OF_BONDARENKO = ("attn_out", "mlp_out", "layer_out")  # besides norms, what Bondarenko et al. take the kurtosis of
+BONDARENKO_SITES = ("attn_out", "mlp_out", "layer_out")  # with norms, the sites of Bondarenko et al.'s kurtosis
 
 _MEASURED = (
     Column("max_inf_norm", "largest absolute entry of a sequence, mean over sequences"),
@@ -22,7 +22,7 @@ _MEASURED = (
 
 
 class Outlier(Observable):
-    """Tables `outlier` and `outlier_norms`: means over sequences."""
+    """Averages infinity norm and kurtosis over sequences: tables `outlier` and `outlier_norms`."""
 
     name = "outlier"
     about = "largest absolute entry and kurtosis of each site, by layer"
@@ -30,7 +30,7 @@ class Outlier(Observable):
     columns: ClassVar = {
         "outlier": (SITE, *_MEASURED),
         "outlier_norms": (
-            Column("site", "attn_norm or mlp_norm: what the norm in front of a branch gives", kind="text"),
+            Column("site", "attn_norm or mlp_norm: the output of the norm before a branch", kind="text"),
             *_MEASURED,
         ),
     }
@@ -56,25 +56,25 @@ class Outlier(Observable):
 
 
 def infinity_norm(peaks: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Largest absolute entry of each token (B,T) → of each sequence (B,)."""
-    return _of_real_tokens(peaks, batch).amax(1)
+    """Return the largest absolute entry of each sequence (B,) from that of each token (B,T)."""
+    return _zero_padding(peaks, batch).amax(1)
 
 
 def kurtosis(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,T,D) → (B,): mean((x-μ)⁴) ÷ σ⁴ over the T·D entries of each sequence, not excess.
+    """Return mean((x-μ)⁴) ÷ σ⁴ over the T·D entries of each sequence, (B,T,D) → (B,); not the excess kurtosis.
 
-    Sums are taken token by token and added in float64: no long sum is made in single precision.
+    Sums of single tokens are added in float64, so that no long sum is in single precision.
     """
     x = upcast(x)
     entries = (batch.lengths * x.shape[2]).to(x.device)
-    mean = _of_real_tokens(x.sum(-1), batch).sum(1, dtype=torch.float64) / entries
+    mean = _zero_padding(x.sum(-1), batch).sum(1, dtype=torch.float64) / entries
     # (x-μ)² in one operation, without a copy of x-μ
     squares = F.mse_loss(x, mean.to(x.dtype)[:, None, None].expand_as(x), reduction="none")
-    second = _of_real_tokens(squares.sum(-1), batch).sum(1, dtype=torch.float64)
-    fourth = _of_real_tokens(torch.linalg.vector_norm(squares, dim=-1), batch).double().square().sum(1)
+    second = _zero_padding(squares.sum(-1), batch).sum(1, dtype=torch.float64)
+    fourth = _zero_padding(torch.linalg.vector_norm(squares, dim=-1), batch).double().square().sum(1)
     return entries * fourth / second.square()
 
 
-def _of_real_tokens(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(B,T), 0 at padding."""
+def _zero_padding(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Set padding to 0, (B,T)."""
     return x if batch.valid is None else x.masked_fill(~batch.valid.to(x.device), 0.0)

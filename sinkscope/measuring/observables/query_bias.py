@@ -1,11 +1,10 @@
-"""The query bias as the cause of a sink: Δ, γ and the keys of the positions alone (NU §3.2 and §4).
+"""The query bias as the cause of a sink (NU §3.2 and §4): three observables.
 
-A query is W_q x + b_Q, so that each logit holds a term of the key's token alone, Δ_j = b_Qᵀ W_k x_j: it raises token j
-for all queries alike. γ = W_kᵀ b_Q says which coordinates of x_j it reads, and EPE_i (positions.py) what a learned
-position adds to them.
-
-Computed from the projections alone: without the key's bias, before any rotation and without the logits' 1/√d. With
-rotary positions Δ is therefore the un-rotated product, which is part of the logits at distance 0 only.
+A query is W_q x + b_Q, so each logit has a term that depends only on the key's token, Δ_j = b_Qᵀ W_k x_j: it raises
+token j equally for all queries. γ = W_kᵀ b_Q gives the coordinates of x_j that it reads, and EPE_i (positions.py) what
+a learned position adds to them. Δ is computed from the projections: without the key's bias, before any rotation and
+without the logits' 1/√d. With rotary positions Δ is therefore the product before rotation, which is part of the logits
+only at distance 0.
 """
 
 import re
@@ -17,32 +16,36 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import upcast
+from sinkscope.attention.kernels import repeat_heads, upcast
+from sinkscope.attention.weights import AttentionRead, keys_seen
 from sinkscope.errors import InputError
-from sinkscope.measuring.accumulators import Accumulator, Lists
 from sinkscope.measuring.observables.observable import (
     NO_ATTENTION,
+    Accumulator,
     BySequence,
+    Lists,
     Observable,
     Reading,
     Settings,
+    Sums,
     long_form,
 )
 from sinkscope.models.family import Family
 from sinkscope.models.positions import effective_positions, massive_coordinates
-from sinkscope.models.projections import check_plain, projections
+from sinkscope.models.projections import Projection, check_plain, projections
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
 ALL_HEADS = -1
 NO_QUERY_BIAS = "its queries have no bias"
-BINS = 60  # of Δ's histogram, a layer
-# q_norm, q_layernorm, query_layernorm, k_norm, qk_norm, …: in front of the logits, unlike a norm of the heads' mix
+BINS = 60  # bins of Δ's histogram in each layer
+# q_norm, q_layernorm, query_layernorm, k_norm, qk_norm, …: norms before the logits, unlike a norm of the heads' mix
 QUERY_OR_KEY_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_\w*(norm|ln)\w*$")
 
 
 class QueryBias(Observable):
-    """Tables `query_bias` (also by sequence), `gamma` and `delta_distribution`, of layers whose queries have a bias.
+    """Measures Δ and γ in layers whose queries have a bias: tables `query_bias`, `query_bias_by_sequence`, `gamma` and
+    `delta_distribution`.
 
     Head -1 is all heads together: the sum of their Δ, and the alignment of their concatenated vectors.
     """
@@ -83,7 +86,7 @@ class QueryBias(Observable):
         self.directions: dict[int, torch.Tensor] = {}  # u (H,D), Δ_j^h = u_h · x_j
         self.moments: dict[int, Moments] = {}
         self.by_sequence = BySequence()
-        self.deltas: Lists[int, torch.Tensor] = Lists(list)  # of all heads together, (B,P); NaN past a sequence's end
+        self.deltas: Lists[int, torch.Tensor] = Lists(list)  # all heads together, (B,P); NaN past a sequence's end
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
@@ -99,8 +102,8 @@ class QueryBias(Observable):
             return NO_QUERY_BIAS
         norm = next((path for path, _ in attentions[0].named_modules() if QUERY_OR_KEY_NORM.search(path)), None)
         if norm is not None:
-            return f"a norm ({norm}) stands between the projection of queries or keys and the logits"
-        modules += [attention.get_submodule(path) for attention in attentions for path in family.qkv[1:2]]  # of keys
+            return f"a norm ({norm}) is between the projection of queries or keys and the logits"
+        modules += [attention.get_submodule(path) for attention in attentions for path in family.qkv[1:2]]  # keys
         try:
             for module in modules:
                 check_plain(module)
@@ -187,14 +190,14 @@ class QueryBias(Observable):
 
 
 def read_by_attention(family: Family) -> str:
-    """The site that attention projects its queries and keys from."""
+    """Return the site from which attention projects its queries and keys."""
     return "attn_norm" if "attn_norm" in family.sites else "layer_in"
 
 
 class Moments(Accumulator):
-    """Running mean and population variance over sequences, (P,…) for the positions P seen so far, in float64.
+    """Running mean and population variance over sequences, (P,…) for the positions seen so far, in float64.
 
-    Batches are merged by their deviations (Chan et al. 1979), so that a small variance beside a large mean is not lost.
+    Batches are merged by their deviations (Chan et al. 1979), so a small variance with a large mean is not lost.
     """
 
     def __init__(self) -> None:
@@ -205,7 +208,7 @@ class Moments(Accumulator):
         return self._squares / self.count
 
     def add(self, x: torch.Tensor, present: torch.Tensor) -> None:
-        """Add x (B,P,H); `present` (B,P) says which sequences have which position."""
+        """Add x (B,P,H); `present` (B,P) is True where a sequence has the position."""
         x, present = x.double(), present[..., None]
         count = present.sum(0)  # (P,1)
         mean = x.masked_fill(~present, 0.0).sum(0) / count
@@ -231,23 +234,25 @@ class Moments(Accumulator):
 
 
 def key_weight_and_query_bias(model: PreTrainedModel, family: Family, layer: int) -> tuple[torch.Tensor, Any]:
-    """W_k (K,d,D) and b_Q (H,d) of one layer, copied; None where it has no query bias."""
+    """Return copies of W_k (K,d,D) and b_Q (H,d) of one layer; b_Q is None if there is no query bias."""
     projected = projections(model, family, layer)
     bias = projected["query"].bias
     return projected["key"].weight.detach(), None if bias is None else bias.detach()
 
 
 def bias_directions(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """u_h = W_k^{g(h)}ᵀ b_Q^h of every query head, (H,D) in float64: Δ_j^h = u_h · x_j, and Σ_h u_h is γ (NU §4.2.3).
+    """Return u_h = W_k^{g(h)}ᵀ b_Q^h of every query head, (H,D) in float64: Δ_j^h = u_h · x_j, Σ_h u_h = γ (NU §4.2.3).
 
-    W_k (K,d,D), b_Q (H,d); query head h reads the keys of head g(h) = h ÷ (H/K).
+    Args:
+        weight: W_k (K,d,D).
+        bias: b_Q (H,d); query head h reads the keys of head g(h) = h ÷ (H/K).
     """
     grouped = bias.double().view(len(weight), -1, bias.shape[-1])  # (K,H/K,d)
     return torch.einsum("kgd,kdc->kgc", grouped, weight.double()).flatten(0, 1)
 
 
 def key_alignment(vectors: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """cos(W_k x, b_Q) for vectors x (P,D): of all heads' vectors concatenated and of each query head, (P,1+H) float64.
+    """Return cos(W_k x, b_Q) for vectors x (P,D), of all heads concatenated and of each query head, (P,1+H) float64.
 
     A key head that serves several query heads is compared with each (NU §4.2.2, for the EPE).
     """
@@ -256,3 +261,236 @@ def key_alignment(vectors: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     bias = bias.double()
     together = torch.cosine_similarity(keys.flatten(1), bias.flatten()[None], dim=-1, eps=0.0)
     return torch.cat([together[:, None], torch.cosine_similarity(keys, bias[None], dim=-1, eps=0.0)], dim=1)
+
+
+GROUPS = 20  # groups of sequences (number modulo 20) for the jackknife of means
+WHOLE_RUN = -1  # the group of all sequences
+
+
+class Epe(Observable):
+    """Tests what effective positional encodings explain: tables `epe_by_group` and `epe_rest_by_sequence`.
+
+    EPE_i = MLP⁽¹⁾(p_i) + p_i (positions.py). NU calls it the first-order effect of position i after the first layer
+    (§3.2.1), and takes W_k EPE_0 as the reason why the sink's key is aligned with the query bias (§4.2.2). The paper
+    leaves both checks open.
+    """
+
+    name = "epe"
+    about = "cosine of EPE with the states after the first layer, and of b_Q with what EPE_0 leaves of a key"
+    sites = ("layer_in", "layer_out")
+    expected = False
+    columns: ClassVar = {
+        "epe_by_group": (
+            Column("group", "-1: all sequences; else without those of this number modulo 20", kind="whole"),
+            POSITION,
+            Column("cosine", "cosine of EPE with the mean over sequences of the layer's output at this position"),
+        ),
+        "epe_rest_by_sequence": (
+            SEQUENCE,
+            Column("cosine", "cos(W_k (h_0 − EPE_0), b_Q), h_0 the layer's input at position 0; all heads together"),
+            Column("cosine_whole", "cos(W_k h_0, b_Q)"),
+        ),
+    }
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.sums: Sums[int] = Sums()  # group → (P,D) in float64
+        self.counts: Sums[int] = Sums()  # group → (P,)
+        self.by_sequence = BySequence()
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        if not family.position_embedding:
+            return f"its positions are not learned vectors (they are {family.positions})"
+        return QueryBias.inapplicable(model, family)
+
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
+        self.model, self.family = model, family
+        self.attending = set(family.attentions(model))
+        self.epe = effective_positions(model, family, self.settings.positions)
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        if site == "layer_out" and layer == 0:
+            self._add_states(batch.tokens_at(upcast(reading.tensor), self.settings.positions), batch)
+        if site == "layer_in" and layer in self.attending:
+            first = batch.tokens_at(upcast(reading.tensor), 1)[:, 0]
+            self._add_rest(layer, first, batch)
+
+    def _add_states(self, states: torch.Tensor, batch: Batch) -> None:
+        """Add the first layer's outputs (B,P,D) to the sums of their groups."""
+        present = batch.present(states.shape[1])
+        counted = torch.ones(states.shape[:2]) if present is None else present
+        for index, state in enumerate(states.double()):
+            group = (batch.first + index) % GROUPS
+            self.sums.add(group, state)
+            self.counts.add(group, counted[index].float().cpu())
+
+    def _add_rest(self, layer: int, first: torch.Tensor, batch: Batch) -> None:
+        """Add the cosines of position 0's inputs (B,D)."""
+        weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
+        if bias is None:
+            return
+        rest = first - self.epe[0].to(first)
+        cosines = {
+            name: key_alignment(x, weight, bias)[:, 0] for name, x in (("cosine", rest), ("cosine_whole", first))
+        }
+        self.by_sequence.add(batch, cosines, layer=layer)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        groups = sorted(self.sums)
+        total = torch.stack([self.sums[group] for group in groups]).sum(0)
+        count = torch.stack([self.counts[group] for group in groups]).sum(0).to(total)
+        rows = {WHOLE_RUN: (total, count)}
+        if len(groups) > 1:
+            rows |= {at: (total - self.sums[at], count - self.counts[at].to(count)) for at in groups}
+        cosines = [
+            torch.cosine_similarity(summed / number[:, None], self.epe.to(total), dim=-1, eps=0.0)
+            for summed, number in rows.values()
+        ]
+        axes = {"layer": 0, "group": list(rows), "position": range(len(self.epe))}
+        table = long_form(axes, {"cosine": torch.stack(cosines).cpu().numpy()})
+        return {"epe_by_group": table, "epe_rest_by_sequence": self.by_sequence.table()}
+
+
+CONTENT, KEY_BIAS, DELTA, BIASES = "content", "key bias", "delta", "biases"
+CLOSE = 1e-2  # relative tolerance for queries and keys as multiples of their projections (half precision)
+
+
+class LogitTerms(Observable):
+    """Measures the four terms of logits with biases at position 0 and at other keys: table `logit_terms_by_sequence`.
+
+        s_{t→j} = (W_q x_t)ᵀ W_k x_j + (W_q x_t)ᵀ b_K + b_Qᵀ W_k x_j + b_Qᵀ b_K        (NU §4.1)
+
+    The terms' gaps between position 0 and other keys add up to `sink_logit_gap` (VGA §4.1), and Δ's part shows how much
+    of the sink is due to the query bias. Terms without x_j are the same for all keys. Only layers count whose queries
+    and keys are multiples of their projections, and whose queries see all earlier tokens.
+    """
+
+    name = "logit-terms"
+    about = "the four terms of the logits, with and without the biases, at position 0 and at other keys (NU §4.1)"
+    sites = ("layer_in", "attn_norm", "attention")
+    expected = False
+    columns: ClassVar = {
+        "logit_terms_by_sequence": (
+            SEQUENCE,
+            Column(
+                "term",
+                "content: (W_q x_t)ᵀ W_k x_j; key bias: (W_q x_t)ᵀ b_K; delta: b_Qᵀ W_k x_j; biases: b_Qᵀ b_K",
+                kind="text",
+            ),
+            Column("at_first", "the term in the scaled logits of position 0's key, mean over later queries and heads"),
+            Column("at_others", "the same, mean over each query's other keys first"),
+        ),
+    }
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.by_sequence = BySequence()
+        self.input = torch.empty(0)  # (T,D), the input of the projections for the batch's first sequence
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        if not family.position_embedding or family.kinds_of_positions != {"learned"}:
+            return f"its positions are {family.positions}, not learned vectors alone"
+        if not family.causal:
+            return "it attends both ways"
+        return QueryBias.inapplicable(model, family)
+
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
+        self.model, self.family = model, family
+        self.site = read_by_attention(family)
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        if site == self.site:
+            self.input = upcast(reading.tensor[0])
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        if not sees_all_earlier(read, batch):
+            return
+        projected = projections(self.model, self.family, layer)
+        heads, longest = read.query.shape[1], int(batch.lengths.max())
+        tokens, biases = [], []
+        for projection, state in ((projected["query"], read.query), (projected["key"], read.key)):
+            bias = effective_bias(projection, self.input, upcast(state[0]))
+            if bias is None:
+                return
+            bias = repeat_heads(bias[None, :, None], heads)  # (1,H,1,d)
+            own = repeat_heads(upcast(state), heads) - bias
+            tokens.append(batch.tokens_at(own.transpose(1, 2), longest).transpose(1, 2))
+            biases.append(bias)
+        for term, (first, others) in terms(*tokens, *biases).items():
+            statistics = {
+                name: mean_over_later_queries(read.call.scaling * x, batch)
+                for name, x in (("at_first", first), ("at_others", others))
+            }
+            self.by_sequence.add(batch, statistics, layer=layer, term=term)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {"logit_terms_by_sequence": self.by_sequence.table()} if self.by_sequence else {}
+
+
+def sees_all_earlier(read: AttentionRead, batch: Batch) -> bool:
+    """Return whether logits are scaled products of queries and keys, and every query sees all tokens up to its own."""
+    if read.call.softcap is not None:
+        return False
+    expected = batch.attention_mask.cumsum(1).to(read.lse.device)
+    seen = keys_seen(read).expand(len(expected), -1, -1)[:, 0]
+    real = batch.attention_mask.bool().to(read.lse.device)
+    return bool((seen == expected)[real].all())
+
+
+def effective_bias(projection: Projection, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor | None:
+    """Return the bias's part of queries or keys, (heads,d): the bias times a factor that some models apply to them.
+
+    Args:
+        projection: The projection of queries or keys.
+        x: (T,D), its input.
+        state: (heads,T,d), the queries or keys that attention reads.
+
+    Returns:
+        None if these are no multiple of the projection's output, for example after a rotation.
+    """
+    weight, bias = projection.weight.detach(), projection.bias
+    bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias.detach()
+    weight, bias = (part.to(x) for part in (weight, bias))
+    made = torch.einsum("hdc,tc->htd", weight, x) + bias[:, None]
+    factor = (made * state).sum() / made.square().sum()
+    distance = torch.linalg.vector_norm(state - factor * made)
+    return factor * bias if distance <= CLOSE * torch.linalg.vector_norm(state) else None
+
+
+def terms(
+    query: torch.Tensor, key: torch.Tensor, query_bias: torch.Tensor, key_bias: torch.Tensor
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Compute the four terms of q·k of every query from position 1 on, under the causal mask.
+
+    Args:
+        query, key: (B,H,T,d), without their biases.
+        query_bias, key_bias: (1,H,1,d).
+
+    Returns:
+        Term → two tensors (B,H,T−1): the term at position 0's key, and its mean over the query's other keys.
+    """
+    first = key[:, :, :1]
+    count = torch.arange(1, key.shape[2], device=key.device, dtype=key.dtype)
+    others = (key[:, :, 1:].cumsum(2)) / count[:, None]
+    query = query[:, :, 1:]
+    dot = torch.linalg.vecdot
+    alike = dot(query, key_bias.expand_as(query))
+    biases = dot(query_bias, key_bias).expand_as(alike)
+    return {
+        CONTENT: (dot(query, first.expand_as(query)), dot(query, others)),
+        KEY_BIAS: (alike, alike),
+        DELTA: (dot(query_bias, first).expand_as(alike), dot(query_bias.expand_as(others), others)),
+        BIASES: (biases, biases),
+    }
+
+
+def mean_over_later_queries(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Average x (B,H,T−1), of queries from position 1 on, over heads and the queries that a sequence has: (B,)."""
+    by_query = x.mean(1)
+    present = batch.present(x.shape[-1] + 1)
+    if present is None:
+        return by_query.mean(-1)
+    present = present[:, 1:].to(x.device)
+    return by_query.masked_fill(~present, 0.0).sum(-1) / present.sum(-1)

@@ -7,7 +7,7 @@ import numpy as np
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.gradient import ALL_HEADS
 from sinkscope.measuring.observables.observable import LATER
-from sinkscope.measuring.uniform_attention import uniform_mass
+from sinkscope.measuring.summary import uniform_mass
 from sinkscope.paper_claims.arms import NO_COST, SINK, onset, perplexity_ratio, rates_over_steps
 from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, above, at_least, at_most, below, between
 from sinkscope.paper_claims.evidence import MAIN, NULL, Evidence, Lacks, table_of

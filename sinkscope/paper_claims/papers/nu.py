@@ -4,9 +4,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.measuring.observables.epe import WHOLE_RUN
-from sinkscope.measuring.observables.logit_terms import DELTA
-from sinkscope.measuring.observables.query_bias import ALL_HEADS, NO_QUERY_BIAS
+from sinkscope.measuring.observables.query_bias import ALL_HEADS, DELTA, NO_QUERY_BIAS, WHOLE_RUN
 from sinkscope.paper_claims.arms import SINK, falls, had_a_sink, of_arm, rate_after, share_left
 from sinkscope.paper_claims.arms import controls as rates_under_controls
 from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between

@@ -23,8 +23,7 @@ from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.family import Family
-from sinkscope.retrofits.registers import RETROFIT
-from sinkscope.retrofits.retrofit import GatePart
+from sinkscope.retrofits.retrofit import RETROFIT, GatePart
 from sinkscope.text.batch import Batch
 from sinkscope.training.tasks.bigram_backcopy import BigramBackcopy
 

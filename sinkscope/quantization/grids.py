@@ -1,0 +1,207 @@
+"""Uniform fake quantization to grids of 2^bits numbers (Bondarenko et al. 2023), and the grids of sites.
+
+    x̂ = step · clamp(round(x ÷ step), lowest, highest)        round: half to even
+
+The integers are counted from 0, so 0 is on every grid and stays exact. There is one grid for the whole tensor, for each
+of its rows (the last dimension: a token's features, or the inputs of an output channel), or for each of its channels.
+This is the arithmetic of torch.fake_quantize_per_tensor_affine, which takes three times as long on a CPU and turns NaN
+into a number; the tests compare the two. torch's MinMaxObserver has the same ranges but clips the largest symmetric
+weight, at 127.5 steps.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+
+from sinkscope.attention.kernels import upcast
+from sinkscope.errors import InputError, unknown
+from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
+from sinkscope.quantization.sites import CACHED, SCORES, SOFTMAX, WEIGHT, Site
+
+FEWEST_BITS, MOST_BITS = 2, 16
+TINY = torch.finfo(torch.float32).tiny  # a smaller step has no reciprocal
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The numbers step · k for the integers k from `lowest` ≤ 0 to `highest` ≥ 0; only 0 if the step is 0.
+
+    Tensors instead of numbers hold many grids, and broadcast to the input of `snap`.
+    """
+
+    step: float | torch.Tensor
+    lowest: int | torch.Tensor
+    highest: int | torch.Tensor
+
+    def of(self, x: torch.Tensor) -> "Grid":
+        """Return the grid itself, because it is static."""
+        return self
+
+    def snap(self, x: torch.Tensor) -> torch.Tensor:
+        """Round x (any shape) to the nearest numbers of the grid, in float32 or better; returns x's dtype.
+
+        Numbers beyond an end of the grid, including infinities, go to that end; NaN stays NaN.
+        """
+        divisor = self.step.where(self.step != 0, 1) if isinstance(self.step, torch.Tensor) else self.step or 1.0
+        ends: Any = (self.lowest, self.highest)  # torch has separate signatures for numbers and tensors
+        wholes = (upcast(x) / divisor).round_().clamp_(*ends)
+        return wholes.mul_(self.step).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class RowGrids:
+    """Dynamic grids without calibration, one for every row (…,D) of the input of `snap`."""
+
+    bits: int
+    is_symmetric: bool
+
+    def of(self, x: torch.Tensor) -> Grid:
+        """Return the grids (…,1) of x (…,D)."""
+        low, high = upcast(x).aminmax(dim=-1, keepdim=True)
+        if self.is_symmetric:
+            return symmetric_grids(torch.maximum(-low, high), self.bits)
+        return asymmetric_grids(low, high, self.bits)
+
+    def snap(self, x: torch.Tensor) -> torch.Tensor:
+        """Round each row of x (…,D) to its own grid, in x's dtype. A row with NaN or infinity becomes NaN."""
+        return self.of(x).snap(x)
+
+
+def symmetric_grid(largest: float, bits: int) -> Grid:
+    """Return the grid for -largest … largest, with 2^(bits-1) - 1 steps to either side.
+
+    Raises:
+        InputError: `largest` is negative or not finite, or the number of bits is not supported.
+    """
+    check_bits(bits)
+    if not (math.isfinite(largest) and largest >= 0):
+        raise InputError(f"a tensor whose largest entry is {largest} cannot be quantized")
+    most = 2 ** (bits - 1) - 1
+    return Grid(_step(largest, most), -most, most)
+
+
+def asymmetric_grid(low: float, high: float, bits: int) -> Grid:
+    """Return the grid for low … high, widened to hold 0: 2^bits - 1 steps, of which round(-low ÷ step) are below 0.
+
+    Raises:
+        InputError: low … high is no finite range, or the number of bits is not supported.
+    """
+    check_bits(bits)
+    if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+        raise InputError(f"{low} … {high} is not a range that can be quantized")
+    low, high = min(low, 0.0), max(high, 0.0)
+    most = 2**bits - 1
+    step = _step(high - low, most)
+    below = round(-low / step) if step else 0
+    return Grid(step, -below, most - below)
+
+
+def symmetric_grids(largest: torch.Tensor, bits: int) -> Grid:
+    """Return a `symmetric_grid` for every entry of `largest` ≥ 0."""
+    check_bits(bits)
+    most = 2 ** (bits - 1) - 1
+    return Grid(_steps(largest, most), -most, most)
+
+
+def asymmetric_grids(low: torch.Tensor, high: torch.Tensor, bits: int) -> Grid:
+    """Return an `asymmetric_grid` for every entry of `low` and `high`."""
+    check_bits(bits)
+    low, high = low.clamp_max(0), high.clamp_min(0)
+    most = 2**bits - 1
+    step = _steps(high - low, most)
+    below = (-low / step.where(step != 0, 1)).round()
+    return Grid(step, -below, most - below)
+
+
+def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Round x (any shape), such as a weight, to one grid for its own largest entry."""
+    return symmetric_grid(float(x.abs().max()) if x.numel() else 0.0, bits).snap(x)
+
+
+def check_bits(bits: int, what: str = "bits") -> None:
+    if isinstance(bits, bool) or not isinstance(bits, int) or not FEWEST_BITS <= bits <= MOST_BITS:
+        raise InputError(f"{what} {bits}: it must be a whole number from {FEWEST_BITS} to {MOST_BITS}")
+
+
+def _step(width: float, steps: int) -> float:
+    return max(width / steps, TINY) if width > 0 else 0.0
+
+
+def _steps(widths: torch.Tensor, steps: int) -> torch.Tensor:
+    return (widths / steps).clamp_min(TINY).where(widths > 0, widths)
+
+
+TENSOR, CHANNEL, TOKEN = "tensor", "channel", "token"  # units with a grid of their own
+
+
+@dataclass(frozen=True)
+class Range:
+    """The range of the entries of one site over all calibration sequences."""
+
+    low: float
+    high: float
+    median_abs: float  # median of the magnitudes of a sequence, mean over sequences
+    is_massive: bool  # whether a sequence has a massive activation by Sun et al.'s rule; hidden states only
+    channels: tuple[torch.Tensor, torch.Tensor] | None = None  # low and high (1,Hkv,1,D) of keys and values
+
+    @property
+    def max_abs(self) -> float:
+        return max(-self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Numbers of bits, and kinds of grids.
+
+    weights      symmetric; one grid per tensor, or one per output channel
+    activations  asymmetric; one static grid per tensor, or one dynamic grid per token. Attention scores and softmax
+                 outputs always have a static grid, because a row of scores covers all keys including padding.
+    kv_cache     keys and values as attention reads them, asymmetric; one static grid, one static grid per channel of a
+                 key/value head, or one dynamic grid per token and head
+    """
+
+    weights: int = 8
+    activations: int = 8
+    kv_cache: int = 8
+    weights_per: PerWeight = "tensor"
+    activations_per: PerActivation = "tensor"
+    kv_cache_per: PerCache | None = None  # None: not quantized
+
+    def __post_init__(self) -> None:
+        for name, choices in (("weights", PerWeight), ("activations", PerActivation), ("kv_cache", PerCache)):
+            per = getattr(self, f"{name}_per")
+            if per is not None and per not in get_args(choices):
+                raise InputError(f"{name}_per {unknown(per, get_args(choices))}")
+
+    def __str__(self) -> str:
+        cache = "" if self.kv_cache_per is None else f"KV{self.kv_cache}"
+        return f"W{self.weights}A{self.activations}{cache}"
+
+    def grid(self, site: Site, known: Range) -> Grid | RowGrids:
+        """Return the grid or grids of a site."""
+        if site.part == WEIGHT:
+            is_whole = self.weights_per == TENSOR
+            return symmetric_grid(known.max_abs, self.weights) if is_whole else RowGrids(self.weights, True)
+        bits = self.kv_cache if site.part in CACHED else self.activations
+        per = self._per(site.part)
+        if per == TOKEN:
+            return RowGrids(bits, False)
+        if per == CHANNEL and known.channels is not None:
+            return asymmetric_grids(*known.channels, bits)
+        return asymmetric_grid(known.low, known.high, bits)
+
+    def _per(self, part: str) -> str | None:
+        if part in CACHED:
+            return self.kv_cache_per
+        return TENSOR if part in (SCORES, SOFTMAX) else self.activations_per
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The effect of a site's grid on its entries."""
+
+    zeroed: float  # share of the nonzero entries that become 0
+    sqnr: float  # signal to quantization noise, 10 log₁₀ Σx² ÷ Σ(x−x̂)², in dB; infinite without noise
+    step: float  # step of the grid; the mean of several grids

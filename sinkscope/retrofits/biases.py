@@ -1,0 +1,174 @@
+"""Biases of attention: learned keys, value biases (WSE §7.2 and §7.3), and learnable sink logits (S2M §1, gpt-oss)."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.attention.kernels import AttentionCall, upcast, without_autocast
+from sinkscope.models.family import Family
+from sinkscope.retrofits.retrofit import AttentionPart, DenominatorPart, Layer, PlacedHook, Retrofit
+
+Value = Literal["zero", "learned", "axis", "uniform"]
+
+
+def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap: float | None = None) -> torch.Tensor:
+    """Return scaling · q_t·k* of each head: query (B,H,T,d), key (H,d) → (B,H,T), in float32 or better."""
+    query = upcast(query)
+    with without_autocast(query):
+        logits = scaling * torch.einsum("bhtd,hd->bht", query, key.to(query.dtype))
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def fixed_value(kind: Value, norm: float, width: int) -> torch.Tensor:
+    """Return m·e₁ (axis) or m·1/√d (uniform) of WSE table 5, (d,) in float64."""
+    if kind == "axis":
+        return F.one_hot(torch.tensor(0), width).double() * norm
+    return torch.full((width,), norm / width**0.5, dtype=torch.float64)
+
+
+class KeyBias(DenominatorPart):
+    """A learned key k* with a value v* of its own: one more key to attend to (WSE tables 4, 5 and 13).
+
+        mix[t] = Σ_s a[t,s] v_s + a*[t] v*        a*[t] = exp(scaling · q_t·k* - lse[t])
+
+    v* = 0 contributes nothing (the paper's K biases), a learned v* makes KV biases, and a fixed one of norm m has a
+    cost. The logit has the model's softcap, if there is one. k* has no position, so it is not rotated. By default it
+    starts at 0, a logit of 0 in every row: no other start lowers every query's logit without looking at data. The paper
+    trains from scratch and starts at N(0, .02²): `deviation=0.02`.
+
+    Attributes:
+        key: (H,n), or (1,n) shared by the heads: the first n ≤ d dimensions of k*.
+        value: (H,d) or (1,d), if v* is learned.
+    """
+
+    called: ClassVar[str] = "key biases"
+    reads_query: ClassVar[bool] = True
+
+    def __init__(self, layer: Layer, chosen: "KeyBiases") -> None:
+        super().__init__(layer)
+        self.heads, self.width = layer.heads, layer.head_dim
+        rows = 1 if chosen.shared else layer.heads
+        self.key = layer.empty(rows, min(chosen.dimensions or self.width, self.width))
+        learned = chosen.value == "learned"
+        self.value: nn.Parameter | None = layer.empty(rows, self.width) if learned else None
+        self.fixed = (chosen.value, chosen.norm) if chosen.value in ("axis", "uniform") else None
+        if chosen.deviation:
+            self.draw_start(layer, chosen.deviation)
+
+    def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        # if the model's own code has computed the logits, the call does not have their exact scale
+        scaling = call.scaling if call.scores is None else self.scaling
+        key = F.pad(self.key, (0, self.width - self.key.shape[1])).expand(self.heads, -1)
+        return bias_logits(query, key, scaling, call.softcap)
+
+    def values(self) -> torch.Tensor | None:
+        if self.fixed is not None:
+            return fixed_value(*self.fixed, self.width).to(self.key).expand(self.heads, -1)
+        return None if self.value is None else self.value.expand(self.heads, -1)
+
+
+class KeyBiases(Retrofit):
+    name: ClassVar[str] = "key-bias"
+    about: ClassVar[str] = (
+        "a learned key per head, of value zero (value: zero, learned, or fixed on an axis or uniform, of norm; shared "
+        "by heads; dimensions that are learned; deviation of the start)"
+    )
+    paper: ClassVar[str] = "WSE §7"
+
+    value: Value = "zero"
+    norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # m of a fixed value
+    shared: bool = False
+    dimensions: int | None = Field(default=None, ge=1)  # d_a; None: all
+    deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_norm(self) -> "KeyBiases":
+        if self.norm != 1.0 and self.value not in ("axis", "uniform"):
+            raise ValueError("norm is of value=axis and value=uniform")
+        return self
+
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
+        if self.value != "zero" and family.door != "interface":
+            return f"value={self.value}: its own code mixes the values, and a further one cannot be added there"
+        return super().inapplicable(model, family)
+
+    def part(self, layer: Layer) -> KeyBias:
+        return KeyBias(layer, self)
+
+
+class ValueBias(AttentionPart):
+    """A learned vector added to every head's output (WSE table 4: V biases): `bias` (H,d), or (1,d) if shared."""
+
+    def __init__(self, layer: Layer, shared: bool, deviation: float) -> None:
+        super().__init__()
+        self.heads = layer.heads
+        self.bias = layer.empty(1 if shared else layer.heads, layer.head_dim)
+        if deviation:
+            self.draw_start(layer, deviation)
+
+    def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
+        PlacedHook(layer.output, _added, before=True).watch(layer.attention)
+
+    def forward(self, mix: torch.Tensor) -> torch.Tensor:
+        """Add each head's bias to its mix, (B,T,H·d)."""
+        return mix + self.bias.expand(self.heads, -1).flatten().to(mix.dtype)
+
+
+def _added(part: nn.Module, args: tuple, output: None) -> tuple:
+    return (part(args[0]), *args[1:])
+
+
+class ValueBiases(Retrofit):
+    name: ClassVar[str] = "value-bias"
+    about: ClassVar[str] = "a learned vector added to each head's output (shared by heads; deviation of the start)"
+    paper: ClassVar[str] = "WSE §7"
+
+    shared: bool = False
+    deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    def part(self, layer: Layer) -> ValueBias:
+        return ValueBias(layer, self.shared, self.deviation)
+
+
+class SinkLogit(DenominatorPart):
+    """A learned logit b per query head in every row's softmax, without a value: `logit` (H,).
+
+    a[t,s] = exp(l[t,s]) / (exp(b) + Σ exp(l[t,·])). b = −∞ is the pretrained attention, but not trainable, because
+    ∂a/∂b falls with exp(b). The starting value is a compromise.
+    """
+
+    called: ClassVar[str] = "learned sink logits"
+
+    def __init__(self, layer: Layer, first: float) -> None:
+        super().__init__(layer)
+        self.first = first
+        self.logit = layer.empty(layer.heads)
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        return {"logit": torch.full_like(self.logit, self.first)}
+
+    def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        return self.logit[:, None].expand(query.shape[:3])
+
+
+class LearnableSink(Retrofit):
+    name: ClassVar[str] = "learnable-sink"
+    about: ClassVar[str] = (
+        "a learned logit per head in the softmax's denominator, with no value (first: where it starts)"
+    )
+    paper: ClassVar[str] = "S2M §1, gpt-oss"
+
+    first: float = Field(default=-5.0, allow_inf_nan=False)
+
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
+        if any(hasattr(attention, "sinks") for attention in family.attentions(model).values()):
+            return "it has learnable sinks of its own"
+        return super().inapplicable(model, family)
+
+    def part(self, layer: Layer) -> SinkLogit:
+        return SinkLogit(layer, self.first)
