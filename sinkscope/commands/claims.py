@@ -34,8 +34,7 @@ from sinkscope.measuring.subject import (
     position_limit,
 )
 from sinkscope.models.fingerprint import fingerprint
-from sinkscope.options.claims import ClaimsOptions
-from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
+from sinkscope.options.measuring import AnalyzeOptions, ClaimsOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
 from sinkscope.report.claims.evidence import LONG, MAIN, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_role
 from sinkscope.report.claims.folder import ScorecardFolder, scorecard_folder

@@ -19,10 +19,8 @@ from rich.console import Console
 
 from sinkscope.commands.result import Result
 from sinkscope.commands.run import check_figures
-from sinkscope.commands.sweeping.engine import Pool, run_groups, split
-from sinkscope.commands.sweeping.evicting import Leaving
-from sinkscope.commands.sweeping.launched import Launched, check_launched, follow
 from sinkscope.commands.sweeping.plan import (
+    Leaving,
     Planned,
     check_disk,
     done_cell,
@@ -32,6 +30,7 @@ from sinkscope.commands.sweeping.plan import (
     sized,
     table_of,
 )
+from sinkscope.commands.sweeping.pools import Launched, Pool, check_launched, follow, run_groups, split
 from sinkscope.commands.sweeping.progress import Progress, say, shown
 from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import Group, State, Task
@@ -39,8 +38,7 @@ from sinkscope.errors import InputError, counted, unknown
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.processes import team, together
 from sinkscope.options.option import checked
-from sinkscope.options.output import OutputOptions
-from sinkscope.options.sweep import SweepOptions
+from sinkscope.options.output import OutputOptions, SweepOptions
 from sinkscope.options.sweep_file import TRAINING, Cell, Sweep, read_sweep
 from sinkscope.report import factor_study
 from sinkscope.report.figures import FIGURES, is_of
@@ -246,10 +244,10 @@ def _pool(asked: SweepOptions, commands: Iterable[str]) -> Pool:
         check_launched(asked)
         return Launched(team())
     if asked.engine == "ray":
-        from sinkscope.commands.sweeping.ray_tasks import RayTasks
+        from sinkscope.commands.sweeping.pools import RayTasks
 
         return RayTasks(asked.address, None if asked.workers == "auto" else asked.workers)
-    from sinkscope.commands.sweeping.processes import Processes, default_workers
+    from sinkscope.commands.sweeping.pools import Processes, default_workers
 
     return Processes(default_workers() if asked.workers == "auto" else asked.workers, commands)
 

@@ -17,11 +17,13 @@ OUT/comparison/                   the runs side by side
 The same command again continues where it was interrupted, and adds arms to those that are there.
 """
 
+import copy
+import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,9 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate import PartialState
+from rich.console import Console
 from transformers import PreTrainedModel
 
-from sinkscope.commands.training_plan import Plan
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, print_part, spinner
 from sinkscope.measuring.manifest import make_manifest as run_manifest
@@ -42,7 +44,9 @@ from sinkscope.measuring.tables import all_tables
 from sinkscope.models.family import Family
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.positions import known_positions
 from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.options.training import ArmOptions, TrainingConfig
 from sinkscope.report.comparison import compare, write_comparison
 from sinkscope.report.figures import save_figures
 from sinkscope.report.outputs import write_run
@@ -50,19 +54,125 @@ from sinkscope.report.page import renew_page
 from sinkscope.report.retrofit_table import UNTOUCHED
 from sinkscope.report.run import Run
 from sinkscope.report.trained import Trained, first_runs, retrofit_tables
-from sinkscope.results.folders import new_folder
+from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
-from sinkscope.results.resume import FileList, claim, resumable
 from sinkscope.results.swap import new_file
 from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
 from sinkscope.retrofits import gate_displacement
+from sinkscope.retrofits.registers import registers_before
 from sinkscope.text.inputs import TokenInputs
-from sinkscope.training.arms import Arm
+from sinkscope.training.arms import Arm, Method
 from sinkscope.training.blocks import Blocks
-from sinkscope.training.checkpoints import checkpoints, failures, keep_models
-from sinkscope.training.sink_probe import probe_of
+from sinkscope.training.history import probe_of
+from sinkscope.training.sharding import by_the_first
 from sinkscope.training.tasks import Task
-from sinkscope.training.trainer import no_bars, train
+from sinkscope.training.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train
+
+RENEWED = ("figures", "comparison")  # folders of all arms together: written anew whenever the command goes on
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `retrofit` or `train` was asked for.
+
+    Attributes:
+        command: its name.
+        folder: where it writes.
+        options: the entries of run.json that decide its numbers: the folder is resumed only with the same ones.
+        training: how each arm is trained.
+        measuring: how models are loaded and measured.
+        overwrite: begin anew.
+        console: for what is said meanwhile.
+        start: when the command began.
+    """
+
+    command: str
+    folder: Path
+    options: dict[str, Any]
+    training: TrainingConfig
+    measuring: RunConfig
+    overwrite: bool
+    console: Console
+    # options that a folder of an older version does not record count as given with these values
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] | None = None  # of a recipe
+    page: bool = True  # write index.html
+    figures: bool = True  # draw them
+    start: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(
+        cls,
+        command: str,
+        asked: ArmOptions,
+        out: str | os.PathLike[str],
+        overwrite: bool,
+        quiet: bool,
+        record: Mapping[str, Any] | None,
+        page: bool,
+        figures: bool = True,
+        **facts: Any,
+    ) -> "Plan":
+        """The plan of either command; `facts` are what else decides its numbers."""
+        state = PartialState()
+        # methods are added to a folder one after the other: each arm's is recorded with the arm
+        own = {"config": asked.model_dump(mode="json", exclude={"method"})}
+        options = own | {"processes": state.num_processes} | facts
+        defaults = {"config": type(asked)().model_dump(mode="json", exclude={"method"})}
+        console = Console(stderr=True, quiet=quiet or not state.is_main_process)
+        return cls(
+            command=command,
+            folder=Path(out),
+            options=options,
+            training=asked.training,
+            measuring=asked.measuring,
+            overwrite=overwrite,
+            console=console,
+            defaults=defaults,
+            record=record,
+            page=page,
+            figures=figures,
+        )
+
+    @contextmanager
+    def own_folder(self, *reads: str | None) -> Iterator[None]:
+        """Have the folder to this command, which may be several processes.
+
+        Args:
+            reads: as for `check_output`.
+
+        Raises:
+            InputError: it cannot be written, was made with other options, or another command is writing it.
+        """
+        with ExitStack() as stack:
+
+            def take() -> None:
+                stack.enter_context(alone_in(self.folder))
+                check_resumable(self.folder, self.command, self.options, self.overwrite, self.defaults, reads, RENEWED)
+
+            by_the_first(take)
+            yield
+
+    def check_methods(self, methods: Iterable[Method], model: PreTrainedModel, family: Family) -> None:
+        """Raise InputError for a method that cannot be trained on this model, before hours of training another."""
+        if not family.causal:
+            raise InputError(f"'{family.name}' attends both ways, and training here predicts each token's successor")
+        limit, length = known_positions(model, family), self.training.block_length
+        for method in methods:
+            trial = method.built_into(copy.deepcopy(model), family, self.training.seed)
+            try:
+                check_trainable(trial, self.training.only_new)
+            except InputError as error:
+                raise InputError(f"--method {method.label}: {error}") from None
+            registers = registers_before(trial)
+            if limit is not None and length + registers > limit:
+                raise InputError(
+                    f"--method {method.label}: blocks of {length} tokens and {registers} registers are beyond the "
+                    f"model's {limit} positions: take a --block-length of at most {limit - registers}"
+                )
+
+
+# --------------------------------------------------------------------------------------------------------- the arms
 
 OWN_TABLES = ("training", "gates")  # of every arm; a task has more
 CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from sinkscope.errors import InputError, SinkscopeError, described
 from sinkscope.models.devices import stays_on_cpu
-from sinkscope.options.devices import POLICIES
+from sinkscope.options.measuring import POLICIES
 
 TIMEOUT = timedelta(days=1)  # that a process waits for the others: the first one may write, or measure, by itself
 Found = TypeVar("Found")

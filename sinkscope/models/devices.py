@@ -1,11 +1,11 @@
-"""Where a model computes: whether what --device-map names is there. See `options/devices.py` for what it may name."""
+"""Where a model computes: whether what --device-map names is there. See `options/measuring.py` for what it may name."""
 
 from collections.abc import Callable
 
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.options.devices import POLICIES, check_device_map
+from sinkscope.options.measuring import POLICIES, check_device_map
 
 COUNTS: dict[str, Callable[[], int]] = {
     "cuda": torch.cuda.device_count,

@@ -1,13 +1,14 @@
 """The options of loading a model, of what it reads and of what is measured. Nothing here imports torch."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, field_validator, model_validator
 
-from sinkscope.options.devices import check_device_map
-from sinkscope.options.files import kind_of, names_in, user_path
+from sinkscope.errors import unknown
+from sinkscope.options.files import UserPath, kind_of, names_in, user_path
 from sinkscope.options.option import (
     MOST,
     Options,
@@ -17,6 +18,17 @@ from sinkscope.options.option import (
     option,
     split_all_names,
 )
+
+POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+DEVICES = ("cpu", "cuda", "cuda:1", "xpu:0", "mps")  # and other numbers
+
+
+def check_device_map(name: str) -> str:
+    """The name. Raises ValueError for one that means nothing; whether the device is there is another matter."""
+    if name in POLICIES or re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d{1,3})?", name):
+        return name
+    raise ValueError(unknown(name, (*DEVICES, *POLICIES)))
+
 
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
 PROMPT = "prompt"  # the condition of a run on --prompt
@@ -390,3 +402,90 @@ def make_config(**options: Any) -> RunConfig:
         InputError: the first option that is wrong, in one line.
     """
     return checked(RunConfig, options)
+
+
+# ----------------------------------------------------------------------------------------------------------- claims
+
+
+class ClaimsOptions(ControlOptions, RunConfig):
+    about: ClassVar[str] = """Test on a model what five papers say happens: a scorecard with intervals.
+
+    Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
+    architecture, interventions), and judges each by its 95 % interval. Interrupted, the same command goes on.
+
+    --from alone judges runs that are there, of one model or several, and loads none. With a MODEL besides (the demo by
+    its name), those runs are judged and what they lack is measured."""
+    writes: ClassVar = "runs/MODEL-claims"
+    in_memory: ClassVar = True
+    resumable: ClassVar = True
+    # arms are half of the time; on the models of reports/claims no outcome differs from that of five controls
+    defaults: ClassVar = {"draws": 3}
+    refused: ClassVar = {"observables": "each claim names what it needs"}
+    hidden: ClassVar = tuple(ObservableOptions.model_fields)
+
+    nulls: int = option(
+        5,
+        "Measuring",
+        "Draws of random weights: a claim tells the model from these if none of them passes it.",
+        metavar="N",
+        ge=1,
+    )
+    from_: tuple[UserPath, ...] = option(
+        (),
+        "Input",
+        "A run to judge, also a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; often, too.",
+        metavar="RUN",
+    )
+
+    @field_validator("input")
+    @classmethod
+    def _a_text(cls, source: str) -> str:
+        if source in ("random", "repeated"):
+            raise ValueError("claims measures random and repeated tokens besides a text: name a text")
+        return source
+
+    @property
+    def only_judges(self) -> bool:
+        """Whether runs are judged and no model is loaded."""
+        return bool(self.from_) and self.model is None and self.gguf_file is None
+
+    def folder(self) -> Path | None:
+        return None if self.only_judges else Path("runs", as_folder_name(self.folder_name, "claims"))
+
+
+# -------------------------------------------------------------------------------------------------------- benchmark
+
+HELLASWAG = "hellaswag"  # WSE figure 10
+
+
+class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
+    about: ClassVar[str] = """Score one model on tasks of lm-evaluation-harness: pip install 'sinkscope[lm-eval]'.
+
+    Any task that it knows by name, or one of your own with --task-path. In a sweep scores stand beside sinks."""
+    writes: ClassVar = "runs/MODEL-benchmark"
+    refused: ClassVar = {"attn": "the harness runs the model as it is"}
+
+    tasks: tuple[str, ...] = option((HELLASWAG,), "Benchmarks", "Tasks or groups of them by name.", metavar="A,B")
+    task_path: str | None = option(None, "Benchmarks", "A folder with YAML files of your own tasks.", metavar="DIR")
+    shots: int | None = option(
+        None, "Benchmarks", "Examples in front of each question.", metavar="N", shown="each task's own", ge=0, le=MOST
+    )
+    limit: int | None = option(
+        None, "Benchmarks", "Only the first N questions of each task.", metavar="N", shown="all", ge=1, le=MOST
+    )
+    batch_size: int = option(8, "Benchmarks", "Requests at once.", metavar="N", ge=1)
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _split(cls, names: Any) -> Any:
+        return split_all_names(names)
+
+    @field_validator("tasks")
+    @classmethod
+    def _once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not names:
+            raise ValueError("name a task, as hellaswag")
+        return tuple(dict.fromkeys(names))
+
+    def folder(self) -> Path:
+        return Path("runs", as_folder_name(self.folder_name, "benchmark"))

@@ -1,10 +1,13 @@
 """Where a command writes and what it prints, and the options of commands that measure nothing themselves."""
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from sinkscope.options.files import UserPath
+from pydantic import field_validator, model_validator
+
+from sinkscope.options.files import ENDINGS, UserPath
 from sinkscope.options.measuring import DeviceOptions, InputOptions, ModelOptions
-from sinkscope.options.option import Options, option
+from sinkscope.options.option import MOST, Options, as_folder_name, option
 
 
 class OutputOptions(Options):
@@ -78,3 +81,75 @@ class ListOptions(Options):
     arguments: ClassVar = ("kind",)
 
     kind: str | None = option(None, "Input", "One kind of them.", metavar="KIND", shown="all")
+
+
+# ------------------------------------------------------------------------------------------------------------ sweep
+
+
+class SweepOptions(DeviceOptions, ModelOptions):
+    about: ClassVar[str] = """Measure many models × revisions × inputs × settings, as a YAML file lists them.
+
+    Writes a run folder for each combination and a comparison of them all. The same command goes on where it was
+    interrupted; what failed is tried again with --retry. --dtype, --device-map, --attn, --trust-remote-code and
+    --allow-pickle are of all models. `accelerate launch -m sinkscope.cli sweep …` measures each on several GPUs."""
+    arguments: ClassVar = ("file",)
+    writes: ClassVar = "runs/FILE"
+    resumable: ClassVar = True
+    refused: ClassVar = dict.fromkeys(("model", "revision", "gguf_file", "adapter"), "the file names the models")
+    shown: ClassVar = dict.fromkeys(DeviceOptions.model_fields, "the file's")
+
+    file: str = option(..., "Input", "The sweep: a YAML file, or a name from `sinkscope list sweeps`.", metavar="FILE")
+    quick: bool = option(False, "Running", "The small form that the file has, to see that all goes through.")
+    dry_run: bool = option(
+        False, "Running", "Only show the combinations, with the memory that each needs and what is done."
+    )
+    engine: Literal["local", "ray"] = option(
+        "local", "Running", "local: processes on this machine; ray: tasks on a Ray cluster.", metavar="E"
+    )
+    address: str | None = option(
+        None, "Running", "Of a Ray cluster that runs already.", metavar="A", shown="one is started here"
+    )
+    workers: int | Literal["auto"] = option(
+        "auto", "Running", "Processes at once, or auto: as cores, devices and memory allow.", metavar="N"
+    )
+    shard: str | None = option(
+        None, "Running", "I/N: only the I-th of N parts, for arrays of jobs with the same --out.", metavar="I/N"
+    )
+    retry: bool = option(False, "Running", "Try again what failed before.")
+    evict: bool = option(
+        False, "Running", "Remove each model from the hub's cache once all its cells are done or have failed."
+    )
+
+    @field_validator("workers")
+    @classmethod
+    def _check_workers(cls, workers: int | str) -> int | str:
+        if isinstance(workers, int) and not 1 <= workers <= MOST:
+            raise ValueError("at least 1 process is needed" if workers < 1 else f"at most {MOST}")
+        return workers
+
+    @field_validator("shard")
+    @classmethod
+    def _check_shard(cls, shard: str | None) -> str | None:
+        numbers = (shard or "1/1").split("/")
+        if len(numbers) != 2 or not all(part.isdecimal() for part in numbers):
+            raise ValueError("write it as 1/4: the first of four parts")
+        part, of = map(int, numbers)
+        if not 1 <= part <= of <= MOST:
+            raise ValueError(f"the parts are 1/{of} to {of}/{of}")
+        return shard
+
+    @model_validator(mode="after")
+    def _address_is_of_ray(self) -> "SweepOptions":
+        if self.address is not None and self.engine != "ray":
+            raise ValueError("--address is of a Ray cluster: --engine ray goes with it")
+        return self
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The shard: which of how many parts, from 1 on."""
+        part, of = (self.shard or "1/1").split("/")
+        return int(part), int(of)
+
+    def folder(self) -> Path:
+        path = Path(self.file)
+        return Path("runs", as_folder_name(path.stem if path.suffix in ENDINGS else path.name))

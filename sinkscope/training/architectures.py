@@ -8,10 +8,19 @@ and special tokens are the tokenizer's.
 import copy
 import json
 import os
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from sinkscope.errors import InputError, described, one_line, unknown
 from sinkscope.models.loading import count_parameters
@@ -19,6 +28,7 @@ from sinkscope.models.process import drawing
 from sinkscope.models.settings import read_settings
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.options.files import kind_of, user_path
+from sinkscope.options.spec import assignments
 
 _SMALL_VOCABULARY = {"vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -189,9 +199,8 @@ def _named(name: str, given: str) -> PreTrainedConfig:
         return kind(**fields)
     known = sorted(kind().to_dict().keys() - {"model_type", "transformers_version", "_name_or_path"})
     own: dict[str, Any] = {}
-    for part in filter(None, given.split(",")):
-        field, equals, value = part.partition("=")
-        if not equals or field not in known:
+    for field, value in assignments(given):
+        if value is None or field not in known:
             raise InputError(f"--config {name}: field {unknown(field, known)}; write fields as key=value,…")
         try:
             own[field] = json.loads(value)
@@ -236,3 +245,40 @@ def fresh_model(config: PreTrainedConfig, seed: int) -> Any:
             attn_implementation=None,  # the default: a config.json may name code on the hub
         )
     return model.float().eval().requires_grad_(False)
+
+
+# ----------------------------------------------------------------------------------- a tokenizer made from the text
+
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"  # ids 0, 1, 2
+MOST_DOCUMENTS = 100_000  # so that it does not read a corpus to its end
+MOST_CHARACTERS = 1 << 26
+
+
+def tokenizer_of(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of at most `vocab_size` tokens, 256 bytes and three special ones among them.
+
+    A short text gives fewer tokens; the same text gives the same tokenizer.
+    """
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(_beginning(documents), trainer)
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, core.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+
+
+def _beginning(documents: Iterable[str]) -> Iterator[str]:
+    left = MOST_CHARACTERS
+    for document in islice(documents, MOST_DOCUMENTS):
+        yield document[:left]
+        left -= len(document)
+        if left <= 0:
+            return

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError
 from sinkscope.models.family import Family
 from sinkscope.models.process import drawing
-from sinkscope.options.option import as_folder_name
+from sinkscope.options.option import as_folder_name, split_names
+from sinkscope.options.spec import assignments
 from sinkscope.retrofits import make_retrofit, retrofit_model
 
 Methods = str | Iterable[str] | Mapping[str, str]
@@ -55,7 +56,8 @@ def arms_of(methods: Iterable[Method], seed: int, seeds: int = 1) -> list[Arm]:
 
 
 def parse_methods(methods: Methods) -> list[Method]:
-    """Methods as they are typed: NAME[:key=value,…], several behind commas, or several such texts; or label → method.
+    """Parse methods as they are typed: NAME[:key=value,…], several separated by commas, several such texts, or
+    label → method.
 
     Raises:
         InputError: a method, a parameter or a label is wrong, or a method is given twice.
@@ -86,16 +88,14 @@ def _called(name: str, methods: list[Method]) -> Method:
 def _parse(methods: str | Iterable[str]) -> list[Method]:
     found: list[tuple[str, dict[str, str]]] = []
     for text in [methods] if isinstance(methods, str) else methods:
-        for part in filter(None, (part.strip() for part in text.split(","))):
+        for part in split_names(text):
             name, colon, assigned = part.partition(":")
             if colon or "=" not in part:
                 found.append((name.strip(), {}))
-            else:  # a further parameter of the last method
+            else:  # another parameter of the last method
                 assigned = part
-            if not assigned:
-                continue
-            key, equals, value = assigned.partition("=")
-            if not equals or not found:
-                raise InputError(f"--method {text}: '{assigned}' is no key=value of a method")
-            found[-1][1][key.strip().replace("-", "_")] = value.strip()
+            for key, value in assignments(assigned):
+                if value is None or not found:
+                    raise InputError(f"--method {text}: '{assigned}' is no key=value of a method")
+                found[-1][1][key] = value
     return [Method(name, parameters) for name, parameters in found]

@@ -16,8 +16,8 @@ from sinkscope.report.page.contents import PAGE, Contents
 from sinkscope.report.words import say, say_published
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
+from sinkscope.results.folders import FileList
 from sinkscope.results.metrics import METRICS, PAPERS
-from sinkscope.results.resume import FileList
 from sinkscope.results.swap import new_file, remove
 
 ASSETS = Path(__file__).parent / "assets"

@@ -8,8 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope.models.family import Family
 from sinkscope.training.blocks import Blocks
-from sinkscope.training.tasks.backcopy import BackcopyTask, BackcopyWithTextTask
-from sinkscope.training.tasks.opening import WITH_BOS, Opening
+from sinkscope.training.tasks.backcopy import WITH_BOS, BackcopyTask, BackcopyWithTextTask, Opening
 
 
 class Task(Protocol):
