@@ -1,4 +1,7 @@
-"""Folders that a command writes: checked beforehand, one command's at a time, renamed when they are complete."""
+"""Folders that a command writes: checked beforehand, locked against other processes, and renamed when complete.
+
+An interrupted folder can be resumed only with identical options.
+"""
 
 import json
 import os
@@ -21,10 +24,10 @@ def own_folder(
     commands: Collection[str] = RUNS,
     reads: Iterable[str | os.PathLike[str] | None] = (),
 ) -> Iterator[Path | None]:
-    """Have the folder that a command writes to oneself, checked before anything is computed.
+    """Lock the folder that a command writes, and check it before anything is computed.
 
     Args:
-        folder: where to write. None: nowhere, which is never in the way.
+        folder: where to write; None: nowhere.
         overwrite, commands, reads: as for `check_output`.
 
     Yields:
@@ -43,14 +46,14 @@ def own_folder(
 
 @contextmanager
 def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[Path]:
-    """Keep other processes out of a folder, which need not exist, and put right what a kill has left of it.
+    """Lock a folder, which need not exist, against other processes, and repair what a killed process has left.
 
     Args:
-        folder: to be written.
-        option: by which another folder can be named; "": the command writes this one only.
+        folder: the folder to write.
+        option: the option that names another folder; "" if the command can write only this one.
 
     Raises:
-        InputError: another process writes it, or nobody can.
+        InputError: another process writes it, or it cannot be written.
     """
     path = Path(folder)
     named, instead = (f"{option} {path}", ", or name another folder") if option else (str(path), "")
@@ -70,13 +73,17 @@ def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[
 
 
 def _place(folder: Path) -> tuple[Path, Path]:
-    """The real path of a folder, and the folder there is that it is or will be in. Raises: InputError."""
+    """Return the real path of a folder and the existing folder that contains it or will contain it.
+
+    Raises:
+        InputError: a file is in the way, or the path cannot be used.
+    """
     try:
         real = folder.resolve()
         parent = next((path for path in real.parents if path.exists()), real)
         in_the_way = real if real.exists() else parent
         is_folder = in_the_way.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # also a circle of links, and what no path can be
+    except (OSError, RuntimeError, ValueError) as error:  # also a loop of links or an invalid path
         reason = getattr(error, "strerror", None) or one_line(error)
         raise InputError(f"--out {folder} cannot be used: {reason}") from None
     if not is_folder:
@@ -87,7 +94,7 @@ def _place(folder: Path) -> tuple[Path, Path]:
 
 
 def _not_replaceable(folder: Path) -> InputError:
-    return InputError(f"--out {folder} cannot be made anew: name a new folder in it, such as {folder / 'run'}")
+    return InputError(f"--out {folder} cannot be replaced: name a new folder in it, such as {folder / 'run'}")
 
 
 def check_output(
@@ -123,8 +130,8 @@ def check_output(
 
 
 def check_no_link(folder: Path) -> None:
-    """Refuse a folder that holds a link to anything but a file: a command would write where the link leads. A link to
-    a file is replaced when that name is written.
+    """Refuse a folder that holds a link, except to a file: a command would write to its target. A link to a file is
+    replaced when that name is written.
 
     Raises:
         InputError: there is such a link.
@@ -136,7 +143,7 @@ def check_no_link(folder: Path) -> None:
 
 
 def _check_replaceable(folder: Path, commands: Collection[str], reads: Iterable[str | os.PathLike[str] | None]) -> None:
-    """Only what a command of ours wrote is replaced, which may have taken days, and only with nothing else in it."""
+    """Raise InputError unless the folder holds only what one of `commands` wrote: a run may have taken days."""
     try:
         by = read_manifest(folder, None)["command"]
         stranger = next(strangers(folder), None) if by in commands else None
@@ -149,29 +156,29 @@ def _check_replaceable(folder: Path, commands: Collection[str], reads: Iterable[
             f"--out {folder} is not replaced: it holds {stranger.relative_to(folder)}, which no run wrote; "
             "move that away, or name another folder"
         )
-    for source in reads:  # where that is the folder itself, it is a word such as `natural`: a model would be a stranger
+    for source in reads:  # a source equal to the folder is a word such as `natural`; a model in it would be a stranger
         if source is not None and folder.resolve() in _real(source).parents:
             raise InputError(f"--out {folder} is not replaced: it holds {source}, which is read; name another folder")
 
 
 def _real(source: str | os.PathLike[str]) -> Path:
-    """Of a file or folder, if it is one: `org/name` may also be of the hub."""
+    """Return the real path of a source; `org/name` may also be a hub id."""
     try:
         return Path(source).expanduser().resolve()
-    except (OSError, RuntimeError, ValueError):  # no path at all
+    except (OSError, RuntimeError, ValueError):  # not a path
         return Path(os.devnull)
 
 
 @contextmanager
 def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = None) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` when the block ends well, and vanishes when it does not.
+    """Yield a temporary folder that replaces `folder` when the block succeeds, and is removed when it fails.
 
-    What `folder` held before is replaced only then. No other command may write it meanwhile: see `own_folder`.
+    No other command may write `folder` meanwhile: see `own_folder`.
 
     Args:
-        folder: to be written.
-        others: finds, at the end, the files in it that are not the command's, which stay. Default: all that its
-            run.json does not list.
+        folder: the folder to write.
+        others: finds, at the end, the files in `folder` that are not the command's; they are kept. Default: all that
+            its run.json does not list.
 
     Raises:
         SinkscopeError: the disk refuses.
@@ -191,7 +198,7 @@ def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = N
 
 
 def _others(folder: Path) -> list[Path]:
-    """What somebody has put into the folder since it was checked."""
+    """Return the files that were added to the folder since it was checked."""
     if (folder / MANIFEST).exists():
         return list(strangers(folder))
     return [path for path in folder.rglob("*") if not path.is_dir()]
@@ -206,7 +213,7 @@ def _keep(path: Path, target: Path) -> None:
 
 @contextmanager
 def _undone(real: Path) -> Iterator[None]:
-    """What a block that fails has written of a folder is removed."""
+    """Remove what the block has written of a folder if it fails."""
     made = _missing_parents(real)
     try:
         yield
@@ -217,12 +224,12 @@ def _undone(real: Path) -> Iterator[None]:
 
 
 def _missing_parents(folder: Path) -> list[Path]:
-    """Innermost first."""
+    """Return the parents that do not exist, innermost first."""
     return [path for path in folder.parents if not path.exists()]
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    with suppress(OSError):  # not empty: something was written, or is another run's
+    with suppress(OSError):  # not empty: something was written, or another run is there
         for path in folders:
             path.rmdir()
 
@@ -235,14 +242,14 @@ SHOWN = 3  # differing options that a message names
 def resumable(
     folder: Path, command: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """The manifest of what the same command with the same options has left in a folder.
+    """Return the manifest of an interrupted folder that can be resumed: same command, identical options.
 
     Args:
-        folder: where it is to go on.
-        command: as in the manifest.
-        options: entries of the manifest that must be alike, single values or mappings of names to values. Whatever may
-            differ between two sessions is left out.
-        defaults: values that count as given where the manifest, of an older version, does not have them.
+        folder: the folder to resume.
+        command: the command, as in the manifest.
+        options: entries of the manifest that must be equal, single values or mappings of names to values, without
+            those that may differ between two sessions.
+        defaults: values for entries that the manifest of an older version lacks.
 
     Returns:
         The manifest; None if there is none yet.
@@ -284,15 +291,15 @@ def check_resumable(
     reads: Iterable[str | os.PathLike[str] | None] = (),
     renewed: Collection[str] = (),
 ) -> None:
-    """Check, before anything is computed, that a command can begin in a folder, or go on there.
+    """Check, before anything is computed, that a command can start or resume in a folder.
 
     Args:
         folder, command, options, defaults: as for `resumable`.
         overwrite, reads: as for `check_output`.
-        renewed: folders in it that are replaced whenever the command goes on.
+        renewed: folders in it that are replaced whenever the command resumes.
 
     Raises:
-        InputError: as `resumable` and `check_output` do; or something else lies in a folder that is renewed.
+        InputError: as `resumable` and `check_output` do; or a renewed folder holds another file.
     """
     found = None if overwrite else resumable(folder, command, options, defaults)
     if found is None:
@@ -308,12 +315,12 @@ def check_resumable(
 def claim(
     folder: Path, manifest: Mapping[str, Any], leftovers: Callable[[Path], Iterable[Path]] = lambda folder: ()
 ) -> None:
-    """Make a folder this command's: clear what a kill has left half written, and write run.json before all else.
+    """Claim a folder for a command: remove what a killed process left half written, and write run.json first of all.
 
     Args:
-        folder: new, or checked with `resumable`.
-        manifest: to be written.
-        leftovers: finds further folders that are half written.
+        folder: a new folder, or one that `resumable` has checked.
+        manifest: the content of run.json.
+        leftovers: finds more folders that are half written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     put_right_within(folder)
@@ -324,12 +331,12 @@ def claim(
 
 @dataclass
 class FileList:
-    """The files of a folder that is written bit by bit, as its run.json lists them: each before it is there.
+    """The list of files in the run.json of a folder that is written step by step; each is listed before it is written.
 
     Attributes:
-        folder: that holds run.json.
-        names: as in run.json; None in a folder of an older version, which lists none.
-        record: writes run.json anew.
+        folder: the folder with run.json.
+        names: the files that run.json lists; None in a folder of an older version, which lists none.
+        record: writes run.json again.
     """
 
     folder: Path
@@ -337,7 +344,7 @@ class FileList:
     record: Callable[[], None]
 
     def add(self, *names: str) -> None:
-        """Names are paths in the folder; a folder whose whole content is the command's ends with a slash."""
+        """List more files by their paths. A name that ends with a slash is a folder with all its content."""
         if self.names is not None and not set(self.names).issuperset(names):
             self.names = sorted({*self.names, *names})
             try:
@@ -348,7 +355,7 @@ class FileList:
 
     @contextmanager
     def new_folder(self, target: Path) -> Iterator[Path]:
-        """As the function of that name, for a folder in this one."""
+        """Yield a temporary folder, as the function `new_folder` does, for a folder in this one, and list its files."""
 
         def others(real: Path) -> list[Path]:
             if self.names is None or not (self.folder / MANIFEST).exists():
@@ -362,7 +369,7 @@ class FileList:
 
 
 def _flat(options: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """(entry, name) → value of each option in a mapping, (entry,) → value of any other."""
+    """Flatten options: (entry, name) → value for options in a mapping, (entry,) → value for others."""
     flat: dict[tuple[str, ...], Any] = {}
     for entry, value in options.items():
         if isinstance(value, dict):

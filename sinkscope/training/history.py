@@ -1,4 +1,4 @@
-"""What is recorded while a model is trained: losses, rates, gates, and what a probe measures."""
+"""The record of a training: losses, learning rates, gates, and what a probe measures (sink rates, total weights)."""
 
 import math
 from collections.abc import Callable
@@ -29,8 +29,8 @@ LOGGED = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "gradie
 
 
 class Recorder(TrainerCallback):
-    """Adds to each log of the Trainer, which its checkpoints keep, how far the gates have moved and what the probe
-    measures. A loss that is not finite ends the training.
+    """Adds the displacement of the gates and the measurements of the probe to each log of the Trainer, which is kept in
+    checkpoints. Ends the training if the loss is not finite.
     """
 
     def __init__(self, model: PreTrainedModel, probe: Probe | None) -> None:
@@ -43,7 +43,7 @@ class Recorder(TrainerCallback):
             self._measure(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Log at every checkpoint, too: a loss is the mean since the last log, which a checkpoint does not keep."""
+        """Also log at every checkpoint: a loss is the mean since the last log, which a checkpoint does not keep."""
         control.should_log |= control.should_save
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
@@ -61,7 +61,7 @@ class Recorder(TrainerCallback):
         self._measure(state)
 
     def _measure(self, state: Any) -> None:
-        """Run the probe so that the training does not depend on it: in eval mode, with random numbers of its own."""
+        """Run the probe in eval mode and with its own random numbers, so that it does not influence the training."""
         if self.probe is None or not state.is_world_process_zero:
             return
         self.model.eval()
@@ -74,7 +74,7 @@ class Recorder(TrainerCallback):
 
 
 class Bar(ProgressCallback):
-    """The Trainer's progress bar, with the last log beside it instead of above."""
+    """The Trainer's progress bar, with the last log next to it instead of above."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
         if state.is_world_process_zero and self.training_bar is not None and "loss" in logs:
@@ -86,7 +86,7 @@ class Bar(ProgressCallback):
 
 
 def history(logs: list[dict[str, Any]]) -> pd.DataFrame:
-    """The Trainer's logs as a table: layer (−1: the whole model), step, metric, value."""
+    """Return the Trainer's logs as a table: layer (−1: the whole model), step, metric, value."""
     rows: list[tuple[int, int, str, float]] = []
     for log in logs:
         step = int(log["step"])
@@ -100,14 +100,14 @@ def history(logs: list[dict[str, Any]]) -> pd.DataFrame:
 
 # ------------------------------------------------------------------------------------- sinks of a model in training
 
-SEQUENCES, LENGTH = 32, 64  # that are measured: the beginnings of held-out blocks; WSE's length
+SEQUENCES, LENGTH = 32, 64  # the probe measures the beginnings of held-out blocks; WSE's length
 
 
 def probe_of(
     task: Task | None, family: Family, held_out: np.ndarray, epsilon: float, position: int = 0
 ) -> Probe | None:
-    """What is measured at step 0 and at every log of a training: sink rates at a position of held-out blocks, and what
-    a task measures. None of a model that FSDP has sharded, which a task refuses.
+    """Make the probe of a training, which runs at step 0 and at every log: sink rates at a position of held-out blocks,
+    and the measurements of a task. A model that FSDP has sharded has no probe, and cannot be trained on a task.
     """
     if task is not None:
         return lambda model: pd.concat(
@@ -120,12 +120,12 @@ def probe_of(
 def sinks(
     model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float, position: int = 0
 ) -> pd.DataFrame:
-    """The sink rate at one position of blocks (N,T), register tokens not counted, and how much weight there is to
-    share, `TotalWeight`; of a model in eval mode. Of a sliding window only as many tokens as see the first one.
+    """Measure the sink rate at a position of blocks (N,T), not counting register tokens, and `TotalWeight`, of a model
+    in eval mode. With a sliding window, only the tokens that see the first one are measured.
 
     Returns:
-        layer (−1: the whole model), metric, value; nothing of a model without attention, or of a position behind the
-        tokens that are measured.
+        layer (−1: the whole model), metric, value; empty for a model without attention, or if the position is after
+        the measured tokens.
     """
     before = registers_before(model)
     seen = getattr(model.config.get_text_config(), "sliding_window", None) or LENGTH
@@ -143,12 +143,12 @@ def sinks(
 
 
 class TotalWeight(Observable):
-    """Σ|sim ÷ Z| of a query over the tokens that it sees: by how much their values are multiplied in all.
+    """Measures Σ|sim ÷ Z| of a query over the tokens that it sees: the total factor of their values.
 
-    It is 1 of softmax (less where a learned key takes part) and of every operation that is divided by its own sum. Of
-    those that are not, it may be close to 0: what the proxy |sim| ÷ Σ|sim| then shows is a share of nothing. So its
-    median is taken over the queries behind one token, mostly the first, of all heads and sequences, and once more over
-    those of them that give it a share above ε; of the whole model over the queries of all layers.
+    It is 1 for softmax (less with a learned key) and for every operation that is divided by its own sum. For other
+    operations it may be close to 0; the proxy |sim| ÷ Σ|sim| is then a share of nothing. The median is therefore taken
+    over the queries after one token, mostly the first, in all heads and sequences, and also over those that give this
+    token a share above ε. The value of the whole model is over the queries of all layers.
     """
 
     name = "total-weight"
@@ -156,8 +156,8 @@ class TotalWeight(Observable):
 
     def __init__(self, settings: Settings, at: int) -> None:
         super().__init__(settings)
-        self.at = at  # the token's column
-        # layer → of each query its total, and whether its share on the token is above ε
+        self.at = at  # the column of the token
+        # layer → total weight of each query, and whether its share on the token is above ε
         self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
@@ -168,7 +168,7 @@ class TotalWeight(Observable):
         self.seen[layer] = (upcast(total).flatten().cpu().numpy(), chosen.flatten().cpu().numpy())
 
     def rows(self) -> list[tuple[int, str, float]]:
-        """Layer (−1: the whole model), metric, median; none of queries of which there are none."""
+        """Return layer (−1: the whole model), metric, median; without a row where there are no queries."""
         totals, to_token = (np.concatenate(parts) for parts in zip(*self.seen.values(), strict=True))
         return [
             (layer, name, float(np.median(values)))

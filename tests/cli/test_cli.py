@@ -648,7 +648,7 @@ def test_out_that_is_taken(tiny: Path, finished: tuple[Result, Path]) -> None:
 def test_out_that_cannot_be_replaced(tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("empty").mkdir()
     monkeypatch.chdir("empty")
-    assert "--out . cannot be made anew" in refused(2, "analyze", tiny, "--out", ".")
+    assert "--out . cannot be replaced" in refused(2, "analyze", tiny, "--out", ".")
     assert "cannot be used: File name too long" in refused(2, "analyze", tiny, "--out", "x" * 300)
 
 

@@ -371,7 +371,7 @@ def check_launched(asked: SweepOptions) -> None:
 
 
 def follow(members: Team) -> Any:
-    """Measure, on the other processes, the groups that the first hands out; return its last object, which is no group."""
+    """Measure the groups that the first process hands to the others; return its last object, which is no group."""
     while isinstance(group := members.of_the_first(lambda: None), Group):
         for _ in measured(group):
             pass

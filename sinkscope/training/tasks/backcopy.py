@@ -1,5 +1,17 @@
-"""The Bigram-Backcopy task as `train` uses it (VGA §4.1), alone and mixed with text: its blocks, and what is measured
-besides the loss.
+"""The Bigram-Backcopy task (Guo et al. 2024; VGA §4.1): a Markov chain of characters, with triggers that copy.
+
+    <s> h t h i s a t a n …      t, e and the space are triggers: the token before a trigger is repeated after it
+
+Every sequence begins with <s>, or as an `Opening` says. After a token that is no trigger, the next one is drawn by the
+frequencies of character pairs in the text of `--input natural`: it depends on that token alone, so attention is not
+needed. After a trigger, the token before the trigger is repeated, which needs attention. The first character is drawn
+by its frequency among the characters that are no triggers, so that every trigger has something to copy that is no
+trigger. As in the paper's code, the triggers are the three most frequent characters, and there are 64 characters; its
+text is tiny Shakespeare.
+
+Measurements (VGA figures 4–6) average over the queries from position 1 on, since the first token sees only itself, and
+after an opening that the chain does not follow. "Start" is the first token, mostly <s>. Every number is a mean over
+these queries in the held-out sequences; numbers on attention are by layer and averaged over heads.
 """
 
 from collections import Counter, defaultdict
@@ -34,12 +46,12 @@ from sinkscope.training.blocks import Blocks
 
 @dataclass(frozen=True)
 class Opening:
-    """With <s>, without, or with other tokens, behind which the task's rules begin anew.
+    """The beginning of each sequence, after which the rules of the task start (WSE §5).
 
     Attributes:
-        bos: Whether <s> stands in front.
-        random_tokens: So many tokens in front, in the place of <s>, are drawn uniformly from all others.
-        fixed_position: <s> stands here, behind so many tokens of another sequence.
+        bos: `--bos`: whether the sequence begins with <s>.
+        random_tokens: `--random-tokens`: number of tokens, drawn uniformly from all but <s>, that replace <s>.
+        fixed_position: `--fixed-position`: position of <s>; tokens of another sequence precede it.
     """
 
     bos: bool = True
@@ -48,17 +60,17 @@ class Opening:
 
     @property
     def in_front(self) -> int:
-        """Tokens before those that follow the rules, and their <s>."""
+        """Number of tokens before the <s> of those that follow the rules."""
         return self.random_tokens or self.fixed_position or 0
 
     @property
     def has_start(self) -> bool:
-        """Whether <s> stands before those that follow the rules."""
+        """Whether <s> precedes the tokens that follow the rules."""
         return self.fixed_position is not None or (self.bos and not self.random_tokens)
 
     @property
     def length(self) -> int:
-        """Tokens before the first one that follows the rules."""
+        """Number of tokens before the first one that follows the rules."""
         return self.in_front + self.has_start
 
 
@@ -75,9 +87,11 @@ TRIGGERS = 3
 
 @dataclass(frozen=True, eq=False)
 class BigramBackcopy:
-    """`tokens`: <s>, then the characters from the most to the least frequent, so that the triggers are ids 1 … 3.
+    """The chain of the task.
 
-    `transitions` (V,V): row by row, what follows each token that is no trigger; a trigger's row is zero.
+    Attributes:
+        tokens: <s>, then the characters from the most to the least frequent, so that the triggers are ids 1 … 3.
+        transitions: (V,V), in each row the probabilities of the next token; zero in the rows of triggers.
     """
 
     tokens: tuple[str, ...]
@@ -92,7 +106,7 @@ class BigramBackcopy:
         return len(self.tokens)
 
     def sample(self, count: int, length: int, seed: int | list[int] = 0, bos: bool = True) -> np.ndarray:
-        """Sequences (count, length) of token ids, int64; without `bos` the <s> in front is cut off."""
+        """Draw sequences (count, length) of token ids, int64; without `bos`, the first <s> is removed."""
         if not bos:
             return self.sample(count, length + 1, seed)[:, 1:]
         rng = np.random.default_rng(seed)
@@ -104,7 +118,7 @@ class BigramBackcopy:
         return ids
 
     def begin(self, opening: Opening, count: int, length: int, seed: list[int]) -> np.ndarray:
-        """Sequences (count, length) as `sample` draws them, behind an opening."""
+        """Draw sequences (count, length) as `sample` does, after an opening."""
         if opening.random_tokens:
             rng = np.random.default_rng([*seed, 1])
             front = rng.integers(1, self.vocabulary, (count, opening.in_front))
@@ -114,7 +128,7 @@ class BigramBackcopy:
         return np.concatenate([front, chain], axis=1)
 
     def blocks(self, length: int, train: int, held_out: int, seed: int = 0, opening: Opening = WITH_BOS) -> Blocks:
-        """Sequences to train on and others to measure by."""
+        """Draw sequences to train on, and others that are held out."""
         to_train = self.begin(opening, train, length, [seed, 0])
         return Blocks(to_train, self.begin(opening, held_out, length, [seed, 1]), NAME)
 
@@ -123,21 +137,21 @@ class BigramBackcopy:
 
     @cached_property
     def entropies(self) -> np.ndarray:
-        """(V,): entropy of what follows each token, in nats. 0 after a trigger, where the next token is certain."""
+        """(V,): entropy of the next token in nats; 0 after a trigger, where the next token is certain."""
         p = self.transitions
         return -np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0).sum(1)
 
     def optimum(self, length: int) -> dict[str, float]:
-        """The lowest mean loss that any model can have on sequences of `length` tokens, in nats.
+        """Return the lowest mean loss that any model can have on sequences of `length` tokens, in nats.
 
         Returns:
-            `bigram` and `backcopy`: over the positions of each kind, from position 1 on; `predicted`: over all
-            predictions, the one at <s> included.
+            `bigram` and `backcopy`: means over the positions of each kind, from position 1 on; `predicted`: mean over
+            all predictions, including the one at <s>.
         """
         chain, triggers = self.transitions, list(self.triggers)
-        plain = np.zeros(self.vocabulary)  # the probability of each token at a position, by what stands there
+        plain = np.zeros(self.vocabulary)  # the probability of each token at a position
         plain[self.start] = 1.0
-        copied = np.zeros(self.vocabulary)  # … and of what stands before it, where it is a trigger
+        copied = np.zeros(self.vocabulary)  # the probability of each token before a trigger
         losses, bigrams = [], []
         for _ in range(length - 1):
             losses.append(plain @ self.entropies)
@@ -152,7 +166,7 @@ class BigramBackcopy:
         }
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token per character, with <s> in front. Other characters are dropped, as when the pairs were counted."""
+        """Return a tokenizer with one token per character and a first <s>. It drops all other characters."""
         core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(self.tokens)}, unk_token=START))
         known = "".join(f"\\x{{{ord(character):x}}}" for character in self.tokens[1:])
         core.normalizer = normalizers.Replace(Regex(f"[^{known}]"), "")
@@ -168,7 +182,7 @@ class BigramBackcopy:
 
 
 def bigram_backcopy(text: str | None = None) -> BigramBackcopy:
-    """The task with the character frequencies of a text; None: of the bundled text."""
+    """Make the chain from the character frequencies of a text, by default the bundled one."""
     if text is None:
         text = "".join(documents("natural")[1])
     counts = Counter(text)
@@ -193,8 +207,8 @@ AT_ONCE = 64  # sequences
 def measure(
     task: BigramBackcopy, model: PreTrainedModel, family: Family, held_out: np.ndarray, opening: int = 1
 ) -> pd.DataFrame:
-    """Measure the metrics `BACKCOPY` of results/metrics.py on sequences (N,T) of the task, whose first `opening` tokens
-    are no part of the chain, of a model in eval mode.
+    """Measure the metrics `BACKCOPY` of results/metrics.py for a model in eval mode on sequences (N,T) of the task. The
+    first `opening` tokens are no part of the chain.
 
     Returns:
         layer (−1: the whole model), metric, value.
@@ -224,10 +238,12 @@ def measure(
 def example(
     task: BigramBackcopy, model: PreTrainedModel, family: Family, sequence: np.ndarray
 ) -> dict[str, pd.DataFrame]:
-    """One sequence (T,) seen closely, as VGA figures 4 and 6 show it.
+    """Measure one sequence (T,) in detail, as VGA figures 4 and 6 show it.
 
-    → `attention_maps`, every head's weights as that table has them elsewhere, and `value_norms`: layer, sequence,
-    position, token_id, is_trigger, norm as the projection makes it, attended_norm behind a gate on the values.
+    Returns:
+        `attention_maps`: every head's weights, with the columns of the observable of that name.
+        `value_norms`: layer, sequence, position, token_id, is_trigger, norm (of the projected values), attended_norm
+        (after a gate on the values).
     """
     batch = _batch(sequence[None], family, 1)
     heads = range(model.config.get_text_config().num_attention_heads)
@@ -260,8 +276,8 @@ def _batch(sequences: np.ndarray, family: Family, opening: int) -> Batch:
 
 
 def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which queries are no triggers, and which are triggers, (B,T) bool each; those of an opening and of a prefix are
-    neither.
+    """Return masks (B,T) of the queries that are no triggers and of those that are; tokens of an opening or a prefix
+    are in neither.
     """
     trigger = torch.from_numpy(task.is_trigger(batch.token_ids.numpy()))
     counted = torch.arange(trigger.shape[1]) >= batch.first_predicted
@@ -272,7 +288,7 @@ def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tens
 
 
 def risks(task: BigramBackcopy, logits: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
-    """Each position's loss above the optimum. For a pair it is KL(p ‖ model), not the loss of the token drawn."""
+    """Return the loss above the optimum at each position; for pairs KL(p ‖ model), not the loss of the drawn token."""
     log_q = upcast(logits).log_softmax(-1).cpu().double()
     ids = batch.token_ids
     plain, trigger = _kinds(task, batch)
@@ -289,7 +305,7 @@ def risks(task: BigramBackcopy, logits: torch.Tensor, batch: Batch) -> dict[str,
 def _in_layers(
     tracer: Tracer, batch: Batch, kinds: tuple[torch.Tensor, torch.Tensor]
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Layer, metric, and its observations: (n,), or (n,H) where heads differ."""
+    """Yield layer, metric and its observations: (n,), or (n,H) for metrics of heads."""
     plain, trigger = kinds
     attention = _ToStart(plain, trigger)
     with _watched(tracer) as ends:
@@ -308,12 +324,12 @@ def _in_layers(
 
 
 def _norms(value: torch.Tensor, length: int) -> torch.Tensor:
-    """(B,n+T,K,d) → (B,T): of all heads' values together; of the T tokens behind n register tokens."""
+    """(B,n+T,K,d) → (B,T): norm of all heads' values together, for the T tokens after n register tokens."""
     return torch.linalg.vector_norm(upcast(value[:, -length:]), dim=(-2, -1)).cpu()
 
 
 class _ToStart(Observable):
-    """Each query's weight on <s> and on triggers, and the lead of <s> in the logits."""
+    """Measures each query's weight on <s> and on triggers, and the lead of <s> in the logits."""
 
     name = "to-start"
     sites = ("attention",)
@@ -324,7 +340,7 @@ class _ToStart(Observable):
         self.found: list[tuple[int, str, torch.Tensor]] = []
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        text = slice(read.length - self.plain.shape[1], read.length)  # behind register tokens
+        text = slice(read.length - self.plain.shape[1], read.length)  # after register tokens
         weights = read.weights(text, text)[0].movedim(1, -1).cpu()  # (B,T,T,H)
         to_start = weights[:, :, 0]
         to_triggers = weights.masked_fill(~self.trigger[:, None, :, None], 0.0).sum(2)
@@ -341,7 +357,7 @@ class _ToStart(Observable):
 
 
 def start_lead(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Δlogit (VGA §4.1): the logit of key 0 minus the mean of the other keys', among those that the query may see.
+    """Return Δlogit (VGA §4.1): the logit of key 0 minus the mean logit of the other keys that the query may see.
 
     logits (B,H,T,T), allowed (B|1,H|1,T,T) bool → (B,H,T); query 0 has no other keys, and no lead.
     """
@@ -353,8 +369,8 @@ def start_lead(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _watched(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
-    """Keep, of the last forward pass of each layer with attention: `value` (B,T,K,d) in front of a retrofit's gate,
-    `attended` behind it; `mix` (B,T,H,d) of the heads, `gated` as their output projection reads it.
+    """Record the last forward pass of each layer with attention: `value` (B,T,K,d) before a retrofit's gate and
+    `attended` after it; `mix` (B,T,H,d), the heads' outputs, and `gated`, the input of their output projection.
     """
     family = tracer.family
     attentions = family.attentions(tracer.model)
@@ -405,7 +421,7 @@ class BackcopyTask:
         self.tokenizer = self.chain.tokenizer()
 
     def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
-        """No block is read twice: the chain has no end."""
+        """Draw the blocks; none is read twice, since the chain has no end."""
         return self.chain.blocks(length, train, held_out, seed, self.opening)
 
     def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
@@ -416,8 +432,10 @@ class BackcopyTask:
 
 
 class BackcopyWithTextTask(BackcopyTask):
-    """Passages begin at random places, behind the same opening. In text a token depends on more than the last one, and
-    triggers copy nothing.
+    """The task with every second block replaced by a passage of text.
+
+    Passages begin at random places and follow the same opening. In text, a token depends on more than the last one,
+    and triggers copy nothing.
     """
 
     name: ClassVar = f"{NAME}-with-text"
