@@ -68,22 +68,22 @@ from sinkscope.training.sharding import by_the_first
 from sinkscope.training.tasks import Task
 from sinkscope.training.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train
 
-RENEWED = ("figures", "comparison")  # folders of all arms together: written anew whenever the command goes on
+RENEWED = ("figures", "comparison")  # folders of all arms together, written again whenever the command resumes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `retrofit` or `train` was asked for.
+    """The options of a call of `retrofit` or `train`.
 
     Attributes:
-        command: its name.
-        folder: where it writes.
-        options: the entries of run.json that decide its numbers: the folder is resumed only with the same ones.
+        command: the name of the command.
+        folder: the folder to write.
+        options: the entries of run.json that affect results: the folder is resumed only with identical ones.
         training: how each arm is trained.
         measuring: how models are loaded and measured.
-        overwrite: begin anew.
-        console: for what is said meanwhile.
-        start: when the command began.
+        overwrite: replace an earlier result instead of resuming it.
+        console: the console for progress messages.
+        start: when the command started.
     """
 
     command: str
@@ -93,7 +93,7 @@ class Plan:
     measuring: RunConfig
     overwrite: bool
     console: Console
-    # options that a folder of an older version does not record count as given with these values
+    # values of options that a folder of an older version does not record
     defaults: Mapping[str, Any] = field(default_factory=dict)
     record: Mapping[str, Any] | None = None  # of a recipe
     page: bool = True  # write index.html
@@ -113,9 +113,9 @@ class Plan:
         figures: bool = True,
         **facts: Any,
     ) -> "Plan":
-        """The plan of either command; `facts` are what else decides its numbers."""
+        """Make the plan of either command; `facts` are other entries that affect results."""
         state = PartialState()
-        # methods are added to a folder one after the other: each arm's is recorded with the arm
+        # methods may be added to a folder later: each is recorded with its arm
         own = {"config": asked.model_dump(mode="json", exclude={"method"})}
         options = own | {"processes": state.num_processes} | facts
         defaults = {"config": type(asked)().model_dump(mode="json", exclude={"method"})}
@@ -136,7 +136,7 @@ class Plan:
 
     @contextmanager
     def own_folder(self, *reads: str | None) -> Iterator[None]:
-        """Have the folder to this command, which may be several processes.
+        """Lock the folder for this command, which may be several processes.
 
         Args:
             reads: as for `check_output`.
@@ -187,9 +187,9 @@ class TrainingArms:
         loaded: the model as it is, on the CPU, with its tokenizer.
         family: its row in the table of families.
         blocks: the text.
-        begin: gives an arm its model before the method is built in.
-        keep_checkpoints: keep the model at every so many steps, for `analyze` over a training.
-        task: whose blocks these are, if they are not of a text.
+        begin: returns the model of an arm before the method is built in.
+        keep_checkpoints: keep the model at regular steps, for `analyze` over a training.
+        task: the task that made the blocks; None for a text.
     """
 
     plan: Plan
@@ -212,11 +212,11 @@ class TrainingArms:
         return PartialState().is_main_process
 
     def finish(self, arms: Iterable[Arm], untouched: bool) -> Trained:
-        """Do everything that is not done yet.
+        """Finish everything that is not done yet.
 
         Args:
-            arms: to be trained and measured; those of earlier calls stay.
-            untouched: also measure the model as it is.
+            arms: the arms to train and measure; those of earlier calls stay.
+            untouched: also measure the model without changes.
         """
         arms = list(arms)
         self._claim(arms)
@@ -231,7 +231,7 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- the folder
 
     def _claim(self, wanted: Iterable[Arm]) -> None:
-        """Make the folder this command's, and note its arms."""
+        """Claim the folder, and record its arms."""
         options = self.plan.options | self.read
         found = None if self.plan.overwrite else resumable(self.folder, self.plan.command, options, self.plan.defaults)
         if found is not None:
@@ -262,7 +262,7 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- arm by arm
 
     def _finish(self, arm: Arm) -> None:
-        """Do what is not done yet of an arm."""
+        """Finish the steps of an arm that are not done yet."""
         folder = self.folder / arm.label
         if not (folder / "model" / "config.json").exists():
             self._train(arm, folder)
@@ -307,7 +307,7 @@ class TrainingArms:
             raw |= self.task.tables(model, self.family, self.blocks.held_out)
         self.arms[arm.label] |= {
             "moved": float(gates["displacement"].max()) if len(gates) else 0.0,
-            "step_seconds": seconds / self.plan.training.steps if is_whole else None,  # of what was resumed not known
+            "step_seconds": seconds / self.plan.training.steps if is_whole else None,  # unknown for a resumed training
         }
         with failures(folder / "training"), no_bars():
             self._write_tables(publish(raw, self.loaded, arm.method.label), folder)
@@ -333,14 +333,14 @@ class TrainingArms:
         self.loaded.model.to("cpu")  # type: ignore[arg-type]
 
     def _measure_arm(self, label: str, model: Path) -> None:
-        own = {"revision": None, "gguf_file": None, "adapter": None}  # of the model that training began from
+        own = {"revision": None, "gguf_file": None, "adapter": None}  # options of the initial model
         config = self._config(str(model), trust_remote_code=False, allow_pickle=False, **own)
         with open_subject(None, None, config, self.console) as subject:
             named = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
             self._measure(named, config, label)
 
     def _config(self, model: str | None, **others: Any) -> RunConfig:
-        """To measure on the held-out blocks, in a way that `analyze --from` repeats."""
+        """Return the options to measure a model on the held-out blocks, which `analyze --from` can repeat."""
         options = self.plan.measuring.model_dump() | {"model": model, "input": str(self.held_out), "bos": "auto"}
         count = min(self.plan.measuring.num_seqs, len(self.blocks.held_out))
         return make_config(**options | others | {"num_seqs": count, "dataset": None})
@@ -359,7 +359,7 @@ class TrainingArms:
             write_run(Run.of_analysis(manifest, tables, target), fresh, figures, self.plan.page)
 
     def _calibration(self, subject: Subject) -> TokenInputs:
-        """The text that W8A8's ranges come from: blocks that were trained on, the same for all arms."""
+        """Return the text that W8A8 is calibrated on: the same training blocks for all arms."""
         return replace(subject.inputs, sequences=tuple(self.blocks.train)).part(0, CALIBRATION)
 
     def _is_measured(self, label: str) -> bool:
@@ -368,7 +368,7 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- the whole
 
     def _conclude(self) -> Trained:
-        """Compare everything that is there."""
+        """Compare all arms that are measured."""
         labels = [label for label in (UNTOUCHED, *self.arms) if self._is_measured(label)]
         runs = {label: Run.open(self.folder / label / "run") for label in labels}
         firsts = first_runs({"arms": self.arms}, runs)
@@ -412,7 +412,7 @@ class TrainingArms:
         return [name for name in names if name in all_tables() and name not in OWN_TABLES]
 
     def _all_arms(self, name: str, labels: Iterable[str]) -> pd.DataFrame:
-        """A table that each arm has."""
+        """Concatenate a table of all arms."""
         paths = [self.folder / label / "tables" / f"{name}.parquet" for label in labels]
         columns = (*LEADING_COLUMNS, *all_tables()[name])
         return pd.concat([read_table(path, columns) for path in paths], ignore_index=True)

@@ -24,7 +24,7 @@ DEVICES = ("cpu", "cuda", "cuda:1", "xpu:0", "mps")  # and other numbers
 
 
 def check_device_map(name: str) -> str:
-    """The name. Raises ValueError for one that means nothing; whether the device is there is another matter."""
+    """Return the name, or raise ValueError if it is not a device map. Whether the device exists is checked later."""
     if name in POLICIES or re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d{1,3})?", name):
         return name
     raise ValueError(unknown(name, (*DEVICES, *POLICIES)))
@@ -34,12 +34,12 @@ POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and
 PROMPT = "prompt"  # the condition of a run on --prompt
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
 # Options by which code from elsewhere may run: the person who types the command or calls Python gives them, and no
-# file does. They decide no number.
+# file does. They do not affect results.
 PERMISSIONS = ("trust_remote_code", "allow_pickle")
 
 
 class ModelOptions(Options):
-    """Which model, and how it is loaded."""
+    """The model, and how it is loaded."""
 
     arguments: ClassVar = ("model",)
 
@@ -63,7 +63,7 @@ class ModelOptions(Options):
 
     @property
     def folder_name(self) -> str:
-        """The model's name and its revision, fit for a folder."""
+        """The model's name and its revision as a folder name."""
         source = user_path(self.gguf_file or self.model or DEMO_NAME)
         if kind_of(source) is not None:
             source = source.resolve()  # "." has no name
@@ -73,7 +73,7 @@ class ModelOptions(Options):
 
 
 class DeviceOptions(Options):
-    """Where a model computes, and in which numbers."""
+    """The device and dtype of a model."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None,
@@ -95,7 +95,7 @@ class DeviceOptions(Options):
 
 
 class TextOptions(Options):
-    """What the model reads."""
+    """The text that the model reads."""
 
     input: str = option(
         "natural",
@@ -118,18 +118,18 @@ class TextOptions(Options):
     @field_validator("input", mode="before")
     @classmethod
     def _as_text(cls, source: Any) -> Any:
-        """A path given from Python; run.json holds text."""
+        """Convert a path given from Python to text, as run.json holds it."""
         return os.fspath(source) if isinstance(source, os.PathLike) else source
 
 
 class SeedOptions(Options):
-    """What is drawn at random."""
+    """The seed of everything that is drawn at random."""
 
     seed: int = option(0, "Input", "Of all that is drawn at random.", metavar="N", ge=0, le=2**63 - 1)
 
 
 class SequenceOptions(Options):
-    """How much is measured, and of which dataset."""
+    """The dataset and the number of sequences."""
 
     dataset: str | None = option(
         None,
@@ -141,7 +141,7 @@ class SequenceOptions(Options):
 
 
 class InputOptions(SeedOptions, SequenceOptions, TextOptions):
-    """What the model reads. Defaults are WSE's: 100 sequences of 64 tokens."""
+    """The input of the model. The defaults are WSE's: 100 sequences of 64 tokens."""
 
     prompt: str | None = option(None, "Input", "One text of your own, instead of --input.", metavar="TEXT")
 
@@ -154,7 +154,7 @@ class InputOptions(SeedOptions, SequenceOptions, TextOptions):
 
 
 class ObservableOptions(Options):
-    """What is measured, and how it is reported."""
+    """What is measured and reported."""
 
     observables: tuple[str, ...] | None = option(
         None, "Measuring", "See `sinkscope list observables`.", metavar="A,B", shown="all that apply"
@@ -186,7 +186,7 @@ class ObservableOptions(Options):
 
 
 class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
-    """Every option that decides a measuring run's numbers."""
+    """All options that affect the results of a measuring run."""
 
     batch_size: int | Literal["auto"] = option(
         "auto", "Measuring", "Sequences at once; halved where memory runs out.", metavar="N"
@@ -198,13 +198,13 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     @model_validator(mode="before")
     @classmethod
     def _fit_defaults(cls, options: Any) -> Any:
-        """A default shrinks with the sequence; what the user asked for does not."""
+        """Limit defaults, but not values that the user gave, to the length of the sequences."""
         if not isinstance(options, dict):
             return options
         try:
             length = int(options.get("seq_len", cls.model_fields["seq_len"].default))
         except (TypeError, ValueError, OverflowError):
-            return options  # the field itself complains, and better
+            return options  # the validation of the field gives a better message
         if length < 2:
             return options
         fitted = {name: min(cls.model_fields[name].default, length) for name in ("positions", "window")}
@@ -229,7 +229,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
 
     @property
     def run_name(self) -> str:
-        """The model's name, its revision and what it reads, fit for a folder."""
+        """The model's name, its revision and its input as a folder name."""
         reads = Path(self.dataset.split(":")[0]).name if self.dataset else Path(self.input).stem
         reads = reads if self.prompt is None else PROMPT
         return as_folder_name(self.folder_name, distinct_folder_name(reads))
@@ -249,7 +249,7 @@ class AnalyzeOptions(RunConfig):
 
     @property
     def has_steps(self) -> bool:
-        """Whether steps of training are meant: revisions with commas between, or a folder of checkpoints alone."""
+        """Whether the run is over training steps: revisions separated by commas, or a folder of only checkpoints."""
         if self.revision is not None:
             return "," in self.revision
         folder = user_path(self.model) if self.model else None
@@ -269,7 +269,7 @@ ALWAYS = ("attention", "massive", "mean-maps")  # observables of every arm of an
 
 
 class ControlOptions(Options):
-    """What interventions are compared with."""
+    """The random controls that interventions are compared with."""
 
     draws: int = option(5, "Intervening", "Random controls of each arm.", metavar="N", ge=0)
 
@@ -306,7 +306,7 @@ class InterveneOptions(ControlOptions, RunConfig):
     @field_validator("arms", mode="before")
     @classmethod
     def _each_alone(cls, arms: Any) -> Any:
-        """An arm of one intervention needs no list."""
+        """Put the single intervention of an arm into a list."""
         if not isinstance(arms, dict):
             return arms
         return {name: [do] if isinstance(do, str) else do for name, do in arms.items()}
@@ -321,7 +321,7 @@ class InterveneOptions(ControlOptions, RunConfig):
 
     @property
     def stacks(self) -> "dict[str, tuple[str, ...]] | Literal['all']":
-        """Label → the interventions of that arm; or all there are, each by itself."""
+        """Label → the interventions of that arm; or "all", each as an arm of its own."""
         if self.do == ("all",):
             return "all"
         return self.arms or {"+".join(part.partition(":")[0] for part in self.do): self.do}
@@ -331,7 +331,7 @@ class InterveneOptions(ControlOptions, RunConfig):
         return Path("runs", as_folder_name(self.folder_name, arms))
 
 
-# what has a grid of its own
+# the granularity of quantization grids
 PerWeight = Literal["tensor", "channel"]
 PerActivation = Literal["tensor", "token"]
 PerCache = Literal["tensor", "token", "channel"]
@@ -411,7 +411,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     about: ClassVar[str] = """Test on a model what five papers say happens: a scorecard with intervals.
 
     Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
-    architecture, interventions), and judges each by its 95 % interval. Interrupted, the same command goes on.
+    architecture, interventions), and judges each by its 95 % interval. After an interruption, the same command resumes.
 
     --from alone judges runs that are there, of one model or several, and loads none. With a MODEL besides (the demo by
     its name), those runs are judged and what they lack is measured."""
@@ -446,7 +446,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
 
     @property
     def only_judges(self) -> bool:
-        """Whether runs are judged and no model is loaded."""
+        """Whether only given runs are judged, without loading a model."""
         return bool(self.from_) and self.model is None and self.gguf_file is None
 
     def folder(self) -> Path | None:
@@ -461,7 +461,7 @@ HELLASWAG = "hellaswag"  # WSE figure 10
 class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     about: ClassVar[str] = """Score one model on tasks of lm-evaluation-harness: pip install 'sinkscope[lm-eval]'.
 
-    Any task that it knows by name, or one of your own with --task-path. In a sweep scores stand beside sinks."""
+    Any task that it knows by name, or one of your own with --task-path. Sweeps show scores next to sinks."""
     writes: ClassVar = "runs/MODEL-benchmark"
     refused: ClassVar = {"attn": "the harness runs the model as it is"}
 

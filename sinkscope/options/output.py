@@ -11,7 +11,7 @@ from sinkscope.options.option import MOST, Options, as_folder_name, option
 
 
 class OutputOptions(Options):
-    """They decide no number, and stand in no run.json."""
+    """Options that do not affect results and are not saved in run.json."""
 
     out: UserPath | None = option(None, "Output", "Folder to write.", metavar="DIR")
     overwrite: bool = option(False, "Output", "Replace what an earlier run wrote to --out.")
@@ -32,11 +32,11 @@ class OutputOptions(Options):
 
 
 class CompareOptions(Options):
-    about: ClassVar[str] = """Put runs side by side: metrics of the whole model; of two runs also difference and ratio.
+    about: ClassVar[str] = """Compare runs: metrics of the whole model; for two runs also difference and ratio.
 
-    Of runs of `intervene`: which route carries the sink in which model. Of folders of `claims`: claims × models. Of a
-    single folder of `sweep`, `retrofit`, `train`, `claims` or a training's steps: its own tables.
-    Says in which settings they differ. With --out, also tables and figures."""
+    Runs of `intervene` show which route carries the sink in which model, folders of `claims` show claims × models. For
+    a single folder of `sweep`, `retrofit`, `train`, `claims` or a training's steps, its own tables are printed.
+    Settings that differ are listed. With --out, also writes tables and figures."""
     arguments: ClassVar = ("runs",)
     writes: ClassVar = "nothing"
 
@@ -73,7 +73,7 @@ class ShowOptions(Options):
 
     run: UserPath = option(..., "Input", "The folder of any command, or its run.json.", metavar="RUN")
     print: bool = option(False, "Output", "Print the path of the page and open no browser.")
-    anew: bool = option(False, "Output", "Make the page anew, also where there is one.")
+    anew: bool = option(False, "Output", "Make the page again if it exists.")
 
 
 class ListOptions(Options):
@@ -89,9 +89,9 @@ class ListOptions(Options):
 class SweepOptions(DeviceOptions, ModelOptions):
     about: ClassVar[str] = """Measure many models × revisions × inputs × settings, as a YAML file lists them.
 
-    Writes a run folder for each combination and a comparison of them all. The same command goes on where it was
-    interrupted; what failed is tried again with --retry. --dtype, --device-map, --attn, --trust-remote-code and
-    --allow-pickle are of all models. `accelerate launch -m sinkscope.cli sweep …` measures each on several GPUs."""
+    Writes a run folder for each combination and a comparison of them all. The same command resumes after an
+    interruption; --retry tries failed cells again. --dtype, --device-map, --attn, --trust-remote-code and
+    --allow-pickle apply to all models. `accelerate launch -m sinkscope.cli sweep …` measures each on several GPUs."""
     arguments: ClassVar = ("file",)
     writes: ClassVar = "runs/FILE"
     resumable: ClassVar = True
@@ -141,12 +141,12 @@ class SweepOptions(DeviceOptions, ModelOptions):
     @model_validator(mode="after")
     def _address_is_of_ray(self) -> "SweepOptions":
         if self.address is not None and self.engine != "ray":
-            raise ValueError("--address is of a Ray cluster: --engine ray goes with it")
+            raise ValueError("--address names a Ray cluster: it needs --engine ray")
         return self
 
     @property
     def part(self) -> tuple[int, int]:
-        """The shard: which of how many parts, from 1 on."""
+        """The shard (i, n): the i-th of n parts, from 1 on."""
         part, of = (self.shard or "1/1").split("/")
         return int(part), int(of)
 

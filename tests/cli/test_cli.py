@@ -684,7 +684,7 @@ def test_from_something_else(content: bytes | None, message: str) -> None:
     [
         ({"flavour": 1}, "of sinkscope 0.0) cannot be repeated here: option 'flavour' is unknown"),
         ({"window": 999}, "--window 999 is beyond the sequence"),
-        ({"model": None}, "its model was handed over in Python"),
+        ({"model": None}, "its model was passed as an object in Python"),
     ],
 )
 def test_from_a_run_that_cannot_be_repeated(
