@@ -23,8 +23,8 @@ from sinkscope.measuring.subject import ModelLike, is_in_memory, load_model
 from sinkscope.models.files import quiet as silent
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.benchmark import BenchmarkOptions
 from sinkscope.options.files import kind_of, user_path
+from sinkscope.options.measuring import BenchmarkOptions
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.results.folders import new_folder, own_folder

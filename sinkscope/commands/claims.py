@@ -35,8 +35,7 @@ from sinkscope.measuring.subject import (
     position_limit,
 )
 from sinkscope.models.in_memory import fingerprint
-from sinkscope.options.claims import ClaimsOptions
-from sinkscope.options.measuring import AnalyzeOptions, InterveneOptions, RunConfig
+from sinkscope.options.measuring import AnalyzeOptions, ClaimsOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
 from sinkscope.output.run import Run
 from sinkscope.paper_claims.evidence import LONG, MAIN, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_role

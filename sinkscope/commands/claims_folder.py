@@ -17,9 +17,8 @@ from sinkscope.output.outputs import write_run
 from sinkscope.output.run import Run
 from sinkscope.output.scorecard import FIGURES, WORDS
 from sinkscope.paper_claims.table import COMMAND
-from sinkscope.results.folders import alone_in, new_folder
+from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
-from sinkscope.results.resume import FileList, check_resumable, claim, resumable
 from sinkscope.results.run import RunData
 from sinkscope.results.swap import new_file
 from sinkscope.results.tables import write_tables

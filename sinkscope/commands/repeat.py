@@ -1,4 +1,4 @@
-"""--from RUN: the options of a run, read back from its run.json."""
+"""--from RUN: read the options of a run from its run.json."""
 
 import os
 from collections.abc import Collection
@@ -15,17 +15,17 @@ from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
 def options_of_run(
     path: str | os.PathLike[str], command: str, kind: type[Options], permitted: Collection[str] = ()
 ) -> Options:
-    """The options of a command's run. Its permissions are not among them: run.json may come from anywhere.
+    """Return the options of a run, without its permissions: run.json may come from anywhere.
 
     Args:
         path: the run's folder or its run.json.
-        command: which must have made it.
+        command: the command that must have made it.
         kind: the command's options.
-        permitted: the PERMISSIONS that the person gives.
+        permitted: the PERMISSIONS that the user gives.
 
     Raises:
-        InputError: it is no run, another command's, its model was handed over in Python, or it was made with a
-            permission that is not given.
+        InputError: it is no run, another command's, its model was passed as an object in Python, or it was made
+            with a permission that is not given.
     """
     folder = folder_of(path)
     manifest = read_manifest(folder)
@@ -41,7 +41,7 @@ def options_of_run(
         raise InputError(f"{folder / MANIFEST} (of sinkscope {by}) cannot be repeated here: {error}") from None
     if getattr(options, "model", None) is None and not is_demo(source):
         raise InputError(
-            f"{folder / MANIFEST} cannot be repeated: its model was handed over in Python, not named. "
+            f"{folder / MANIFEST} cannot be repeated: its model was passed as an object in Python, not by name. "
             f"Analyze that again, or name a model instead of --from (it called itself {source})"
         )
     lacking = [flag(name) for name in PERMISSIONS if getattr(options, name) and name not in permitted]
@@ -55,7 +55,7 @@ def options_of_run(
 
 
 def differences(path: str | os.PathLike[str] | None, now: dict[str, Any]) -> list[str]:
-    """How a repetition differs from what it repeats, by their manifests: files and models change."""
+    """Describe how the manifest of a repetition differs from that of the original run: files and models may change."""
     if path is None:
         return []
     rows = differing_settings([read_manifest(folder_of(path)), now], ["then", "now"])

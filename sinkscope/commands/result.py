@@ -1,4 +1,4 @@
-"""What every command gives back to the command line, to be printed."""
+"""The result that every command returns to the command line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Result:
-    """What a command has to show; what it has measured, written or compared is its `value`.
+    """The output of a command for the terminal, with the Python object that it returns.
 
     Attributes:
         value: the Run, Series, Comparison, … that the Python function of the command returns.

@@ -12,8 +12,7 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.commands.training_arms import TrainingArms
-from sinkscope.commands.training_plan import Plan
+from sinkscope.commands.training_arms import Plan, TrainingArms
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.parity import check_beforehand
@@ -23,8 +22,7 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.output.trained import Trained
 from sinkscope.training.arms import Methods, arms_of, parse_methods
-from sinkscope.training.block_starts import begun, check_starts, limited
-from sinkscope.training.blocks import check_text, read_blocks
+from sinkscope.training.blocks import begun, check_starts, check_text, limited, read_blocks
 from sinkscope.training.sharding import launched
 
 

@@ -33,15 +33,15 @@ from sinkscope.results.manifest import RUNS, make_manifest, write_manifest
 
 @dataclass(frozen=True)
 class RecipeRun:
-    """What came out of a recipe.
+    """The result of a recipe.
 
     Attributes:
-        recipe: as it was read.
-        runs: its runs by name, where its command measures runs; an only one is called "".
-        comparison: of several runs.
-        folder: where they were written.
-        result: of the command, where it measures no runs.
-        failure: what failed of the runs, though they were written.
+        recipe: the recipe as read from its file.
+        runs: its runs by name, if its command measures runs; the name of a single run is "".
+        comparison: the comparison of several runs.
+        folder: the folder that was written.
+        result: the result of the command, if it measures no runs.
+        failure: which parts of the runs failed, although the runs were written.
     """
 
     recipe: Recipe
@@ -78,7 +78,7 @@ def run_recipe(
     page: bool = True,
     **options: Any,
 ) -> RecipeRun:
-    """Run a recipe and write what comes of it.
+    """Run a recipe and write its results.
 
     Args:
         recipe: a YAML file, or the name of a recipe.
@@ -119,7 +119,7 @@ def run_recipe(
 
 
 def _own_out(recipe: Recipe) -> str | None:
-    """The folder that a recipe names; recipes may come from anywhere."""
+    """Return a recipe's folder, which must be below the working directory: recipes may come from anywhere."""
     out = recipe.content.out
     try:
         is_below = out is None or Path.cwd() in Path(out).resolve().parents
@@ -135,7 +135,7 @@ def _own_out(recipe: Recipe) -> str | None:
 def _measured(
     recipe: Recipe, runs: Mapping[str, Options], folder: Path, console: Console
 ) -> tuple[dict[str, Run], list[str]]:
-    """The runs by name, and what failed of them."""
+    """Measure all runs, and return them by name with the messages of those that failed in parts."""
     measured, failures = {}, []
     for place, (name, asked) in enumerate(runs.items(), 1):
         if name:
@@ -152,9 +152,9 @@ def _module(recipe: Recipe) -> Any:
 
 
 def _check(recipe: Recipe, runs: Mapping[str, Options]) -> None:
-    """What can be wrong is found before a model is loaded."""
+    """Check the options and figures of all runs before a model is loaded."""
     try:
-        check = getattr(_module(recipe), "check", None)  # of commands that take long enough to need one
+        check = getattr(_module(recipe), "check", None)  # only commands that take long have one
         for options in runs.values():
             if check is not None:
                 check(options)
@@ -178,7 +178,7 @@ def check_figures(figures: Iterable[str], command: str, observables: tuple[str, 
 
 
 def _one_command(recipe: Recipe, options: Options, folder: Path, overwrite: bool, quiet: bool, page: bool) -> RecipeRun:
-    """A command that writes by itself."""
+    """Run a command that writes its own folder."""
     output = OutputOptions(out=folder, overwrite=overwrite, quiet=quiet, no_page=not page, record=recipe.record)
     return RecipeRun(recipe, {}, None, folder, _module(recipe).command(options, output))
 
@@ -186,7 +186,7 @@ def _one_command(recipe: Recipe, options: Options, folder: Path, overwrite: bool
 def _write_several(
     recipe: Recipe, runs: Mapping[str, Run], folder: Path, fresh: Path, start: float, page: bool
 ) -> Comparison:
-    """A folder for each run, their comparison, and the manifest last."""
+    """Write a folder for each run, their comparison, and at last the manifest."""
     for name, run in runs.items():
         (fresh / name).mkdir()
         write_run(run, fresh / name, recipe.content.figures, page)

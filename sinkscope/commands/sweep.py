@@ -1,7 +1,6 @@
 """`sweep`: a grid of models × revisions × inputs × settings × commands (options/sweep_file.py), cell by cell.
 
-The folder is described in results/cells.py, the comparison in output/sweep.py. The same command goes on with what is
-there.
+results/cells.py describes the folder, output/sweep.py the comparison. The same command resumes an interrupted sweep.
 """
 
 import os
@@ -19,10 +18,8 @@ from rich.console import Console
 
 from sinkscope.commands.result import Result
 from sinkscope.commands.run import check_figures
-from sinkscope.commands.sweeping.engine import Pool, run_groups, split
-from sinkscope.commands.sweeping.evicting import Leaving
-from sinkscope.commands.sweeping.launched import Launched, check_launched, follow
 from sinkscope.commands.sweeping.plan import (
+    Leaving,
     Planned,
     check_disk,
     done_cell,
@@ -32,6 +29,7 @@ from sinkscope.commands.sweeping.plan import (
     sized,
     table_of,
 )
+from sinkscope.commands.sweeping.pools import Launched, Pool, check_launched, follow, run_groups, split
 from sinkscope.commands.sweeping.progress import Progress, say, shown
 from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import Group, State, Task
@@ -41,8 +39,7 @@ from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.processes import team, together
 from sinkscope.options.option import checked
-from sinkscope.options.output import OutputOptions
-from sinkscope.options.sweep import SweepOptions
+from sinkscope.options.output import OutputOptions, SweepOptions
 from sinkscope.options.sweep_file import TRAINING, Cell, Sweep, read_sweep
 from sinkscope.output.sweep import summary_tables, write_comparison
 from sinkscope.results.cells import COMMAND, CellFolders
@@ -53,7 +50,7 @@ from sinkscope.verdict import factor_study
 from sinkscope.verdict.sweep_tables import Measured, SweepTables, sweep_tables
 from sinkscope.verdict.table_formats import Tabular
 
-OF_THE_RUN = {
+IGNORED_OPTIONS = {
     "file",
     "quick",
     "dry_run",
@@ -63,19 +60,19 @@ OF_THE_RUN = {
     "shard",
     "retry",
     "evict",
-}  # they decide no number
+}  # they do not affect results
 MOST_FAILURES = 5  # that the last message names
 
 
 @dataclass(frozen=True)
 class SweepRun(Paged, Tabular):
-    """What came out of a sweep.
+    """The result of a sweep.
 
     Attributes:
-        sweep: as it was read.
-        plan: its cells, of this shard, as they are in the end.
-        tables: of all cells that are done; None of a dry run.
-        folder: where it is written.
+        sweep: the sweep as read from its file.
+        plan: the cells of this shard in their final states.
+        tables: the tables of all cells that are done; None after a dry run.
+        folder: the folder of the sweep.
     """
 
     sweep: Sweep
@@ -85,7 +82,7 @@ class SweepRun(Paged, Tabular):
 
     @property
     def failure(self) -> str:
-        """What failed, in one line; "" where nothing did."""
+        """What failed, on one line; "" if nothing did."""
         failed = [each for each in self.plan if each.state == State.FAILED or each.message]
         if not failed or self.tables is None:
             return ""
@@ -98,7 +95,7 @@ class SweepRun(Paged, Tabular):
 
     @property
     def contents(self) -> Contents:
-        """What the comparison's page shows."""
+        """The contents of the page of the comparison."""
         return Contents.of_folder(CellFolders(self.folder).comparison)
 
     @property
@@ -108,7 +105,7 @@ class SweepRun(Paged, Tabular):
 
     @property
     def summary(self) -> pd.DataFrame:
-        """States, models × states."""
+        """Number of cells by model and state."""
         rows = pd.DataFrame([(each.cell.model, str(each.state)) for each in self.plan], columns=["model", "state"])
         counts = pd.crosstab(rows["model"], rows["state"]).reindex(rows["model"].unique())
         return counts.reindex(columns=[str(state) for state in State if str(state) in counts]).reset_index()
@@ -140,15 +137,15 @@ def sweep(
 ) -> SweepRun:
     """Measure all cells of a sweep that are not done yet, and compare those that are.
 
-    A script calls it behind `if __name__ == "__main__":`, since it starts processes. Under `accelerate launch` all
+    A script must call it under `if __name__ == "__main__":`, since it starts processes. Under `accelerate launch`, all
     launched processes measure each cell together.
 
     Args:
         file: a YAML file, or the name of a sweep that comes with sinkscope.
         out: the folder; runs/FILE if None.
-        overwrite: measure everything anew.
+        overwrite: measure everything again.
         quiet: print nothing.
-        page: also write index.html of the comparison; of a cell, `show` makes it.
+        page: also write index.html of the comparison; `show` makes that of a cell.
         **options: those of the command line, with underscores: see `SweepOptions`.
 
     Raises:
@@ -157,7 +154,7 @@ def sweep(
     """
     start = time.time()
     asked = checked(SweepOptions, {"file": os.fspath(file), **options})
-    given = {name: getattr(asked, name) for name in asked.model_fields_set - OF_THE_RUN}
+    given = {name: getattr(asked, name) for name in asked.model_fields_set - IGNORED_OPTIONS}
     found = read_sweep(asked.file, given, asked.quick)
     check(found)
     folders = CellFolders(Path(out or asked.folder()))
@@ -182,7 +179,7 @@ def _swept(
     start: float,
     page: bool,
 ) -> SweepRun:
-    """Measure what is to be measured, and compare."""
+    """Measure the cells that are not done yet, and write the comparison."""
     mine = part_of(found.cells, asked.part)
     if team().count > 1 and (trained := [cell for cell in mine if cell.command in TRAINING]):
         raise InputError(f"{trained[0].told}: under `accelerate launch`, train by the command itself")
@@ -232,12 +229,12 @@ def check(found: Sweep) -> None:
 
 
 def _figures(found: Sweep, command: str) -> tuple[str, ...]:
-    """Those that cells of a command draw."""
+    """Return the figures that the cells of a command draw."""
     return tuple(name for name in found.content.figures if is_of(name, command))
 
 
 def _record(found: Sweep) -> dict[str, Any]:
-    """For run.json: the file as it was, and what the command line said of it."""
+    """Return the content of the file and the options of the command line, for run.json."""
     return {"content": found.content.model_dump(mode="json", exclude_unset=True), "given": dict(found.given)}
 
 
@@ -246,10 +243,10 @@ def _pool(asked: SweepOptions, commands: Iterable[str]) -> Pool:
         check_launched(asked)
         return Launched(team())
     if asked.engine == "ray":
-        from sinkscope.commands.sweeping.ray_tasks import RayTasks
+        from sinkscope.commands.sweeping.pools import RayTasks
 
         return RayTasks(asked.address, None if asked.workers == "auto" else asked.workers)
-    from sinkscope.commands.sweeping.processes import Processes, default_workers
+    from sinkscope.commands.sweeping.pools import Processes, default_workers
 
     return Processes(default_workers() if asked.workers == "auto" else asked.workers, commands)
 
@@ -262,7 +259,7 @@ def _task(found: Sweep, cell: Cell, folders: CellFolders, reads: Reads) -> Task:
 def _measure(
     groups: Sequence[Group], folders: CellFolders, pool: Pool, console: Console, leaving: Leaving | None
 ) -> dict[str, str]:
-    """Measure all cells of the groups. → Cell → why it failed."""
+    """Measure all cells of the groups, and return cell → error for those that failed."""
     total = sum(len(group.tasks) for group in groups)
     progress, failed = Progress(total), {}
     if total:
@@ -272,7 +269,7 @@ def _measure(
             progress.hear(event)
             if event.state == State.FAILED:
                 failed[event.name] = event.message
-                with suppress(OSError):  # a full disk, of which the summary tells
+                with suppress(OSError):  # a full disk, which the summary reports
                     folders.fail(event.name, event.message)
             elif event.state == State.DONE:
                 folders.forget(event.name)
@@ -283,7 +280,7 @@ def _measure(
 
 
 def _ended(each: Planned, failed: Mapping[str, str]) -> Planned:
-    """A cell that is not done has failed, also where that could not be written."""
+    """Mark a cell that is not done as failed, also if its failure could not be written."""
     if each.state != State.WAITING:
         return each
     return replace(each, state=State.FAILED, message=failed.get(each.cell.name, "it was not measured"))

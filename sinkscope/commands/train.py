@@ -13,8 +13,7 @@ from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.commands.training_arms import TrainingArms
-from sinkscope.commands.training_plan import Plan
+from sinkscope.commands.training_arms import Plan, TrainingArms
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
@@ -26,14 +25,12 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import TrainOptions
 from sinkscope.output.trained import Trained
 from sinkscope.text.sources import documents
-from sinkscope.training.architectures import architecture, fresh_model
+from sinkscope.training.architectures import architecture, fresh_model, tokenizer_of
 from sinkscope.training.arms import Methods, arms_of, parse_methods
-from sinkscope.training.block_starts import begun, check_starts, limited
-from sinkscope.training.blocks import check_text, is_written, read_blocks
+from sinkscope.training.blocks import begun, check_starts, check_text, is_written, limited, read_blocks
 from sinkscope.training.sharding import launched
 from sinkscope.training.tasks import TASKS, Task
-from sinkscope.training.tasks.opening import Opening
-from sinkscope.training.tokenizer import tokenizer_of
+from sinkscope.training.tasks.backcopy import Opening
 
 
 def command(options: TrainOptions, output: OutputOptions) -> Result:

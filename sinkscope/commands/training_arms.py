@@ -17,11 +17,13 @@ OUT/comparison/                   the runs side by side
 The same command again continues where it was interrupted, and adds arms to those that are there.
 """
 
+import copy
+import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,9 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate import PartialState
+from rich.console import Console
 from transformers import PreTrainedModel
 
-from sinkscope.commands.training_plan import Plan
 from sinkscope.errors import InputError
 from sinkscope.html_page import renew_page
 from sinkscope.measuring.console import print_notices, print_part, spinner
@@ -43,26 +45,134 @@ from sinkscope.measuring.tables import all_tables
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.positions import known_positions
 from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.options.training import ArmOptions, TrainingConfig
 from sinkscope.output.comparison import compare, write_comparison
 from sinkscope.output.drawing import save_figures
 from sinkscope.output.outputs import write_run
 from sinkscope.output.run import Run
 from sinkscope.output.trained import Trained, first_runs, retrofit_tables
-from sinkscope.results.folders import new_folder
+from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
-from sinkscope.results.resume import FileList, claim, resumable
 from sinkscope.results.swap import new_file
 from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
 from sinkscope.retrofits import gate_displacement
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs
-from sinkscope.training.arms import Arm
+from sinkscope.training.arms import Arm, Method
 from sinkscope.training.blocks import Blocks
-from sinkscope.training.checkpoints import checkpoints, failures, keep_models
-from sinkscope.training.sink_probe import probe_of
+from sinkscope.training.history import probe_of
+from sinkscope.training.sharding import by_the_first
 from sinkscope.training.tables import UNTOUCHED
 from sinkscope.training.tasks import Task
-from sinkscope.training.trainer import no_bars, train
+from sinkscope.training.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train
+
+RENEWED = ("figures", "comparison")  # folders of all arms together, written again whenever the command resumes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options of a call of `retrofit` or `train`.
+
+    Attributes:
+        command: the name of the command.
+        folder: the folder to write.
+        options: the entries of run.json that affect results: the folder is resumed only with identical ones.
+        training: how each arm is trained.
+        measuring: how models are loaded and measured.
+        overwrite: replace an earlier result instead of resuming it.
+        console: the console for progress messages.
+        start: when the command started.
+    """
+
+    command: str
+    folder: Path
+    options: dict[str, Any]
+    training: TrainingConfig
+    measuring: RunConfig
+    overwrite: bool
+    console: Console
+    # values of options that a folder of an older version does not record
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] | None = None  # of a recipe
+    page: bool = True  # write index.html
+    figures: bool = True  # draw them
+    start: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(
+        cls,
+        command: str,
+        asked: ArmOptions,
+        out: str | os.PathLike[str],
+        overwrite: bool,
+        quiet: bool,
+        record: Mapping[str, Any] | None,
+        page: bool,
+        figures: bool = True,
+        **facts: Any,
+    ) -> "Plan":
+        """Make the plan of either command; `facts` are other entries that affect results."""
+        state = PartialState()
+        # methods may be added to a folder later: each is recorded with its arm
+        own = {"config": asked.model_dump(mode="json", exclude={"method"})}
+        options = own | {"processes": state.num_processes} | facts
+        defaults = {"config": type(asked)().model_dump(mode="json", exclude={"method"})}
+        console = Console(stderr=True, quiet=quiet or not state.is_main_process)
+        return cls(
+            command=command,
+            folder=Path(out),
+            options=options,
+            training=asked.training,
+            measuring=asked.measuring,
+            overwrite=overwrite,
+            console=console,
+            defaults=defaults,
+            record=record,
+            page=page,
+            figures=figures,
+        )
+
+    @contextmanager
+    def own_folder(self, *reads: str | None) -> Iterator[None]:
+        """Lock the folder for this command, which may be several processes.
+
+        Args:
+            reads: as for `check_output`.
+
+        Raises:
+            InputError: it cannot be written, was made with other options, or another command is writing it.
+        """
+        with ExitStack() as stack:
+
+            def take() -> None:
+                stack.enter_context(alone_in(self.folder))
+                check_resumable(self.folder, self.command, self.options, self.overwrite, self.defaults, reads, RENEWED)
+
+            by_the_first(take)
+            yield
+
+    def check_methods(self, methods: Iterable[Method], model: PreTrainedModel, family: Family) -> None:
+        """Raise InputError for a method that cannot be trained on this model, before hours of training another."""
+        if not family.causal:
+            raise InputError(f"'{family.name}' attends both ways, and training here predicts each token's successor")
+        limit, length = known_positions(model, family), self.training.block_length
+        for method in methods:
+            trial = method.built_into(copy.deepcopy(model), family, self.training.seed)
+            try:
+                check_trainable(trial, self.training.only_new)
+            except InputError as error:
+                raise InputError(f"--method {method.label}: {error}") from None
+            registers = registers_before(trial)
+            if limit is not None and length + registers > limit:
+                raise InputError(
+                    f"--method {method.label}: blocks of {length} tokens and {registers} registers are beyond the "
+                    f"model's {limit} positions: take a --block-length of at most {limit - registers}"
+                )
+
+
+# --------------------------------------------------------------------------------------------------------- the arms
 
 OWN_TABLES = ("training", "gates")  # of every arm; a task has more
 CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms
@@ -77,9 +187,9 @@ class TrainingArms:
         loaded: the model as it is, on the CPU, with its tokenizer.
         family: its row in the table of families.
         blocks: the text.
-        begin: gives an arm its model before the method is built in.
-        keep_checkpoints: keep the model at every so many steps, for `analyze` over a training.
-        task: whose blocks these are, if they are not of a text.
+        begin: returns the model of an arm before the method is built in.
+        keep_checkpoints: keep the model at regular steps, for `analyze` over a training.
+        task: the task that made the blocks; None for a text.
     """
 
     plan: Plan
@@ -102,11 +212,11 @@ class TrainingArms:
         return PartialState().is_main_process
 
     def finish(self, arms: Iterable[Arm], untouched: bool) -> Trained:
-        """Do everything that is not done yet.
+        """Finish everything that is not done yet.
 
         Args:
-            arms: to be trained and measured; those of earlier calls stay.
-            untouched: also measure the model as it is.
+            arms: the arms to train and measure; those of earlier calls stay.
+            untouched: also measure the model without changes.
         """
         arms = list(arms)
         self._claim(arms)
@@ -121,7 +231,7 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- the folder
 
     def _claim(self, wanted: Iterable[Arm]) -> None:
-        """Make the folder this command's, and note its arms."""
+        """Claim the folder, and record its arms."""
         options = self.plan.options | self.read
         found = None if self.plan.overwrite else resumable(self.folder, self.plan.command, options, self.plan.defaults)
         if found is not None:
@@ -152,7 +262,7 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- arm by arm
 
     def _finish(self, arm: Arm) -> None:
-        """Do what is not done yet of an arm."""
+        """Finish the steps of an arm that are not done yet."""
         folder = self.folder / arm.label
         if not (folder / "model" / "config.json").exists():
             self._train(arm, folder)
@@ -197,7 +307,7 @@ class TrainingArms:
             raw |= self.task.tables(model, self.family, self.blocks.held_out)
         self.arms[arm.label] |= {
             "moved": float(gates["displacement"].max()) if len(gates) else 0.0,
-            "step_seconds": seconds / self.plan.training.steps if is_whole else None,  # of what was resumed not known
+            "step_seconds": seconds / self.plan.training.steps if is_whole else None,  # unknown for a resumed training
         }
         with failures(folder / "training"), no_bars():
             self._write_tables(publish(raw, self.loaded, arm.method.label), folder)
@@ -223,14 +333,14 @@ class TrainingArms:
         self.loaded.model.to("cpu")  # type: ignore[arg-type]
 
     def _measure_arm(self, label: str, model: Path) -> None:
-        own = {"revision": None, "gguf_file": None, "adapter": None}  # of the model that training began from
+        own = {"revision": None, "gguf_file": None, "adapter": None}  # options of the initial model
         config = self._config(str(model), trust_remote_code=False, allow_pickle=False, **own)
         with open_subject(None, None, config, self.console) as subject:
             named = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
             self._measure(named, config, label)
 
     def _config(self, model: str | None, **others: Any) -> RunConfig:
-        """To measure on the held-out blocks, in a way that `analyze --from` repeats."""
+        """Return the options to measure a model on the held-out blocks, which `analyze --from` can repeat."""
         options = self.plan.measuring.model_dump() | {"model": model, "input": str(self.held_out), "bos": "auto"}
         count = min(self.plan.measuring.num_seqs, len(self.blocks.held_out))
         return make_config(**options | others | {"num_seqs": count, "dataset": None})
@@ -249,7 +359,7 @@ class TrainingArms:
             write_run(Run.of_analysis(manifest, tables, target), fresh, figures, self.plan.page)
 
     def _calibration(self, subject: Subject) -> TokenInputs:
-        """The text that W8A8's ranges come from: blocks that were trained on, the same for all arms."""
+        """Return the text that W8A8 is calibrated on: the same training blocks for all arms."""
         return replace(subject.inputs, sequences=tuple(self.blocks.train)).part(0, CALIBRATION)
 
     def _is_measured(self, label: str) -> bool:
@@ -258,7 +368,7 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- the whole
 
     def _conclude(self) -> Trained:
-        """Compare everything that is there."""
+        """Compare all arms that are measured."""
         labels = [label for label in (UNTOUCHED, *self.arms) if self._is_measured(label)]
         runs = {label: Run.open(self.folder / label / "run") for label in labels}
         firsts = first_runs({"arms": self.arms}, runs)
@@ -302,7 +412,7 @@ class TrainingArms:
         return [name for name in names if name in all_tables() and name not in OWN_TABLES]
 
     def _all_arms(self, name: str, labels: Iterable[str]) -> pd.DataFrame:
-        """A table that each arm has."""
+        """Concatenate a table of all arms."""
         paths = [self.folder / label / "tables" / f"{name}.parquet" for label in labels]
         columns = (*LEADING_COLUMNS, *all_tables()[name])
         return pd.concat([read_table(path, columns) for path in paths], ignore_index=True)

@@ -15,8 +15,8 @@ from sinkscope.html_page.contents import PAGE, Contents
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
+from sinkscope.results.folders import FileList
 from sinkscope.results.metrics import METRICS, PAPERS
-from sinkscope.results.resume import FileList
 from sinkscope.results.swap import new_file, remove
 from sinkscope.verdict.words import say, say_published
 

@@ -12,6 +12,7 @@ from sinkscope.interventions.sink_mask import MaskSink
 from sinkscope.interventions.sink_value import MeanSinkValue, ScaleSinkValue
 from sinkscope.interventions.streaming_window import StreamingWindow
 from sinkscope.options.option import filled_in
+from sinkscope.options.spec import parse_spec
 
 INTERVENTIONS: dict[str, type[Intervention]] = {
     intervention.name: intervention
@@ -41,23 +42,10 @@ def parse(text: str) -> Intervention:
     Raises:
         InputError: A name, parameter or value does not exist.
     """
-    name, _, rest = text.partition(":")
-    name = name.strip()
+    name = text.partition(":")[0].strip()
     if name not in INTERVENTIONS:
         raise InputError(f"intervention {unknown(name, INTERVENTIONS)}")
-    parameters: dict[str, str] = {}
-    last = None
-    for part in filter(None, (part.strip() for part in rest.split(","))):
-        key, equals, value = part.partition("=")
-        if equals:
-            last = key.strip().replace("-", "_")
-            if last in parameters:
-                raise InputError(f"--do {text}: '{last}' is given twice")
-            parameters[last] = value.strip()
-        elif last is None:
-            raise InputError(f"--do {text}: '{part}' is no key=value")
-        else:  # the next value of a list
-            parameters[last] += f",{part}"
+    _, parameters = parse_spec(text, "--do")
     return filled_in(INTERVENTIONS[name], parameters, f"--do {text}", whole=name)
 
 

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from sinkscope.errors import InputError, SinkscopeError, described
 from sinkscope.models.loading import stays_on_cpu
-from sinkscope.options.devices import POLICIES
+from sinkscope.options.measuring import POLICIES
 
 TIMEOUT = timedelta(days=1)  # for waiting on the others: the first process may write or measure without them
 Found = TypeVar("Found")

@@ -49,8 +49,8 @@ from sinkscope.models.files import (
 )
 from sinkscope.models.in_memory import on_cpu_by_default, text_of
 from sinkscope.models.quantized import is_ordinary, unpacking
-from sinkscope.options.devices import POLICIES, check_device_map
 from sinkscope.options.files import kind_of, names_in, user_path
+from sinkscope.options.measuring import POLICIES, check_device_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = 100_000_000  # a number of parameters that fits into any memory

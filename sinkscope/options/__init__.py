@@ -3,12 +3,16 @@
 Nothing here imports torch, so that `--help` answers at once.
 """
 
-from sinkscope.options.benchmark import BenchmarkOptions
-from sinkscope.options.claims import ClaimsOptions
-from sinkscope.options.measuring import AnalyzeOptions, DoctorOptions, InterveneOptions, QuantizeOptions
+from sinkscope.options.measuring import (
+    AnalyzeOptions,
+    BenchmarkOptions,
+    ClaimsOptions,
+    DoctorOptions,
+    InterveneOptions,
+    QuantizeOptions,
+)
 from sinkscope.options.option import Options
-from sinkscope.options.output import CompareOptions, ListOptions, RunOptions, ShowOptions
-from sinkscope.options.sweep import SweepOptions
+from sinkscope.options.output import CompareOptions, ListOptions, RunOptions, ShowOptions, SweepOptions
 from sinkscope.options.training import RetrofitOptions, TrainOptions
 
 # command → its options; the command itself is sinkscope/commands/NAME.py. In the order of `sinkscope --help`

@@ -8,12 +8,14 @@ think of it.
 import json
 import os
 import stat
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator
+import yaml
+from pydantic import AfterValidator, BaseModel, ValidationError
 
-from sinkscope.errors import InputError, one_line
+from sinkscope.errors import InputError, closest, one_line, unknown
 
 LARGEST = 1 << 26  # bytes of a file that is read whole to be parsed
 DEEPEST = 100  # nesting of its content; real ones have ten
@@ -135,3 +137,120 @@ def check_depth(path: Path, content: Any) -> None:
         if not level:
             return
     raise InputError(f"{one_line(path)} is nested too deeply: more than {DEEPEST} levels")
+
+
+# ------------------------------------------------------------------------------------------------------------- YAML
+
+ENDINGS = (".yaml", ".yml")
+LARGEST_YAML = 1 << 20  # bytes
+MOST_VALUES = 10_000  # in a file, repetitions by aliases included
+ALIKE = 0.85  # a key that is so close to a known one is its misspelling
+
+Content = TypeVar("Content", bound=BaseModel)
+
+
+def read_yaml(path: Path, kind: type[Content], what: str, options: Collection[str]) -> Content:
+    """Read a YAML file.
+
+    Args:
+        path: of the file.
+        kind: the model of its content.
+        what: it is called in messages: «recipe».
+        options: keys that belong under `options`, when they stand beside it.
+
+    Raises:
+        InputError: the file cannot be read, is no YAML, or holds something else.
+    """
+    try:
+        return kind.model_validate(_parse(path, what))
+    except ValidationError as error:
+        # an unknown key first: it may be the misspelling of one that is missing
+        worst = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+        raise InputError(f"{path}: {_complaint(worst, kind, options)}") from None
+
+
+def _parse(path: Path, what: str) -> dict[str, Any]:
+    text = read_text(path, LARGEST_YAML)
+    try:
+        content = _with_text_for_keys(yaml.load(text, _Loader))
+    # whatever looks like a date, a number or one of YAML's other types and is none
+    except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
+        raise InputError(f"{path} is not YAML: {_yaml_complaint(error)}") from None
+    check_depth(path, content)
+    try:  # as it will stand in run.json
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path} holds what JSON, and so run.json, cannot: {one_line(error)}") from None
+    if content is None:
+        raise InputError(f"{path} is empty: a {what} has at least a title")
+    if not isinstance(content, dict):
+        raise InputError(f"{path} is not a {what}: it holds {_some(content)}, and not keys and values, as `title: …`")
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader for files of a bounded size: aliases of aliases double it with every line."""
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if _count(node, {}) > MOST_VALUES:
+            raise ValueError(f"with all its aliases (*name) it holds more than {MOST_VALUES} values")
+        return node
+
+
+def _count(node: Any, counted: dict[int, int]) -> int:
+    """How many values a YAML node stands for, aliases followed; a node inside itself stands for too many."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in counted:
+        counted[id(node)] = MOST_VALUES + 1
+        pairs = node.value if isinstance(node, yaml.MappingNode) else [(part,) for part in node.value]
+        counted[id(node)] = min(1 + sum(_count(part, counted) for pair in pairs for part in pair), MOST_VALUES + 1)
+    return counted[id(node)]
+
+
+def _with_text_for_keys(content: Any) -> Any:
+    """YAML reads the keys `1` and `on` as a number and a truth value."""
+    if not isinstance(content, dict):
+        return content
+    return {str(key): _with_text_for_keys(value) for key, value in content.items()}
+
+
+def _some(content: Any) -> str:
+    return "text" if isinstance(content, str) else "a list" if isinstance(content, list) else f"only {content!r}"
+
+
+def _yaml_complaint(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    if problem.startswith("but "):  # half of a sentence
+        problem = f"{getattr(error, 'context', None) or ''} {problem}"
+    hint = " (text with a colon in it needs quotes)" if "mapping values" in problem else ""
+    return where + one_line(problem) + hint
+
+
+_NEEDED = {  # pydantic's kind of error → what to say of the value
+    "string_type": "it must be text",
+    "dict_type": "it must hold keys and values, as `seq-len: 64`",
+    "tuple_type": "it must be a list, as [sink-map, sinks-by-layer]",
+}
+
+
+def _complaint(error: Any, kind: type[BaseModel], options: Collection[str]) -> str:
+    """One of pydantic's errors, for someone who wrote the file."""
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if not error["loc"]:  # of several keys together
+        return message
+    where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
+    if error["type"] == "missing":
+        return f"it has no `{key}`"
+    if error["type"] == "extra_forbidden":
+        if len(error["loc"]) == 1:
+            is_option = key.replace("-", "_") in options and closest(key, kind.model_fields, ALIKE) is None
+            return f"`{key}` belongs under `options`" if is_option else f"key {unknown(key, kind.model_fields)}"
+        return f"`{where}`: there is no such key"
+    if error["type"] in _NEEDED:
+        return f"`{where}`: {_NEEDED[error['type']]}, not {error['input']!r}"
+    return f"`{where}`: {message}"

@@ -1,13 +1,14 @@
 """The options of loading a model, of what it reads and of what is measured. Nothing here imports torch."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, field_validator, model_validator
 
-from sinkscope.options.devices import check_device_map
-from sinkscope.options.files import kind_of, names_in, user_path
+from sinkscope.errors import unknown
+from sinkscope.options.files import UserPath, kind_of, names_in, user_path
 from sinkscope.options.option import (
     MOST,
     Options,
@@ -18,16 +19,27 @@ from sinkscope.options.option import (
     split_all_names,
 )
 
+POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+DEVICES = ("cpu", "cuda", "cuda:1", "xpu:0", "mps")  # and other numbers
+
+
+def check_device_map(name: str) -> str:
+    """Return the name, or raise ValueError if it is not a device map. Whether the device exists is checked later."""
+    if name in POLICIES or re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d{1,3})?", name):
+        return name
+    raise ValueError(unknown(name, (*DEVICES, *POLICIES)))
+
+
 POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
 PROMPT = "prompt"  # the condition of a run on --prompt
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
 # Options by which code from elsewhere may run: the person who types the command or calls Python gives them, and no
-# file does. They decide no number.
+# file does. They do not affect results.
 PERMISSIONS = ("trust_remote_code", "allow_pickle")
 
 
 class ModelOptions(Options):
-    """Which model, and how it is loaded."""
+    """The model, and how it is loaded."""
 
     arguments: ClassVar = ("model",)
 
@@ -51,7 +63,7 @@ class ModelOptions(Options):
 
     @property
     def folder_name(self) -> str:
-        """The model's name and its revision, fit for a folder."""
+        """The model's name and its revision as a folder name."""
         source = user_path(self.gguf_file or self.model or DEMO_NAME)
         if kind_of(source) is not None:
             source = source.resolve()  # "." has no name
@@ -61,7 +73,7 @@ class ModelOptions(Options):
 
 
 class DeviceOptions(Options):
-    """Where a model computes, and in which numbers."""
+    """The device and dtype of a model."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None,
@@ -83,7 +95,7 @@ class DeviceOptions(Options):
 
 
 class TextOptions(Options):
-    """What the model reads."""
+    """The text that the model reads."""
 
     input: str = option(
         "natural",
@@ -106,18 +118,18 @@ class TextOptions(Options):
     @field_validator("input", mode="before")
     @classmethod
     def _as_text(cls, source: Any) -> Any:
-        """A path given from Python; run.json holds text."""
+        """Convert a path given from Python to text, as run.json holds it."""
         return os.fspath(source) if isinstance(source, os.PathLike) else source
 
 
 class SeedOptions(Options):
-    """What is drawn at random."""
+    """The seed of everything that is drawn at random."""
 
     seed: int = option(0, "Input", "Of all that is drawn at random.", metavar="N", ge=0, le=2**63 - 1)
 
 
 class SequenceOptions(Options):
-    """How much is measured, and of which dataset."""
+    """The dataset and the number of sequences."""
 
     dataset: str | None = option(
         None,
@@ -129,7 +141,7 @@ class SequenceOptions(Options):
 
 
 class InputOptions(SeedOptions, SequenceOptions, TextOptions):
-    """What the model reads. Defaults are WSE's: 100 sequences of 64 tokens."""
+    """The input of the model. The defaults are WSE's: 100 sequences of 64 tokens."""
 
     prompt: str | None = option(None, "Input", "One text of your own, instead of --input.", metavar="TEXT")
 
@@ -142,7 +154,7 @@ class InputOptions(SeedOptions, SequenceOptions, TextOptions):
 
 
 class ObservableOptions(Options):
-    """What is measured, and how it is reported."""
+    """What is measured and reported."""
 
     observables: tuple[str, ...] | None = option(
         None, "Measuring", "See `sinkscope list observables`.", metavar="A,B", shown="all that apply"
@@ -174,7 +186,7 @@ class ObservableOptions(Options):
 
 
 class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
-    """Every option that decides a measuring run's numbers."""
+    """All options that affect the results of a measuring run."""
 
     batch_size: int | Literal["auto"] = option(
         "auto", "Measuring", "Sequences at once; halved where memory runs out.", metavar="N"
@@ -186,13 +198,13 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     @model_validator(mode="before")
     @classmethod
     def _fit_defaults(cls, options: Any) -> Any:
-        """A default shrinks with the sequence; what the user asked for does not."""
+        """Limit defaults, but not values that the user gave, to the length of the sequences."""
         if not isinstance(options, dict):
             return options
         try:
             length = int(options.get("seq_len", cls.model_fields["seq_len"].default))
         except (TypeError, ValueError, OverflowError):
-            return options  # the field itself complains, and better
+            return options  # the validation of the field gives a better message
         if length < 2:
             return options
         fitted = {name: min(cls.model_fields[name].default, length) for name in ("positions", "window")}
@@ -217,7 +229,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
 
     @property
     def run_name(self) -> str:
-        """The model's name, its revision and what it reads, fit for a folder."""
+        """The model's name, its revision and its input as a folder name."""
         reads = Path(self.dataset.split(":")[0]).name if self.dataset else Path(self.input).stem
         reads = reads if self.prompt is None else PROMPT
         return as_folder_name(self.folder_name, distinct_folder_name(reads))
@@ -237,7 +249,7 @@ class AnalyzeOptions(RunConfig):
 
     @property
     def has_steps(self) -> bool:
-        """Whether steps of training are meant: revisions with commas between, or a folder of checkpoints alone."""
+        """Whether the run is over training steps: revisions separated by commas, or a folder of only checkpoints."""
         if self.revision is not None:
             return "," in self.revision
         folder = user_path(self.model) if self.model else None
@@ -257,7 +269,7 @@ ALWAYS = ("attention", "massive", "mean-maps")  # observables of every arm of an
 
 
 class ControlOptions(Options):
-    """What interventions are compared with."""
+    """The random controls that interventions are compared with."""
 
     draws: int = option(5, "Intervening", "Random controls of each arm.", metavar="N", ge=0)
 
@@ -294,7 +306,7 @@ class InterveneOptions(ControlOptions, RunConfig):
     @field_validator("arms", mode="before")
     @classmethod
     def _each_alone(cls, arms: Any) -> Any:
-        """An arm of one intervention needs no list."""
+        """Put the single intervention of an arm into a list."""
         if not isinstance(arms, dict):
             return arms
         return {name: [do] if isinstance(do, str) else do for name, do in arms.items()}
@@ -309,7 +321,7 @@ class InterveneOptions(ControlOptions, RunConfig):
 
     @property
     def stacks(self) -> "dict[str, tuple[str, ...]] | Literal['all']":
-        """Label → the interventions of that arm; or all there are, each by itself."""
+        """Label → the interventions of that arm; or "all", each as an arm of its own."""
         if self.do == ("all",):
             return "all"
         return self.arms or {"+".join(part.partition(":")[0] for part in self.do): self.do}
@@ -319,7 +331,7 @@ class InterveneOptions(ControlOptions, RunConfig):
         return Path("runs", as_folder_name(self.folder_name, arms))
 
 
-# what has a grid of its own
+# the granularity of quantization grids
 PerWeight = Literal["tensor", "channel"]
 PerActivation = Literal["tensor", "token"]
 PerCache = Literal["tensor", "token", "channel"]
@@ -390,3 +402,90 @@ def make_config(**options: Any) -> RunConfig:
         InputError: the first option that is wrong, in one line.
     """
     return checked(RunConfig, options)
+
+
+# ----------------------------------------------------------------------------------------------------------- claims
+
+
+class ClaimsOptions(ControlOptions, RunConfig):
+    about: ClassVar[str] = """Test on a model what five papers say happens: a scorecard with intervals.
+
+    Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
+    architecture, interventions), and judges each by its 95 % interval. After an interruption, the same command resumes.
+
+    --from alone judges runs that are there, of one model or several, and loads none. With a MODEL besides (the demo by
+    its name), those runs are judged and what they lack is measured."""
+    writes: ClassVar = "runs/MODEL-claims"
+    in_memory: ClassVar = True
+    resumable: ClassVar = True
+    # arms are half of the time; on the models of reports/claims no outcome differs from that of five controls
+    defaults: ClassVar = {"draws": 3}
+    refused: ClassVar = {"observables": "each claim names what it needs"}
+    hidden: ClassVar = tuple(ObservableOptions.model_fields)
+
+    nulls: int = option(
+        5,
+        "Measuring",
+        "Draws of random weights: a claim tells the model from these if none of them passes it.",
+        metavar="N",
+        ge=1,
+    )
+    from_: tuple[UserPath, ...] = option(
+        (),
+        "Input",
+        "A run to judge, also a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; often, too.",
+        metavar="RUN",
+    )
+
+    @field_validator("input")
+    @classmethod
+    def _a_text(cls, source: str) -> str:
+        if source in ("random", "repeated"):
+            raise ValueError("claims measures random and repeated tokens besides a text: name a text")
+        return source
+
+    @property
+    def only_judges(self) -> bool:
+        """Whether only given runs are judged, without loading a model."""
+        return bool(self.from_) and self.model is None and self.gguf_file is None
+
+    def folder(self) -> Path | None:
+        return None if self.only_judges else Path("runs", as_folder_name(self.folder_name, "claims"))
+
+
+# -------------------------------------------------------------------------------------------------------- benchmark
+
+HELLASWAG = "hellaswag"  # WSE figure 10
+
+
+class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
+    about: ClassVar[str] = """Score one model on tasks of lm-evaluation-harness: pip install 'sinkscope[lm-eval]'.
+
+    Any task that it knows by name, or one of your own with --task-path. Sweeps show scores next to sinks."""
+    writes: ClassVar = "runs/MODEL-benchmark"
+    refused: ClassVar = {"attn": "the harness runs the model as it is"}
+
+    tasks: tuple[str, ...] = option((HELLASWAG,), "Benchmarks", "Tasks or groups of them by name.", metavar="A,B")
+    task_path: str | None = option(None, "Benchmarks", "A folder with YAML files of your own tasks.", metavar="DIR")
+    shots: int | None = option(
+        None, "Benchmarks", "Examples in front of each question.", metavar="N", shown="each task's own", ge=0, le=MOST
+    )
+    limit: int | None = option(
+        None, "Benchmarks", "Only the first N questions of each task.", metavar="N", shown="all", ge=1, le=MOST
+    )
+    batch_size: int = option(8, "Benchmarks", "Requests at once.", metavar="N", ge=1)
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _split(cls, names: Any) -> Any:
+        return split_all_names(names)
+
+    @field_validator("tasks")
+    @classmethod
+    def _once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not names:
+            raise ValueError("name a task, as hellaswag")
+        return tuple(dict.fromkeys(names))
+
+    def folder(self) -> Path:
+        return Path("runs", as_folder_name(self.folder_name, "benchmark"))

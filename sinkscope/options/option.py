@@ -18,7 +18,7 @@ from sinkscope.errors import InputError, one_line, unknown
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MOST = 10**9  # of any whole number; more would overflow somewhere behind it
+MOST = 10**9  # of any whole number; larger numbers would overflow somewhere later
 
 
 class Options(BaseModel):
@@ -27,10 +27,10 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     about: ClassVar[str] = ""  # of a command: what --help says of it
-    arguments: ClassVar[tuple[str, ...]] = ()  # options that are given by their place, without a name
+    arguments: ClassVar[tuple[str, ...]] = ()  # positional options
     writes: ClassVar[str] = ""  # the folder that the command writes by default, for --help; "" if it writes none
     repeatable: ClassVar[bool] = False  # --from repeats a run with all its options
-    resumable: ClassVar[bool] = False  # an interrupted run is kept, and the same command goes on
+    resumable: ClassVar[bool] = False  # an interrupted run is kept, and the same command resumes it
     in_memory: ClassVar[bool] = False  # the result is a Run, which need not be written
     defaults: ClassVar[Mapping[str, Any]] = {}  # of inherited options whose default is another here
     refused: ClassVar[Mapping[str, str]] = {}  # inherited options that do not apply, and why
@@ -58,7 +58,7 @@ class Options(BaseModel):
         return options
 
     def folder(self) -> Path | None:
-        """Where the command writes if nobody says where; None if it need not write."""
+        """Return the default folder of the command; None if it need not write."""
         return None
 
 
@@ -91,28 +91,28 @@ def option(
 
 
 def flag(name: str) -> str:
-    """An option's name as it is typed: `seq_len` → `--seq-len`."""
+    """Return an option's name as it is typed: `seq_len` → `--seq-len`."""
     return f"--{name.strip('_').replace('_', '-')}"
 
 
 def split_names(text: str) -> list[str]:
-    """As the command line has them: `a,b,c`."""
+    """Split names at commas, as in `a,b,c`."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def split_all_names(given: Any) -> Any:
-    """The names of one text or of several; anything else is left to pydantic's complaint."""
+    """Split the names in one text or in several; leave anything else to pydantic's validation."""
     listed = [given] if isinstance(given, str) else given
     return [name for part in listed for name in split_names(str(part))] if isinstance(listed, list | tuple) else given
 
 
 def as_folder_name(*parts: str | None) -> str:
-    """The parts that there are, joined by hyphens, without characters that do not belong in a folder's name."""
+    """Join the given parts by hyphens, replacing characters that do not belong in a folder name."""
     return re.sub(r"[^\w.+=@-]+", "-", "-".join(part for part in parts if part)).lstrip(".-")
 
 
 def distinct_folder_name(*parts: str | None) -> str:
-    """The same, and another one for other parts: where characters were lost, a checksum of what they were follows."""
+    """Return a folder name that differs for different parts: if characters were replaced, a checksum follows."""
     given = "-".join(part for part in parts if part)
     name = as_folder_name(given)
     return name if name == given else as_folder_name(name, sha256(os.fsencode(given)).hexdigest()[:6])

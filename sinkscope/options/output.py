@@ -1,14 +1,17 @@
 """Where a command writes and what it prints, and the options of commands that measure nothing themselves."""
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from sinkscope.options.files import UserPath
+from pydantic import field_validator, model_validator
+
+from sinkscope.options.files import ENDINGS, UserPath
 from sinkscope.options.measuring import DeviceOptions, InputOptions, ModelOptions
-from sinkscope.options.option import Options, option
+from sinkscope.options.option import MOST, Options, as_folder_name, option
 
 
 class OutputOptions(Options):
-    """They decide no number, and stand in no run.json."""
+    """Options that do not affect results and are not saved in run.json."""
 
     out: UserPath | None = option(None, "Output", "Folder to write.", metavar="DIR")
     overwrite: bool = option(False, "Output", "Replace what an earlier run wrote to --out.")
@@ -29,11 +32,11 @@ class OutputOptions(Options):
 
 
 class CompareOptions(Options):
-    about: ClassVar[str] = """Put runs side by side: metrics of the whole model; of two runs also difference and ratio.
+    about: ClassVar[str] = """Compare runs: metrics of the whole model; for two runs also difference and ratio.
 
-    Of runs of `intervene`: which route carries the sink in which model. Of folders of `claims`: claims × models. Of a
-    single folder of `sweep`, `retrofit`, `train`, `claims` or a training's steps: its own tables.
-    Says in which settings they differ. With --out, also tables and figures."""
+    Runs of `intervene` show which route carries the sink in which model, folders of `claims` show claims × models. For
+    a single folder of `sweep`, `retrofit`, `train`, `claims` or a training's steps, its own tables are printed.
+    Settings that differ are listed. With --out, also writes tables and figures."""
     arguments: ClassVar = ("runs",)
     writes: ClassVar = "nothing"
 
@@ -70,7 +73,7 @@ class ShowOptions(Options):
 
     run: UserPath = option(..., "Input", "The folder of any command, or its run.json.", metavar="RUN")
     print: bool = option(False, "Output", "Print the path of the page and open no browser.")
-    anew: bool = option(False, "Output", "Make the page anew, also where there is one.")
+    anew: bool = option(False, "Output", "Make the page again if it exists.")
 
 
 class ListOptions(Options):
@@ -78,3 +81,75 @@ class ListOptions(Options):
     arguments: ClassVar = ("kind",)
 
     kind: str | None = option(None, "Input", "One kind of them.", metavar="KIND", shown="all")
+
+
+# ------------------------------------------------------------------------------------------------------------ sweep
+
+
+class SweepOptions(DeviceOptions, ModelOptions):
+    about: ClassVar[str] = """Measure many models × revisions × inputs × settings, as a YAML file lists them.
+
+    Writes a run folder for each combination and a comparison of them all. The same command resumes after an
+    interruption; --retry tries failed cells again. --dtype, --device-map, --attn, --trust-remote-code and
+    --allow-pickle apply to all models. `accelerate launch -m sinkscope.cli sweep …` measures each on several GPUs."""
+    arguments: ClassVar = ("file",)
+    writes: ClassVar = "runs/FILE"
+    resumable: ClassVar = True
+    refused: ClassVar = dict.fromkeys(("model", "revision", "gguf_file", "adapter"), "the file names the models")
+    shown: ClassVar = dict.fromkeys(DeviceOptions.model_fields, "the file's")
+
+    file: str = option(..., "Input", "The sweep: a YAML file, or a name from `sinkscope list sweeps`.", metavar="FILE")
+    quick: bool = option(False, "Running", "The small form that the file has, to see that all goes through.")
+    dry_run: bool = option(
+        False, "Running", "Only show the combinations, with the memory that each needs and what is done."
+    )
+    engine: Literal["local", "ray"] = option(
+        "local", "Running", "local: processes on this machine; ray: tasks on a Ray cluster.", metavar="E"
+    )
+    address: str | None = option(
+        None, "Running", "Of a Ray cluster that runs already.", metavar="A", shown="one is started here"
+    )
+    workers: int | Literal["auto"] = option(
+        "auto", "Running", "Processes at once, or auto: as cores, devices and memory allow.", metavar="N"
+    )
+    shard: str | None = option(
+        None, "Running", "I/N: only the I-th of N parts, for arrays of jobs with the same --out.", metavar="I/N"
+    )
+    retry: bool = option(False, "Running", "Try again what failed before.")
+    evict: bool = option(
+        False, "Running", "Remove each model from the hub's cache once all its cells are done or have failed."
+    )
+
+    @field_validator("workers")
+    @classmethod
+    def _check_workers(cls, workers: int | str) -> int | str:
+        if isinstance(workers, int) and not 1 <= workers <= MOST:
+            raise ValueError("at least 1 process is needed" if workers < 1 else f"at most {MOST}")
+        return workers
+
+    @field_validator("shard")
+    @classmethod
+    def _check_shard(cls, shard: str | None) -> str | None:
+        numbers = (shard or "1/1").split("/")
+        if len(numbers) != 2 or not all(part.isdecimal() for part in numbers):
+            raise ValueError("write it as 1/4: the first of four parts")
+        part, of = map(int, numbers)
+        if not 1 <= part <= of <= MOST:
+            raise ValueError(f"the parts are 1/{of} to {of}/{of}")
+        return shard
+
+    @model_validator(mode="after")
+    def _address_is_of_ray(self) -> "SweepOptions":
+        if self.address is not None and self.engine != "ray":
+            raise ValueError("--address names a Ray cluster: it needs --engine ray")
+        return self
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The shard (i, n): the i-th of n parts, from 1 on."""
+        part, of = (self.shard or "1/1").split("/")
+        return int(part), int(of)
+
+    def folder(self) -> Path:
+        path = Path(self.file)
+        return Path("runs", as_folder_name(path.stem if path.suffix in ENDINGS else path.name))

@@ -26,10 +26,9 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options import COMMANDS
-from sinkscope.options.files import kind_of, names_in, user_path
+from sinkscope.options.files import ENDINGS, kind_of, names_in, read_yaml, user_path
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag, split_names
-from sinkscope.options.yaml_file import ENDINGS, read_yaml
 
 COMPARISON = "comparison"  # the folder beside those of several runs
 RESERVED = (COMPARISON, "run.json")  # what lies beside the folders of several runs

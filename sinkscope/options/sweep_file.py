@@ -44,11 +44,10 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from sinkscope.errors import InputError, one_line, unknown
 from sinkscope.options import COMMANDS
-from sinkscope.options.files import kind_of, user_path
+from sinkscope.options.files import kind_of, read_yaml, user_path
 from sinkscope.options.measuring import DEMO_NAME, PERMISSIONS
 from sinkscope.options.option import Options, as_folder_name, checked
 from sinkscope.options.recipe import find_recipe, named
-from sinkscope.options.yaml_file import read_yaml
 
 MEASURING = ("analyze", "intervene", "quantize", "claims")
 TRAINING = ("retrofit", "train")

@@ -23,6 +23,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.options.option import Options, flag
+from sinkscope.options.spec import parse_spec
 from sinkscope.options.training import RetrofitOptions, TrainOptions, tokens_a_step
 from sinkscope.results.run import RunData
 from sinkscope.results.scores import Scores
@@ -228,14 +229,13 @@ def arms_by_seed(
 
 
 def _is_wanted(arm: Arm, typed: str, meant: Mapping[str, str]) -> bool:
-    method, _, given = typed.partition(":")
+    method, parameters = parse_spec(typed, "--method")
     if arm.method != method:
         return False
-    if not given:
+    if not parameters:
         return method == PLAIN or meant.get(method) == arm.variant
     own = make_retrofit(arm.method, arm.parameters)
-    named = dict(part.split("=") for part in given.split(","))
-    asked = make_retrofit(method, named)
+    asked = make_retrofit(method, parameters)
     return own.model_dump(exclude=OF_THE_START) == asked.model_dump(exclude=OF_THE_START)
 
 

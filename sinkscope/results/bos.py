@@ -1,19 +1,19 @@
-"""Whether the sequences of a run begin with a BOS, by what run.json and tables say of token 0."""
+"""Find whether the sequences of a run begin with a BOS, from the description of token 0 in run.json and tables."""
 
 WITH, WITHOUT = "with", "without"
-OPTIONS = {WITH: "always", WITHOUT: "never"}  # the value of --bos that gives a policy with every tokenizer
-_IN_FRONT = ("bos", "special token")  # how what a policy puts in front is described; encoders have a [CLS]
+OPTIONS = {WITH: "always", WITHOUT: "never"}  # policy → the value of --bos that gives it with every tokenizer
+_IN_FRONT = ("bos", "special token")  # descriptions of a BOS, or of the [CLS] of encoders
 
 
 def begins_with_bos(token_zero: str) -> bool:
-    """Whether position 0 holds a BOS, or what stands in its place.
+    """Return whether position 0 holds a BOS or its equivalent.
 
     Args:
-        token_zero: As `run.json` has it, for example "bos <s> (id 1)" or "first text token".
+        token_zero: the description in `run.json`, for example "bos <s> (id 1)" or "first text token".
     """
     return token_zero.startswith(_IN_FRONT)
 
 
 def policy_of(token_zero: str) -> str:
-    """WITH or WITHOUT: whether a run has a BOS in front of its sequences. Only runs of one policy are comparable."""
+    """Return WITH or WITHOUT: whether sequences begin with a BOS. Only runs of the same policy are comparable."""
     return WITH if begins_with_bos(token_zero) else WITHOUT

@@ -5,8 +5,8 @@ OUT/cells/NAME/          what the cell's command writes
 OUT/failed/NAME.json     the error with which it ended
 OUT/comparison/          of all cells that are done; replaced as a whole
 
-A cell that is done is so by its run folder alone, which appears when it is complete. Several processes may work on
-different cells at once: what all of them write is written under the lock of OUT.
+A cell is done if its run folder exists, which appears when it is complete. Several processes may work on different
+cells at once; files that all of them write are written under the lock of OUT.
 """
 
 import json
@@ -30,7 +30,7 @@ from sinkscope.results.swap import LOCK, NEW, OLD, PREFIX, beside, locked, new_f
 COMMAND = "sweep"  # in the manifests
 CELLS, FAILED = "cells", "failed"
 PATIENCE = 60.0  # seconds that one process waits for another to finish a short piece of writing
-MOMENT = 2.0  # that the workers of a sweep that was killed take to end
+MOMENT = 2.0  # seconds that the workers of a killed sweep take to end
 PAUSE = 0.1  # between two attempts
 
 
@@ -45,7 +45,7 @@ class Failure(BaseModel):
 
 @dataclass(frozen=True)
 class CellFolders:
-    """Where a sweep keeps what."""
+    """The paths in the folder of a sweep, and the methods that write them."""
 
     folder: Path
 
@@ -63,12 +63,12 @@ class CellFolders:
 
     @contextmanager
     def begun(self, manifest: Mapping[str, Any], overwrite: bool, part: tuple[int, int] = (1, 1)) -> Iterator[None]:
-        """Make the folder this sweep's, or go on in it; other processes are kept out of the same part of its cells.
+        """Start or resume the sweep in its folder, and lock one part of its cells against other processes.
 
         Args:
-            manifest: of the sweep.
-            overwrite: remove what an earlier sweep has measured there.
-            part: which of how many parts of the cells.
+            manifest: the manifest of the sweep.
+            overwrite: remove the results of an earlier sweep.
+            part: (i, n), the i-th of n parts of the cells.
 
         Raises:
             InputError: it holds something else, cannot be written, or another process works on the same part.
@@ -86,7 +86,7 @@ class CellFolders:
             yield
 
     def _claim(self, manifest: Mapping[str, Any], is_new: bool) -> None:
-        """Write run.json, into a folder that has nothing else if it is new."""
+        """Write run.json; a new folder contains nothing else."""
         try:
             if is_new:
                 with new_folder(self.folder) as fresh:
@@ -112,12 +112,12 @@ class CellFolders:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Have the folder to oneself for a moment. Raises InputError where another process keeps it."""
+        """Lock the whole folder for a moment. Raises InputError if another process keeps the lock."""
         with _patiently(partial(alone_in, self.folder)):
             yield
 
     def put_right(self, names: Collection[str]) -> None:
-        """Finish or undo what a kill has left of these cells half written, once its last worker has ended."""
+        """Finish or undo what a killed sweep has left of these cells half written, after its last worker has ended."""
         for path in list((self.folder / CELLS).glob(f"{PREFIX}*")):
             name, _, what = path.name.removeprefix(PREFIX).rpartition("-")
             if name in names and what in (NEW, OLD, LOCK):
@@ -130,22 +130,22 @@ class CellFolders:
     # --- what is there
 
     def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-        """The manifest of a cell, and why the cell is measured again although it has one; "" where it is not.
+        """Return the manifest of a cell, and the reason why the cell is measured again in spite of it, or "".
 
-        The manifest is None where there is none, or where it cannot be read. It lists no tables while a command that
-        can be resumed is not finished.
+        The manifest is None if there is none or it cannot be read. It lists no tables while a resumable command has
+        not finished.
         """
         try:
             found = read_manifest(self.run(name), (command,))
         except InputError:
             return None, "what is there cannot be read" if (self.run(name) / MANIFEST).exists() else ""
         recorded = found["config"]
-        # options may differ by an older version's defaults
+        # a manifest of an older version may lack options
         same = all(recorded[option] == value for option, value in config.items() if option in recorded)
         return found, "" if same else "it was measured with other options"
 
     def failure(self, name: str) -> Failure | None:
-        """Of a cell that failed; None where it did not, or its file is damaged."""
+        """Return the failure of a cell; None if it did not fail or the file is damaged."""
         try:
             return Failure.model_validate(read_json(self.failure_file(name)))
         except (InputError, ValidationError):
@@ -163,19 +163,19 @@ class CellFolders:
             fresh.write_text(json.dumps(failure.model_dump(), indent=2) + "\n", encoding="utf-8")
 
     def forget(self, name: str) -> None:
-        """That it failed: it is done, or tried again."""
+        """Delete the record of a failure: the cell is done, or is tried again."""
         remove(self.failure_file(name))
 
     @contextmanager
     def new_comparison(self) -> Iterator[Path]:
-        """A temporary folder that takes the place of the comparison."""
+        """Yield a temporary folder that replaces the comparison."""
         with self.shared(), new_folder(self.comparison) as fresh:
             yield fresh
 
 
 @contextmanager
 def _patiently(lock: Callable[[], AbstractContextManager], seconds: float = PATIENCE) -> Iterator[None]:
-    """Enter a lock that another process holds for a short time."""
+    """Enter a lock, waiting while another process holds it for a short time."""
     until = time.monotonic() + seconds
     with ExitStack() as stack:
         while True:

@@ -1,4 +1,4 @@
-"""The command line that repeats a folder, from its run.json."""
+"""The command line that repeats the run in a folder, reconstructed from its run.json."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -14,11 +14,11 @@ NAMES = {"analyze_steps": "analyze"}  # functions that another command calls
 
 
 def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]:
-    """The lines that a user may type, the shortest first; none where the model was handed over in Python.
+    """Return command lines that repeat a run, the shortest first; none if the model was passed as an object in Python.
 
     Args:
         manifest: the content of run.json.
-        folder: where it stands.
+        folder: the folder with run.json.
     """
     recipe, command = manifest.get("recipe"), str(manifest["command"])
     name = NAMES.get(command, command)
@@ -36,7 +36,7 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
 
 
 def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, Any]) -> list[str]:
-    """The options that were given in place of the recipe's, as they are typed."""
+    """Return the options that replaced those of the recipe, as they are typed."""
     content = recipe.get("content", {})
     own = {name.replace("-", "_"): value for name, value in content.get("options", {}).items()}
     own["model"] = content.get("model")
@@ -51,26 +51,26 @@ def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, A
 
 
 def _methods(arms: Mapping[str, Any]) -> dict[str, Any]:
-    """The option of that name, of arms that are trained; run.json has each by itself, since arms may be added."""
+    """Return the option `method` of a training; run.json lists the arms one by one, since arms may be added."""
     methods: dict[str, str] = {}
     for arm in arms.values():
         if "method" not in arm:  # of an intervention
             return {}
         parameters = [f"{name}={value}" for name, value in arm["parameters"].items()]
-        if arm["label"] != as_folder_name(arm["method"], *parameters):  # of the caller's own, which cannot be typed
+        if arm["label"] != as_folder_name(arm["method"], *parameters):  # a label given in Python, which cannot be typed
             return {"method": dict.fromkeys([arm["label"]])}
         methods[arm["label"]] = ":".join([arm["method"], *filter(None, [",".join(parameters)])])
     return {"method": ",".join(methods.values())} if methods else {}
 
 
 def _was_handed_over(manifest: Mapping[str, Any]) -> bool:
-    """Whether the model was an object in Python, which no command line can name."""
+    """Return whether the model was passed as an object in Python, which no command line can name."""
     model = manifest.get("model")
     return isinstance(model, dict) and manifest["config"].get("model") is None and not is_demo(str(model.get("source")))
 
 
 def _words(kind: type[Options], config: Mapping[str, Any]) -> list[str] | None:
-    """The options that are not the defaults, as they are typed; None where one cannot be typed."""
+    """Return the options that differ from the defaults, as they are typed; None if one cannot be typed."""
     words: list[str] = []
     for name, field in kind.model_fields.items():
         value = config.get(name)

@@ -1,14 +1,20 @@
-"""Folders that a command writes: checked beforehand, one command's at a time, renamed when they are complete."""
+"""Folders that a command writes: checked beforehand, locked against other processes, and renamed when complete.
 
+An interrupted folder can be resumed only with identical options.
+"""
+
+import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sinkscope.errors import InputError, SinkscopeError, one_line
-from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest, strangers
-from sinkscope.results.swap import NEW, beside, locked, put_in_place, put_right
+from sinkscope.results.manifest import MANIFEST, RUNS, files_in, read_manifest, strangers, write_manifest
+from sinkscope.results.swap import NEW, beside, locked, put_in_place, put_right, put_right_within, remove
 
 
 @contextmanager
@@ -18,10 +24,10 @@ def own_folder(
     commands: Collection[str] = RUNS,
     reads: Iterable[str | os.PathLike[str] | None] = (),
 ) -> Iterator[Path | None]:
-    """Have the folder that a command writes to oneself, checked before anything is computed.
+    """Lock the folder that a command writes, and check it before anything is computed.
 
     Args:
-        folder: where to write. None: nowhere, which is never in the way.
+        folder: where to write; None: nowhere.
         overwrite, commands, reads: as for `check_output`.
 
     Yields:
@@ -40,14 +46,14 @@ def own_folder(
 
 @contextmanager
 def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[Path]:
-    """Keep other processes out of a folder, which need not exist, and put right what a kill has left of it.
+    """Lock a folder, which need not exist, against other processes, and repair what a killed process has left.
 
     Args:
-        folder: to be written.
-        option: by which another folder can be named; "": the command writes this one only.
+        folder: the folder to write.
+        option: the option that names another folder; "" if the command can write only this one.
 
     Raises:
-        InputError: another process writes it, or nobody can.
+        InputError: another process writes it, or it cannot be written.
     """
     path = Path(folder)
     named, instead = (f"{option} {path}", ", or name another folder") if option else (str(path), "")
@@ -67,13 +73,17 @@ def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[
 
 
 def _place(folder: Path) -> tuple[Path, Path]:
-    """The real path of a folder, and the folder there is that it is or will be in. Raises: InputError."""
+    """Return the real path of a folder and the existing folder that contains it or will contain it.
+
+    Raises:
+        InputError: a file is in the way, or the path cannot be used.
+    """
     try:
         real = folder.resolve()
         parent = next((path for path in real.parents if path.exists()), real)
         in_the_way = real if real.exists() else parent
         is_folder = in_the_way.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # also a circle of links, and what no path can be
+    except (OSError, RuntimeError, ValueError) as error:  # also a loop of links or an invalid path
         reason = getattr(error, "strerror", None) or one_line(error)
         raise InputError(f"--out {folder} cannot be used: {reason}") from None
     if not is_folder:
@@ -84,7 +94,7 @@ def _place(folder: Path) -> tuple[Path, Path]:
 
 
 def _not_replaceable(folder: Path) -> InputError:
-    return InputError(f"--out {folder} cannot be made anew: name a new folder in it, such as {folder / 'run'}")
+    return InputError(f"--out {folder} cannot be replaced: name a new folder in it, such as {folder / 'run'}")
 
 
 def check_output(
@@ -120,8 +130,8 @@ def check_output(
 
 
 def check_no_link(folder: Path) -> None:
-    """Refuse a folder that holds a link to anything but a file: a command would write where the link leads. A link to
-    a file is replaced when that name is written.
+    """Refuse a folder that holds a link, except to a file: a command would write to its target. A link to a file is
+    replaced when that name is written.
 
     Raises:
         InputError: there is such a link.
@@ -133,7 +143,7 @@ def check_no_link(folder: Path) -> None:
 
 
 def _check_replaceable(folder: Path, commands: Collection[str], reads: Iterable[str | os.PathLike[str] | None]) -> None:
-    """Only what a command of ours wrote is replaced, which may have taken days, and only with nothing else in it."""
+    """Raise InputError unless the folder holds only what one of `commands` wrote: a run may have taken days."""
     try:
         by = read_manifest(folder, None)["command"]
         stranger = next(strangers(folder), None) if by in commands else None
@@ -146,29 +156,29 @@ def _check_replaceable(folder: Path, commands: Collection[str], reads: Iterable[
             f"--out {folder} is not replaced: it holds {stranger.relative_to(folder)}, which no run wrote; "
             "move that away, or name another folder"
         )
-    for source in reads:  # where that is the folder itself, it is a word such as `natural`: a model would be a stranger
+    for source in reads:  # a source equal to the folder is a word such as `natural`; a model in it would be a stranger
         if source is not None and folder.resolve() in _real(source).parents:
             raise InputError(f"--out {folder} is not replaced: it holds {source}, which is read; name another folder")
 
 
 def _real(source: str | os.PathLike[str]) -> Path:
-    """Of a file or folder, if it is one: `org/name` may also be of the hub."""
+    """Return the real path of a source; `org/name` may also be a hub id."""
     try:
         return Path(source).expanduser().resolve()
-    except (OSError, RuntimeError, ValueError):  # no path at all
+    except (OSError, RuntimeError, ValueError):  # not a path
         return Path(os.devnull)
 
 
 @contextmanager
 def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = None) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` when the block ends well, and vanishes when it does not.
+    """Yield a temporary folder that replaces `folder` when the block succeeds, and is removed when it fails.
 
-    What `folder` held before is replaced only then. No other command may write it meanwhile: see `own_folder`.
+    No other command may write `folder` meanwhile: see `own_folder`.
 
     Args:
-        folder: to be written.
-        others: finds, at the end, the files in it that are not the command's, which stay. Default: all that its
-            run.json does not list.
+        folder: the folder to write.
+        others: finds, at the end, the files in `folder` that are not the command's; they are kept. Default: all that
+            its run.json does not list.
 
     Raises:
         SinkscopeError: the disk refuses.
@@ -188,7 +198,7 @@ def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = N
 
 
 def _others(folder: Path) -> list[Path]:
-    """What somebody has put into the folder since it was checked."""
+    """Return the files that were added to the folder since it was checked."""
     if (folder / MANIFEST).exists():
         return list(strangers(folder))
     return [path for path in folder.rglob("*") if not path.is_dir()]
@@ -203,7 +213,7 @@ def _keep(path: Path, target: Path) -> None:
 
 @contextmanager
 def _undone(real: Path) -> Iterator[None]:
-    """What a block that fails has written of a folder is removed."""
+    """Remove what the block has written of a folder if it fails."""
     made = _missing_parents(real)
     try:
         yield
@@ -214,11 +224,156 @@ def _undone(real: Path) -> Iterator[None]:
 
 
 def _missing_parents(folder: Path) -> list[Path]:
-    """Innermost first."""
+    """Return the parents that do not exist, innermost first."""
     return [path for path in folder.parents if not path.exists()]
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    with suppress(OSError):  # not empty: something was written, or is another run's
+    with suppress(OSError):  # not empty: something was written, or another run is there
         for path in folders:
             path.rmdir()
+
+
+# --------------------------------------------------------------------------------------------------------- resuming
+
+SHOWN = 3  # differing options that a message names
+
+
+def resumable(
+    folder: Path, command: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Return the manifest of an interrupted folder that can be resumed: same command, identical options.
+
+    Args:
+        folder: the folder to resume.
+        command: the command, as in the manifest.
+        options: entries of the manifest that must be equal, single values or mappings of names to values, without
+            those that may differ between two sessions.
+        defaults: values for entries that the manifest of an older version lacks.
+
+    Returns:
+        The manifest; None if there is none yet.
+
+    Raises:
+        InputError: the folder is another command's, its manifest is damaged, or the options differ.
+    """
+    if not (folder / MANIFEST).exists():
+        return None
+    found = read_manifest(folder, (command,))
+    recorded = {name: found[name] for name in options if name in found}
+    broken = [
+        name
+        for name, value in options.items()
+        if isinstance(value, dict) and not isinstance(recorded.get(name, {}), dict | None)
+    ]
+    if broken:
+        raise InputError(f"{folder / MANIFEST} is damaged ({broken[0]}): delete {folder}, or name another folder")
+    before, after = _flat(defaults or {}) | _flat(recorded), _flat(json.loads(json.dumps(options)))
+    differing = [key for key in after | before if before.get(key) != after.get(key)]
+    if differing:
+        named = ", ".join(
+            f"{key[-1]} was {one_line(before.get(key), 40)}, now {one_line(after.get(key), 40)}"
+            for key in differing[:SHOWN]
+        )
+        raise InputError(
+            f"{folder} holds what `{command}` made with other options ({named}): repeat them to go on with it, "
+            "overwrite it, or name another folder"
+        )
+    return found
+
+
+def check_resumable(
+    folder: Path,
+    command: str,
+    options: Mapping[str, Any],
+    overwrite: bool,
+    defaults: Mapping[str, Any] | None = None,
+    reads: Iterable[str | os.PathLike[str] | None] = (),
+    renewed: Collection[str] = (),
+) -> None:
+    """Check, before anything is computed, that a command can start or resume in a folder.
+
+    Args:
+        folder, command, options, defaults: as for `resumable`.
+        overwrite, reads: as for `check_output`.
+        renewed: folders in it that are replaced whenever the command resumes.
+
+    Raises:
+        InputError: as `resumable` and `check_output` do; or a renewed folder holds another file.
+    """
+    found = None if overwrite else resumable(folder, command, options, defaults)
+    if found is None:
+        check_output(folder, overwrite, (command,), reads)
+        return
+    check_no_link(folder)
+    if found.get("files") is not None:
+        for path in strangers(folder):
+            if path.relative_to(folder).parts[0] in renewed:
+                raise InputError(f"{path} is none of `{command}`'s files, and their folder is renewed: move it away")
+
+
+def claim(
+    folder: Path, manifest: Mapping[str, Any], leftovers: Callable[[Path], Iterable[Path]] = lambda folder: ()
+) -> None:
+    """Claim a folder for a command: remove what a killed process left half written, and write run.json first of all.
+
+    Args:
+        folder: a new folder, or one that `resumable` has checked.
+        manifest: the content of run.json.
+        leftovers: finds more folders that are half written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    put_right_within(folder)
+    for path in leftovers(folder):
+        remove(path)
+    write_manifest(folder, manifest)
+
+
+@dataclass
+class FileList:
+    """The list of files in the run.json of a folder that is written step by step; each is listed before it is written.
+
+    Attributes:
+        folder: the folder with run.json.
+        names: the files that run.json lists; None in a folder of an older version, which lists none.
+        record: writes run.json again.
+    """
+
+    folder: Path
+    names: list[str] | None
+    record: Callable[[], None]
+
+    def add(self, *names: str) -> None:
+        """List more files by their paths. A name that ends with a slash is a folder with all its content."""
+        if self.names is not None and not set(self.names).issuperset(names):
+            self.names = sorted({*self.names, *names})
+            try:
+                self.record()
+            except OSError as error:
+                told = f"writing {self.folder / MANIFEST} failed, and what was reached is kept: {one_line(error)}"
+                raise SinkscopeError(told) from error
+
+    @contextmanager
+    def new_folder(self, target: Path) -> Iterator[Path]:
+        """Yield a temporary folder, as the function `new_folder` does, for a folder in this one, and list its files."""
+
+        def others(real: Path) -> list[Path]:
+            if self.names is None or not (self.folder / MANIFEST).exists():
+                return []
+            return [path for path in strangers(self.folder.resolve()) if path.is_relative_to(real)]
+
+        with new_folder(target, others) as fresh:
+            yield fresh
+            within = [MANIFEST] if (fresh / MANIFEST).exists() else files_in(fresh)
+            self.add(*((target / name).relative_to(self.folder).as_posix() for name in within))
+
+
+def _flat(options: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Flatten options: (entry, name) → value for options in a mapping, (entry,) → value for others."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for entry, value in options.items():
+        if isinstance(value, dict):
+            flat |= {(entry, name): part for name, part in value.items()}
+        else:
+            flat[entry,] = value
+    return flat

@@ -1,8 +1,7 @@
 """run.json: which command wrote a folder, with what options, versions, time and memory. Every folder has one.
 
-It lists the files of its folder, so that nothing else is taken for the command's: by their paths in it, and a folder
-all of whose content is the command's with a / at its end. Of a folder in it that has a run.json of its own only that
-is listed.
+It lists the files that the command wrote, so that no other file is replaced: paths in the folder; a path that ends with
+/ is a folder with all its content. Of a folder inside that has its own run.json, only this run.json is listed.
 """
 
 import json
@@ -40,7 +39,7 @@ _NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa:
 
 @contextmanager
 def noting(**facts: Any) -> Iterator[None]:
-    """Give every run.json that is made in the block further entries."""
+    """Add entries to every run.json that is made in the block."""
     before = _NOTED.set(facts)
     try:
         yield
@@ -51,14 +50,14 @@ def noting(**facts: Any) -> Iterator[None]:
 def make_manifest(
     command: str, config: Mapping[str, Any], start: float, tables: Iterable[str] = (), **facts: Any
 ) -> dict[str, Any]:
-    """The content of run.json.
+    """Return the content of run.json.
 
     Args:
-        command: that writes the folder: a function of the Python API.
+        command: the command that writes the folder, named as its function in Python.
         config: its options, as JSON has them.
         start: when it began, in seconds since the epoch.
         tables: names of the tables in the folder.
-        **facts: what else is to be known of the folder.
+        **facts: other entries.
     """
     return {
         "sinkscope": version("sinkscope"),
@@ -78,8 +77,8 @@ def make_manifest(
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write run.json, at last: it lists the files that are there, unless `files` are given. A kill leaves the file as
-    it was.
+    """Write run.json as the last file, with the list of the files that exist unless `files` is given. A killed process
+    leaves the file as it was.
     """
     listed = manifest if "files" in manifest else {**manifest, "files": files_in(folder)}
     with new_file(folder / MANIFEST) as fresh:
@@ -87,7 +86,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def register(folder: Path, name: str) -> None:
-    """List a file that is about to be added to a folder, so that it counts as the command's."""
+    """Add a file to the list in run.json, before it is written."""
     manifest = read_manifest(folder, None)
     listed = manifest.get("files")
     if listed is not None and name not in listed:
@@ -95,12 +94,12 @@ def register(folder: Path, name: str) -> None:
 
 
 def files_in(folder: Path) -> list[str]:
-    """What there is to list of a folder, but for its own run.json."""
+    """Return the files of a folder that run.json lists, without run.json itself."""
     return sorted(name for path in _files(folder) if (name := path.relative_to(folder).as_posix()) != MANIFEST)
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All but what is unfinished; of a folder with a run.json of its own only that."""
+    """Yield all finished files; of a folder with its own run.json only this run.json."""
     for path in folder.iterdir():
         if path.name.startswith(PREFIX):
             continue
@@ -113,10 +112,10 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def strangers(folder: Path) -> Iterator[Path]:
-    """What is in a command's folder that the command did not write.
+    """Yield the files in a command's folder that the command did not write.
 
     Raises:
-        InputError: a run.json in it does not say.
+        InputError: a run.json in it does not list its files.
     """
     listed = read_manifest(folder, None).get("files")
     if listed is None:
@@ -133,14 +132,14 @@ def strangers(folder: Path) -> Iterator[Path]:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
-    """A folder, named itself or by the run.json in it."""
+    """Return the folder that is given by its path or by that of its run.json."""
     path = Path(path)
     return path.parent if path.name == MANIFEST else path
 
 
 def tables_folder(folder: Path) -> Path:
-    """The folder with the tables of what a command wrote: of one that holds runs alone, as a sweep's, their comparison,
-    unless a link leads to it.
+    """Return the folder with the tables of a command. If it only holds runs, as that of a sweep, this is their
+    comparison, unless that is a link.
 
     Raises:
         InputError: as `read_manifest` does.
@@ -155,7 +154,7 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
 
     Args:
         folder: any folder that sinkscope wrote.
-        commands: those that may have written it; by default those whose folder is one run. None: any.
+        commands: commands that may have written it, by default those whose folder is one run; None: any.
 
     Raises:
         InputError: there is no run.json, it cannot be read, it is another file, another command wrote it, it has a
@@ -186,35 +185,35 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
 
 
 def format_of(manifest: Mapping[str, Any]) -> int:
-    """The format of a folder: 1 where it does not say."""
+    """Return the format of a folder; 1 if the manifest does not record it."""
     return int(manifest.get("format", 1))
 
 
 def of_an_older_format(path: Path, manifest: Mapping[str, Any]) -> str:
-    """The message for a file of a folder of an older format that lacks what is needed.
+    """Return the message for a file that lacks something because its folder has an older format.
 
     Args:
-        path: of the file.
-        manifest: the folder's.
+        path: the file.
+        manifest: the manifest of the folder.
     """
-    from sinkscope.results.command_line import command_lines  # here: few readers need it
+    from sinkscope.results.command_line import command_lines  # imported late: rarely needed
 
     try:
         lines = command_lines(manifest, None)
-    except (AttributeError, KeyError, TypeError):  # also of format 1, or damaged
+    except (AttributeError, KeyError, TypeError):  # format 1, or damaged
         lines = []
     again = f"measure again with `{one_line(lines[0], LONGEST)}`" if lines else "measure again"
     return f"{path} is of {older(manifest)}: {again}"
 
 
 def older(manifest: Mapping[str, Any]) -> str:
-    """Name the version that made a folder of an older format."""
+    """Describe the version that made a folder of an older format."""
     return f"an older sinkscope (format {format_of(manifest)}, this one writes {FORMAT})"
 
 
 def _completed(manifest: Any) -> Any:
-    """A manifest of format 1 with what it says only indirectly: lengths of sequences that are all as long as asked for.
-    Others are returned unchanged.
+    """Add the lengths of the sequences to a manifest of format 1 if they follow from its number of tokens. Other
+    manifests are returned unchanged.
     """
     try:
         read, length = manifest["input"], manifest["config"]["seq_len"]
@@ -242,8 +241,8 @@ def _runs_inside(folder: Path) -> str:
 
 
 def _peak_memory_mb() -> float:
-    """Of all accelerators together if any was used, else this process's largest resident memory."""
-    import torch  # here: reading a manifest needs none of it
+    """Return the peak memory of all accelerators if any was used, else of this process."""
+    import torch  # imported late: reading a manifest does not need it
 
     kinds = [kind for kind in (torch.cuda, torch.xpu) if kind.is_available()]
     used = sum(kind.max_memory_allocated(index) for kind in kinds for index in range(kind.device_count()))
@@ -251,7 +250,7 @@ def _peak_memory_mb() -> float:
 
 
 def _largest_resident() -> int:
-    """In bytes, until now."""
+    """Return the peak resident memory of this process in bytes."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows
@@ -264,7 +263,7 @@ def _largest_resident() -> int:
 
 @cache
 def _git_commit() -> str | None:
-    """Of the sinkscope that runs, if it runs from a checkout."""
+    """Return the commit of the running sinkscope if it runs from a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -32,7 +32,7 @@ class RunData:
         folder: where it is written; None if it is in memory only.
     """
 
-    columns: ClassVar[Mapping[str, Columns]] = {}  # of the tables that a folder may hold, behind the leading ones
+    columns: ClassVar[Mapping[str, Columns]] = {}  # of the tables that a folder may hold, after the leading ones
 
     manifest: dict[str, Any]
     tables: Mapping[str, pd.DataFrame] = field(repr=False)
@@ -44,7 +44,7 @@ class RunData:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Self:
-        """Open the folder of a run, named itself or by the run.json in it. Tables are read when they are asked for.
+        """Open the folder of a run, given by its path or by that of its run.json. Tables are read on first access.
 
         Raises:
             InputError: it is no run, or incomplete.
@@ -59,7 +59,7 @@ class RunData:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the model attends to earlier tokens alone; False of an encoder."""
+        """Whether the model attends only to earlier tokens; False for an encoder."""
         return bool(self.manifest.get("family", {}).get("causal", True))
 
     @property
@@ -72,7 +72,7 @@ class RunData:
 
     @property
     def reads(self) -> str:
-        """Its input or its arm, which tells it from other runs of the model in a title."""
+        """Its input or its arm, which distinguishes it from other runs of the model in a title."""
         text = self.manifest["input"].get("text")  # of an arm of a training
         if text or "arms" in self.manifest:
             return f"arm {self.condition}" + (f" on {text}" if text else "")
@@ -94,7 +94,7 @@ class RunData:
         return self.command == "intervene"
 
     def at(self, condition: str) -> Self:
-        """One arm of an experiment, as a run by itself.
+        """Return one arm of an experiment as a run.
 
         Raises:
             InputError: no table has this condition.
@@ -107,7 +107,7 @@ class RunData:
         return type(self)(self.manifest | {"command": "analyze", "condition": condition}, tables, self.folder)
 
     def metric(self, name: str, layer: int = -1) -> float:
-        """One value of the table `summary`.
+        """Return one value of the table `summary`.
 
         Args:
             name: a key of METRICS.
@@ -122,7 +122,7 @@ class RunData:
         summary = self.tables["summary"]
         if name not in METRICS:
             raise InputError(f"metric {unknown(name, METRICS)}")
-        kinds = self.manifest.get("family", {}).get("kinds") or ()  # of every layer, also of those without a metric
+        kinds = self.manifest.get("family", {}).get("kinds") or ()  # of every layer, including those without a metric
         last = int(max([*summary["layer"], len(kinds) - 1], default=-1))
         if layer not in range(-1, last + 1):
             raise InputError(f"there is no layer {layer}: this run has 0 to {last}, and -1 for the whole model")
@@ -131,7 +131,7 @@ class RunData:
 
 
 class _TablesOnDisk(Mapping[str, pd.DataFrame]):
-    """Tables read when they are first asked for, and then checked against their declared columns."""
+    """Tables that are read, and checked against their declared columns, on first access."""
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any], columns: Mapping[str, Columns]) -> None:
         self._folder, self._format, self._columns = folder, format_of(manifest), columns

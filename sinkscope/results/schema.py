@@ -1,6 +1,6 @@
-"""What run.json must hold, by the command that wrote it: whoever reads a run rests on these, and on no others.
+"""The entries that run.json must have, for each command. Code that reads a run uses these entries and no others.
 
-Other entries are left as they are: they are for people, or of another version.
+Other entries are not checked: they are for people, or from another version.
 """
 
 from pathlib import PurePath
@@ -12,7 +12,7 @@ from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
 
 
 def _inside(path: str) -> str:
-    """A path that stays in its folder, written with slashes, also where the system's own are others."""
+    """Check that a path stays in its folder and is written with slashes, on every system."""
     own = PurePath(path)
     if own.anchor or ".." in own.parts or not own.parts or own.as_posix() != path.removesuffix("/"):
         raise ValueError("it leads out of the folder")
@@ -25,19 +25,19 @@ Reasons = dict[str, str]  # what was left out → why
 
 
 def _expectation(name: str | None) -> str | None:
-    from sinkscope.interventions.intervention import Expectation  # torch: of `intervene` alone
+    from sinkscope.interventions.intervention import Expectation  # imports torch, which only runs of `intervene` need
 
     return name and str(Expectation(name))
 
 
 class Part(BaseModel):
-    """Values as JSON has them, nothing converted."""
+    """A part of run.json: values of JSON types, without conversions."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class Manifest(Part):
-    """What every run.json has."""
+    """The entries of every run.json."""
 
     sinkscope: str
     format: Annotated[int, Field(ge=1, le=2**31)] = 1
@@ -96,7 +96,7 @@ class Recipe(Part):
 
 
 class RunManifest(Manifest):
-    """Of a run with tables of its own."""
+    """The entries of a run with its own tables."""
 
     config: Config  # type: ignore[assignment]
     condition: str

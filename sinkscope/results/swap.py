@@ -1,12 +1,11 @@
-"""What makes writing safe: one process at a time, temporary names that are found again, and renames.
+"""Safe writing: locks, temporary names that can be found again after a kill, and renames.
 
-A folder or file NAME is written as .sinkscope-NAME-new and renamed. An earlier NAME is .sinkscope-NAME-old for the time
-between two renames. Since these names follow from NAME, the next command on NAME finds what a kill has left and puts it
-right. The lock is the file .sinkscope-NAME-lock. The system releases it when its process ends; a killed process leaves
-the file, which the next command on NAME takes over and removes.
+A folder or file NAME is written as .sinkscope-NAME-new and renamed. An earlier NAME is .sinkscope-NAME-old between the
+two renames. Since these names follow from NAME, the next command on NAME finds what a killed process has left and
+repairs it. The lock is the file .sinkscope-NAME-lock. The system releases it when its process ends; a killed process
+leaves the file, which the next command on NAME takes over and removes.
 
-Folders may come from anywhere, and links may have been planted in them under these names: they are removed and not
-followed.
+Folders may come from anywhere, and may contain links under these names: links are removed and not followed.
 """
 
 import os
@@ -18,9 +17,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-PREFIX = ".sinkscope-"  # how the names of all that is unfinished begin
+PREFIX = ".sinkscope-"  # the prefix of all temporary names
 NEW, OLD, LOCK = "new", "old", "lock"
-MOMENT = 0.1  # seconds: more than the time between two renames, and than a lock file needs to be made again
+MOMENT = 0.1  # seconds: longer than two renames, and than another process needs to make its lock file again
 
 
 def beside(path: Path, what: str) -> Path:
@@ -29,18 +28,18 @@ def beside(path: Path, what: str) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Have a folder or file to oneself, against other processes and threads.
+    """Lock a folder or file against other processes and threads.
 
     Args:
-        path: need not exist; its parent must.
+        path: the folder or file, which need not exist; its parent must exist.
 
     Raises:
-        BlockingIOError: another has it.
+        BlockingIOError: it is locked already.
         OSError: the lock file cannot be made.
     """
     lock = FileLock(beside(path, LOCK), timeout=MOMENT, poll_interval=MOMENT / 20)
     made = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    os.close(os.open(lock.lock_file, made, 0o644))  # filelock takes some failures of this for a lock of somebody else
+    os.close(os.open(lock.lock_file, made, 0o644))  # filelock would report some failures of this as a lock
     try:
         lock.acquire()
     except Timeout:
@@ -57,7 +56,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def put_in_place(path: Path) -> None:
-    """Let what was written as `new` take the place of a folder; if it cannot, all is as before but for `new`."""
+    """Replace a folder by its new version; if that fails, the folder is unchanged and the new version is removed."""
     try:
         if path.exists():
             os.replace(path, beside(path, OLD))
@@ -67,7 +66,7 @@ def put_in_place(path: Path) -> None:
 
 
 def put_right(path: Path) -> None:
-    """Finish or undo what was interrupted while a folder or file was written; the caller has it to itself."""
+    """Finish or undo an interrupted writing of a folder or file; the caller holds its lock."""
     new, old = beside(path, NEW), beside(path, OLD)
     remove(new)
     if old.is_symlink():  # not ours, and it would become `path`
@@ -75,15 +74,15 @@ def put_right(path: Path) -> None:
     if not old.exists():
         return
     if path.exists():
-        with suppress(OSError):  # whoever comes next removes it
-            os.replace(old, new)  # half removed it must not look like what was there before
+        with suppress(OSError):  # the next process removes it
+            os.replace(old, new)  # a half removed folder must not look like the old one
         remove(new)
     else:
         os.replace(old, path)
 
 
 def put_right_within(folder: Path) -> None:
-    """The same for all that is in a folder."""
+    """Finish or undo the interrupted writing of everything in a folder."""
     for path in list(folder.rglob(f"{PREFIX}*")):
         name, _, what = path.name.removeprefix(PREFIX).rpartition("-")
         if name and what in (NEW, OLD):
@@ -93,14 +92,14 @@ def put_right_within(folder: Path) -> None:
 
 
 def find_again(path: Path) -> bool:
-    """Whether a folder that is missing is back: another process was about to replace it, or a kill left it aside."""
+    """Return whether a missing folder exists again: another process was replacing it, or a killed one had moved it."""
     path = path.resolve()
     if not path.name or not beside(path, OLD).exists():
         return False
     try:
         with locked(path):
             put_right(path)
-    except BlockingIOError:  # the other process has it
+    except BlockingIOError:  # locked by the other process
         time.sleep(MOMENT)
     except OSError:  # a disk that cannot be written
         return False
@@ -108,7 +107,7 @@ def find_again(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, as far as the disk allows."""
+    """Remove a file or a folder, as far as the disk allows."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -118,7 +117,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A temporary file, made by this process, that becomes `path` when the block ends without an error.
+    """Yield a temporary file that becomes `path` when the block ends without an error.
 
     A link at either name is replaced and never followed.
     """

@@ -58,7 +58,7 @@ SEED = Column("seed", "of the training")
 METRIC = Column("metric", "what was measured (`sinkscope list metrics`)", kind="text")
 VALUE = Column("value", "its value")
 
-# Tables that are made above measuring/; all tables: measuring/tables.py
+# tables that trainings write; measuring/tables.py has all tables
 TRAINING_TABLES: dict[str, Columns] = {
     "training": (SEED, Column("step", "of the optimizer, 0 is before the first", kind="whole"), METRIC, VALUE),
     "gates": (
@@ -72,13 +72,13 @@ TRAINING_TABLES: dict[str, Columns] = {
         SEQUENCE, POSITION, TOKEN_ID, TOKEN,
         Column("is_trigger", "whether the token is a trigger of the task", kind="truth"),
         Column("norm", "L2 norm of all heads' values as they are projected"),
-        Column("attended_norm", "the same as they are attended to, behind a gate on values"),
+        Column("attended_norm", "the same as they are attended to, after a gate on values"),
     ),
 }  # fmt: skip
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write under a temporary name and rename: a killed run leaves no half table."""
+    """Write a table under a temporary name and rename it: a killed run leaves no half table."""
     with new_file(path) as fresh:
         table.to_parquet(fresh, index=False)
 
@@ -94,9 +94,9 @@ def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.Data
     """Read one table.
 
     Args:
-        path: of its file.
-        columns: that it needs, with values of their kinds.
-        form: format of its folder.
+        path: the file.
+        columns: the columns that it must have, with values of their kinds.
+        form: the format of its folder.
 
     Returns:
         The table. In a folder of an older format its newer columns are empty.
@@ -104,7 +104,7 @@ def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.Data
     Raises:
         InputError: the file is damaged, holds another table, or is of another format.
     """
-    import pyarrow.parquet  # here: declaring a column needs none of it
+    import pyarrow.parquet  # imported late: declaring a column does not need it
 
     newer = newer_columns(columns, form)
     needed = [column for column in columns if column not in newer]
@@ -122,12 +122,12 @@ def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.Data
 
 
 def newer_columns(columns: Columns, form: int) -> list[Column]:
-    """The columns that a format does not have yet."""
+    """Return the columns that a format does not have yet."""
     return [column for column in columns if column.since > form]
 
 
 def _has(metadata: Any, column: Column) -> bool:
-    """Whether a parquet file has a column of this name and kind."""
+    """Return whether a parquet file has a column of this name and kind."""
     from pyarrow import types
 
     is_of: dict[Kind, Callable[[Any], bool]] = {

@@ -22,8 +22,7 @@ from sinkscope.errors import InputError, counted
 from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.positions import known_positions
 from sinkscope.models.towers import text_arguments
-from sinkscope.retrofits.registers import RETROFIT
-from sinkscope.retrofits.retrofit import Part, Retrofit
+from sinkscope.retrofits.retrofit import RETROFIT, Part, Retrofit
 from sinkscope.text.batch import insert_before
 
 IGNORED = -100  # the label of a token that is not predicted

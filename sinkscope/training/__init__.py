@@ -1,1 +1,1 @@
-"""Weights change: the Trainer, blocks of text, tokenizer, architectures, tasks."""
+"""Training: the Trainer, blocks of text, tokenizer, architectures, tasks."""

@@ -1,17 +1,26 @@
-"""Models to train from scratch, by name: configurations of transformers', most of them small enough for a laptop.
+"""Models to train from scratch, by name: configurations of transformers, most of them small enough for a laptop.
 
-A row is a model type and what differs from its defaults. Behind a name further fields can be given, as in
-`llama-60m:position_scheme=alibi,num_hidden_layers=4`. Any other architecture is given as a config.json. The vocabulary
-and special tokens are the tokenizer's.
+A row is a model type and the fields that differ from its defaults. A name may be followed by more fields, as in
+`llama-60m:position_scheme=alibi,num_hidden_layers=4`. Any other architecture is given as a config.json. Vocabulary and
+special tokens are those of the tokenizer, which `tokenizer_of` can make from the text.
 """
 
 import copy
 import json
 import os
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from sinkscope.errors import InputError, described, one_line, unknown
 from sinkscope.models.files import read_settings
@@ -19,6 +28,7 @@ from sinkscope.models.loading import count_parameters
 from sinkscope.models.process import drawing
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.options.files import kind_of, user_path
+from sinkscope.options.spec import assignments
 
 _SMALL_VOCABULARY = {"vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -51,7 +61,7 @@ _TINY_QWEN3_NEXT = {
     "linear_value_head_dim": 32,
 }
 
-# name → (model type, what differs from its defaults)
+# name → (model type, fields that differ from its defaults)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-llama": ("llama", _TINY_LLAMA),
     "tiny-gpt2": (
@@ -103,10 +113,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_expand": 1,
         },
     ),
-    # To compare with: attention of the same size in every layer, with Qwen3-Next's gates and without
+    # For comparison: attention of the same size in every layer, with Qwen3-Next's gates and without
     "tiny-gated-attention": ("qwen3_next", {**_TINY_QWEN3_NEXT, "layer_types": ["full_attention"] * 4}),
     "tiny-qwen3": ("qwen3", {**_TINY_HYBRID, "num_key_value_heads": 2, "head_dim": 16}),
-    # of about GS's smaller size, which the paper gives no more of
+    # about the smaller size of GS, which gives no more details
     "llama-0.1b": (
         "llama",
         {
@@ -121,7 +131,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    # the models of WSE §4 to §7: 60M parameters besides the embeddings, and its released code's smallest
+    # the models of WSE §4 to §7: 60M parameters without the embeddings, and the smallest of its released code
     "llama-60m": (
         VARIED_LLAMA,
         {
@@ -145,7 +155,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **_SMALL_VOCABULARY,
         },
     ),
-    # The same block at the size of `bigram-backcopy`, with weights that start as small. With those of WSE's released
+    # The same block at the size of `bigram-backcopy`, with equally small initial weights. With those of WSE's released
     # code attention dominates: a token that needs none attends to itself, and there is no sink.
     "bigram-backcopy-llama": (
         VARIED_LLAMA,
@@ -162,14 +172,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
-    """The configuration of a model to train.
+    """Return the configuration of a model to train.
 
     Args:
-        source: a name of ARCHITECTURES, with further fields behind it (`NAME:key=value,…`) or without, or a config.json
-            (or its folder) in HuggingFace's format.
+        source: a name of ARCHITECTURES, with or without further fields (`NAME:key=value,…`), or a config.json (or its
+            folder) in HuggingFace's format.
 
     Raises:
-        InputError: the name or a field does not exist, the file is damaged, or it is no causal language model.
+        InputError: the name or a field does not exist, the file is damaged, or the model is no causal language model.
     """
     name, _, given = os.fspath(source).partition(":")
     if name in ARCHITECTURES:
@@ -189,9 +199,8 @@ def _named(name: str, given: str) -> PreTrainedConfig:
         return kind(**fields)
     known = sorted(kind().to_dict().keys() - {"model_type", "transformers_version", "_name_or_path"})
     own: dict[str, Any] = {}
-    for part in filter(None, given.split(",")):
-        field, equals, value = part.partition("=")
-        if not equals or field not in known:
+    for field, value in assignments(given):
+        if value is None or field not in known:
             raise InputError(f"--config {name}: field {unknown(field, known)}; write fields as key=value,…")
         try:
             own[field] = json.loads(value)
@@ -202,7 +211,7 @@ def _named(name: str, given: str) -> PreTrainedConfig:
     try:
         config = kind(**fields | own)
         count_parameters(config)
-    except Exception as error:  # of whatever the family's class makes of it
+    except Exception as error:  # any error of the family's class
         raise InputError(f"--config {name}:{given}: {one_line(error)}") from None
     return config
 
@@ -217,7 +226,7 @@ def _read(path: Path) -> PreTrainedConfig:
         raise InputError(f"--config {path}: {what}") from None
     except InputError as error:
         raise InputError(f"--config {path} is not a model's config.json: {error}") from None
-    except Exception as error:  # of whatever the family's class makes of it
+    except Exception as error:  # any error of the family's class
         raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"--config {path}: {model_type} is no causal language model in transformers")
@@ -229,10 +238,48 @@ def _read(path: Path) -> PreTrainedConfig:
 
 
 def fresh_model(config: PreTrainedConfig, seed: int) -> Any:
-    """A model with random weights, by the seed; in eval mode and frozen, as a loaded one is."""
+    """Return a model with random weights drawn from the seed, in eval mode and frozen like a loaded model."""
     with drawing(seed):
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),  # a retrofit writes itself into it
+            copy.deepcopy(config),  # a retrofit changes it
             attn_implementation=None,  # the default: a config.json may name code on the hub
         )
     return model.float().eval().requires_grad_(False)
+
+
+# ----------------------------------------------------------------------------------- a tokenizer made from the text
+
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"  # ids 0, 1, 2
+MOST_DOCUMENTS = 100_000  # a tokenizer does not read a whole corpus
+MOST_CHARACTERS = 1 << 26
+
+
+def tokenizer_of(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer like GPT-2's, with a first BOS like Llama's.
+
+    It has at most `vocab_size` tokens, including 256 bytes and three special tokens; a short text gives fewer. The
+    same text gives the same tokenizer.
+    """
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(_beginning(documents), trainer)
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, core.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+
+
+def _beginning(documents: Iterable[str]) -> Iterator[str]:
+    left = MOST_CHARACTERS
+    for document in islice(documents, MOST_DOCUMENTS):
+        yield document[:left]
+        left -= len(document)
+        if left <= 0:
+            return

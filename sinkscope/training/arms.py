@@ -1,4 +1,4 @@
-"""The arms of a training: a method each, as it is typed, and a seed."""
+"""The arms of a training: each is a method and a seed."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -9,23 +9,24 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError
 from sinkscope.models.family import Family
 from sinkscope.models.process import drawing
-from sinkscope.options.option import as_folder_name
+from sinkscope.options.option import as_folder_name, split_names
+from sinkscope.options.spec import assignments
 from sinkscope.retrofits import make_retrofit, retrofit_model
 
 Methods = str | Iterable[str] | Mapping[str, str]
-RESERVED = ("untouched", "comparison", "figures", "tables")  # other folders beside those of the arms
+RESERVED = ("untouched", "comparison", "figures", "tables")  # other folders next to those of the arms
 
 
 @dataclass(frozen=True)
 class Method:
-    """A retrofit as it was asked for: `vga:placement=output`."""
+    """A retrofit with its parameters as typed, such as `vga:placement=output`."""
 
     name: str
     parameters: Mapping[str, Any]
     called: str | None = None  # its label, if one was given
 
     def built_into(self, model: PreTrainedModel, family: Family, seed: int) -> PreTrainedModel:
-        """The model, changed in place; what starts at random is of this seed."""
+        """Build the method into a model in place; the seed determines its random initial values."""
         with drawing(seed):
             return retrofit_model(model, family, self.name, **self.parameters)
 
@@ -39,7 +40,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Arm:
-    """A method, trained once. `label` names its folder: the method's, with the seed if there are several."""
+    """A method that is trained once. `label`, its folder, is the method's, with the seed if there are several."""
 
     method: Method
     seed: int
@@ -47,7 +48,7 @@ class Arm:
 
 
 def arms_of(methods: Iterable[Method], seed: int, seeds: int = 1) -> list[Arm]:
-    """An arm for each method and seed: seed after seed, so that what an interruption leaves can be compared."""
+    """Return an arm for each method and seed, seed by seed, so that an interrupted training can be compared."""
     if seeds == 1:
         return [Arm(method, seed, method.label) for method in methods]
     methods = list(methods)
@@ -55,7 +56,8 @@ def arms_of(methods: Iterable[Method], seed: int, seeds: int = 1) -> list[Arm]:
 
 
 def parse_methods(methods: Methods) -> list[Method]:
-    """Methods as they are typed: NAME[:key=value,…], several behind commas, or several such texts; or label → method.
+    """Parse methods as they are typed: NAME[:key=value,…], several separated by commas, several such texts, or
+    label → method.
 
     Raises:
         InputError: a method, a parameter or a label is wrong, or a method is given twice.
@@ -77,25 +79,23 @@ def parse_methods(methods: Methods) -> list[Method]:
 
 def _called(name: str, methods: list[Method]) -> Method:
     if len(methods) != 1:
-        raise InputError(f"method '{name}': it must be one, as vga:placement=output")
+        raise InputError(f"method '{name}': it must be one method, such as vga:placement=output")
     if not name or as_folder_name(name) != name or name in RESERVED:
-        raise InputError(f"'{name}' cannot be what a method is called, which is also its folder's name: choose another")
+        raise InputError(f"'{name}' cannot be the name of a method, which is also its folder's name: choose another")
     return replace(methods[0], called=name)
 
 
 def _parse(methods: str | Iterable[str]) -> list[Method]:
     found: list[tuple[str, dict[str, str]]] = []
     for text in [methods] if isinstance(methods, str) else methods:
-        for part in filter(None, (part.strip() for part in text.split(","))):
+        for part in split_names(text):
             name, colon, assigned = part.partition(":")
             if colon or "=" not in part:
                 found.append((name.strip(), {}))
-            else:  # a further parameter of the last method
+            else:  # another parameter of the last method
                 assigned = part
-            if not assigned:
-                continue
-            key, equals, value = assigned.partition("=")
-            if not equals or not found:
-                raise InputError(f"--method {text}: '{assigned}' is no key=value of a method")
-            found[-1][1][key.strip().replace("-", "_")] = value.strip()
+            for key, value in assignments(assigned):
+                if value is None or not found:
+                    raise InputError(f"--method {text}: '{assigned}' is no key=value of a method")
+                found[-1][1][key] = value
     return [Method(name, parameters) for name, parameters in found]

@@ -1,13 +1,13 @@
-"""What a model is trained on: text packed into blocks of one length, the last of them held out to measure by.
+"""The text that a model is trained on, packed into blocks of one length; the last blocks are held out for measuring.
 
-Documents follow one another with the end-of-sequence token between them. Every block begins as a measured sequence
-does: with what the tokenizer puts in front of a text by itself.
+Documents follow one another with the end-of-sequence token between them. Every block begins like a measured sequence,
+with the tokens that the tokenizer puts before a text; its first tokens can be random or fixed (WSE §4 and §5).
 """
 
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,18 +18,19 @@ from sinkscope.measuring.subject import inputs_for, position_limit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.towers import vocabulary
 from sinkscope.options.measuring import make_config
+from sinkscope.options.training import ArmOptions
 from sinkscope.text.sources import check_source, documents
-from sinkscope.text.tokens import check_ids, encode, own_prefix
+from sinkscope.text.tokens import check_ids, encode, own_prefix, special_token_ids
 
-PIECE = 1 << 20  # characters that are tokenized at once
+PIECE = 1 << 20  # characters that are tokenized in one call
 DOCUMENTS = (".txt", ".jsonl", ".json")
 NO_TEXT = ("random", "repeated")
-MANY_PASSES = 4  # up to so many are about as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)
+MANY_PASSES = 4  # fewer are about as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """train, held_out: token ids (N,T), int64. `name`: of the text."""
+    """Token ids `train` and `held_out`, (N,T) int64, and the `name` of the text."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -44,7 +45,7 @@ class Blocks:
         return digest.hexdigest()
 
     def notices(self, wanted: int) -> list[str]:
-        """What the user should know of a training that reads so many blocks, a line each."""
+        """Return warnings for a training that reads `wanted` blocks, one line each."""
         passes = wanted / len(self.train)
         if passes <= MANY_PASSES:
             return []
@@ -55,7 +56,7 @@ class Blocks:
 
 
 def check_text(text: str) -> None:
-    """Raise InputError for a text that cannot be trained on. Cheap: to be called before a model is loaded."""
+    """Raise InputError for a text that cannot be trained on. This is cheap, and is called before a model is loaded."""
     if text in NO_TEXT:
         raise InputError(f"--text {text}: nothing can be learned from it; name a text file or a --dataset")
     try:
@@ -65,7 +66,7 @@ def check_text(text: str) -> None:
 
 
 def is_written(text: str, dataset: str | None) -> bool:
-    """Whether a source is text for a tokenizer, and not token ids or sampled by the model."""
+    """Return whether a source is text for a tokenizer, rather than token ids or text sampled by the model."""
     return dataset is not None or text == "natural" or Path(text).suffix.lower() in DOCUMENTS
 
 
@@ -79,7 +80,7 @@ def read_blocks(
     seed: int = 0,
     bos: str = "auto",
 ) -> Blocks:
-    """Read a text in blocks; no more of it is read than is needed.
+    """Read a text in blocks, and no more of it than is needed.
 
     Args:
         loaded: the model, for its tokenizer, vocabulary and positions.
@@ -87,9 +88,9 @@ def read_blocks(
         dataset: a HuggingFace dataset in place of `text`.
         length: tokens in a block.
         wanted: blocks to train on, at most.
-        share: of all blocks that is held out, from the text's end.
+        share: the share of all blocks, from the end of the text, that is held out.
         seed: of sampled text.
-        bos: "never": blocks of text begin without what the tokenizer puts in front of it.
+        bos: "never": blocks of text begin without the tokens that the tokenizer puts before a text.
 
     Raises:
         InputError: the text cannot be read, or holds fewer than two blocks.
@@ -105,7 +106,7 @@ def read_blocks(
         what = f"--dataset {dataset}" if dataset else f"--text {text}"
         raise InputError(
             f"{what} holds {counted(len(rows), 'block')} of {length} tokens, and at least 2 are needed, one to train "
-            "on and one to measure by: give a longer text or a smaller --block-length"
+            "on and one to measure: give a longer text or a smaller --block-length"
         )
     blocks = np.stack(rows)
     held_out = min(len(blocks) - 1, max(1, round(len(blocks) * share)))
@@ -115,7 +116,7 @@ def read_blocks(
 def _packed(
     loaded: LoadedModel, text: str, dataset: str | None, length: int, needed: int, bos: str
 ) -> tuple[str, list[np.ndarray]]:
-    """The text's name, and its first blocks."""
+    """Return the name of the text and its first blocks."""
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
@@ -125,7 +126,7 @@ def _packed(
     prefix = () if bos == "never" else own_prefix(tokenizer)
     step = length - len(prefix)
     if step < 1:
-        raise InputError(f"--block-length {length}: {len(prefix)} tokens stand in front of every block")
+        raise InputError(f"--block-length {length}: {len(prefix)} tokens precede the text in every block")
     name, texts = documents(text, dataset)
     known = vocabulary(loaded.model)
 
@@ -142,7 +143,7 @@ def _packed(
 
 
 def _pieces(document: str) -> Iterator[str]:
-    """A long text in parts, cut behind line ends, where hardly any tokenizer has a token across."""
+    """Split a long text after line ends, which hardly any tokenizer merges into a token with the next line."""
     start = 0
     while len(document) - start > PIECE:
         end = document.rfind("\n", start, start + PIECE) + 1
@@ -153,10 +154,64 @@ def _pieces(document: str) -> Iterator[str]:
 
 
 def _blocks(tokens: Iterable[int], prefix: tuple[int, ...], step: int, most: int) -> Iterator[np.ndarray]:
-    """Whole blocks only: what is left at the end is no block."""
+    """Yield whole blocks only; the remainder at the end is dropped."""
     ids = iter(tokens)
     for _ in range(most):
         block = np.fromiter(islice(ids, step), dtype=np.int64)
         if len(block) < step:
             return
         yield np.concatenate([np.array(prefix, dtype=np.int64), block])
+
+
+# -------------------------------------------------------- the first tokens of each block, and how much text is read
+
+
+def check_starts(options: ArmOptions, task: str | None) -> None:
+    """Raise InputError for contradicting options. This is cheap, and is called before a model is loaded."""
+    if task is not None and options.random_tokens and options.fixed_position is not None:
+        raise InputError(f"--text {task}: give one of --random-tokens and --fixed-position")
+    length = options.block_length
+    if options.random_tokens >= length or (options.fixed_position or 0) >= length:
+        raise InputError(f"--random-tokens and --fixed-position are within the --block-length of {length} tokens")
+    if options.tokens is not None and options.tokens < length:
+        raise InputError(f"--tokens {options.tokens} are less than one block of {length}")
+
+
+def limited(blocks: Blocks, options: ArmOptions) -> Blocks:
+    """Limit the blocks to train on to --tokens; the held-out blocks stay the same for every limit."""
+    if options.tokens is None:
+        return blocks
+    return replace(blocks, train=blocks.train[: options.tokens // options.block_length])
+
+
+def begun(blocks: Blocks, loaded: LoadedModel, options: ArmOptions) -> Blocks:
+    """Replace the first tokens of each block by --random-tokens, or one by --fixed-position; tasks use `Opening`.
+
+    Random tokens are drawn uniformly from the vocabulary without special tokens. The fixed token is the BOS, or else
+    the padding token; with `--bos never` it occurs nowhere else.
+    """
+    train, held_out = blocks.train, blocks.held_out
+    if options.random_tokens:
+        special = special_token_ids(loaded.tokenizer)
+        ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special))
+        rng = np.random.default_rng([options.seed, options.random_tokens])
+        train, held_out = (_with_random(part, options.random_tokens, ordinary, rng) for part in (train, held_out))
+    if options.fixed_position is not None:
+        train, held_out = (_with_fixed(part, options.fixed_position, fixed_token(loaded)) for part in (train, held_out))
+    return replace(blocks, train=train, held_out=held_out)
+
+
+def fixed_token(loaded: LoadedModel) -> int:
+    """Return the token at `fixed_position` of every block."""
+    known = (getattr(loaded.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id"))
+    return next((token for token in known if token is not None), 0)
+
+
+def _with_random(blocks: np.ndarray, count: int, ordinary: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.concatenate([rng.choice(ordinary, (len(blocks), count)), blocks[:, count:]], axis=1)
+
+
+def _with_fixed(blocks: np.ndarray, position: int, token: int) -> np.ndarray:
+    changed = blocks.copy()
+    changed[:, position] = token
+    return changed

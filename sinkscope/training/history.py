@@ -1,24 +1,36 @@
-"""What is recorded while a model is trained: losses, rates, gates, and what a probe measures."""
+"""The record of a training: losses, learning rates, gates, and what a probe measures (sink rates, total weights)."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from transformers import PreTrainedModel, ProgressCallback, TrainerCallback
 
+from sinkscope.attention.kernels import upcast
+from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.observables.attention import Attention
+from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.family import Family
+from sinkscope.results.metrics import is_sink
 from sinkscope.retrofits import gate_displacement
+from sinkscope.retrofits.retrofit import registers_before
+from sinkscope.text.batch import Batch
+from sinkscope.training.sharding import is_sharded
+from sinkscope.training.tasks import Task
 
 Probe = Callable[[PreTrainedModel], pd.DataFrame]  # → layer (−1: the whole model), metric, value
 LOGGED = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "gradient_norm"}  # the Trainer's → ours
 
 
 class Recorder(TrainerCallback):
-    """Adds to each log of the Trainer, which its checkpoints keep, how far the gates have moved and what the probe
-    measures. A loss that is not finite ends the training.
+    """Adds the displacement of the gates and the measurements of the probe to each log of the Trainer, which is kept in
+    checkpoints. Ends the training if the loss is not finite.
     """
 
     def __init__(self, model: PreTrainedModel, probe: Probe | None) -> None:
@@ -31,7 +43,7 @@ class Recorder(TrainerCallback):
             self._measure(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Log at every checkpoint, too: a loss is the mean since the last log, which a checkpoint does not keep."""
+        """Also log at every checkpoint: a loss is the mean since the last log, which a checkpoint does not keep."""
         control.should_log |= control.should_save
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
@@ -49,7 +61,7 @@ class Recorder(TrainerCallback):
         self._measure(state)
 
     def _measure(self, state: Any) -> None:
-        """Run the probe so that the training does not depend on it: in eval mode, with random numbers of its own."""
+        """Run the probe in eval mode and with its own random numbers, so that it does not influence the training."""
         if self.probe is None or not state.is_world_process_zero:
             return
         self.model.eval()
@@ -62,7 +74,7 @@ class Recorder(TrainerCallback):
 
 
 class Bar(ProgressCallback):
-    """The Trainer's progress bar, with the last log beside it instead of above."""
+    """The Trainer's progress bar, with the last log next to it instead of above."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
         if state.is_world_process_zero and self.training_bar is not None and "loss" in logs:
@@ -74,7 +86,7 @@ class Bar(ProgressCallback):
 
 
 def history(logs: list[dict[str, Any]]) -> pd.DataFrame:
-    """The Trainer's logs as a table: layer (−1: the whole model), step, metric, value."""
+    """Return the Trainer's logs as a table: layer (−1: the whole model), step, metric, value."""
     rows: list[tuple[int, int, str, float]] = []
     for log in logs:
         step = int(log["step"])
@@ -84,3 +96,83 @@ def history(logs: list[dict[str, Any]]) -> pd.DataFrame:
             rows.append((layer, step, "gate_displacement_max", most))
         rows += [(layer, step, metric, value) for layer, metric, value in log.get("probe", ())]
     return pd.DataFrame(rows, columns=["layer", "step", "metric", "value"])
+
+
+# ------------------------------------------------------------------------------------- sinks of a model in training
+
+SEQUENCES, LENGTH = 32, 64  # the probe measures the beginnings of held-out blocks; WSE's length
+
+
+def probe_of(
+    task: Task | None, family: Family, held_out: np.ndarray, epsilon: float, position: int = 0
+) -> Probe | None:
+    """Make the probe of a training, which runs at step 0 and at every log: sink rates at a position of held-out blocks,
+    and the measurements of a task. A model that FSDP has sharded has no probe, and cannot be trained on a task.
+    """
+    if task is not None:
+        return lambda model: pd.concat(
+            [task.probe(model, family, held_out), sinks(model, family, held_out, epsilon, position)], ignore_index=True
+        )
+    return None if is_sharded() else lambda model: sinks(model, family, held_out, epsilon, position)
+
+
+@torch.no_grad()
+def sinks(
+    model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float, position: int = 0
+) -> pd.DataFrame:
+    """Measure the sink rate at a position of blocks (N,T), not counting register tokens, and `TotalWeight`, of a model
+    in eval mode. With a sliding window, only the tokens that see the first one are measured.
+
+    Returns:
+        layer (−1: the whole model), metric, value; empty for a model without attention, or if the position is after
+        the measured tokens.
+    """
+    before = registers_before(model)
+    seen = getattr(model.config.get_text_config(), "sliding_window", None) or LENGTH
+    ids = torch.from_numpy(held_out[:SEQUENCES, : min(LENGTH, max(1, seen - before))])
+    if not family.has_attention or position >= ids.shape[1]:
+        return pd.DataFrame(columns=["layer", "metric", "value"])
+    at = before + position
+    settings = Settings(positions=at + 1, window=before + ids.shape[1], epsilon=epsilon)
+    attention, total = Attention(settings), TotalWeight(settings, at)
+    with open_tracer(model, family) as tracer:
+        tracer.forward(Batch(ids, torch.ones_like(ids)), [attention, total])
+    by_layer = attention.tables()["attention"].query("position == @at").groupby("layer")["sink_rate"].mean()
+    rates = [(layer, "sink_rate", rate) for layer, rate in (*by_layer.items(), (WHOLE_MODEL, by_layer.mean()))]
+    return pd.DataFrame([*rates, *total.rows()], columns=["layer", "metric", "value"])
+
+
+class TotalWeight(Observable):
+    """Measures Σ|sim ÷ Z| of a query over the tokens that it sees: the total factor of their values.
+
+    It is 1 for softmax (less with a learned key) and for every operation that is divided by its own sum. For other
+    operations it may be close to 0; the proxy |sim| ÷ Σ|sim| is then a share of nothing. The median is therefore taken
+    over the queries after one token, mostly the first, in all heads and sequences, and also over those that give this
+    token a share above ε. The value of the whole model is over the queries of all layers.
+    """
+
+    name = "total-weight"
+    sites = ("attention",)
+
+    def __init__(self, settings: Settings, at: int) -> None:
+        super().__init__(settings)
+        self.at = at  # the column of the token
+        # layer → total weight of each query, and whether its share on the token is above ε
+        self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        whole, behind = slice(0, read.length), slice(self.at + 1, None)
+        total = read.mix_weights(whole, whole).abs().sum(-1)[..., behind]
+        share = read.weights(whole, slice(self.at, self.at + 1))[0][..., behind, 0]
+        chosen = is_sink(share, self.settings.epsilon)
+        self.seen[layer] = (upcast(total).flatten().cpu().numpy(), chosen.flatten().cpu().numpy())
+
+    def rows(self) -> list[tuple[int, str, float]]:
+        """Return layer (−1: the whole model), metric, median; without a row where there are no queries."""
+        totals, to_token = (np.concatenate(parts) for parts in zip(*self.seen.values(), strict=True))
+        return [
+            (layer, name, float(np.median(values)))
+            for layer, (total, chosen) in (*self.seen.items(), (WHOLE_MODEL, (totals, to_token)))
+            for name, values in (("total_weight", total), ("total_weight_at_sink", total[chosen]))
+            if len(values)
+        ]

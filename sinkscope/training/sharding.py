@@ -1,4 +1,4 @@
-"""Several processes: what `accelerate launch` has started, and FSDP, which shards a model's layers among GPUs.
+"""Training on the processes of `accelerate launch`, and FSDP, which shards a model's layers among GPUs.
 
     accelerate launch --config_file $(python -m sinkscope.training.sharding) --num_processes 8 \\
         -m sinkscope.cli retrofit MODEL
@@ -19,8 +19,8 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.processes import joined
 
 CONFIGURATION = Path(__file__).parent / "fsdp.yaml"
-# what trainer.py depends on: parameters that keep their names, every process with the whole model before it is sharded,
-# and checkpoints that are whole models
+# trainer.py relies on these: parameters keep their names, every process holds the whole model before it is sharded, and
+# checkpoints are whole models
 NEEDED = {
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -30,7 +30,7 @@ NEEDED = {
 
 
 def launched(cpu: bool = False) -> PartialState:
-    """The processes that `accelerate launch` has started, or this one alone.
+    """Join the processes of `accelerate launch`, if this is one of them.
 
     Args:
         cpu: train on the CPU even if there is a GPU.
@@ -44,7 +44,7 @@ def launched(cpu: bool = False) -> PartialState:
 
 
 def by_the_first(work: Callable[[], object]) -> None:
-    """Do something on the first of several processes. What it finds wrong (InputError) is raised on all."""
+    """Call `work` on the first process. If it raises InputError, all processes raise it."""
     state = PartialState()
     wrong: list[str | None] = [None]
     if state.is_main_process:
@@ -63,7 +63,7 @@ def is_sharded() -> bool:
 
 
 def check_sharding() -> None:
-    """Raise InputError for an FSDP configuration under which training would do something else than it says."""
+    """Raise InputError for an FSDP configuration under which training would silently behave differently."""
     if not is_sharded():
         return
     for name, needed in NEEDED.items():

@@ -1,14 +1,17 @@
-"""One training, by transformers' Trainer: new parameters have a learning rate of their own, and a kill loses little.
+"""One training with transformers' Trainer: new parameters have their own learning rate, and a killed training resumes.
 
-FOLDER/run.json         what is trained on what: only the same training is resumed
-FOLDER/checkpoint-500/  as the Trainer writes them; the last two are kept
+FOLDER/run.json         the options; only the same training is resumed
+FOLDER/checkpoint-500/  checkpoints of the Trainer; the last two are kept
 
-On one process of the CPU, a training that was killed and resumed ends with exactly the weights of an unbroken one.
+On one CPU process, a training that was killed and resumed ends with exactly the weights of an uninterrupted one.
 """
 
 import copy
+import json
 import math
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,28 +27,121 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line
 from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.model_types import is_retrofitted
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.options.training import TrainingConfig
+from sinkscope.results.folders import claim, resumable
 from sinkscope.results.manifest import make_manifest, write_manifest
-from sinkscope.results.resume import claim, resumable
 from sinkscope.retrofits import new_parameters
 from sinkscope.text.batch import IGNORED
 from sinkscope.training.blocks import Blocks
-from sinkscope.training.checkpoints import (
-    check_room,
-    checkpoints,
-    failures,
-    incomplete,
-    last_checkpoint,
-    logs_of,
-    step_of,
-)
 from sinkscope.training.history import Bar, Probe, Recorder, history
 from sinkscope.training.sharding import is_sharded, launched
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+# the files of a checkpoint besides the model, for one process, several processes and FSDP
+RESUMED_FROM = (
+    *("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"),
+    *("rng_state_*.pth", "optimizer.bin", "pytorch_model_fsdp.bin"),
+)
+# texts in errors of torch's and safetensors' writers that mean that the disk refused
+_DISK = ("No space left", "I/O error", "file write failed", "PytorchStreamWriter", "enforce fail", "os error")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return all checkpoints in a folder, complete or not, sorted by step."""
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """Return the last complete checkpoint."""
+    return next((path for path in reversed(checkpoints(folder)) if _is_complete(path)), None)
+
+
+def incomplete(folder: Path) -> list[Path]:
+    """Return checkpoints that a kill has left half written; the Trainer would count them among those that it keeps."""
+    return [path for path in checkpoints(folder) if not _is_complete(path)]
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """The Trainer writes the state last; any file of a checkpoint that it was deleting may be missing."""
+    needed = ("config.json", "model*.safetensors", "optimizer.*", "scheduler.pt")  # FSDP's is optimizer.bin
+    return all(any(checkpoint.glob(name)) for name in needed) and logs_of(checkpoint) is not None
+
+
+def logs_of(checkpoint: Path) -> list[dict[str, Any]] | None:
+    """Return the Trainer's log history; None if the checkpoint has no readable state."""
+    try:
+        return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def keep_models(training: Path, kept: Path) -> None:
+    """Move the checkpoints of a finished training, without the files for resuming, which are larger than the model."""
+    for checkpoint in checkpoints(training):
+        for path in (path for name in RESUMED_FROM for path in checkpoint.glob(name)):
+            path.unlink()
+        checkpoint.replace(kept / checkpoint.name)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise InputError if the disk cannot hold the checkpoints, before hours of training.
+
+    Args:
+        folder: the folder to write; its present content will be replaced.
+        needed: bytes.
+    """
+    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    free = shutil.disk_usage(folder).free + held
+    if free < needed:
+        raise InputError(
+            f"{folder} has {free / 2**30:.1f} GB left on its disk and its checkpoints need {needed / 2**30:.1f}: "
+            "make room, or name another folder"
+        )
+
+
+@contextmanager
+def failures(folder: Path) -> Iterator[None]:
+    """Turn the errors of full memory and full disks into messages that say what is kept.
+
+    An incomplete checkpoint is deleted after an error of the disk, since it takes up room and cannot be used.
+
+    Args:
+        folder: of the training.
+
+    Raises:
+        SinkscopeError: memory ran out, or writing failed. Other errors pass unchanged.
+    """
+    try:
+        yield
+    except (SinkscopeError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        last = last_checkpoint(folder) if folder.is_dir() else None
+        kept = f"the training up to step {step_of(last)} is kept" if last else "what was reached is kept"
+        if is_out_of_memory(error):
+            raise SinkscopeError(
+                "memory ran out: take a smaller --batch-size with more --accumulation, a shorter --block-length, or "
+                f"--bf16 ({kept})"
+            ) from error
+        if isinstance(error, OSError) or any(sign in str(error) for sign in _DISK):
+            for path in incomplete(folder) if folder.is_dir() else ():
+                shutil.rmtree(path)
+            raise SinkscopeError(
+                f"writing to {folder} failed [{one_line(error)}]: {kept}; make room and repeat the command to go on"
+            ) from error
+        raise
+
+
+# --------------------------------------------------------------------------------------------------------- training
 
 COMMAND = "training"  # in the manifest
 KEPT = 2  # checkpoints
@@ -70,11 +166,11 @@ def train(
     """Train a model in place, retrofitted or not. Afterwards it is in eval mode with its parameters frozen.
 
     Args:
-        model: as it was loaded and, perhaps, retrofitted.
-        blocks: of which `train` is read.
+        model: a loaded model, retrofitted or not.
+        blocks: the text; `train` is read.
         config: how to train.
         out: the folder for checkpoints.
-        resume: go on from the last complete checkpoint in `out`; otherwise those there are deleted.
+        resume: continue from the last complete checkpoint in `out`; otherwise existing checkpoints are deleted.
         keep_all: keep every checkpoint instead of the last two.
         cpu: train on the CPU even if there is a GPU.
         console: for a progress bar.
@@ -93,7 +189,7 @@ def train(
         raise InputError("there is no block to train on: give a longer text")
     check_trainable(model, config.only_new)
     if probe is not None and is_sharded():
-        raise InputError("a probe needs the model whole, and FSDP has cut it up: launch without its configuration")
+        raise InputError("a probe needs the whole model, and FSDP shards it: launch without its configuration")
     start, options = time.time(), _options(model, blocks, config)
     last = _claim(folder, options, resume, start)
     kept = math.ceil(config.steps / config.save_every) if keep_all else KEPT
@@ -103,7 +199,7 @@ def train(
             _load(model, last)
         if last is not None and step_of(last) == config.steps:  # the Trainer would take one step more
             return history(logs_of(last) or [])
-        trained = copy.deepcopy(model) if is_sharded() else model  # FSDP does not put a sharded model together again
+        trained = copy.deepcopy(model) if is_sharded() else model  # FSDP does not reassemble a sharded model
         trainer = _trainer(trained, blocks, config, _arguments(config, folder, kept, cpu))
         trainer.add_callback(Recorder(trained, probe))
         if console is not None and console.is_terminal and not console.quiet:
@@ -117,7 +213,7 @@ def train(
 
 
 def check_trainable(model: PreTrainedModel, only_new: bool) -> None:
-    """Raise InputError if there is nothing to train, or nothing that can be."""
+    """Raise InputError if nothing is to be trained, or if the model cannot be trained."""
     check_not_quantized(model, "training")
     check_no_adapter(model, "training")
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -129,7 +225,7 @@ def check_trainable(model: PreTrainedModel, only_new: bool) -> None:
 
 @contextmanager
 def _trainable(model: PreTrainedModel, only_new: bool) -> Iterator[None]:
-    """Unfreeze a loaded model; at the end it is again as a loaded model is, also where a training failed."""
+    """Unfreeze a loaded model, and restore its state at the end, also after an error."""
     was_cached = getattr(model.config, "use_cache", None)
     model.requires_grad_(not only_new)
     for parameter in new_parameters(model).values():
@@ -150,7 +246,7 @@ def _trainable(model: PreTrainedModel, only_new: bool) -> Iterator[None]:
 
 
 def _options(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig) -> dict[str, Any]:
-    """What decides the weights that a training ends with."""
+    """Return all that determines the weights at the end of a training."""
     return {
         "config": config.model_dump(mode="json", exclude=set(FREE)),
         "retrofit": model.config.retrofit if is_retrofitted(model.config) else None,
@@ -165,7 +261,7 @@ def _manifest(options: dict[str, Any], start: float) -> dict[str, Any]:
 
 
 def _claim(folder: Path, options: dict[str, Any], resume: bool, start: float) -> Path | None:
-    """Make the folder this training's. → Its last complete checkpoint."""
+    """Claim the folder for this training, and return its last complete checkpoint."""
     state = PartialState()
     if resume:
         known = TrainingConfig().model_dump(mode="json", exclude=set(FREE))
@@ -187,15 +283,15 @@ def _bytes_needed(model: PreTrainedModel, config: TrainingConfig, kept: int) -> 
 
 
 def _load(model: PreTrainedModel, checkpoint: Path) -> None:
-    """As a model is loaded anywhere else: mixtures of experts are saved under other names than they have here, which
-    the Trainer takes for weights that are missing, and warns of.
+    """Load a checkpoint with `from_pretrained`: weights of mixtures of experts are saved under other names than in
+    memory, and the Trainer would take them for missing weights.
     """
     kept: Any = type(model).from_pretrained(checkpoint, dtype=model.dtype)
     model.load_state_dict(kept.state_dict())
 
 
 def _load_last(model: PreTrainedModel, folder: Path) -> None:
-    """Give every process the whole of the trained model, of which each has a part."""
+    """Load the whole trained model, of which each process has a shard, on every process."""
     PartialState().wait_for_everyone()
     last = last_checkpoint(folder)
     assert last is not None  # the Trainer's last step writes one
@@ -204,7 +300,7 @@ def _load_last(model: PreTrainedModel, folder: Path) -> None:
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """Switch off transformers' bars for weights that are read or written, which would cut through ours."""
+    """Switch off transformers' progress bars for loading and saving weights, which would break up ours."""
     had = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -219,7 +315,7 @@ def no_bars() -> Iterator[None]:
 
 def _trainer(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig, args: TrainingArguments) -> "_Trainer":
     wanted = config.blocks_wanted(PartialState().num_processes)
-    ignored = max(1, getattr(model.config, "prefix_length", 0))  # what a prefix LM sees ahead is not predicted
+    ignored = max(1, getattr(model.config, "prefix_length", 0))  # a prefix LM does not predict its prefix
     dataset = _TrainingBlocks(blocks.train, wanted, config.seed, ignored)
     trainer = _Trainer(model=model, args=args, train_dataset=dataset)
     trainer.config = config
@@ -238,7 +334,7 @@ class _Trainer(Trainer):
         return self.optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """`train` has loaded the weights."""
+        """Do nothing: `train` has loaded the weights."""
 
 
 def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> TrainingArguments:
@@ -271,9 +367,10 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
 
 
 def parameter_groups(model: PreTrainedModel, config: TrainingConfig) -> list[dict[str, Any]]:
-    """The parameters that require a gradient, for the optimizer: the model's own with and without weight decay, and
-    the new ones. Norms and biases, and what a retrofit has added, are decayed only where all are asked for: decay would
-    pull it back to 0, where most of it started.
+    """Return the parameter groups of the optimizer: the model's own with and without weight decay, and the new ones.
+
+    Norms, biases and new parameters are decayed only with `--decay all`: decay would pull new parameters back to 0,
+    where most of them started.
     """
     new = set(new_parameters(model))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -290,8 +387,8 @@ def parameter_groups(model: PreTrainedModel, config: TrainingConfig) -> list[dic
 
 
 class _TrainingBlocks(Dataset):
-    """Every block that is read from the first step to the last, in that order: each step reads the same blocks however
-    many processes share them, and no batch is smaller because an epoch ends.
+    """All blocks in the order in which they are read, from the first step to the last: each step reads the same blocks
+    for any number of processes, and no batch is smaller at the end of an epoch.
     """
 
     def __init__(self, blocks: np.ndarray, wanted: int, seed: int, ignored: int) -> None:
@@ -310,7 +407,7 @@ class _TrainingBlocks(Dataset):
 
 
 def shuffled(count: int, wanted: int, seed: int) -> np.ndarray:
-    """`wanted` indices below `count`, all of them once before any comes again: each epoch in an order of its own."""
+    """Return `wanted` indices below `count`: epoch after epoch, each a permutation of its own."""
     generator = torch.Generator()
     epochs = [torch.randperm(count, generator=generator.manual_seed(seed + at)) for at in range(-(-wanted // count))]
     return torch.cat(epochs)[:wanted].numpy()

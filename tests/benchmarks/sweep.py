@@ -13,7 +13,7 @@ import torch
 import sinkscope
 from sinkscope.commands.sweep import _task, check, compared
 from sinkscope.commands.sweeping.plan import groups_of, planned, sized
-from sinkscope.commands.sweeping.processes import Processes
+from sinkscope.commands.sweeping.pools import Processes
 from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import State, measured
 from sinkscope.options.sweep_file import read_sweep

@@ -648,7 +648,7 @@ def test_out_that_is_taken(tiny: Path, finished: tuple[Result, Path]) -> None:
 def test_out_that_cannot_be_replaced(tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("empty").mkdir()
     monkeypatch.chdir("empty")
-    assert "--out . cannot be made anew" in refused(2, "analyze", tiny, "--out", ".")
+    assert "--out . cannot be replaced" in refused(2, "analyze", tiny, "--out", ".")
     assert "cannot be used: File name too long" in refused(2, "analyze", tiny, "--out", "x" * 300)
 
 
@@ -684,7 +684,7 @@ def test_from_something_else(content: bytes | None, message: str) -> None:
     [
         ({"flavour": 1}, "of sinkscope 0.0) cannot be repeated here: option 'flavour' is unknown"),
         ({"window": 999}, "--window 999 is beyond the sequence"),
-        ({"model": None}, "its model was handed over in Python"),
+        ({"model": None}, "its model was passed as an object in Python"),
     ],
 )
 def test_from_a_run_that_cannot_be_repeated(

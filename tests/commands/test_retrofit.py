@@ -297,7 +297,7 @@ def test_a_dataset_and_token_ids_are_read_too(tmp_path: Path) -> None:
         (("--method", "none", "--only-new"), "--method none: --only-new leaves nothing to train"),
         (("--dtype", "float16"), "--dtype float16: gradients overflow in it"),
         (("--device-map", "auto"), "--device-map auto: a model that is trained stays on one GPU"),
-        (("--out", "."), "--out . cannot be made anew"),
+        (("--out", "."), "--out . cannot be replaced"),
     ],
 )
 def test_refusals_write_nothing(options: tuple[str, ...], message: str, tiny: Path, tmp_path: Path) -> None:

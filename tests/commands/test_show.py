@@ -12,8 +12,7 @@ from tiny import tiny_model
 from typer.testing import CliRunner
 
 import sinkscope
-from sinkscope.cli.app import app
-from sinkscope.cli.parameters import parameters_of
+from sinkscope.cli.app import app, parameters_of
 from sinkscope.options import COMMANDS
 from sinkscope.results.manifest import read_manifest, strangers
 

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 import sinkscope
 from sinkscope.cli.app import app
 from sinkscope.commands.sweep import SweepRun, check, compared
-from sinkscope.commands.sweeping import processes, worker
+from sinkscope.commands.sweeping import pools, worker
 from sinkscope.commands.sweeping.plan import planned, sized
 from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import State, Task
@@ -49,7 +49,7 @@ SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
 
 def make_quick(patch: pytest.MonkeyPatch) -> None:
     """Workers that need not import everything again, and no figures, which tests/figures draws."""
-    patch.setattr(processes, "METHOD", "fork")
+    patch.setattr(pools, "METHOD", "fork")
     patch.setattr("sinkscope.output.sweep.draw_all", lambda specs, data: {})
 
 
@@ -189,12 +189,12 @@ def test_processes_that_measure_each_cell_together(models: Path, whole: SweepRun
 def test_workers_are_forked_from_a_process_that_is_silent_first(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: list[str] = []
     context = multiprocessing.get_context("forkserver")
-    monkeypatch.setattr(processes, "METHOD", "forkserver")
+    monkeypatch.setattr(pools, "METHOD", "forkserver")
     monkeypatch.setattr(type(context), "set_forkserver_preload", lambda context, names: modules.extend(names))
-    processes.Processes(1, ["train"])
-    assert modules == [processes.SILENCE, "sinkscope.commands.train"]
+    pools.Processes(1, ["train"])
+    assert modules == [pools.SILENCE, "sinkscope.commands.train"]
     said = "import logging, warnings; logging.getLogger('one').warning('heard'); warnings.warn('heard')"
-    heard = f"import {processes.SILENCE}; {said}"
+    heard = f"import {pools.SILENCE}; {said}"
     done = subprocess.run([sys.executable, "-c", heard], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout + done.stderr == ""
 

@@ -18,7 +18,7 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.sweep import SweepRun
-from sinkscope.commands.sweeping import plan, processes
+from sinkscope.commands.sweeping import plan, pools
 from sinkscope.commands.sweeping.plan import Size, planned, sized
 from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import State, load_key
@@ -35,7 +35,7 @@ SHAPE = {
 
 
 def make_quick(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(processes, "METHOD", "fork")
+    patch.setattr(pools, "METHOD", "fork")
     patch.setattr("sinkscope.output.sweep.draw_all", lambda specs, data: {})
     patch.setattr("sinkscope.output.scorecard.scorecard_figures", lambda card: {})
     skip_figures(patch)

@@ -14,7 +14,7 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.sweep import SweepRun
-from sinkscope.commands.sweeping import plan, processes
+from sinkscope.commands.sweeping import plan, pools
 from sinkscope.commands.sweeping.worker import State
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models import files
@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of this process's making, which see the hub that it sees."""
-    monkeypatch.setattr(processes, "METHOD", "fork")
+    monkeypatch.setattr(pools, "METHOD", "fork")
     monkeypatch.setattr("sinkscope.output.sweep.draw_all", lambda specs, data: {})
     monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
 

@@ -20,8 +20,7 @@ from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.output.run import Run
 from sinkscope.text.tokens import own_prefix
-from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model
-from sinkscope.training.tokenizer import tokenizer_of
+from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
 
 SHAPE = {
     "model_type": "llama",

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sinkscope.cli.app import app
-from sinkscope.cli.parameters import parameters_of
+from sinkscope.cli.app import app, parameters_of
 from sinkscope.errors import InputError
 from sinkscope.options import COMMANDS
 from sinkscope.options.option import Options, checked, flag, option

@@ -14,9 +14,8 @@ from support.forked import forked
 from support.manifests import run_manifest
 
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.results.folders import alone_in, check_output, new_folder, own_folder
+from sinkscope.results.folders import FileList, alone_in, check_output, check_resumable, new_folder, own_folder
 from sinkscope.results.manifest import make_manifest, read_manifest, strangers, write_manifest
-from sinkscope.results.resume import FileList, check_resumable
 from sinkscope.results.swap import LOCK, NEW, OLD, beside, locked, new_file
 
 

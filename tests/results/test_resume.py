@@ -9,9 +9,8 @@ import pytest
 from support.manifests import run_manifest
 
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.results.folders import check_output, new_folder
+from sinkscope.results.folders import check_output, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, make_manifest, read_manifest, write_manifest
-from sinkscope.results.resume import check_resumable, claim, resumable
 
 OPTIONS: dict[str, Any] = {"config": {"steps": 3, "names": ("a", "b")}, "text": "natural"}
 

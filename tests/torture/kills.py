@@ -36,14 +36,14 @@ from tiny import tiny_model, tiny_tokens
 
 import sinkscope
 from sinkscope.cli.app import app
-from sinkscope.commands.sweeping import processes
+from sinkscope.commands.sweeping import pools
 from sinkscope.results.manifest import strangers
 
 MEASURED = ("--input", "random", "--num-seqs", "4", "--seq-len", "24", "--batch-size", "2")
 NAMES = ("analyze", "intervene", "quantize", "retrofit", "train", "sweep")
 TWICE = 0.3  # of the trials end with two processes at once
 MOST_WRONG = 5  # of a command, which is then given up
-processes.METHOD = "fork"  # workers that need not import everything again
+pools.METHOD = "fork"  # workers that need not import everything again
 TRAINED = ("--steps", "6", "--save-every", "2", "--block-length", "16", "--batch-size", "1", "--num-seqs", "4")
 
 

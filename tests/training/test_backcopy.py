@@ -4,8 +4,7 @@ import numpy as np
 
 from sinkscope.text.sources import documents
 from sinkscope.training.tasks import TASKS, Task
-from sinkscope.training.tasks.bigram_backcopy import NAME
-from sinkscope.training.tasks.opening import Opening
+from sinkscope.training.tasks.backcopy import NAME, Opening
 
 LENGTH = 40
 

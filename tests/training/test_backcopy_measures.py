@@ -13,8 +13,7 @@ from sinkscope.models.families import find_family
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.text.batch import Batch
-from sinkscope.training.tasks.backcopy_measures import example, measure, risks, start_lead
-from sinkscope.training.tasks.bigram_backcopy import bigram_backcopy
+from sinkscope.training.tasks.backcopy import bigram_backcopy, example, measure, risks, start_lead
 
 TASK = bigram_backcopy()
 HELD_OUT = TASK.sample(70, 12, seed=7)  # more than are measured at once

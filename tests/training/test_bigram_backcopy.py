@@ -5,8 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sinkscope.training.tasks.bigram_backcopy import CHARACTERS, BigramBackcopy, bigram_backcopy
-from sinkscope.training.tasks.opening import Opening
+from sinkscope.training.tasks.backcopy import CHARACTERS, BigramBackcopy, Opening, bigram_backcopy
 
 # <s>, two triggers, three other characters
 SMALL = BigramBackcopy(

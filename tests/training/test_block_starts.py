@@ -12,7 +12,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.option import checked
 from sinkscope.options.training import TrainOptions
-from sinkscope.training.block_starts import begun, check_starts, limited
+from sinkscope.training.blocks import begun, check_starts, limited
 
 BLOCKS = random_blocks(200)
 LENGTH = BLOCKS.train.shape[1]

@@ -18,7 +18,7 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.retrofits import retrofit_model
 from sinkscope.text.batch import Batch
-from sinkscope.training.sink_probe import sinks
+from sinkscope.training.history import sinks
 
 IDS = tiny_tokens(5, 12)
 EPSILON = 0.15

@@ -1,18 +1,24 @@
-"""What a sweep has to do: the size of its models, found without their weights, and which cells are done."""
+"""Plan a sweep: which cells are done, and how large the models are (found without their weights).
+
+`Leaving` at the end implements `--evict`.
+"""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich.console import Console
 
 from sinkscope.commands.sweeping.reads import Reads, changes
 from sinkscope.commands.sweeping.worker import Group, State, Task, load_key
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
+from sinkscope.measuring.console import print_line
 from sinkscope.measuring.passes import TOKENS_PER_BATCH
-from sinkscope.models.files import SPARE, find_settings, free_room, gigabytes, is_on_hub, missing_weights, quiet
+from sinkscope.models.files import SPARE, evict, find_settings, free_room, gigabytes, is_on_hub, missing_weights, quiet
 from sinkscope.models.loading import count_parameters, read_config, read_once, stays_on_cpu
 from sinkscope.options.sweep_file import Cell
 from sinkscope.options.training import ArmOptions, TrainOptions
@@ -20,23 +26,23 @@ from sinkscope.results.cells import CellFolders
 from sinkscope.training.architectures import architecture
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-AT_LEAST = 700 << 20  # bytes of a process with its libraries
+AT_LEAST = 700 << 20  # bytes of a process that has imported the libraries
 MARGIN = 1.2
-OF_A_QUESTION = 128  # tokens of a benchmark's, about
-GGUF_BITS = 1.5  # that a parameter takes in a GGUF file, at least
+QUESTION_TOKENS = 128  # approximate length of a question of a benchmark
+GGUF_BITS = 1.5  # least number of bits per parameter in a GGUF file
 LARGEST_VOCABULARY = 1 << 18
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of one model.
+    """The size of one model.
 
     Attributes:
-        parameters: how many it has; None where its configuration cannot be read.
-        weights: their bytes.
-        vocabulary: tokens.
-        download: bytes that are still on the hub.
-        reason: why it cannot be read.
+        parameters: their number; None if the configuration cannot be read.
+        weights: bytes of the weights.
+        vocabulary: number of tokens.
+        download: bytes that must still be downloaded from the hub.
+        reason: why the configuration cannot be read.
     """
 
     parameters: int | None = None
@@ -46,8 +52,8 @@ class Size:
     reason: str = ""
 
     def memory(self, options: Any) -> int:
-        """Bytes that measuring it takes, about: of the loaded weights and what they are read from, and of one batch's
-        logits, which are the largest of what a pass makes. 0 where its size is not known.
+        """Estimate the bytes that measuring needs: weights, the file they are read from, and the logits of one batch,
+        which are the largest tensor of a pass. 0 if the size is not known.
         """
         if self.parameters is None:
             return 0
@@ -56,7 +62,7 @@ class Size:
             return int(MARGIN * (AT_LEAST + 5 * self.parameters * BYTES["float32"] + logits))
         on_cpu = stays_on_cpu(options.device_map)
         batch = options.batch_size
-        length = getattr(options, "seq_len", OF_A_QUESTION)
+        length = getattr(options, "seq_len", QUESTION_TOKENS)
         tokens = TOKENS_PER_BATCH["cpu" if on_cpu else "cuda"] if batch == "auto" else batch * length
         logits = max(tokens, length) * self.vocabulary * BYTES["float32"]
         return int(MARGIN * (AT_LEAST + 2 * self.weights + logits))
@@ -64,15 +70,15 @@ class Size:
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell, and what is known of it before it is measured."""
+    """A cell with its state and the size of its model."""
 
     cell: Cell
     state: State
-    message: str = ""  # why a cell failed, parts of one that is done failed, or it is measured again
+    message: str = ""  # why it failed, which parts of a finished cell failed, or why it is measured again
     size: Size = Size()
 
     def is_wanted(self, retry: bool) -> bool:
-        """Whether it is to be measured: what failed, also in parts, only with --retry."""
+        """Whether it is to be measured; cells that failed, wholly or in parts, only with --retry."""
         return self.state == State.WAITING or (retry and bool(self.message))
 
     @property
@@ -81,16 +87,16 @@ class Planned:
 
 
 def planned(cells: Iterable[Cell], folders: CellFolders, reads: Reads) -> list[Planned]:
-    """All cells with their states."""
+    """Return all cells with their states."""
     return [Planned(cell, *state_of(cell, folders, reads)) for cell in cells]
 
 
 def sized(plan: Iterable[Planned], share: float = 0.0) -> list[Planned]:
-    """The same with the sizes of their models, each found once.
+    """Return the plan with the sizes of the models; each model is examined once.
 
     Args:
-        share: bytes that each worker can have. What surely takes no more gets no size, unless it is on the hub: the
-            header of a GGUF file takes seconds to read. Infinite for one worker, which shares with no other.
+        share: bytes that each worker can have; infinite for a single worker. A local model that surely fits is not
+            examined, since reading the header of a GGUF file takes seconds.
     """
     sizes: dict[tuple, Size] = {}
     found = []
@@ -104,7 +110,7 @@ def sized(plan: Iterable[Planned], share: float = 0.0) -> list[Planned]:
 
 
 def surely_fits(options: Any, share: float) -> bool:
-    """Whether measuring a model that is here takes no more than so many bytes, as far as its file's size can tell."""
+    """Return whether a local model can be measured in `share` bytes, judged by the size of its file alone."""
     model = getattr(options, "model", None)
     if is_on_hub(model) or not share:
         return False
@@ -114,7 +120,7 @@ def surely_fits(options: Any, share: float) -> bool:
         return False
     try:
         gguf = find_settings(model, options.revision, options.gguf_file).gguf
-    except SinkscopeError:  # what is wrong is said of the cell when it is measured
+    except SinkscopeError:  # the error is reported when the cell is measured
         return False
     if gguf is None:
         return False
@@ -123,7 +129,7 @@ def surely_fits(options: Any, share: float) -> bool:
 
 
 def state_of(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[State, str]:
-    """Whether a cell is done or has failed, and what was said of it then; or why it is measured again."""
+    """Return the state of a cell, with its error if it failed, or the reason why it is measured again."""
     manifest, why = done_cell(cell, folders, reads)
     if manifest is not None:
         return State.DONE, partly_failed(manifest)
@@ -132,10 +138,10 @@ def state_of(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[State, str
 
 
 def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str, Any] | None, str]:
-    """The manifest of a cell that is done: it was measured with the same options, and what it read has not changed.
+    """Return the manifest of a cell that was measured with the same options and whose inputs have not changed.
 
     Returns:
-        The manifest, and ""; or None, and why what is there is measured again, "" where nothing is there.
+        The manifest and ""; or None and the reason why the cell is measured again, "" if it never was.
     """
     found, why = folders.manifest(cell.name, cell.command, cell.config)
     if found is None or why or (why := changes(found.get("read"), reads.of(cell.options))):
@@ -144,13 +150,13 @@ def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str,
 
 
 def partly_failed(manifest: Mapping[str, Any]) -> str:
-    """What failed of a cell that is done: arms of `intervene`, runs of `claims`."""
+    """Return the parts of a finished cell that failed: arms of `intervene`, runs of `claims`."""
     failed = manifest.get("failed") or {}
     return one_line("; ".join(f"{name}: {reason}" for name, reason in failed.items())) if failed else ""
 
 
 def size_of(options: Any) -> Size:
-    """The size of a model, from its configuration alone."""
+    """Return the size of a model, computed from its configuration alone."""
     if isinstance(options, TrainOptions):
         return _size_of_new(options)
     try:
@@ -171,7 +177,7 @@ def size_of(options: Any) -> Size:
 
 
 def _size_of_new(options: TrainOptions) -> Size:
-    """Of a model that begins with random weights."""
+    """Return the size of a model that `train` creates."""
     try:
         config = architecture(options.config)
         parameters = count_parameters(config)
@@ -181,14 +187,14 @@ def _size_of_new(options: TrainOptions) -> Size:
 
 
 def check_disk(todo: Iterable[Planned], at_once: int | None) -> None:
-    """Find before anything is downloaded that the disk cannot hold the models.
+    """Check, before anything is downloaded, that the disk can hold the models.
 
     Args:
         todo: the cells that are to be measured.
-        at_once: how many models are there at the same time; None: all of them stay.
+        at_once: how many models are in the cache at the same time; None: all of them stay.
 
     Raises:
-        InputError: it cannot.
+        InputError: the disk cannot hold them.
     """
     downloads = {each.cell.source: each.size.download for each in todo}
     needed, free = sum(sorted(downloads.values(), reverse=True)[:at_once]), free_room()
@@ -201,13 +207,13 @@ def check_disk(todo: Iterable[Planned], at_once: int | None) -> None:
 
 
 def part_of(cells: Sequence[Cell], part: tuple[int, int]) -> Sequence[Cell]:
-    """One of so many parts of equal size, in which the cells of a model stay together."""
+    """Return the cells of part (i, n), the i-th of n parts of equal size; the cells of a model stay together."""
     at, of = part
     return cells[len(cells) * (at - 1) // of : len(cells) * at // of]
 
 
 def groups_of(todo: Iterable[Planned], tasks: Mapping[str, Task]) -> list[Group]:
-    """The cells that are to be measured, by the load that they share."""
+    """Group the cells that are to be measured by the loaded model that they share."""
     groups: dict[tuple, list[Planned]] = {}
     for each in todo:
         groups.setdefault(load_key(each.cell.options), []).append(each)
@@ -218,7 +224,7 @@ def groups_of(todo: Iterable[Planned], tasks: Mapping[str, Task]) -> list[Group]
 
 
 def table_of(plan: Iterable[Planned]) -> pd.DataFrame:
-    """What --dry-run shows."""
+    """Return the table that --dry-run shows."""
     rows = [
         (
             each.cell.name,
@@ -232,3 +238,45 @@ def table_of(plan: Iterable[Planned]) -> pd.DataFrame:
         for each in plan
     ]
     return pd.DataFrame(rows, columns=["cell", "model", "parameters", "memory", "download", "state", "note"])
+
+
+# ---------------------------------------------------------------------------------------------------------- --evict
+
+Source = tuple[str, str | None]  # repository and revision
+
+
+class Leaving:
+    """Removes a model from the hub's cache when no cell of the sweep needs it any more.
+
+    Args:
+        cells: all cells of the sweep, including other shards, which may read the same files.
+        folders: the folder of the sweep.
+        todo: names of the cells that are measured now.
+        reads: digests of what the cells read.
+    """
+
+    def __init__(self, cells: Iterable[Cell], folders: CellFolders, todo: Collection[str], reads: Reads) -> None:
+        self._folders, self._todo, self._reads = folders, set(todo), reads
+        self._waiting: dict[Source, list[Cell]] = defaultdict(list)  # cells that were not finished at the last check
+        self._sources: dict[str, Source] = {}
+        for cell in cells:
+            model, revision = cell.source
+            if model is not None and is_on_hub(model):
+                self._sources[cell.name] = (model, revision)
+                self._waiting[model, revision].append(cell)
+
+    def look(self, name: str, console: Console) -> None:
+        """Remove the model of a cell that has ended, unless another of its cells is still to be measured."""
+        self._todo.discard(name)
+        source = self._sources.get(name)
+        if source is None:
+            return
+        self._waiting[source] = left = [cell for cell in self._waiting[source] if self._is_waiting(cell)]
+        if left:
+            return
+        freed = evict(*source)
+        if freed:
+            print_line(console, f"{source[0]}: {gigabytes(freed)} removed from the hub's cache")
+
+    def _is_waiting(self, cell: Cell) -> bool:
+        return cell.name in self._todo or state_of(cell, self._folders, self._reads)[0] == State.WAITING

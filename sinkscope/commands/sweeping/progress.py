@@ -1,4 +1,4 @@
-"""What `sweep` shows while it runs: a table of the cells that are being measured, and how many are done."""
+"""The progress display of `sweep`: a table of the cells that are being measured, and how many are done."""
 
 import time
 from collections import Counter
@@ -17,12 +17,12 @@ from sinkscope.measuring.console import print_line
 
 @dataclass
 class Progress:
-    """Of the cells that are to be measured.
+    """Progress of the cells that are to be measured.
 
     Attributes:
-        total: how many there are.
-        running: name → when it began.
-        ended: state → how many cells ended so.
+        total: their number.
+        running: name → start time.
+        ended: state → number of cells that ended in it.
     """
 
     total: int
@@ -39,7 +39,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """By the speed until now; None where no cell has ended yet."""
+        """Remaining seconds at the speed so far; None before the first cell has ended."""
         count = self.ended.total()
         return (time.monotonic() - self.start) / count * (self.total - count) if count else None
 
@@ -69,7 +69,7 @@ def lasting(seconds: float) -> str:
 
 @contextmanager
 def shown(progress: Progress, console: Console) -> Iterator[None]:
-    """A live table where the console is a terminal."""
+    """Show a live table if the console is a terminal."""
     if console.quiet or not console.is_terminal:
         yield
         return
@@ -78,7 +78,7 @@ def shown(progress: Progress, console: Console) -> Iterator[None]:
 
 
 def say(progress: Progress, event: Event, console: Console) -> None:
-    """A line for a cell that has ended: all of them where there is no live table, else those that failed."""
+    """Print a line for a cell that has ended. With a live table, only failures are printed."""
     if event.state == State.FAILED:
         print_line(console, f"{event.name}: failed: {event.message}")
     elif event.state == State.DONE and not console.is_terminal:

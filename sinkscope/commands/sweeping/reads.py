@@ -1,4 +1,4 @@
-"""Digests of the files that a cell reads, found without loading a model: a cell is done while they are unchanged."""
+"""Digests of the files that a cell reads, computed without loading a model. A cell is done while they are unchanged."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -17,15 +17,15 @@ from sinkscope.text.sources import DRAWN, TEXTS
 
 
 class Reads:
-    """Digests of what cells read; each file is read once, so that all cells are judged by the same state of it."""
+    """Computes the digests; each file is read once, so that all cells are compared with the same state of it."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], str | None] = {}
 
     def of(self, options: Any) -> dict[str, str]:
-        """Each input of a command with these options → its digest, or its commit on the hub.
+        """Map each input of a command with these options to its digest, or to its commit on the hub.
 
-        Inputs that cannot be found now are left out: nothing could be measured with them either. Tokens drawn from a
+        Inputs that cannot be found now are omitted: nothing could be measured with them either. Tokens drawn from a
         seed have no digest, since the options hold the seed.
         """
 
@@ -54,13 +54,13 @@ class Reads:
             try:
                 with quiet():
                     self._known[key] = find(*source)
-            except (SinkscopeError, OSError):  # it is said of the cell when it is measured
+            except (SinkscopeError, OSError):  # the error is reported when the cell is measured
                 self._known[key] = None
         return self._known[key]
 
 
 def changes(before: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
-    """Why what was measured before is not what would be measured now; "" where it is."""
+    """Return why a cell must be measured again; "" if its inputs are unchanged."""
     if before is None:
         return "it was made by an older sinkscope, which did not record what it read"
     changed = [what for what, digest in now.items() if before.get(what) != digest]
@@ -86,7 +86,7 @@ def _of_model(model: str | None, revision: str | None, gguf_file: str | None) ->
 
 
 def _small(folder: Path | None) -> list[Path]:
-    """Settings, tokenizer and code of a model."""
+    """Return the files of a model with settings, tokenizer and code."""
     return [] if folder is None else [folder / name for name in names_in(folder) if name.endswith(SMALL_FILES)]
 
 
@@ -102,7 +102,7 @@ def _of_tokenizer(source: str) -> str:
 
 
 def _of_text(source: str) -> str | None:
-    """None for what is drawn from a seed, and for tasks."""
+    """Return None for tokens drawn from a seed and for tasks."""
     if source in DRAWN:
         return None
     if source in TEXTS:
@@ -111,7 +111,7 @@ def _of_text(source: str) -> str | None:
 
 
 def _of_path(source: str) -> str | None:
-    """The digest of a file, or of all files of a folder; None if there is neither."""
+    """Return the digest of a file or of all files of a folder; None if it does not exist."""
     path = user_path(source)
     kind = kind_of(path)
     if kind is None:
@@ -130,12 +130,12 @@ def _of_dataset(spec: str) -> str | None:
 
 
 def _of_config(source: str) -> str | None:
-    """None for the name of an architecture."""
+    """Return None for the name of an architecture."""
     path = user_path(source)
     return _of_path(str(path / "config.json" if kind_of(path) == "folder" else path))
 
 
-# option → how the digest of what it names is found
+# option → function that computes the digest of the file or folder that it names
 _OTHERS: dict[str, Callable[[str], str | None]] = {
     "adapter": _of_adapter,
     "tokenizer": _of_tokenizer,

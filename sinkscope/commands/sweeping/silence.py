@@ -1,4 +1,4 @@
-"""Imported first by the process that workers are forked from: libraries that it imports next would warn there."""
+"""Silence libraries. The process from which workers are forked imports this module before them."""
 
 import logging
 import warnings

@@ -1,4 +1,4 @@
-"""The worker of a sweep: measures the cells of one model in turn, with one load, and tells what becomes of each."""
+"""The worker of a sweep: loads one model, measures its cells in turn, and reports the state of each."""
 
 import gc
 import logging
@@ -15,12 +15,12 @@ from sinkscope.commands.sweeping.reads import changes
 from sinkscope.errors import LONGEST, InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
 from sinkscope.measuring.processes import team
 from sinkscope.options.training import ArmOptions
+from sinkscope.results.folders import resumable
 from sinkscope.results.manifest import noting
-from sinkscope.results.resume import resumable
 
 
 class State(StrEnum):
-    """Of a cell."""
+    """The state of a cell."""
 
     WAITING = "to do"
     RUNNING = "running"
@@ -30,23 +30,23 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Task:
-    """One cell, as a worker needs it."""
+    """One cell, with all that a worker needs to measure it."""
 
     name: str
     command: str
     options: Any
     folder: Path
     figures: tuple[str, ...] = ()
-    read: Mapping[str, str] = field(default_factory=dict)  # what it reads → digest, found before it is measured
+    read: Mapping[str, str] = field(default_factory=dict)  # input → digest, computed before the measurement
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cells of one model in one dtype, on the same devices: they share one load.
+    """Cells of one model in one dtype on the same devices, for which the model is loaded once.
 
     Attributes:
         tasks: the cells, in their order.
-        memory: bytes that a worker of them needs, about; 0 where that is not known.
+        memory: estimated bytes that a worker needs; 0 if not known.
     """
 
     tasks: tuple[Task, ...]
@@ -55,13 +55,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Event:
-    """What becomes of a cell.
+    """A change of the state of a cell.
 
     Attributes:
-        name: of the cell.
-        state: which begins.
-        message: of a cell that failed, on one line.
-        seconds: that it took, the load of its model included.
+        name: the name of the cell.
+        state: its new state.
+        message: the error of a cell that failed, on one line.
+        seconds: duration, including the time to load the model.
     """
 
     name: str
@@ -74,21 +74,23 @@ LOADED_BY = ("model", "revision", "gguf_file", "dtype", "device_map", "trust_rem
 
 
 def load_key(options: Any) -> tuple:
-    """Cells with the same key share one load."""
-    if isinstance(options, ArmOptions):  # what is trained is loaded by itself
+    """Return a key that is equal for cells that can share a loaded model."""
+    if isinstance(options, ArmOptions):  # a training loads its own model
         return (type(options).__name__, options.model_dump_json())
     return (*(getattr(options, name) for name in LOADED_BY), options.adapter)
 
 
 def settle() -> None:
-    """Make a new process a worker: silent, and quick to look for garbage, which passes do before they begin."""
+    """Prepare a new process as a worker: silence libraries, and freeze the garbage collector's present objects, so that
+    the collections at the start of each pass are fast.
+    """
     gc.freeze()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
 def measured(group: Group) -> Iterator[Event]:
-    """Measure the cells of a group, one by one. What fails in a cell is that cell's event."""
+    """Measure the cells of a group one by one. An error becomes the event of its cell."""
     models = _Models()
     for task in group.tasks:
         yield Event(task.name, State.RUNNING)
@@ -96,7 +98,7 @@ def measured(group: Group) -> Iterator[Event]:
         try:
             with team().agreeing(), noting(read=dict(task.read)):
                 _measure(task, models)
-        except Exception as error:  # also what nobody has foreseen: the other cells go on
+        except Exception as error:  # also unexpected errors: the other cells are still measured
             if was_interrupted(error):
                 raise KeyboardInterrupt from None
             yield Event(task.name, State.FAILED, told(error), time.monotonic() - start)
@@ -105,7 +107,7 @@ def measured(group: Group) -> Iterator[Event]:
 
 
 class _Models:
-    """The model of a group, loaded when the first cell needs it; an error of loading it is the error of all cells."""
+    """The model of a group, loaded when the first cell needs it. If loading fails, all cells fail with that error."""
 
     def __init__(self) -> None:
         self._loaded: Any = None
@@ -128,11 +130,11 @@ class _Models:
 
 
 def _measure(task: Task, models: _Models) -> None:
-    """Run the command of a cell, which writes its folder. It resumes what it has left there; what was made with other
-    options, by an older version's defaults, or of what has changed since, is replaced.
+    """Run the command of a cell, which writes its folder. An interrupted command resumes. A folder that was made with
+    other options, other defaults of an older version, or inputs that have changed since is replaced.
     """
     function = getattr(import_module(f"sinkscope.commands.{task.command}"), task.command)
-    # a sweep may have hundreds of cells: their pages are made when they are looked at, by `show`
+    # a sweep may have hundreds of cells: `show` makes the page of one when it is needed
     where = {"out": task.folder, "overwrite": not _goes_on(task), "page": False}
     if task.command == "train":
         function(options=task.options, figures=False, **where)
@@ -145,7 +147,7 @@ def _measure(task: Task, models: _Models) -> None:
 
 
 def _goes_on(task: Task) -> bool:
-    """Whether a command that was interrupted is resumed in its folder."""
+    """Return whether an interrupted command can resume in its folder."""
     if not type(task.options).resumable:
         return False
     try:
@@ -156,12 +158,12 @@ def _goes_on(task: Task) -> bool:
 
 
 def _recorded(options: Any) -> dict[str, Any]:
-    """As the command has them in run.json: a training without its methods."""
+    """Return the options as run.json records them: for a training, without its methods."""
     return options.model_dump(mode="json", exclude={"method"})
 
 
 def told(error: Exception) -> str:
-    """The message of an error, on one line."""
+    """Return the message of an error on one line."""
     if isinstance(error, SinkscopeError):
         return one_line(error, LONGEST)
     if is_out_of_memory(error):

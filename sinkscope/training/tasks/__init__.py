@@ -1,4 +1,4 @@
-"""Synthetic tasks that `train` takes in place of a text, one a file; a new one is a file here and a line in TASKS."""
+"""Synthetic tasks that `train` can use instead of a text. To add one, add a file here and a line in TASKS."""
 
 from typing import ClassVar, Protocol
 
@@ -8,14 +8,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope.models.family import Family
 from sinkscope.training.blocks import Blocks
-from sinkscope.training.tasks.backcopy import BackcopyTask, BackcopyWithTextTask
-from sinkscope.training.tasks.opening import WITH_BOS, Opening
+from sinkscope.training.tasks.backcopy import WITH_BOS, BackcopyTask, BackcopyWithTextTask, Opening
 
 
 class Task(Protocol):
-    """A source of blocks with a tokenizer of its own, and with measurements that only make sense for it.
+    """A source of blocks with its own tokenizer and its own measurements.
 
-    `name` is what --text calls it, `about` what its blocks are, `opening` how each of them begins.
+    Attributes:
+        name: the value of --text that selects it.
+        about: a line on its blocks for `sinkscope list tasks`.
     """
 
     name: ClassVar[str]
@@ -27,15 +28,15 @@ class Task(Protocol):
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
-        """Draw that many blocks of `length` tokens to train on, and others to measure by."""
+        """Draw `train` blocks of `length` tokens to train on, and `held_out` others to measure."""
         ...
 
     def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
-        """Measure a model at step 0 and at every log: layer (−1: the whole model), metric, value."""
+        """Measure a model; called at step 0 and at every log. Returns layer (−1: the whole model), metric, value."""
         ...
 
     def tables(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> dict[str, pd.DataFrame]:
-        """Look closely at the trained model: name → table, as `results/tables.py` lists its columns."""
+        """Measure the trained model in detail: name → table, with the columns of `results/tables.py`."""
         ...
 
 

@@ -1,20 +1,410 @@
-"""The Bigram-Backcopy task as `train` uses it (VGA §4.1), alone and mixed with text: its blocks, and what is measured
-besides the loss.
+"""The Bigram-Backcopy task (Guo et al. 2024; VGA §4.1): a Markov chain of characters, with triggers that copy.
+
+    <s> h t h i s a t a n …      t, e and the space are triggers: the token before a trigger is repeated after it
+
+Every sequence begins with <s>, or as an `Opening` says. After a token that is no trigger, the next one is drawn by the
+frequencies of character pairs in the text of `--input natural`: it depends on that token alone, so attention is not
+needed. After a trigger, the token before the trigger is repeated, which needs attention. The first character is drawn
+by its frequency among the characters that are no triggers, so that every trigger has something to copy that is no
+trigger. As in the paper's code, the triggers are the three most frequent characters, and there are 64 characters; its
+text is tiny Shakespeare.
+
+Measurements (VGA figures 4–6) average over the queries from position 1 on, since the first token sees only itself, and
+after an opening that the chain does not follow. "Start" is the first token, mostly <s>. Every number is a mean over
+these queries in the held-out sequences; numbers on attention are by layer and averaged over heads.
 """
 
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.lib.stride_tricks import sliding_window_view
-from transformers import PreTrainedModel
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from sinkscope.attention.kernels import upcast
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.measuring.observables.close_ups import AttentionMaps
+from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.family import Family
+from sinkscope.retrofits.retrofit import RETROFIT, GatePart
+from sinkscope.text.batch import Batch
 from sinkscope.text.sources import documents
 from sinkscope.training.blocks import Blocks
-from sinkscope.training.tasks.backcopy_measures import example, measure
-from sinkscope.training.tasks.bigram_backcopy import NAME, bigram_backcopy
-from sinkscope.training.tasks.opening import WITH_BOS, Opening
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The beginning of each sequence, after which the rules of the task start (WSE §5).
+
+    Attributes:
+        bos: `--bos`: whether the sequence begins with <s>.
+        random_tokens: `--random-tokens`: number of tokens, drawn uniformly from all but <s>, that replace <s>.
+        fixed_position: `--fixed-position`: position of <s>; tokens of another sequence precede it.
+    """
+
+    bos: bool = True
+    random_tokens: int = 0
+    fixed_position: int | None = None
+
+    @property
+    def in_front(self) -> int:
+        """Number of tokens before the <s> of those that follow the rules."""
+        return self.random_tokens or self.fixed_position or 0
+
+    @property
+    def has_start(self) -> bool:
+        """Whether <s> precedes the tokens that follow the rules."""
+        return self.fixed_position is not None or (self.bos and not self.random_tokens)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens before the first one that follows the rules."""
+        return self.in_front + self.has_start
+
+
+WITH_BOS = Opening()
+
+
+# ------------------------------------------------------------------------------------------------- the Markov chain
+
+NAME = "bigram-backcopy"
+START = "<s>"
+CHARACTERS = 64
+TRIGGERS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class BigramBackcopy:
+    """The chain of the task.
+
+    Attributes:
+        tokens: <s>, then the characters from the most to the least frequent, so that the triggers are ids 1 … 3.
+        transitions: (V,V), in each row the probabilities of the next token; zero in the rows of triggers.
+    """
+
+    tokens: tuple[str, ...]
+    transitions: np.ndarray
+
+    start: int = 0
+    triggers: tuple[int, ...] = tuple(range(1, 1 + TRIGGERS))
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return len(self.tokens)
+
+    def sample(self, count: int, length: int, seed: int | list[int] = 0, bos: bool = True) -> np.ndarray:
+        """Draw sequences (count, length) of token ids, int64; without `bos`, the first <s> is removed."""
+        if not bos:
+            return self.sample(count, length + 1, seed)[:, 1:]
+        rng = np.random.default_rng(seed)
+        ids = np.full((count, length), self.start, dtype=np.int64)
+        for place in range(1, length):
+            last = ids[:, place - 1]
+            drawn = (self._cumulative[last] <= rng.random((count, 1))).sum(1)
+            ids[:, place] = np.where(self.is_trigger(last), ids[:, place - 2], drawn)
+        return ids
+
+    def begin(self, opening: Opening, count: int, length: int, seed: list[int]) -> np.ndarray:
+        """Draw sequences (count, length) as `sample` does, after an opening."""
+        if opening.random_tokens:
+            rng = np.random.default_rng([*seed, 1])
+            front = rng.integers(1, self.vocabulary, (count, opening.in_front))
+        else:
+            front = self.sample(count, opening.in_front, [*seed, 1], opening.bos)
+        chain = self.sample(count, length - opening.in_front, seed, opening.has_start)
+        return np.concatenate([front, chain], axis=1)
+
+    def blocks(self, length: int, train: int, held_out: int, seed: int = 0, opening: Opening = WITH_BOS) -> Blocks:
+        """Draw sequences to train on, and others that are held out."""
+        to_train = self.begin(opening, train, length, [seed, 0])
+        return Blocks(to_train, self.begin(opening, held_out, length, [seed, 1]), NAME)
+
+    def is_trigger(self, ids: np.ndarray) -> np.ndarray:
+        return np.isin(ids, self.triggers)
+
+    @cached_property
+    def entropies(self) -> np.ndarray:
+        """(V,): entropy of the next token in nats; 0 after a trigger, where the next token is certain."""
+        p = self.transitions
+        return -np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0).sum(1)
+
+    def optimum(self, length: int) -> dict[str, float]:
+        """Return the lowest mean loss that any model can have on sequences of `length` tokens, in nats.
+
+        Returns:
+            `bigram` and `backcopy`: means over the positions of each kind, from position 1 on; `predicted`: mean over
+            all predictions, including the one at <s>.
+        """
+        chain, triggers = self.transitions, list(self.triggers)
+        plain = np.zeros(self.vocabulary)  # the probability of each token at a position
+        plain[self.start] = 1.0
+        copied = np.zeros(self.vocabulary)  # the probability of each token before a trigger
+        losses, bigrams = [], []
+        for _ in range(length - 1):
+            losses.append(plain @ self.entropies)
+            bigrams.append(plain.sum())
+            following = plain @ chain
+            following[triggers] = 0.0
+            plain, copied = following + copied, plain * chain[:, triggers].sum(1)
+        return {
+            "bigram": float(sum(losses[1:]) / sum(bigrams[1:])),
+            "backcopy": 0.0,
+            "predicted": float(np.mean(losses)),
+        }
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return a tokenizer with one token per character and a first <s>. It drops all other characters."""
+        core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(self.tokens)}, unk_token=START))
+        known = "".join(f"\\x{{{ord(character):x}}}" for character in self.tokens[1:])
+        core.normalizer = normalizers.Replace(Regex(f"[^{known}]"), "")
+        core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        core.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, self.start)])
+        core.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=START, clean_up_tokenization_spaces=False)
+
+    @cached_property
+    def _cumulative(self) -> np.ndarray:
+        sums = self.transitions.cumsum(1)
+        return sums / np.maximum(sums[:, -1:], np.finfo(float).tiny)  # up to exactly 1, so that no u < 1 is beyond it
+
+
+def bigram_backcopy(text: str | None = None) -> BigramBackcopy:
+    """Make the chain from the character frequencies of a text, by default the bundled one."""
+    if text is None:
+        text = "".join(documents("natural")[1])
+    counts = Counter(text)
+    characters = sorted(counts, key=lambda character: (-counts[character], character))[:CHARACTERS]
+    tokens = (START, *characters)
+    place = {token: index for index, token in enumerate(tokens)}
+    pairs = np.zeros((len(tokens), len(tokens)))
+    for before, after in pairwise(character for character in text if character in place):
+        pairs[place[before], place[after]] += 1
+    pairs[0, 1:] = [counts[character] for character in characters]  # <s>
+    pairs[0, 1 : 1 + TRIGGERS] = 0.0
+    pairs[1 : 1 + TRIGGERS] = 0.0
+    return BigramBackcopy(tokens, pairs / np.maximum(pairs.sum(1, keepdims=True), 1.0))
+
+
+# ----------------------------------------------------------------------------------------------------- measurements
+
+AT_ONCE = 64  # sequences
+
+
+@torch.no_grad()
+def measure(
+    task: BigramBackcopy, model: PreTrainedModel, family: Family, held_out: np.ndarray, opening: int = 1
+) -> pd.DataFrame:
+    """Measure the metrics `BACKCOPY` of results/metrics.py for a model in eval mode on sequences (N,T) of the task. The
+    first `opening` tokens are no part of the chain.
+
+    Returns:
+        layer (−1: the whole model), metric, value.
+    """
+    seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
+    with open_tracer(model, family) as tracer:
+        for first in range(0, len(held_out), AT_ONCE):
+            batch = _batch(held_out[first : first + AT_ONCE], family, opening)
+            kinds = _kinds(task, batch)
+            for metric, values in risks(task, tracer.logits(batch), batch).items():
+                seen[WHOLE_MODEL, metric].append(values)
+            for layer, metric, values in _in_layers(tracer, batch, kinds):
+                seen[layer, metric].append(values)
+    rows = []
+    for (layer, metric), parts in seen.items():
+        mean = torch.cat(parts).double().mean(0)
+        if mean.dim() == 0:
+            rows.append((layer, metric, float(mean)))
+            continue
+        rows.append((layer, metric, float(mean.mean())))  # of heads
+        if metric == "attention_to_start":
+            rows.append((layer, f"{metric}_max", float(mean.max())))
+    return pd.DataFrame(rows, columns=["layer", "metric", "value"])
+
+
+@torch.no_grad()
+def example(
+    task: BigramBackcopy, model: PreTrainedModel, family: Family, sequence: np.ndarray
+) -> dict[str, pd.DataFrame]:
+    """Measure one sequence (T,) in detail, as VGA figures 4 and 6 show it.
+
+    Returns:
+        `attention_maps`: every head's weights, with the columns of the observable of that name.
+        `value_norms`: layer, sequence, position, token_id, is_trigger, norm (of the projected values), attended_norm
+        (after a gate on the values).
+    """
+    batch = _batch(sequence[None], family, 1)
+    heads = range(model.config.get_text_config().num_attention_heads)
+    maps = AttentionMaps(Settings(), [(layer, head) for layer in family.attentions(model) for head in heads])
+    with open_tracer(model, family) as tracer, _watched(tracer) as ends:
+        tracer.forward(batch, [maps])
+    frames = [
+        pd.DataFrame(
+            {
+                "layer": layer,
+                "sequence": 0,
+                "position": range(len(sequence)),
+                "token_id": sequence,
+                "is_trigger": task.is_trigger(sequence),
+                "norm": _norms(end["value"], len(sequence))[0],
+                "attended_norm": _norms(end["attended"], len(sequence))[0],
+            }
+        )
+        for layer, end in ends.items()
+    ]
+    return maps.tables() | {"value_norms": pd.concat(frames, ignore_index=True)}
+
+
+def _batch(sequences: np.ndarray, family: Family, opening: int) -> Batch:
+    ids = torch.from_numpy(sequences)
+    return Batch(ids, torch.ones_like(ids), first_predicted=max(1, opening, family.prefix))
+
+
+# -------------------------------------------------------------------------------------------------- which queries
+
+
+def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return masks (B,T) of the queries that are no triggers and of those that are; tokens of an opening or a prefix
+    are in neither.
+    """
+    trigger = torch.from_numpy(task.is_trigger(batch.token_ids.numpy()))
+    counted = torch.arange(trigger.shape[1]) >= batch.first_predicted
+    return ~trigger & counted, trigger & counted
+
+
+# ----------------------------------------------------------------------------------------------------- the losses
+
+
+def risks(task: BigramBackcopy, logits: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the loss above the optimum at each position; for pairs KL(p ‖ model), not the loss of the drawn token."""
+    log_q = upcast(logits).log_softmax(-1).cpu().double()
+    ids = batch.token_ids
+    plain, trigger = _kinds(task, batch)
+    p = torch.from_numpy(task.transitions)[ids[plain]]
+    bigram = (torch.xlogy(p, p) - p * log_q[plain]).sum(-1)
+    before = ids.roll(1, dims=1)  # a trigger is never the first of a chain
+    backcopy = -log_q.gather(-1, before[..., None]).squeeze(-1)[trigger]
+    return {"bigram_risk": bigram, "backcopy_risk": backcopy}
+
+
+# ----------------------------------------------------------------------------------------------------- the layers
+
+
+def _in_layers(
+    tracer: Tracer, batch: Batch, kinds: tuple[torch.Tensor, torch.Tensor]
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yield layer, metric and its observations: (n,), or (n,H) for metrics of heads."""
+    plain, trigger = kinds
+    attention = _ToStart(plain, trigger)
+    with _watched(tracer) as ends:
+        tracer.forward(batch, [attention])
+    yield from attention.found
+    for layer, end in ends.items():
+        for name in ("value", "attended"):
+            norms = _norms(end[name], plain.shape[1])
+            yield layer, f"start_{name}_norm", norms[:, 0]
+            yield layer, f"trigger_{name}_norm", norms[trigger]
+            yield layer, f"other_{name}_norm", norms[plain]
+        before, after = (torch.linalg.vector_norm(upcast(end[name]), dim=-1).cpu() for name in ("mix", "gated"))
+        left = (after / before.clamp(min=torch.finfo(before.dtype).tiny))[:, -plain.shape[1] :]
+        yield layer, "plain_output_gate", left[plain]
+        yield layer, "trigger_output_gate", left[trigger]
+
+
+def _norms(value: torch.Tensor, length: int) -> torch.Tensor:
+    """(B,n+T,K,d) → (B,T): norm of all heads' values together, for the T tokens after n register tokens."""
+    return torch.linalg.vector_norm(upcast(value[:, -length:]), dim=(-2, -1)).cpu()
+
+
+class _ToStart(Observable):
+    """Measures each query's weight on <s> and on triggers, and the lead of <s> in the logits."""
+
+    name = "to-start"
+    sites = ("attention",)
+
+    def __init__(self, plain: torch.Tensor, trigger: torch.Tensor) -> None:
+        super().__init__(Settings())
+        self.plain, self.trigger = plain, trigger
+        self.found: list[tuple[int, str, torch.Tensor]] = []
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        text = slice(read.length - self.plain.shape[1], read.length)  # after register tokens
+        weights = read.weights(text, text)[0].movedim(1, -1).cpu()  # (B,T,T,H)
+        to_start = weights[:, :, 0]
+        to_triggers = weights.masked_fill(~self.trigger[:, None, :, None], 0.0).sum(2)
+        allowed = read.allowed(text, text)
+        assert allowed is not None  # causal, of more than one token
+        lead = start_lead(read.logits(text, text), allowed).movedim(1, -1).cpu()
+        self.found += [
+            (layer, "attention_to_start", to_start[self.plain]),
+            (layer, "early_attention_to_start", to_start[self.plain & (self.trigger.cumsum(1) == 0)]),
+            (layer, "attention_to_triggers", to_triggers[self.plain]),
+            (layer, "trigger_attention_to_start", to_start[self.trigger]),
+            (layer, "delta_logit", lead[self.plain]),
+        ]
+
+
+def start_lead(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Return Δlogit (VGA §4.1): the logit of key 0 minus the mean logit of the other keys that the query may see.
+
+    logits (B,H,T,T), allowed (B|1,H|1,T,T) bool → (B,H,T); query 0 has no other keys, and no lead.
+    """
+    others = allowed.clone()
+    others[..., 0] = False
+    mean = logits.masked_fill(~others, 0.0).sum(-1) / others.sum(-1).clamp(min=1)
+    return logits[..., 0] - mean
+
+
+@contextmanager
+def _watched(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
+    """Record the last forward pass of each layer with attention: `value` (B,T,K,d) before a retrofit's gate and
+    `attended` after it; `mix` (B,T,H,d), the heads' outputs, and `gated`, the input of their output projection.
+    """
+    family = tracer.family
+    attentions = family.attentions(tracer.model)
+    ends: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in attentions}
+    with ExitStack() as hooks:
+        for layer, attention in attentions.items():
+            end, seam = ends[layer], tracer.seams[layer]
+            gate = getattr(attention, RETROFIT, None)
+            if isinstance(gate, GatePart):
+                hooks.enter_context(gate.register_forward_hook(partial(_keep_raw, end)))
+            hooks.enter_context(seam.value.register_forward_hook(partial(_keep_attended, end)))
+            hooks.enter_context(seam.mix.register_forward_hook(partial(_keep_mix, end)))
+            output = attention.get_submodule(family.output)
+            hooks.enter_context(output.register_forward_pre_hook(partial(_keep_gated, end)))
+        yield ends
+
+
+def _keep_raw(end: dict[str, torch.Tensor], gate: nn.Module, args: tuple, factors: torch.Tensor) -> None:
+    end["value"] = args[1]
+
+
+def _keep_attended(end: dict[str, torch.Tensor], tap: nn.Module, args: tuple, value: torch.Tensor) -> None:
+    end["attended"] = value.transpose(1, 2)
+    end.setdefault("value", end["attended"])  # no gate
+
+
+def _keep_mix(end: dict[str, torch.Tensor], tap: nn.Module, args: tuple, mix: torch.Tensor) -> None:
+    end["mix"] = mix
+
+
+def _keep_gated(end: dict[str, torch.Tensor], output: nn.Module, args: tuple) -> None:
+    end["gated"] = args[0].view(end["mix"].shape)
+
+
+# ----------------------------------------------------------------------------------------------- the tasks of TASKS
 
 MEASURED = 64  # held-out sequences, at every log
 SHOWN = 20  # tokens of the one sequence that is drawn
@@ -30,7 +420,7 @@ class BackcopyTask:
         self.tokenizer = self.chain.tokenizer()
 
     def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
-        """No block is read twice: the chain has no end."""
+        """Draw the blocks; none is read twice, since the chain has no end."""
         return self.chain.blocks(length, train, held_out, seed, self.opening)
 
     def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
@@ -41,8 +431,10 @@ class BackcopyTask:
 
 
 class BackcopyWithTextTask(BackcopyTask):
-    """Passages begin at random places, behind the same opening. In text a token depends on more than the last one, and
-    triggers copy nothing.
+    """The task with every second block replaced by a passage of text.
+
+    Passages begin at random places and follow the same opening. In text, a token depends on more than the last one,
+    and triggers copy nothing.
     """
 
     name: ClassVar = f"{NAME}-with-text"

@@ -1,0 +1,378 @@
+"""Pools of workers that run the groups of a sweep; the loss of a worker does not end the sweep.
+
+`Processes` starts processes on this machine, `RayTasks` tasks on a Ray cluster, and `Launched` uses the processes of
+`accelerate launch`. When a worker is lost, the cell that it was measuring has failed, and another worker takes the rest
+of its group.
+"""
+
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from sinkscope.commands.sweeping.worker import Event, Group, State, Task, measured, settle
+from sinkscope.errors import InputError, SinkscopeError, described
+from sinkscope.measuring.processes import Team
+from sinkscope.options.output import SweepOptions
+
+
+class Ended(NamedTuple):
+    """The end of a worker.
+
+    Attributes:
+        message: how it was lost, on one line; "" if it finished.
+    """
+
+    message: str = ""
+
+
+class Pool(Protocol):
+    """Workers, each of which measures one group.
+
+    Attributes:
+        workers: how many there can be at once.
+        share: bytes that each can have when all run; 0 if the memory of every group must be estimated.
+    """
+
+    workers: int
+    share: float
+
+    def has_room(self, group: Group) -> bool: ...
+
+    def start(self, group: Group) -> int:
+        """Start a worker, and return its number."""
+
+    def heard(self) -> Iterable[tuple[int, Event | Ended]]:
+        """Wait until a worker reports, and yield the number of each worker that does with its report."""
+
+    def close(self) -> None:
+        """End all workers that still run."""
+
+
+def run_groups(groups: Iterable[Group], pool: Pool) -> Iterator[Event]:
+    """Run all groups, and yield the events of their cells as they occur."""
+    waiting = deque(groups)
+    running: dict[int, list[Task]] = {}  # the cells that each worker has not finished
+    memory: dict[int, int] = {}
+    current: dict[int, str] = {}  # the cell that each worker is measuring
+    try:
+        while waiting or running:
+            while waiting and (not running or pool.has_room(waiting[0])):
+                group = waiting.popleft()
+                number = pool.start(group)
+                running[number], memory[number] = list(group.tasks), group.memory
+            for number, heard in pool.heard():
+                if isinstance(heard, Event):
+                    current[number] = heard.name
+                    if heard.state in (State.DONE, State.FAILED):
+                        running[number] = [task for task in running[number] if task.name != heard.name]
+                        del current[number]
+                    yield heard
+                    continue
+                left, at = running.pop(number), current.pop(number, None)
+                # a worker that is lost before its first cell could not start, and the next one could not either
+                lost = [task for task in left if at in (None, task.name)]
+                for task in lost:
+                    yield Event(task.name, State.FAILED, heard.message or "its worker ended too early")
+                rest = tuple(task for task in left if task not in lost)
+                if rest:
+                    waiting.appendleft(Group(rest, memory[number]))
+    finally:
+        pool.close()
+
+
+def split(groups: list[Group], workers: int) -> list[Group]:
+    """Halve the largest groups until every worker has one: an extra load costs less than an idle worker."""
+    groups = list(groups)
+    while 0 < len(groups) < workers:
+        largest = max(range(len(groups)), key=lambda at: len(groups[at].tasks))
+        tasks = groups[largest].tasks
+        if len(tasks) == 1:
+            break
+        half = (len(tasks) + 1) // 2
+        groups[largest : largest + 1] = [replace(groups[largest], tasks=part) for part in (tasks[:half], tasks[half:])]
+    return groups
+
+
+# ---------------------------------------------------------------------------------------- processes of this machine
+
+# A server that has imported what workers need starts each of them in milliseconds; Windows has none.
+METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+SILENCE = "sinkscope.commands.sweeping.silence"
+GRACE = 15.0  # seconds that a worker has to clear up when it is told to end
+CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
+
+
+@dataclass
+class _Worker:
+    process: Any
+    receiver: Connection
+    memory: int
+    slot: int
+
+
+class Processes:
+    """A pool of at most `workers` processes on this machine, as many as fit into its memory.
+
+    The memory of a process is free again when it ends or is killed. Each of several workers sees one accelerator, if
+    there are any; a single worker sees all of them.
+
+    Args:
+        workers: the largest number of processes.
+        commands: the commands that they run, which are imported before the first process is forked.
+    """
+
+    def __init__(self, workers: int, commands: Iterable[str] = ("analyze",)) -> None:
+        self._context: Any = multiprocessing.get_context(METHOD)
+        if METHOD == "forkserver":
+            modules = (SILENCE, *(f"sinkscope.commands.{name}" for name in commands))
+            self._context.set_forkserver_preload(list(modules))
+        self.workers, self._devices = workers, accelerators() if workers > 1 else 0
+        self._threads = max(1, (os.cpu_count() or 1) // workers)
+        self._budget = available_memory()
+        self.share = self._budget / workers if workers > 1 else math.inf
+        self._workers: dict[int, _Worker] = {}
+        self._started = 0
+
+    def has_room(self, group: Group) -> bool:
+        used = sum(worker.memory for worker in self._workers.values())
+        return len(self._workers) < self.workers and used + group.memory <= self._budget
+
+    def start(self, group: Group) -> int:
+        receiver, sender = self._context.Pipe(duplex=False)
+        slot = min(set(range(self.workers)) - {worker.slot for worker in self._workers.values()})
+        device = slot % self._devices if self._devices else None
+        process = self._context.Process(target=_main, args=(group, sender, self._threads, device))
+        process.start()
+        sender.close()  # so that the worker's end of it is the only one
+        self._started += 1
+        self._workers[self._started] = _Worker(process, receiver, group.memory, slot)
+        return self._started
+
+    def heard(self) -> Iterator[tuple[int, Event | Ended]]:
+        ready = wait([worker.receiver for worker in self._workers.values()])
+        for number, worker in list(self._workers.items()):
+            if worker.receiver in ready:
+                try:
+                    yield number, worker.receiver.recv()
+                except (EOFError, OSError):
+                    yield number, self._ended(number)
+
+    def _ended(self, number: int) -> Ended:
+        worker = self._workers.pop(number)
+        worker.process.join()
+        worker.receiver.close()
+        code = worker.process.exitcode
+        if code == 0:
+            return Ended()
+        if code is not None and code < 0:
+            hint = ": memory may have run out" if -code == getattr(signal, "SIGKILL", None) else ""
+            return Ended(f"its process was ended by signal {-code}{hint}")
+        return Ended(f"its process ended with status {code}")
+
+    def close(self) -> None:
+        workers = list(self._workers.values())
+        for worker in workers:
+            worker.process.terminate()
+        until = time.monotonic() + GRACE
+        for worker in workers:
+            worker.process.join(max(0.0, until - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.receiver.close()
+        self._workers.clear()
+
+
+def accelerators() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def default_workers() -> int:
+    """Return the number of accelerators, or of cores; memory is checked when workers start."""
+    return accelerators() or os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Return the free bytes of this machine, or of this container if it has fewer."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        most, used = (int(path.read_text(encoding="utf-8")) for path in CGROUP)
+    except (OSError, ValueError):  # no container, or one without a limit («max»)
+        return free
+    return min(free, max(0, most - used))
+
+
+# --- in the worker's process
+
+
+def _main(group: Group, sender: Connection, threads: int, device: int | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main process ends the workers
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left half written
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if device is not None:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = shown.split(",")[device] if shown else str(device)
+    settle()
+    import torch
+
+    # Also when nothing changes: torch repairs the thread pool of a forked process here, and two threads that need it at
+    # once would fail.
+    torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else threads)
+    try:
+        for event in measured(group):
+            sender.send(event)
+    except (KeyboardInterrupt, BrokenPipeError):
+        sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the sweep is killed; otherwise it would continue to write."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+# ----------------------------------------------------------------------------------------------------- tasks of Ray
+
+
+class RayTasks:
+    """A pool of Ray tasks, one for each group, on any machine with enough processors and memory.
+
+    The machines of the cluster share the folder of the sweep. Each task is a generator that yields its events:
+    https://docs.ray.io/en/latest/ray-core/ray-generators.html
+
+    Args:
+        address: the address of a running cluster; None: start one here, and end it with the pool.
+        cpus: number of cores of the cluster that is started; None: all.
+
+    Raises:
+        InputError: Ray is not installed.
+        SinkscopeError: the cluster cannot be reached.
+    """
+
+    share = 0.0  # Ray finds the machine that has room for a group
+
+    def __init__(self, address: str | None, cpus: int | None = None) -> None:
+        try:
+            import ray
+        except ModuleNotFoundError:
+            raise InputError("--engine ray needs Ray: pip install 'sinkscope[ray]'") from None
+        self._ray: Any = ray
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            own = {} if address else {"num_cpus": cpus, "include_dashboard": False}
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+            except Exception as error:
+                raise SinkscopeError(f"the Ray cluster cannot be used: {described(error)}") from error
+        self._gpus = int(ray.cluster_resources().get("GPU", 0))
+        self.workers = self._gpus or int(ray.cluster_resources().get("CPU", 1))
+        self._running: dict[Any, int] = {}  # the generator of a task → its number
+        self._started = 0
+
+    def has_room(self, group: Group) -> bool:
+        return True  # tasks wait in Ray
+
+    def start(self, group: Group) -> int:
+        options = {
+            "num_cpus": 1,
+            "num_gpus": 1 if self._gpus else 0,
+            "memory": min(group.memory, int(self._ray.cluster_resources().get("memory", 0))) or None,
+            "max_retries": 0,  # run_groups fails the cell of a lost worker, and starts the others again
+        }
+        task = self._ray.remote(_measured).options(num_returns="streaming", **options)
+        self._started += 1
+        self._running[task.remote(group, os.getcwd())] = self._started
+        return self._started
+
+    def heard(self) -> Iterator[tuple[int, Event | Ended]]:
+        ready, _ = self._ray.wait(list(self._running), num_returns=1)
+        for generator in ready:
+            number = self._running[generator]
+            try:
+                yield number, self._ray.get(next(generator))
+            except StopIteration:
+                del self._running[generator]
+                yield number, Ended()
+            except Exception as error:  # Ray lost the worker or its machine
+                del self._running[generator]
+                yield number, Ended(f"its Ray worker was lost: {described(error)}")
+
+    def close(self) -> None:
+        for generator in self._running:
+            self._ray.cancel(generator, force=True)
+        self._running.clear()
+        if self._is_ours:
+            self._ray.shutdown()
+
+
+def _measured(group: Group, folder: str) -> Iterator[Event]:
+    """Measure a group inside a Ray worker, which may have started in another folder."""
+    os.chdir(folder)
+    settle()
+    yield from measured(group)
+
+
+# --------------------------------------------------------------------------------- processes of `accelerate launch`
+
+
+class Launched:
+    """A pool of one worker: all processes of `accelerate launch` together.
+
+    The first process plans, hands each group to the others (`follow`), and is the only one that writes.
+    """
+
+    workers = 1
+    share = math.inf
+
+    def __init__(self, members: Team) -> None:
+        self._members = members
+        self._events: Iterator[Event] = iter(())
+        self._started = 0
+
+    def has_room(self, group: Group) -> bool:
+        return False  # one at a time
+
+    def start(self, group: Group) -> int:
+        self._members.of_the_first(lambda: group)
+        self._events = measured(group)
+        self._started += 1
+        return self._started
+
+    def heard(self) -> Iterator[tuple[int, Event | Ended]]:
+        for event in self._events:
+            yield self._started, event
+        yield self._started, Ended()
+
+    def close(self) -> None:
+        """Do nothing: the other processes end with the last object from the first, or with its error."""
+
+
+def check_launched(asked: SweepOptions) -> None:
+    """Raise InputError for options that choose another pool."""
+    if asked.engine != "local" or asked.workers not in ("auto", 1):
+        what = "--engine ray" if asked.engine != "local" else f"--workers {asked.workers}"
+        raise InputError(f"{what}: under `accelerate launch` the launched processes measure each cell together")
+
+
+def follow(members: Team) -> Any:
+    """Measure the groups that the first process hands to the others; return its last object, which is no group."""
+    while isinstance(group := members.of_the_first(lambda: None), Group):
+        for _ in measured(group):
+            pass
+    return group
