@@ -14,14 +14,21 @@ error where its piece of source does not occur exactly once in the function.
 from __future__ import annotations
 
 import ast
+import contextlib
+import gc
 import importlib
 import inspect
 import os
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
+import torch
+from _pytest.main import pytest_runtestloop as run_tests
 
 ROOT = Path(__file__).parents[1]
 
@@ -246,59 +253,60 @@ def apply(mutation: Mutation) -> None:
     find_function(module, mutation.function).__code__ = mutated
 
 
-def run(mutation: Mutation, log: Path) -> int:
-    """Run the mutation's tests in a fork, up to the first failure. Returns pytest's exit status, 99 for an error."""
-    import pytest
+class Mutating:
+    """A pytest plugin: in place of the tests that were collected, each mutation's tests in a fork of this process."""
 
-    child = os.fork()
-    if child == 0:
-        status = 99
-        try:
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            apply(mutation)
-            options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", "not real_model"]
-            status = int(pytest.main([*options, *mutation.tests]))
-        except BaseException as error:
-            print(repr(error), flush=True)
-        os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    def __init__(self, mutations: list[Mutation]) -> None:
+        self.mutations = mutations
+        self.results = {"killed": 0, "survived": 0, "error": 0}
+        self.log = Path()
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        gc.collect()
+        gc.freeze()  # otherwise a fork's first collection copies all memory
+        items = session.items
+        with tempfile.TemporaryDirectory() as folder:
+            self.log = Path(folder) / "log"
+            for mutation in self.mutations:
+                self.log.write_text("")
+                session.items = [item for item in items if item.nodeid.startswith(mutation.tests)]
+                began = time.monotonic()
+                result = {0: "survived", 1: "killed"}.get(self.status_of(mutation, session), "error")
+                self.results[result] += 1
+                line = f"{result:8} {time.monotonic() - began:5.0f} s  {mutation.name}  {self.log.read_text()}"
+                print(line, file=sys.__stderr__, flush=True)
+        return True
+
+    def status_of(self, mutation: Mutation, session: pytest.Session) -> int:
+        """Return 0 where all tests pass, 1 where one fails, and 99 for an error."""
+        child = os.fork()
+        if child == 0:
+            status = 99
+            try:
+                apply(mutation)
+                with contextlib.suppress(session.Failed):
+                    run_tests(session)
+                status = int(session.testsfailed > 0)
+            except BaseException as error:
+                self.log.write_text(repr(error))
+            os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.log.write_text(report.nodeid)
 
 
 def main(words: list[str]) -> int:
-    import tempfile
-
-    import pytest
-    import torch
-
     torch.set_num_threads(1)
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    chosen = [each for each in MUTATIONS if not words or any(word in each.name for word in words)]
-    # collected once, so that the forks find all modules imported
-    output, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    files = sorted({path for each in chosen for path in each.tests})
-    collected = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *files])
-    os.dup2(output, 1)
-    if collected:
-        print("the tests cannot be collected")
-        return 1
-    results = {"killed": 0, "survived": 0, "error": 0}
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        for mutation in chosen:
-            began = time.monotonic()
-            status = run(mutation, log)
-            result = {0: "survived", 1: "killed"}.get(status, "error")
-            results[result] += 1
-            lines = log.read_text().splitlines()
-            failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or lines[-1:]
-            by = "" if result == "survived" else failed[-1][:160]
-            print(f"{result:8} {time.monotonic() - began:5.0f} s  {mutation.name}  {by}", flush=True)
-    print(", ".join(f"{count} {result}" for result, count in results.items()), f"of {len(chosen)}")
-    return 1 if results["error"] else 0
+    plugin = Mutating([each for each in MUTATIONS if not words or any(word in each.name for word in words)])
+    files = sorted({path for each in plugin.mutations for path in each.tests})
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+        pytest.main(["-x", "-p", "no:cacheprovider", "-m", "not real_model", *files], plugins=[plugin])
+    print(", ".join(f"{count} {result}" for result, count in plugin.results.items()), f"of {len(plugin.mutations)}")
+    return int(plugin.results["error"] > 0 or sum(plugin.results.values()) < len(plugin.mutations))
 
 
 if __name__ == "__main__":
