@@ -62,6 +62,7 @@ OBSERVABLE_TESTS = (
     "tests/measuring/test_tracer.py",
 )
 GRADIENT_TESTS = ("tests/measuring/test_gradient.py",)
+BRANCH_TESTS = ("tests/models/test_every_model.py",)  # of branches that a model scales or adds up from several
 BIAS_TESTS = ("tests/measuring/test_query_bias.py",)
 ESTIMATE_TESTS = (
     "tests/report/test_claims_estimates.py",
@@ -136,8 +137,6 @@ MUTATIONS = [
         TRACER_TESTS,
         ("gate: what it is divided by", TRACER, "share_left", "/ before.square()", "/ after.square()"),
         ("gate: tokens in reverse", TRACER, "Tracer._see_gate", "part.output.detach()", "part.output.detach().flip(1)"),
-        ("site: only its last term", TRACER, "Tracer._read_layers", "_added(whole if at else None", "_added(None"),
-        ("site: a branch is not scaled", TRACER, "_added", "else scale * term", "else term"),
         ("positions: their offset", TRACER, "model_inputs", "batch.position_ids.to(device) + first_position",
          "batch.position_ids.to(device) + first_position + 1"),
         ("registers: counted as text", TRACER, "Tracer._read_layers", "batch = batch.behind(self.registers)", "pass"),
@@ -175,12 +174,17 @@ MUTATIONS = [
     *_mutations(
         GRADIENT_TESTS,
         ("gradient: compress", f"{OBSERVABLES}.gradient", "Gradient._add_ratios", "norm(x - z)", "norm(x + z)"),
-        ("gradient: a scaled branch", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
-         "gradient / scale", "gradient * scale"),
         ("gradient: upper bound", f"{OBSERVABLES}.gradient_theorems", "_bounds",
          "(mass_squared - second)", "(mass_squared + second)"),
         ("gradient: groups of heads", f"{OBSERVABLES}.gradient_theorems", "TheoremOne.add_value_gradient",
          "unflatten(1, (gradient.shape[1], -1)).sum(2)", "unflatten(1, (-1, gradient.shape[1])).sum(1)"),
+    ),
+    *_mutations(
+        BRANCH_TESTS,
+        ("site: only its last term", TRACER, "Tracer._read_layers", "_added(whole if at else None", "_added(None"),
+        ("site: a branch is not scaled", TRACER, "_added", "else scale * term", "else term"),
+        ("gradient: a scaled branch", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
+         "gradient / scale", "gradient * scale"),
     ),
     *_mutations(
         ESTIMATE_TESTS,
