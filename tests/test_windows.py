@@ -1,12 +1,18 @@
 """Nothing that Windows lacks: no module, no call, no encoding of the machine's own, no path with the other slash."""
 
 import ast
-import subprocess
+import builtins
+import importlib
+import pkgutil
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from support.forked import forked
 
 from sinkscope.models.files import is_path
 from sinkscope.results import schema
@@ -21,35 +27,32 @@ CALLS = {
 }
 TEXT = {"open", "read_text", "write_text", "fdopen", "TextIOWrapper"}  # need an encoding
 
-WITHOUT_UNIX = f"""
-import builtins, importlib, os, pkgutil, sys, types
-from pathlib import Path
 
-own = builtins.__import__
-def importing(name, globals=None, *rest, **named):
-    if (globals or {{}}).get("__name__", "").startswith("sinkscope"):
-        if name.partition(".")[0] in {MODULES}:
+def import_all_without_unix() -> None:
+    """In a process of its own: import every module of the package again, where none of `MODULES` is to be had."""
+    own = builtins.__import__
+
+    def importing(name: str, namespace: Any = None, *rest: Any, **named: Any) -> Any:
+        by = (namespace or {}).get("__name__", "")
+        if by.partition(".")[0] == "sinkscope" and name.partition(".")[0] in MODULES:
             raise ModuleNotFoundError(name)
-    return own(name, globals, *rest, **named)
+        return own(name, namespace, *rest, **named)
 
-builtins.__import__ = importing
-
-import sinkscope
-for module in pkgutil.walk_packages(sinkscope.__path__, "sinkscope."):
-    if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
-
-from sinkscope.results import manifest
-import psutil
-psutil.Process = lambda: types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(peak_wset=3 * 2**20))
-assert manifest._largest_resident() == 3 * 2**20
-print("whole")
-"""
+    builtins.__import__ = importing  # type: ignore[assignment]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sinkscope"]:
+        del sys.modules[name]
+    package = importlib.import_module("sinkscope")
+    for module in pkgutil.walk_packages(package.__path__, "sinkscope."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    resident = types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(peak_wset=3 * 2**20))
+    psutil.Process = lambda: resident  # type: ignore[assignment, misc]
+    assert importlib.import_module("sinkscope.results.manifest")._largest_resident() == 3 * 2**20
 
 
 def test_every_module_is_imported_without_unix_modules() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_UNIX], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert done.stdout == "whole\n", done.stderr[-2000:]
+    with forked(import_all_without_unix) as process:
+        assert process.wait() == 0
 
 
 def test_no_call_that_windows_lacks() -> None:

@@ -103,6 +103,14 @@ TINY: dict[str, tuple[str, dict]] = {
     ),
 }
 
+# One for each way in which a family is wired, holds its query, key and value, and knows positions. What acts on a layer
+# through its row of the table of families goes the same way in the others, whose rows test_families.py and
+# test_projections.py check.
+REPRESENTATIVE = (
+    "llama", "gemma2", "olmo2", "phi3", "cohere", "gpt_oss", "gpt2", "gpt_neox", "opt", "opt-post-norm", "bloom",
+    "falcon", "falcon-new", "mpt", "gptj", "gpt_neo",
+)  # fmt: skip
+
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, spread: float = 12.0) -> PreTrainedModel:
     """A tiny random model of the family `name` (a key of `TINY`), in eval mode, parameters frozen.

@@ -1,7 +1,10 @@
 """The fused kernels: on a GPU compared with chunks in float64, and without one checked by their signatures."""
 
+import itertools
+
 import pytest
 import torch
+from support.naming import naming
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sinkscope.attention.kernels import AttentionCall, chunked_attention, fused_attention
@@ -38,15 +41,13 @@ def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", ERRORS)
-@pytest.mark.parametrize("kv_heads", [HEADS, 2])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_mix_and_log_sum_exp_on_cuda(length: int, width: int, kv_heads: int, dtype: torch.dtype) -> None:
-    given = drawn(length, width, kv_heads, dtype)
-    exact = chunked_attention(*(x.double().cpu() for x in given), CALL)
-    for found, wanted in zip(fused_attention(*given, CALL), exact, strict=True):
-        assert furthest(found, wanted) < ERRORS[dtype]
+def test_mix_and_log_sum_exp_on_cuda() -> None:
+    for length, width, kv_heads, dtype in itertools.product(LENGTHS, WIDTHS, (HEADS, 2), ERRORS):
+        with naming(length, width, kv_heads, dtype):
+            given = drawn(length, width, kv_heads, dtype)
+            exact = chunked_attention(*(x.double().cpu() for x in given), CALL)
+            for found, wanted in zip(fused_attention(*given, CALL), exact, strict=True):
+                assert furthest(found, wanted) < ERRORS[dtype]
 
 
 @pytest.mark.cuda

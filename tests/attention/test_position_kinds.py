@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.every_model import tiny_of
+from support.naming import naming
 from tiny import TINY, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -40,12 +41,13 @@ def test_each_layers_kind(model_type: str) -> None:
     assert family.layer_positions == FOUND[model_type]
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_rows_say_what_is_found(name: str) -> None:
-    model = tiny_model(name)
-    row, (family, _) = find_family(model), family_of(model)
-    assert family.kinds_of_positions == {row.positions}
-    assert (family.position_embedding, family.position_offset) == (row.position_embedding, row.position_offset)
+def test_rows_say_what_is_found() -> None:
+    for name in TINY:
+        with naming(name):
+            model = tiny_model(name)
+            row, (family, _) = find_family(model), family_of(model)
+            assert family.kinds_of_positions == {row.positions}
+            assert (family.position_embedding, family.position_offset) == (row.position_embedding, row.position_offset)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

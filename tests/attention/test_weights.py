@@ -17,6 +17,7 @@ from support.attention_reads import (
     make_read,
     scored,
 )
+from support.naming import naming
 
 from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
@@ -75,33 +76,34 @@ def test_any_rectangle_is_cut_out_of_the_whole_matrix(kind: str, lengths: tuple 
 
 
 @EACH_KIND
-@pytest.mark.parametrize("chunk", [1, 7, 64, 128])
-def test_the_row_chunk_changes_no_column_sum(kind: str, chunk: int, lengths: tuple | None, side: str) -> None:
-    read = make_read(kind, lengths=lengths, side=side)
-    sums, expected = column_sums(read, 6, 4, chunk), dense_sums(dense_weights(read), 4)
-    for name, sum_ in expected.items():
-        torch.testing.assert_close(getattr(sums, name), sum_, **CLOSE)
+def test_the_row_chunk_changes_no_column_sum(kind: str, lengths: tuple | None, side: str) -> None:
+    for chunk in (1, 7, 64, 128):
+        with naming(chunk):
+            read = make_read(kind, lengths=lengths, side=side)
+            sums, expected = column_sums(read, 6, 4, chunk), dense_sums(dense_weights(read), 4)
+            for name, sum_ in expected.items():
+                torch.testing.assert_close(getattr(sums, name), sum_, **CLOSE)
 
 
-@pytest.mark.parametrize("window", [1, 4, 7, 9, 23])
-@pytest.mark.parametrize("columns", [1, 6, 22, 23, 40])
-@pytest.mark.parametrize("chunk", [1, 7, 128])
+@pytest.mark.parametrize(("columns", "chunk"), [(1, 7), (6, 1), (6, 7), (6, 128), (22, 7), (23, 1), (40, 128)])
 def test_a_long_sequence_is_read_by_first_columns_and_diagonal_band(
-    chunk: int, columns: int, window: int, monkeypatch: pytest.MonkeyPatch
+    chunk: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No sequence is SHORT here, and none is one chunk of logits: what the dense path gives, the sparse one does."""
-    monkeypatch.setattr(attention_weights, "SHORT", 0)
-    monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)
-    for kind, lengths in (("causal", None), ("window", (23, 15)), ("additive", None), ("sink", (23, 15))):
-        read = make_read(kind, lengths=lengths)
-        sums, expected = column_sums(read, columns, window, chunk), dense_sums(dense_weights(read), window)
-        torch.testing.assert_close(sums.window, expected["window"], **CLOSE)
-        torch.testing.assert_close(sums.mass, expected["mass"][..., :columns], **CLOSE)
-        torch.testing.assert_close(sums.second, expected["second"][..., :columns], **CLOSE)
-        if columns < 23:
-            assert sums.entropy is None
-        else:
-            torch.testing.assert_close(sums.entropy, expected["entropy"], **CLOSE)
+    for window in (1, 4, 7, 9, 23):
+        with naming(window):
+            monkeypatch.setattr(attention_weights, "SHORT", 0)
+            monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)
+            for kind, lengths in (("causal", None), ("window", (23, 15)), ("additive", None), ("sink", (23, 15))):
+                read = make_read(kind, lengths=lengths)
+                sums, expected = column_sums(read, columns, window, chunk), dense_sums(dense_weights(read), window)
+                torch.testing.assert_close(sums.window, expected["window"], **CLOSE)
+                torch.testing.assert_close(sums.mass, expected["mass"][..., :columns], **CLOSE)
+                torch.testing.assert_close(sums.second, expected["second"][..., :columns], **CLOSE)
+                if columns < 23:
+                    assert sums.entropy is None
+                else:
+                    torch.testing.assert_close(sums.entropy, expected["entropy"], **CLOSE)
 
 
 @EACH_PADDING

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from support.made_up_runs import made_up, save
+from support.naming import naming
 from support.pages import data_of
 from typer.testing import CliRunner
 
@@ -28,19 +29,20 @@ def done(*args: object) -> Any:
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_every_report_opens(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "report"
-    shutil.copytree(REPORTS / name, folder, ignore=shutil.ignore_patterns("*.png", "*.pdf"))
-    page = data_of(sinkscope.show(folder).read_text(encoding="utf-8"))
-    manifest = read_manifest(folder, None)
-    assert set(manifest["tables"]) <= {table["name"] for table in page["tables"]}
-    several = [folder, folder] if manifest["command"] == "analyze" else [folder]
-    result = done("compare", *several)
-    assert result.exit_code == 0, result.output
-    assert len(result.stdout.splitlines()) > 2
-    older = f"{folder} is of an older sinkscope (format 1, this one writes {FORMAT})"
-    assert (older in result.stderr) == (manifest.get("format", 1) < FORMAT)
+def test_every_report_opens(tmp_path: Path) -> None:
+    for name in FOLDERS:
+        with naming(name):
+            folder = tmp_path / f"report {name.replace('/', ' ')}"
+            shutil.copytree(REPORTS / name, folder, ignore=shutil.ignore_patterns("*.png", "*.pdf"))
+            page = data_of(sinkscope.show(folder).read_text(encoding="utf-8"))
+            manifest = read_manifest(folder, None)
+            assert set(manifest["tables"]) <= {table["name"] for table in page["tables"]}
+            several = [folder, folder] if manifest["command"] == "analyze" else [folder]
+            result = done("compare", *several)
+            assert result.exit_code == 0, result.output
+            assert len(result.stdout.splitlines()) > 2
+            older = f"{folder} is of an older sinkscope (format 1, this one writes {FORMAT})"
+            assert (older in result.stderr) == (manifest.get("format", 1) < FORMAT)
 
 
 def of_format(number: int | None, folder: Path, **changes: Any) -> Path:

@@ -112,8 +112,8 @@ def killed_at_every(step: int, command: Any, events: tuple[str, ...], model: Pat
 
 
 @pytest.mark.usefixtures("measured_once")
-def test_killed_before_every_other_change(tiny: Path, tmp_path: Path) -> None:
-    assert killed_at_every(2, analyze, CHANGES, tiny, tmp_path) > 10
+def test_killed_before_every_third_change(tiny: Path, tmp_path: Path) -> None:
+    assert killed_at_every(3, analyze, CHANGES, tiny, tmp_path) > 10
 
 
 @pytest.mark.parametrize("command", [intervene, quantize])
@@ -122,12 +122,12 @@ def test_killed_before_some_renames(command: Any, tiny: Path, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("measured_once")
-def test_a_disk_that_is_full_at_every_write(tiny: Path, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_at_every_other_write(tiny: Path, tmp_path: Path) -> None:
     """What was there before stays, and is still there for the next command."""
     old, new = analyze(tiny, tmp_path / "old" / "run", seed=0), analyze(tiny, tmp_path / "new" / "run")
     out = tmp_path / "full" / "run"
     shutil.copytree(tmp_path / "old" / "run", out)
-    for number in range(1, 1000):
+    for number in range(1, 1000, 2):
 
         def work() -> None:
             with pytest.raises(SinkscopeError, match=r"\A.*No space left on device.*\Z"):  # one line
@@ -144,7 +144,7 @@ def test_a_disk_that_is_full_at_every_write(tiny: Path, tmp_path: Path) -> None:
 def test_killed_where_nothing_was_before(tiny: Path, tmp_path: Path, measured_once: None) -> None:
     """Without --overwrite: a kill leaves no run, or all of it."""
     new, out = analyze(tiny, tmp_path / "new" / "run"), tmp_path / "deep" / "killed" / "run"
-    for number in range(1, 1000, 3):
+    for number in range(1, 1000, 4):
         shutil.rmtree(out, ignore_errors=True)
         if broken_off(number, tmp_path / "deep", kill, CHANGES, lambda: analyze(tiny, out)) == 0:
             break
@@ -189,7 +189,7 @@ def test_claims_killed_before_some_renames_go_on(
     roles = {path.parent.name for path in (tmp_path / "new" / "run").glob("runs/[!.]*/run.json")}
     assert roles > {"natural", "null", "null-1", "gradient-do-mask-sink"}
     assert len(measured) == len(roles)
-    for number in (20, 45, 70):
+    for number in (20, 60):
         out = tmp_path / f"killed{number}" / "run"
         status = broken_off(number, out.parent, kill, RENAMES, lambda out=out: claims(tiny, text, out))  # type: ignore[misc]
         assert status == -signal.SIGKILL

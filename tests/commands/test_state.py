@@ -61,7 +61,7 @@ def used(name: str) -> PreTrainedModel:
     return model
 
 
-@each_pair(list(TINY), [f"{command}, {ending}" for command in COMMANDS for ending in ENDINGS])
+@each_pair(list(TINY), [f"{command}, {ending}" for ending in ENDINGS for command in COMMANDS])
 def test_nothing_is_left(name: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_figures(monkeypatch)
     command, ending = label.split(", ")

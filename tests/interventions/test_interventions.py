@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 import reference
 import torch
-from tiny import TINY, padded, ragged_tokens, tiny_model, tiny_tokens
+from support.naming import naming
+from tiny import REPRESENTATIVE, TINY, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -225,7 +226,7 @@ def test_every_intervention_is_tried_here() -> None:
     assert all(parse(text).name == name for name, text in EACH.items())
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_a_model_is_bit_for_bit_what_it_was_when_an_intervention_ends(name: str) -> None:
     model = tiny_model(name).requires_grad_(True)
     before, slopes = Before(model), gradients(model)
@@ -275,7 +276,7 @@ def test_it_is_so_after_an_exception_too(name: str, error: type[BaseException]) 
     before.check("raised in the forward pass")
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_an_intervention_that_cannot_be_done_undoes_those_before_it(name: str) -> None:
     model = tiny_model(name)
     before = Before(model)
@@ -326,23 +327,24 @@ def test_a_forward_that_was_wrapped_already_is_used_and_comes_back() -> None:
 # ------------------------------------------------------------------------------- does not apply to a model
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_what_does_not_apply_says_why_and_is_refused(name: str) -> None:
-    model = tiny_model(name)
-    before = Before(model)
-    refused = EACH.keys() - applicable(model).keys() - {"streaming-window"}  # its own: test_streaming.py
-    biased = {"nullify-query-bias", "perturb-query-bias"} if name not in BIASED else set()
-    learned = {"replace-epe", "transplant-epe"} if name not in LEARNED else set()
-    normed = {"rescale-norm"} if name in WITHOUT_NORMS else set()
-    assert refused == biased | learned | normed
-    for intervention in refused:
-        with target_of(model) as target:
-            reason = INTERVENTIONS[intervention].inapplicable(target)
-        with pytest.raises(InputError, match=f"{intervention} does not apply") as error:
-            under(model, EACH[intervention])
-        assert reason
-        assert reason in str(error.value)
-    before.check("refused")
+def test_what_does_not_apply_says_why_and_is_refused() -> None:
+    for name in TINY:
+        with naming(name):
+            model = tiny_model(name)
+            before = Before(model)
+            refused = EACH.keys() - applicable(model).keys() - {"streaming-window"}  # its own: test_streaming.py
+            biased = {"nullify-query-bias", "perturb-query-bias"} if name not in BIASED else set()
+            learned = {"replace-epe", "transplant-epe"} if name not in LEARNED else set()
+            normed = {"rescale-norm"} if name in WITHOUT_NORMS else set()
+            assert refused == biased | learned | normed
+            for intervention in refused:
+                with target_of(model) as target:
+                    reason = INTERVENTIONS[intervention].inapplicable(target)
+                with pytest.raises(InputError, match=f"{intervention} does not apply") as error:
+                    under(model, EACH[intervention])
+                assert reason
+                assert reason in str(error.value)
+            before.check("refused")
 
 
 def test_without_known_projections_what_edits_them_does_not_apply() -> None:
@@ -447,7 +449,7 @@ def test_behind_a_norm_there_is_no_epe_to_exchange() -> None:
         under(tiny_model("gpt2"), "replace-epe:positions=4,source=4,at=epe")
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_zero_key_columns_is_the_model_with_these_columns_zero(name: str) -> None:
     model = tiny_model(name)
     ours = under(model, "zero-key-columns:coordinates=3,17,20-22")
@@ -491,7 +493,7 @@ def test_zero_key_columns_is_keys_made_of_an_input_that_is_zero_there(name: str)
 # --------------------------------------------------------------------------------------- activation edits
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_nullify_first_embedding_is_a_first_input_embedding_of_zero(name: str) -> None:
     model = tiny_model(name)
     for text, positions in (("", [0]), (":positions=0,4", [0, 4])):
@@ -502,7 +504,7 @@ def test_nullify_first_embedding_is_a_first_input_embedding_of_zero(name: str) -
         assert_same(name, under(model, f"nullify-first-embedding{text}"), expected)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_zero_and_mean_massive_put_their_values_behind_the_layers(name: str) -> None:
     model = tiny_model(name)
     zeros = {(layer, position, at): 0.0 for layer in (0, 2) for position in (0, 3) for at in (3, 17)}
@@ -529,7 +531,7 @@ def with_scaled_inputs(model: PreTrainedModel, layers: Sequence[int], positions:
     return model
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name not in WITHOUT_NORMS])
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if name not in WITHOUT_NORMS])
 def test_rescale_norm_is_a_model_whose_layers_read_a_multiple(name: str) -> None:
     model = tiny_model(name)
     ours = under(model, "rescale-norm:layers=0,2,positions=0,3,factor=4")
@@ -637,7 +639,7 @@ def test_values_are_changed_in_the_heads_with_a_sink_alone() -> None:
             parse(f"{change},where=sinks").resolved(none)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_scale_sink_value_scales_the_values_at_the_positions_and_nothing_else(name: str) -> None:
     model = tiny_model(name)
     before = taps(model, 1)
@@ -683,7 +685,7 @@ def with_forbidden(model: PreTrainedModel, positions: list[int], heads: list[int
     return twin
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name not in OWN_CODE])
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if name not in OWN_CODE])
 def test_mask_sink_is_an_eager_model_with_the_pairs_masked(name: str) -> None:
     model = tiny_model(name)
     assert_close(under(model, "mask-sink"), logits(with_forbidden(model, [0], [0, 1, 2, 3], [0, 1, 2])))
@@ -738,7 +740,7 @@ def whole() -> Batch:
     return padded(list(IDS.numpy()))
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_the_attention_that_is_read_under_mask_sink_is_none_to_the_sink(name: str) -> None:
     model = tiny_model(name)
     before, _ = traced(model, whole())
@@ -772,7 +774,7 @@ BY_POSITION = (
 )
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_a_padded_batch_gives_each_sequences_own_logits(name: str) -> None:
     model = tiny_model(name)
     sequences = ragged_tokens((9, 5, 7))
@@ -865,7 +867,7 @@ def test_a_text_may_be_read_in_parts(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ tracing
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_observables_see_the_edited_stream_and_the_tracers_logits_are_the_edited_models(name: str) -> None:
     model = tiny_model(name)
     batch = padded(ragged_tokens((9, 6)), "left")
@@ -1017,15 +1019,16 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "message"), WRONG, ids=[f"{name} {text}" for name, text, _ in WRONG])
-def test_what_cannot_be_done_is_refused_and_leaves_the_model_alone(name: str, text: str, message: str) -> None:
-    model = tiny_model(name)
-    before = Before(model)
-    with pytest.raises(InputError) as error, intervening(model, "mask-sink", text):
-        pytest.fail("entered")
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-    before.check(text)
+def test_what_cannot_be_done_is_refused_and_leaves_the_model_alone() -> None:
+    for name, text, message in WRONG:
+        with naming(name, text, message):
+            model = tiny_model(name)
+            before = Before(model)
+            with pytest.raises(InputError) as error, intervening(model, "mask-sink", text):
+                pytest.fail("entered")
+            assert message in str(error.value)
+            assert "\n" not in str(error.value)
+            before.check(text)
 
 
 @pytest.mark.parametrize("text", ["nullify-query-bias", "perturb-query-bias", "zero-key-columns:coordinates=3"])

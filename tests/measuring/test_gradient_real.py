@@ -67,7 +67,7 @@ def test_what_is_an_identity_and_what_is_a_bound_holds(run: Run) -> None:
     assert run.tables["norm_bound"]["tightness"].max() > 0.5
 
 
-OPTIONS = {"num_seqs": 2, "seq_len": 32, "positions": 16}
+OPTIONS = {"num_seqs": 2, "seq_len": 20, "positions": 16}
 
 
 def plain_autograd(smollm_on_cpu: LoadedModel) -> list[reference.Sequence]:

@@ -1,6 +1,5 @@
 """`intervening` for any use of a model: several blocks at once, wrappers, attention functions and hooks of the user."""
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import peft
 import pytest
 import torch
 from support.everything import differences, snapshot
+from support.forked import forked
 from tiny import tiny_model, tiny_tokens
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -442,13 +442,23 @@ def test_the_default_device_is_none_of_ours(text: str) -> None:
     assert all(found.tables[name].equals(table) for name, table in run.tables.items())
 
 
-def test_builtins_are_as_they_were() -> None:
-    script = "import sinkscope.measuring.tracer; assert not hasattr(5, 'save'), 'mounted'"
-    subprocess.run([sys.executable, "-c", script], check=True)
-    first = "import nnsight; import sinkscope.measuring.tracer; assert hasattr(5, 'save')"
-    subprocess.run([sys.executable, "-c", first], check=True)
-    kept = (
+def imported_again(script: str) -> None:
+    """In a process of its own: run a script that imports nnsight and sinkscope as if for the first time."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("nnsight", "sinkscope")]:
+        del sys.modules[name]
+    exec(script, {})
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import sinkscope.measuring.tracer; assert not hasattr(5, 'save'), 'mounted'",
+        "import nnsight; import sinkscope.measuring.tracer; assert hasattr(5, 'save')",
         "import sinkscope.measuring.tracer; from nnsight.schema.config import CONFIG; import nnsight;"
-        "assert CONFIG.APP.PYMOUNT and nnsight.CONFIG is CONFIG"
-    )
-    subprocess.run([sys.executable, "-c", kept], check=True)
+        "assert CONFIG.APP.PYMOUNT and nnsight.CONFIG is CONFIG",
+    ],
+)
+def test_builtins_are_as_they_were(script: str) -> None:
+    """nnsight mounts `save` on all objects: sinkscope keeps it from that, unless the user has imported it before."""
+    with forked(lambda: imported_again(script)) as process:
+        assert process.wait() == 0

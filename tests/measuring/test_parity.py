@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.retrofitted import each_pair
 from tiny import TINY, padded, ragged_tokens, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -137,8 +138,7 @@ def test_large_key_biases_are_no_fault(dtype: torch.dtype, size: float, implemen
     assert sinkscope.analyze(with_key_biases(size, dtype, implementation), **PASSES).manifest["parity"] is not None
 
 
-@pytest.mark.parametrize("name", TINY)
-@EACH_DTYPE
+@each_pair(list(TINY), DTYPES, ("name", "dtype"), whole=("gpt2", "gpt_oss", "gemma2", "bloom", "gptj"))
 def test_no_family_is_refused_for_its_round_off(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name, dtype=dtype, spread=4.0)
     run = sinkscope.analyze(model, attn="eager", **PASSES)

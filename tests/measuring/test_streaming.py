@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from support.retrofitted import retrofitted
+from support.retrofitted import each_pair, retrofitted
 from support.untouched import assert_as_before, state_of
 from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -213,10 +213,9 @@ def test_the_oracle_is_the_model_when_its_cache_is_long(name: str) -> None:
     assert_close(reread(model, ids, 0, 20), plain(model, ids))
 
 
-@pytest.mark.parametrize(("keep", "window"), CACHES)
-@pytest.mark.parametrize("name", ROTARY)
-def test_every_rotary_family_reads_as_if_its_keys_moved_up_in_the_cache(name: str, keep: int, window: int) -> None:
-    model, ids = smooth(name), tiny_tokens(2, 20)
+@each_pair(ROTARY, CACHES, ("name", "cache"), whole=("gemma3", "gpt_oss"))  # which slide windows of their own
+def test_every_rotary_family_reads_as_if_its_keys_moved_up_in_the_cache(name: str, cache: tuple[int, int]) -> None:
+    model, ids, (keep, window) = smooth(name), tiny_tokens(2, 20), cache
     assert_close(streamed(model, ids, keep, window), reread(model, ids, keep, window))
 
 
@@ -230,8 +229,7 @@ OUTSIDE = ["learnable-sink", "key-bias", "register-tokens"]  # retrofits that ar
 
 
 @pytest.mark.parametrize(("keep", "window"), [(0, 5), (2, 4), (4, 9)])
-@pytest.mark.parametrize("label", OUTSIDE)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@each_pair(["llama", "gemma2", "gpt_oss"], OUTSIDE)
 def test_what_is_outside_the_text_is_read_as_from_a_cache(name: str, label: str, keep: int, window: int) -> None:
     model, ids = retrofitted(name, label), tiny_tokens(2, 20)
     mine = streamed(model, ids, keep, window)
@@ -308,15 +306,13 @@ def test_a_llamas_plain_window_is_transformers_cache_too() -> None:
 # ------------------------------------------------------------------------------------------ what must not matter
 
 
-@pytest.mark.parametrize(("keep", "window"), [(0, 24), (4, 20), (24, 1), (30, 100)])
-@pytest.mark.parametrize("name", [*ROTARY, *LEARNED])
-def test_a_cache_that_holds_the_whole_text_is_dense_attention(name: str, keep: int, window: int) -> None:
-    model, ids = smooth(name), tiny_tokens(2, 24)
+@each_pair([*ROTARY, *LEARNED], [(0, 24), (4, 20), (24, 1), (30, 100)], ("name", "cache"), whole=("gpt2",))
+def test_a_cache_that_holds_the_whole_text_is_dense_attention(name: str, cache: tuple[int, int]) -> None:
+    model, ids, (keep, window) = smooth(name), tiny_tokens(2, 24), cache
     assert_close(streamed(model, ids, keep, window), plain(model, ids), 1e-6)
 
 
-@pytest.mark.parametrize("block", [1, 3, 7, 64])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gpt2"])
+@each_pair(["llama", "gemma3", "gpt_oss", "gpt2"], [1, 3, 7, 64], ("name", "block"))
 def test_the_block_of_queries_changes_nothing(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = smooth(name), tiny_tokens(2, 20)
     whole = streamed(model, ids, 2, 4)

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import reference
 import torch
+from support.retrofitted import each_pair
 from tiny import TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -63,20 +64,26 @@ def check_parity(name: str, lengths: tuple[int, ...], side: str, dtype: torch.dt
 
 # ---------------------------------------------------------------------------------------------- parity
 
-PADDINGS = [((LENGTH,) * 3, "right"), (RAGGED, "right"), (RAGGED, "left")]
-EACH_PADDING = pytest.mark.parametrize(("lengths", "side"), PADDINGS, ids=["unpadded", "right", "left"])
+PADDINGS: dict[str, tuple[tuple[int, ...], str]] = {
+    "unpadded": ((LENGTH,) * 3, "right"),
+    "right": (RAGGED, "right"),
+    "left": (RAGGED, "left"),
+}
+# learned positions, sink logits, one key head, ALiBi: what padding moves
+MEET_PADDING = ("gpt2", "gpt_oss", "falcon", "falcon-alibi", "bloom")
 
 
-@EACH_PADDING
-@pytest.mark.parametrize("name", TINY)
-def test_every_table_is_the_references(name: str, lengths: tuple[int, ...], side: str) -> None:
-    check_parity(name, lengths, side, torch.float32, 1e-5)
+@each_pair(list(TINY), list(PADDINGS), ("name", "padding"), whole=FLOAT32_INSIDE)
+def test_every_table_is_the_references(name: str, padding: str) -> None:
+    check_parity(name, *PADDINGS[padding], torch.float32, 1e-5)
 
 
-@EACH_PADDING
-@pytest.mark.parametrize("name", [name for name in TINY if name not in FLOAT32_INSIDE])
-def test_every_table_is_the_references_in_float64(name: str, lengths: tuple[int, ...], side: str) -> None:
-    check_parity(name, lengths, side, torch.float64, 1e-9)
+IN_FLOAT64 = [name for name in TINY if name not in FLOAT32_INSIDE]
+
+
+@each_pair(IN_FLOAT64, list(PADDINGS), ("name", "padding"), whole=MEET_PADDING)
+def test_every_table_is_the_references_in_float64(name: str, padding: str) -> None:
+    check_parity(name, *PADDINGS[padding], torch.float64, 1e-9)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "falcon-alibi", "bloom"])
@@ -125,10 +132,9 @@ def test_the_references_eager_weights_are_those_of_its_sdpa_path(name: str) -> N
 ROUNDED = {"gemma2": 1e-5, "gpt_oss": 1e-5, "falcon": 1e-6}
 
 
-@EACH_PADDING
-@pytest.mark.parametrize("name", TINY)
-def test_traced_logits_are_the_bare_models(name: str, lengths: tuple[int, ...], side: str) -> None:
-    model, _ = models(name, torch.float32)
+@each_pair(list(TINY), list(PADDINGS), ("name", "padding"), whole=MEET_PADDING)
+def test_traced_logits_are_the_bare_models(name: str, padding: str) -> None:
+    (lengths, side), (model, _) = PADDINGS[padding], models(name, torch.float32)
     batch = padded(sequences_of(lengths), side)
     with open_tracer(model, find_family(model)) as tracer:
         traced = tracer.logits(batch)

@@ -4,7 +4,7 @@ The lists in `reports/models/` hold what became of each; tests/sweep_models.py w
 pictures or sound some are looked at here, and more closely in test_towers.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,21 @@ ENCODERS = ("esmc", "eurobert", "modernbert", "nystromformer", "roberta-prelayer
 # One for each outcome, and for each of the kinds of layers.
 WITH_TOWERS = ("blip-2", "diffusion_gemma", "fuyu", "lfm3_vl", "llava", "mllama", "paligemma", "qwen2_vl")
 
+
+def one_of_each(name: str, compared: Collection[str]) -> list[str]:
+    """Return one type for each line of a list that says something else than those before it, and those that are
+    compared below: types of one line are built alike. tests/sweep_models.py looks at all of them.
+    """
+    said: dict[tuple[str, ...], str] = {}
+    for model_type, row in ROWS[name].items():
+        fields = (row[field] for field in ("outcome", "layers", "wiring", "positions", "padded"))
+        said.setdefault((*fields, row["reason"].replace(model_type, "")), model_type)
+    return sorted({*said.values(), *compared})
+
+
 EACH = [
-    *((name, model_type) for name in ("models", "encoders") for model_type in every_type(LISTS[name])),
+    *(("models", model_type) for model_type in one_of_each("models", DIFFERENT)),
+    *(("encoders", model_type) for model_type in one_of_each("encoders", ENCODERS)),
     *(("image_text", model_type) for model_type in WITH_TOWERS),
 ]
 COMPARED = [*(("models", name) for name in DIFFERENT), *(("encoders", name) for name in ENCODERS)]

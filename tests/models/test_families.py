@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
+from support.naming import naming
 from tiny import TINY, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -31,25 +32,27 @@ def worst_error(model: PreTrainedModel, family: Family) -> float:
 # ------------------------------------------------------------------------------------------------ rows
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_the_wiring_equation_holds_at_every_layer(name: str) -> None:
-    model = tiny_model(name)
-    records = read_sites(model, find_family(model), tiny_tokens(2, 9))
-    assert len(records) == 3
-    for sites in records:
-        assert check_wiring(find_family(model).block(0), sites) < ROUND_OFF
+def test_the_wiring_equation_holds_at_every_layer() -> None:
+    for name in TINY:
+        with naming(name):
+            model = tiny_model(name)
+            records = read_sites(model, find_family(model), tiny_tokens(2, 9))
+            assert len(records) == 3
+            for sites in records:
+                assert check_wiring(find_family(model).block(0), sites) < ROUND_OFF
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_sites_are_where_the_reference_finds_them(name: str) -> None:
+def test_sites_are_where_the_reference_finds_them() -> None:
     """Another list of places, written by hand (reference.py), and h+½ as a sum."""
-    model = tiny_model(name)
-    ids = tiny_tokens(1, 9)[0].numpy()
-    found = read_sites(model, find_family(model), torch.as_tensor(ids)[None])
-    for mine, layer in zip(found, reference.record(reference.eager_twin(model), ids).layers, strict=True):
-        assert {site for site in mine if not site.endswith("norm")} == set(layer.sites)
-        for site, expected in layer.sites.items():
-            torch.testing.assert_close(mine[site][0].double(), torch.as_tensor(expected), rtol=1e-4, atol=1e-4)
+    for name in TINY:
+        with naming(name):
+            model = tiny_model(name)
+            ids = tiny_tokens(1, 9)[0].numpy()
+            found = read_sites(model, find_family(model), torch.as_tensor(ids)[None])
+            for mine, layer in zip(found, reference.record(reference.eager_twin(model), ids).layers, strict=True):
+                assert {site for site in mine if not site.endswith("norm")} == set(layer.sites)
+                for site, expected in layer.sites.items():
+                    torch.testing.assert_close(mine[site][0].double(), torch.as_tensor(expected), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -79,13 +82,14 @@ def test_the_norms_are_the_branches_inputs(name: str) -> None:
 MLPS = {"opt": "fc1", "mpt": "ffn"}
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_absent_sites_have_a_reason(name: str) -> None:
-    family = find_family(tiny_model(name))
-    assert set(family.sites) | set(family.absent_sites()) == set(RESIDUAL_SITES)
-    assert not set(family.sites) & set(family.absent_sites())
-    assert all(family.absent_sites().values())
-    assert ("mid" in family.absent_sites()) == (family.wiring == "parallel")
+def test_absent_sites_have_a_reason() -> None:
+    for name in TINY:
+        with naming(name):
+            family = find_family(tiny_model(name))
+            assert set(family.sites) | set(family.absent_sites()) == set(RESIDUAL_SITES)
+            assert not set(family.sites) & set(family.absent_sites())
+            assert all(family.absent_sites().values())
+            assert ("mid" in family.absent_sites()) == (family.wiring == "parallel")
 
 
 def test_a_row_for_every_kind_of_wiring_and_position() -> None:

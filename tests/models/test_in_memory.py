@@ -11,6 +11,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.everything import differences, snapshot
+from support.naming import naming
 from tiny import tiny_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -180,13 +181,14 @@ COMMANDS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("what", NO_MODELS)
-def test_what_is_no_model_is_refused_by_its_type(what: str, command: str, tmp_path: Path) -> None:
-    make, message = NO_MODELS[what]
-    with pytest.raises(InputError, match=message):
-        COMMANDS[command](make(), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_what_is_no_model_is_refused_by_its_type(what: str, tmp_path: Path) -> None:
+    for command in COMMANDS:
+        with naming(command):
+            make, message = NO_MODELS[what]
+            with pytest.raises(InputError, match=message):
+                COMMANDS[command](make(), tmp_path / "out")
+            assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("what", ["a number", "a tuple", "a wrapper"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.every_model import tiny_of
+from support.naming import naming
 from tiny import TINY, tiny_model, tiny_tokens
 
 from sinkscope.attention.seam import open_seam
@@ -58,17 +59,18 @@ def test_projecting_the_attention_input_gives_what_attention_sees(name):
                 torch.testing.assert_close(seen[:, :, 0], projected[:, :, 0] * ratio.mean(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_writing_back_what_was_read_changes_nothing(name):
-    model = tiny_model(name)
-    family = find_family(model)
-    for projection in projections(model, family, 1).values():
-        assert torch.equal(projection.with_weight(projection.weight), projection.module.weight)
-        edited = projection.with_weight(torch.zeros_like(projection.weight))
-        assert int((edited == 0).sum()) >= projection.weight.numel()
-        assert edited.count_nonzero() == projection.module.weight.numel() - projection.weight.numel()
-        if projection.bias is not None:
-            assert torch.equal(projection.with_bias(projection.bias), projection.module.bias)
+def test_writing_back_what_was_read_changes_nothing() -> None:
+    for name in TINY:
+        with naming(name):
+            model = tiny_model(name)
+            family = find_family(model)
+            for projection in projections(model, family, 1).values():
+                assert torch.equal(projection.with_weight(projection.weight), projection.module.weight)
+                edited = projection.with_weight(torch.zeros_like(projection.weight))
+                assert int((edited == 0).sum()) >= projection.weight.numel()
+                assert edited.count_nonzero() == projection.module.weight.numel() - projection.weight.numel()
+                if projection.bias is not None:
+                    assert torch.equal(projection.with_bias(projection.bias), projection.module.bias)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neo"])

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attention_rows import Rows
-from support.retrofitted import assert_close
+from support.naming import naming
+from support.retrofitted import assert_close, each_pair
 from tiny import VOCAB, padded, ragged_tokens, spread_weights, tiny_tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
@@ -232,15 +233,16 @@ def test_what_is_measured_is_the_formulas_weights(label: str, kernel: str) -> No
 
 
 @EACH
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(label: str, side: str) -> None:
-    model, lengths = shared(label), [9, 5, 7]
-    batch = padded(ragged_tokens(lengths), side)
-    inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
-    together = model(batch.token_ids, **inputs).logits
-    for row, ids in enumerate(ragged_tokens(lengths)):
-        alone = model(torch.as_tensor(ids)[None]).logits
-        assert_close(together[row][batch.attention_mask[row].bool()], alone[0])
+def test_padding_changes_nothing(label: str) -> None:
+    for side in ("left", "right"):
+        with naming(side):
+            model, lengths = shared(label), [9, 5, 7]
+            batch = padded(ragged_tokens(lengths), side)
+            inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+            together = model(batch.token_ids, **inputs).logits
+            for row, ids in enumerate(ragged_tokens(lengths)):
+                alone = model(torch.as_tensor(ids)[None]).logits
+                assert_close(together[row][batch.attention_mask[row].bool()], alone[0])
 
 
 @EACH
@@ -371,8 +373,11 @@ def test_a_prefix_is_not_in_the_loss(no_figures: None, tmp_path: Path) -> None:
     assert math.log(run.metric("perplexity")) == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["operation:kind=sigmoid", "key-bias:value=learned", "value-bias"])
-@pytest.mark.parametrize("label", ["alibi", "learned", "several"])
+@each_pair(
+    ["alibi", "learned", "several"],
+    ["operation:kind=sigmoid", "key-bias:value=learned", "value-bias"],
+    ("label", "method"),
+)
 def test_it_takes_operations_and_biases(label: str, method: str, tmp_path: Path) -> None:
     name, _, given = method.partition(":")
     parameters = dict(part.split("=") for part in filter(None, given.split(",")))

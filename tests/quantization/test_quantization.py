@@ -12,8 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 from support.figures import rough_figures, skip_figures
-from support.retrofitted import METHODS, retrofitted
-from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
+from support.retrofitted import METHODS, each_pair, retrofitted
+from tiny import REPRESENTATIVE, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -204,7 +204,7 @@ def linear_by_hand(model: PreTrainedModel) -> dict[str, nn.Module]:
     return linear
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
     """A copy with quantized weights, and torch's fake quantization in plain hooks at every input and output."""
     model, bits = tiny_model(family), 5
@@ -543,8 +543,7 @@ def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -
 # --- retrofitted models
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-new"])  # q, k and v apart, and fused in two ways
-@pytest.mark.parametrize("label", METHODS)
+@each_pair(["llama", "gpt2", "falcon-new"], list(METHODS))  # q, k and v apart, and fused in two ways
 def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str) -> None:
     """The same sites; and with 16 bits hardly anything is lost."""
     model = retrofitted(name, label, torch.float32)

@@ -10,7 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attention_rows import Rows
-from support.retrofitted import IDS, SETTINGS, assert_close, gradient_tables, in_double, plain_model, train
+from support.naming import naming
+from support.retrofitted import (
+    IDS,
+    SETTINGS,
+    assert_close,
+    each_pair,
+    gradient_tables,
+    in_double,
+    plain_model,
+    train,
+)
 from tiny import padded, ragged_tokens, tiny_tokens
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
@@ -166,8 +176,7 @@ def loss(model: PreTrainedModel, ids: torch.Tensor = IDS) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@EACH
+@each_pair(FAMILIES, list(LABELS))
 def test_logits_and_gradients_are_the_formulas(name: str, label: str) -> None:
     ours, expected = changed(name, label).requires_grad_(True), by_formula(name, label).requires_grad_(True)
     for model in (ours, expected):
@@ -194,9 +203,9 @@ def test_learned_parameters_have_the_gradient_of_a_small_step(label: str) -> Non
     assert float((weight.grad * step).sum()) == pytest.approx(float(above - below) / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "kernel"), [("llama", "sdpa"), ("gemma2", "eager")])
-@pytest.mark.parametrize("label", [label for label in LABELS if not label.startswith("value")])
-def test_what_is_measured_is_the_proxy(name: str, kernel: str, label: str) -> None:
+@each_pair(["llama", "gemma2"], [label for label in LABELS if not label.startswith("value")])
+def test_what_is_measured_is_the_proxy(name: str, label: str) -> None:
+    kernel = "sdpa" if name == "llama" else "eager"
     rows, expected = Rows(SETTINGS), by_formula(name, label)
     model = shared(name, label)
     with torch.no_grad(), in_double(expected):
@@ -225,16 +234,17 @@ def test_generates_the_same_with_the_cache_and_without(label: str) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(label: str, side: str) -> None:
-    model = shared("llama", label)
-    batch = padded(ragged_tokens([9, 5, 7]), side)
-    with torch.no_grad(), in_double(model):
-        inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
-        together = model(batch.token_ids, use_cache=False, **inputs).logits
-        for row, ids in enumerate(ragged_tokens([9, 5, 7])):
-            alone = model(torch.as_tensor(ids)[None], use_cache=False).logits
-            assert_close(together[row][batch.attention_mask[row].bool()], alone[0], 1e-9)
+def test_padding_changes_nothing(label: str) -> None:
+    for side in ("left", "right"):
+        with naming(side):
+            model = shared("llama", label)
+            batch = padded(ragged_tokens([9, 5, 7]), side)
+            with torch.no_grad(), in_double(model):
+                inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+                together = model(batch.token_ids, use_cache=False, **inputs).logits
+                for row, ids in enumerate(ragged_tokens([9, 5, 7])):
+                    alone = model(torch.as_tensor(ids)[None], use_cache=False).logits
+                    assert_close(together[row][batch.attention_mask[row].bool()], alone[0], 1e-9)
 
 
 @EACH

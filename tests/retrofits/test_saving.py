@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.clean import CleanProcess, clean_process
 from support.retrofitted import pairs
-from tiny import TINY, tiny_model, tiny_tokens
+from tiny import REPRESENTATIVE, TINY, tiny_model, tiny_tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -26,7 +26,6 @@ from sinkscope.models.families import find_family
 from sinkscope.models.model_types import base_type
 from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
 
-EACH_FAMILY = pytest.mark.parametrize("name", TINY)
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "vscale": ("vscale", {"sigma": 0.3}),
     "vscale-fixed": ("vscale", {"learned": False, "strength": 30.0}),
@@ -135,7 +134,7 @@ def test_in_several_files_too(label: str, tmp_path: Path) -> None:
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
-@EACH_FAMILY
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_a_model_read_from_a_folder_is_retrofitted_saved_and_read(name: str, tmp_path: Path) -> None:
     """Mixtures of experts are written in other shapes than they have: also when the model came from such a file."""
     tiny_model(name).save_pretrained(tmp_path / "plain")

@@ -1,6 +1,6 @@
 """Every retrofit in every tiny model, its parameters moved away from their start."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import TINY, batched, tiny_model, tiny_tokens
+from tiny import batched, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 
 from sinkscope.measuring.observables import OBSERVABLES
@@ -17,8 +17,6 @@ from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.retrofits import new_parameters, retrofit_model
-
-EACH_FAMILY = pytest.mark.parametrize("name", TINY)
 
 # label → method and parameters
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,33 +31,37 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "register-tokens": ("register-tokens", {"count": 3}),
 }
 
-EACH_METHOD = pytest.mark.parametrize("label", METHODS)
-
 
 def each_pair(
-    names: Sequence[str], labels: Sequence[str], arguments: tuple[str, str] = ("name", "label")
+    names: Sequence[str],
+    labels: Sequence[Any],
+    arguments: tuple[str, str] = ("name", "label"),
+    whole: Collection[str] = (),
 ) -> pytest.MarkDecorator:
-    """Every method in the first family and every family with two methods, other ones in the next family: what a method
-    does to attention and how a family's attention is read meet in one place, the seam.
+    """Every method in the first family, and every other family with one method, the next family with the next one.
+
+    What a method does to attention and how a family's attention is read meet in one place, the seam: a fault is either
+    the method's, and seen in the first family, or the family's, and seen with any method. The same holds of the ways in
+    which a batch is padded, of commands and of endings.
 
     Args:
-        names: of the families.
-        labels: of the methods, or of anything else that meets a family in one place.
-        arguments: the test's names for a family and a method.
+        names: The families.
+        labels: The methods, or anything else that meets a family in one place.
+        arguments: The test's names for a family and a method.
+        whole: Further families that meet every method, because they differ in how the two meet.
     """
-    return pytest.mark.parametrize(arguments, pairs(names, labels))
+    return pytest.mark.parametrize(arguments, pairs(names, labels, whole))
 
 
-def pairs(names: Sequence[str], labels: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs of `each_pair`, and those that meet outside of the seam: registers are tokens of the model, and a
-    further term of the denominator is added to logits that some families change.
+def pairs(names: Sequence[str], labels: Sequence[Any], whole: Collection[str] = ()) -> list[tuple[str, Any]]:
+    """Return the pairs of `each_pair`, and those that meet outside of the seam: registers are tokens of the model, and
+    a further term of the denominator is added to logits that some families change.
     """
-    first, *others = names
-    size = len(labels)
-    turns = ((name, labels[(2 * place + more) % size]) for place, name in enumerate(others) for more in range(2))
+    met_by_all = [name for name in names if name == names[0] or name in whole]
+    turns = ((name, labels[place % len(labels)]) for place, name in enumerate(names[1:]))
     elsewhere = [("register-tokens", names), *((label, OWN_LOGITS) for label in ("learnable-sink", "key-bias"))]
     more = ((name, label) for label, met in elsewhere if label in labels for name in met if name in names)
-    return list(dict.fromkeys([*((first, label) for label in labels), *turns, *more]))
+    return list(dict.fromkeys([*((name, label) for name in met_by_all for label in labels), *turns, *more]))
 
 
 AT_TAPS = [label for label in METHODS if label != "register-tokens"]

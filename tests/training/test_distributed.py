@@ -1,7 +1,6 @@
 """Several processes train the model that one process trains: the same blocks a step, the same losses and weights."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from support.figures import skip_figures
+from support.naming import naming
 from support.ranks import on_two_ranks, sharded_retrofit, sharding_environment
 from support.retrofit_command import words_tokenizer
 from support.training import CASES, config, model, random_blocks, repetitive
@@ -29,7 +29,6 @@ from sinkscope.retrofits import retrofit_model
 from sinkscope.training.sharding import CONFIGURATION, NEEDED, check_sharding, launched
 from sinkscope.training.trainer import shuffled, train
 
-ROOT = Path(__file__).parents[2]
 LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGURATION)),
     *("--num_processes", "2", "--main_process_port", "0"),
@@ -94,13 +93,6 @@ def test_every_block_is_read_once_before_any_is_read_again() -> None:
 # --- FSDP ---
 
 
-# what `accelerate launch` starts, which has imported as little as a user's process
-LAUNCHED = """
-import sys
-from pathlib import Path
-from support.ranks import sharded_retrofit
-sharded_retrofit(Path(sys.argv[1]), sys.argv[2:])
-"""
 OPTIONS: dict[str, Any] = {
     "steps": 8,
     "block_length": 16,
@@ -123,13 +115,23 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_what_a_launcher_tells_its_processes(tmp_path: Path) -> None:
+    """What the processes that are forked here are told, `accelerate launch` tells those that it starts."""
+    script = tmp_path / "launched.py"
+    script.write_text("import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))")
+    done = subprocess.run([*LAUNCH, str(script), str(tmp_path / "rank")], timeout=180, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in ("0", "1"):
+        told = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert sharding_environment().items() <= told.items()
+        assert (told["LOCAL_RANK"], told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"]) == (rank, "2", "2")
+        assert {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} <= told.keys()
+
+
 def test_retrofit_with_shards_is_retrofit_on_one_process(
     tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in its second half, too, and gone on with: models, losses and gates are the same to round-off.
-
-    The one that goes on is started by `accelerate launch`.
-    """
+    """Killed in its second half, too, and gone on with: models, losses and gates are the same to round-off."""
     text = tmp_path / "ids.npy"
     np.save(text, random_blocks(11).train)
     out = tmp_path / "sharded"
@@ -142,12 +144,10 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(
     assert killed[0] != 0
     assert (out / "vga" / "training" / "checkpoint-4").is_dir(), log.read_text()[-4000:]
     assert not (out / "vga" / "model").exists()
-    told = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    (tmp_path / "launched.py").write_text(LAUNCHED)
-    launch = [*LAUNCH, str(tmp_path / "launched.py"), str(tmp_path), *arguments]
-    done = subprocess.run(launch, env=told, timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert done.stdout.count(f"written to {out}") == 1
+    log.unlink()
+    done = on_two_ranks(lambda: sharded_retrofit(tmp_path, arguments), log, **sharding_environment())
+    assert done == [0, 0], log.read_text()[-4000:]
+    assert log.read_text().count(f"written to {out}") == 1
     steps = [int(step) for step in (tmp_path / "steps-1.txt").read_text().split()]
     assert steps[::2] == [0, 1, 2, 3, 4, *range(4, 8), *range(8)]  # killed in step 5, before it was noted
 
@@ -172,15 +172,16 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(
             pd.testing.assert_frame_equal(ours, expected, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", TINY)
-def test_every_family_says_what_its_decoder_layers_are(kind: str) -> None:
+def test_every_family_says_what_its_decoder_layers_are() -> None:
     """A model, retrofitted, is cut at its `_no_split_modules`: exactly its layers."""
-    changed = tiny_model(kind)
-    family = find_family(changed)
-    layers = family.layer_modules(changed)
-    retrofit_model(changed, family, "vscale")
-    cut = [module for module in changed.modules() if type(module).__name__ in changed._no_split_modules]
-    assert {id(module) for module in cut} == {id(layer) for layer in layers}
+    for kind in TINY:
+        with naming(kind):
+            changed = tiny_model(kind)
+            family = find_family(changed)
+            layers = family.layer_modules(changed)
+            retrofit_model(changed, family, "vscale")
+            cut = [module for module in changed.modules() if type(module).__name__ in changed._no_split_modules]
+            assert {id(module) for module in cut} == {id(layer) for layer in layers}
 
 
 def test_configurations_that_would_train_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,319 @@
+"""Mutation testing, run by hand: sixty single errors in the numerical core, and whether the tests notice each of them.
+
+Every mutation replaces one piece of one function's source (an operator, an index, a sign, an axis, a mask) and runs the
+test files that cover the function. All runs are forks of one process that has imported the package and the tests, so
+that a mutation costs no more than the tests up to the first failure:
+
+    OMP_NUM_THREADS=1 python tests/mutations.py              # all mutations, about a quarter of an hour on one core
+    OMP_NUM_THREADS=1 python tests/mutations.py causal mass  # those with one of these words, in this order
+
+Tests of real models are left out. A mutation counts as killed where a test fails, as survived where all pass; it is an
+error where its piece of source does not occur exactly once in the function.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import importlib
+import inspect
+import os
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from _pytest.main import pytest_runtestloop as run_tests
+
+ROOT = Path(__file__).parents[1]
+
+KERNELS = "sinkscope.attention.kernels"
+WEIGHTS = "sinkscope.attention.weights"
+OPERATIONS = "sinkscope.attention.kernels"
+STREAMING = "sinkscope.attention.streaming"
+TAPS = "sinkscope.attention.taps"
+TRACER = "sinkscope.measuring.tracer"
+LOSSES = "sinkscope.measuring.losses"
+OBSERVABLES = "sinkscope.measuring.observables"
+ESTIMATES = "sinkscope.results.statistics"
+EFFECT_INTERVALS = "sinkscope.verdict.effect_intervals"
+INTERVENTIONS = "sinkscope.interventions"
+
+# the tests that cover each part, by file or folder: never the single test that is expected to fail
+ATTENTION_TESTS = ("tests/attention", "tests/measuring/test_observables.py", "tests/measuring/test_tracer.py")
+OPERATION_TESTS = ("tests/attention", "tests/retrofits/test_operations.py", "tests/retrofits/test_retrofits.py")
+STREAMING_TESTS = ("tests/measuring/test_streaming.py",)
+RETROFIT_TESTS = ("tests/retrofits/test_retrofits.py",)
+TRACER_TESTS = (
+    "tests/measuring/test_tracer.py",
+    "tests/measuring/test_gate.py",
+    "tests/measuring/test_outside.py",
+    "tests/measuring/test_losses.py",
+)
+OBSERVABLE_TESTS = (
+    "tests/measuring/test_observables.py",
+    "tests/measuring/test_by_sequence.py",
+    "tests/measuring/test_outside.py",
+    "tests/measuring/test_tracer.py",
+)
+GRADIENT_TESTS = ("tests/measuring/test_gradient.py",)
+BRANCH_TESTS = ("tests/models/test_every_model.py",)  # of branches that a model scales or adds up from several
+BIAS_TESTS = ("tests/measuring/test_query_bias.py",)
+ESTIMATE_TESTS = (
+    "tests/paper_claims/test_claims_estimates.py",
+    "tests/paper_claims/test_claims_levels.py",
+    "tests/verdict/test_effect_intervals.py",
+)
+INTERVENTION_TESTS = ("tests/interventions", "tests/commands/test_intervene.py")
+
+
+class Mutation(NamedTuple):
+    """One error: in this function of this module the text `old`, which occurs there once, becomes `new`."""
+
+    name: str
+    module: str
+    function: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def _mutations(tests: tuple[str, ...], *rows: tuple[str, str, str, str, str]) -> list[Mutation]:
+    return [Mutation(*row, tests) for row in rows]
+
+
+MUTATIONS = [
+    *_mutations(
+        ATTENTION_TESTS,
+        ("causal: a query does not see its own key", KERNELS, "causal", "return row >= ", "return row > "),
+        ("heads: another key head", KERNELS, "repeat_heads", "dim=1)", "dim=1).roll(1, 1)"),
+        ("heads: axes of a product", KERNELS, "grouped_matmul",
+         "view(batch, heads, rows, right.shape[-1])", "view(batch, rows, heads, right.shape[-1]).transpose(1, 2)"),
+        ("softcap: not scaled back", KERNELS, "raw_logits", "call.softcap * (logits", "(logits"),
+        ("cache: empty places are seen", KERNELS, "masked", "ahead = 0 if queries > 1 else offset", "ahead = offset"),
+        ("forbidden: earlier queries are let through", KERNELS, "_penalised",
+         "place[:, None] != columns", "place[:, None] > columns + 1"),
+        ("padding: keys are not masked", WEIGHTS, "AttentionRead.allowed", " & valid[:, None, None, cols]", ""),
+        ("weights: sign of the log-sum-exp", WEIGHTS, "AttentionRead.weights",
+         "else log_sim - lse", "else log_sim + lse"),
+        ("weights: later keys of a chunk", WEIGHTS, "AttentionRead.weights",
+         "max(cols.start, rows.start)", "max(cols.start, rows.stop)"),
+        ("missing mass: sign", WEIGHTS, "AttentionRead.missing_mass", "- self.lse).exp()", "+ self.lse).exp()"),
+        ("entropy: sign", WEIGHTS, "column_sums", "= -log_weights", "= log_weights"),
+        ("window sums: chunks overwrite each other", WEIGHTS, "column_sums",
+         "windows[..., band] +=", "windows[..., band] ="),
+        ("window sums: the band is a column short", WEIGHTS, "column_sums", "- window + 1)", "- window + 2)"),
+        ("window sums: a window is one longer", WEIGHTS, "_within", ".abs() < window", ".abs() <= window"),
+        ("plain window sums: a window is one shorter", WEIGHTS, "plain_window_sums",
+         "behind <= reach", "behind < reach"),
+    ),
+    *_mutations(
+        OPERATION_TESTS,
+        ("operation: factor divides", OPERATIONS, "Operation._exponential",
+         "weights * self.factor", "weights / self.factor"),
+        ("operation: a negative divisor", OPERATIONS, "Operation._divisor_of", "total.abs().clamp", "total.clamp"),
+        ("operation: the root of a power", OPERATIONS, "Operation._exponential", ", seen) / self.power", ", seen)"),
+    ),
+    *_mutations(
+        RETROFIT_TESTS,
+        ("denominator: ALiBi's own bias", TAPS, "Denominator.added_to", "logits + own_bias", "logits - own_bias"),
+        ("denominator: the model's own term is lost", TAPS, "Denominator.added_to",
+         "logits.logaddexp(call.sink_logits.to(logits.dtype)[:, None])", "logits"),
+        ("sink logits: of the first rows", KERNELS, "sink_rows",
+         "sinks[:, :, rows]", "sinks[:, :, : rows.stop - rows.start]"),
+        ("sink logits: not in the log-sum-exp", KERNELS, "row_lse", "lse.logaddexp(sink_logits.to(lse.dtype))", "lse"),
+    ),
+    *_mutations(
+        STREAMING_TESTS,
+        ("streaming: place in the cache", STREAMING, "Cache.positions", "self.window - 1", "self.window"),
+        ("streaming: a window is one longer", STREAMING, "Cache.visible", "key < self.window", "key <= self.window"),
+    ),
+    *_mutations(
+        TRACER_TESTS,
+        ("gate: what it is divided by", TRACER, "share_left", "/ before.square()", "/ after.square()"),
+        ("gate: tokens in reverse", TRACER, "Tracer._see_gate", "part.output.detach()", "part.output.detach().flip(1)"),
+        ("positions: their offset", TRACER, "model_inputs", "batch.position_ids.to(device) + first_position",
+         "batch.position_ids.to(device) + first_position + 1"),
+        ("registers: counted as text", TRACER, "Tracer._read_layers", "batch = batch.behind(self.registers)", "pass"),
+        ("loss: sign of its gradient", LOSSES, "loss_and_gradient", "-torch.ones_like(", "torch.ones_like("),
+        ("loss: gradient of the last token", LOSSES, "loss_and_gradient", "gradient[~predicting] = 0.0", "pass"),
+    ),
+    *_mutations(
+        OBSERVABLE_TESTS,
+        ("attention: queries of a window", f"{OBSERVABLES}.attention", "window_means",
+         "(positions, window,", "(positions, None,"),
+        ("attention: padding counts as queries", f"{OBSERVABLES}.attention", "mean_over_queries",
+         ".sum(-1) / counted.sum(-1)", ".mean(-1)"),
+        ("attention: the token of a sink", f"{OBSERVABLES}.attention", "Attention._list_sinks",
+         "position.cpu() + batch.start[sequence.cpu()]]", "position.cpu()]"),
+        ("attention: registers' mass", f"{OBSERVABLES}.attention", "outside_mass",
+         "mass + torch.cat", "mass - torch.cat"),
+        ("activation: the value norm's axes", f"{OBSERVABLES}.activation", "value_norms",
+         "dim=(1, 3))", "dim=3).mean(1)"),
+        ("activation: the largest negative entry", f"{OBSERVABLES}.activation", "token_peaks", "-x.amin", "x.amin"),
+        ("geometry: keys that a query sees", f"{OBSERVABLES}.geometry", "causal_pair_means",
+         "torch.arange(1, length + 1,", "torch.arange(0, length,"),
+        ("geometry: other keys under a mask", f"{OBSERVABLES}.geometry", "masked_pair_means",
+         "rows, None] - 1", "rows, None]"),
+        ("geometry: the diagonal of a chunk", f"{OBSERVABLES}.geometry", "weighted_dots_from",
+         ".tril_()", ".tril_(-1)"),
+        ("massive: median with the token itself", f"{OBSERVABLES}.massive", "medians_elsewhere",
+         "np.delete(column, position)", "column"),
+        ("massive: one more entry", f"{OBSERVABLES}.massive", "largest_entries", "(rank < TOP)", "(rank <= TOP)"),
+    ),
+    *_mutations(
+        BIAS_TESTS,
+        ("query bias: heads of a group", f"{OBSERVABLES}.query_bias", "bias_directions",
+         "view(len(weight), -1, bias.shape[-1])", "view(-1, len(weight), bias.shape[-1]).transpose(0, 1)"),
+    ),
+    *_mutations(
+        GRADIENT_TESTS,
+        ("gradient: compress", f"{OBSERVABLES}.gradient", "Gradient._add_ratios", "norm(x - z)", "norm(x + z)"),
+        ("gradient: upper bound", f"{OBSERVABLES}.gradient_theorems", "_bounds",
+         "(mass_squared - second)", "(mass_squared + second)"),
+        ("gradient: groups of heads", f"{OBSERVABLES}.gradient_theorems", "TheoremOne.add_value_gradient",
+         "unflatten(1, (gradient.shape[1], -1)).sum(2)", "unflatten(1, (-1, gradient.shape[1])).sum(1)"),
+    ),
+    *_mutations(
+        BRANCH_TESTS,
+        ("site: only its last term", TRACER, "Tracer._read_layers", "_added(whole if at else None", "_added(None"),
+        ("site: a branch is not scaled", TRACER, "_added", "else scale * term", "else term"),
+        ("gradient: a scaled branch", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
+         "gradient / scale", "gradient * scale"),
+    ),
+    *_mutations(
+        ESTIMATE_TESTS,
+        ("bootstrap: half as many units", ESTIMATES, "resamplings", "multinomial(units *", "multinomial(units // 2 *"),
+        ("bootstrap: its level", ESTIMATES, "bootstrap", "[(1 - LEVEL) / 2, (1 + LEVEL) / 2]", "[1 - LEVEL, LEVEL]"),
+        ("jackknife: its factor", ESTIMATES, "jackknife", "(groups - 1) / groups", "1 / groups"),
+        ("difference: the other end", ESTIMATES, "Estimate.__sub__",
+         "other.high - other.value", "other.value - other.low"),
+        ("runs: degrees of freedom", ESTIMATES, "mean_of_runs", "ddof=1", "ddof=0"),
+        ("smallest of several: simultaneous ends", ESTIMATES, "least_of",
+         "high=min(simultaneous)", "high=max(simultaneous)"),
+        ("interval of a change: upside down", EFFECT_INTERVALS, "_change", "after / before", "before / after"),
+    ),
+    *_mutations(
+        INTERVENTION_TESTS,
+        ("massive: added to what is there", f"{INTERVENTIONS}.massive", "_Massive.applied",
+         "x[:, coordinates] = values", "x[:, coordinates] += values"),
+        ("massive: negative ones elsewhere", f"{INTERVENTIONS}.massive", "_put",
+         "entries.abs() >= least", "entries >= least"),
+        ("epe: exchanged the wrong way", f"{INTERVENTIONS}.positional_encoding", "_PositionVectors._epe_exchanged",
+         "epe[giver] - epe[position]", "epe[position] - epe[giver]"),
+        ("mask-sink: the sink's own weight", f"{INTERVENTIONS}.sink_mask", "MaskSink._forbidden",
+         "(row[:, None] != col)", "(row[:, None] >= col)"),
+        ("mask-sink: the key's own weight in sums", WEIGHTS, "_forget_forbidden",
+         "own[:, forbidden.heads, 0, 0]", "0.0"),
+    ),
+]  # fmt: skip
+
+
+def find_code(code: types.CodeType, function: str) -> types.CodeType | None:
+    """Return the code object of a function, found by its qualified name among those nested in `code`."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            if constant.co_qualname == function:
+                return constant
+            if (nested := find_code(constant, function)) is not None:
+                return nested
+    return None
+
+
+def find_function(module: types.ModuleType, function: str) -> Any:
+    """Return the plain function behind a qualified name, without decorators."""
+    found: Any = module
+    for part in function.split("."):
+        found = inspect.getattr_static(found, part)
+    for attribute in ("fget", "func", "__func__"):  # property, cached_property, classmethod and staticmethod
+        found = getattr(found, attribute, None) or found
+    return inspect.unwrap(found)
+
+
+def mutated_source(mutation: Mutation, source: str) -> str:
+    """Return the module's source with the mutation in. Raises ValueError where its text does not occur once."""
+    node: Any = ast.parse(source)
+    for part in mutation.function.split("."):
+        node = next(child for child in node.body if getattr(child, "name", None) == part)
+    lines = source.splitlines(keepends=True)
+    body = "".join(lines[node.lineno - 1 : node.end_lineno])
+    if body.count(mutation.old) != 1:
+        raise ValueError(f"{mutation.old!r} occurs {body.count(mutation.old)} times in {mutation.function}")
+    body = body.replace(mutation.old, mutation.new)
+    return "".join([*lines[: node.lineno - 1], body, *lines[node.end_lineno :]])
+
+
+def apply(mutation: Mutation) -> None:
+    """Exchange the function's code in this process; whoever has imported it calls the mutated code."""
+    module = importlib.import_module(mutation.module)
+    path = str(module.__file__)
+    code = compile(mutated_source(mutation, Path(path).read_text()), path, "exec", dont_inherit=True)
+    mutated = find_code(code, mutation.function)
+    assert mutated is not None, mutation.function
+    find_function(module, mutation.function).__code__ = mutated
+
+
+class Mutating:
+    """A pytest plugin: in place of the tests that were collected, each mutation's tests in a fork of this process."""
+
+    def __init__(self, mutations: list[Mutation]) -> None:
+        self.mutations = mutations
+        self.results = {"killed": 0, "survived": 0, "error": 0}
+        self.log = Path()
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        gc.collect()
+        gc.freeze()  # otherwise a fork's first collection copies all memory
+        items = session.items
+        with tempfile.TemporaryDirectory() as folder:
+            self.log = Path(folder) / "log"
+            for mutation in self.mutations:
+                self.log.write_text("")
+                session.items = [item for item in items if item.nodeid.startswith(mutation.tests)]
+                began = time.monotonic()
+                result = {0: "survived", 1: "killed"}.get(self.status_of(mutation, session), "error")
+                self.results[result] += 1
+                line = f"{result:8} {time.monotonic() - began:5.0f} s  {mutation.name}  {self.log.read_text()}"
+                print(line, file=sys.__stderr__, flush=True)
+        return True
+
+    def status_of(self, mutation: Mutation, session: pytest.Session) -> int:
+        """Return 0 where all tests pass, 1 where one fails, and 99 for an error."""
+        child = os.fork()
+        if child == 0:
+            status = 99
+            try:
+                apply(mutation)
+                with contextlib.suppress(session.Failed):
+                    run_tests(session)
+                status = int(session.testsfailed > 0)
+            except BaseException as error:
+                self.log.write_text(repr(error))
+            os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.log.write_text(report.nodeid)
+
+
+def main(words: list[str]) -> int:
+    torch.set_num_threads(1)
+    os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    chosen = dict.fromkeys(each for word in words or [""] for each in MUTATIONS if word in each.name)
+    plugin = Mutating(list(chosen))
+    files = sorted({path for each in plugin.mutations for path in each.tests})
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+        pytest.main(["-x", "-p", "no:cacheprovider", "-m", "not real_model", *files], plugins=[plugin])
+    print(", ".join(f"{count} {result}" for result, count in plugin.results.items()), f"of {len(plugin.mutations)}")
+    return int(plugin.results["error"] > 0 or sum(plugin.results.values()) < len(plugin.mutations))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
