@@ -42,7 +42,7 @@ ROW, AROUND = 0.34, 0.95  # inches
 SPREAD = 0.28  # of a row's height, to both sides of its middle
 PANEL, ACROSS = 1.5, 3  # inches, and panels in a row
 LEGEND = 84  # characters across
-LONGEST_NAME = 32
+LONGEST_NAME = 36
 BAR = 1.1  # points: a bar through a dot
 BAND: Look = {"alpha": 0.22, "linewidth": 0}
 INTERVAL = "95 % over sequences"
@@ -51,6 +51,19 @@ RATE, LIMITS = "sink rate at position 0 in %", (-3, 103)
 
 def model_names(models: Iterable[str]) -> list[str]:
     return [escape(shorten(model, LONGEST_NAME)) for model in models]
+
+
+def rows_by_policy(tables: SweepTables) -> pd.DataFrame:
+    """Return the rows of `tables.by_policy`, with the model's own name in `name`.
+
+    If a model was measured with a BOS and without, `model` says which, so that each policy is a row of its own.
+    """
+    rows = tables.by_policy
+    rows = rows.assign(name=rows["model"])
+    if rows.empty or rows.groupby("model")["bos"].nunique().max() == 1:
+        return rows
+    short = rows["model"].map(lambda name: shorten(name, LONGEST_NAME - len(", without BOS")))
+    return rows.assign(model=short + ", " + rows["bos"] + " BOS")
 
 
 def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = None) -> tuple[Figure, Axes]:
@@ -153,13 +166,12 @@ def lacking_sweep_inputs(tables: SweepTables) -> str | None:
 
 
 def draw_sweep_inputs(tables: SweepTables) -> Figure:
-    rows = tables.main
+    rows = rows_by_policy(tables)
     figure, ax = dots_by_model(rows, "input")
     if all((rows[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items()):
-        models = list(rows["model"].unique())
         colors = {line.get_label(): line.get_color() for line in ax.lines}
         places = places_in_row(rows["input"])
-        for at, model in enumerate(models):
+        for at, model in enumerate(rows.drop_duplicates("model")["name"]):
             for reads, found in WSE_TABLE_1.get(tables.papers.get(model, ""), {}).items():
                 ax.plot(
                     [found.value], [at + places.get(reads, 0.0)], marker="o", markersize=8, fillstyle="none",
@@ -250,9 +262,13 @@ def draw_sweep_chat(tables: SweepTables) -> Figure:
 
 
 def _epsilon_rows(tables: SweepTables) -> pd.DataFrame:
-    """Of the cells that are compared by input."""
+    """Return the rates at all ε of the cells that are compared by input."""
     table = tables.tables.get(EPSILON)
-    return pd.DataFrame() if table is None else table[table["cell"].isin(tables.main["cell"])]
+    if table is None:
+        return pd.DataFrame()
+    models = rows_by_policy(tables).set_index("cell")["model"]
+    rows = table[table["cell"].isin(models.index)]
+    return rows.assign(model=rows["cell"].map(models))
 
 
 def lacking_sweep_epsilon(tables: SweepTables) -> str | None:
@@ -299,7 +315,7 @@ def draw_sweep_lengths(tables: SweepTables) -> Figure:
 
 def _domains_rows(tables: SweepTables) -> pd.DataFrame:
     """Of texts: what is drawn at random has no domain."""
-    rows = tables.main
+    rows = rows_by_policy(tables)
     return several(rows[~rows["condition"].isin(list(DRAWN))], ("model",), "input")
 
 

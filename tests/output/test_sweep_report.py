@@ -99,6 +99,16 @@ def test_without_any_cell_there_is_no_figure() -> None:
     assert words(SweepTables({}, {}), {"content": {"title": "Empty"}}) == "## Empty\n\nNo cell of `analyze` is done."
 
 
+def test_figures_show_both_policies_of_a_model_that_was_measured_with_a_bos_and_without() -> None:
+    tables = tables_of(
+        {"settings": "bos=always", "token_zero": "bos <s> (id 1)"},
+        {"settings": "bos=never", "token_zero": "first text token", "value": 0.3},
+    )
+    figure = OF_SWEEP["sweep-inputs"](tables)
+    names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert names == ["a, with BOS", "a, without BOS"]
+
+
 def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None:
     tables = tables_of(
         {"revision": "step0", "settings": "seed=0", "value": 0.1},
