@@ -200,9 +200,9 @@ def draw_routes(table: pd.DataFrame) -> Figure:
     for row, model in enumerate(models, 1):
         _name(grid[row][0], wrapped(model_name(model), NAME, 3))
     for column, route in zip(grid.T, ROUTES, strict=True):
-        column[0].set_title(f"{route.name}\n", fontsize=7.5, fontweight="bold", pad=2)
+        column[0].set_title(route.name.replace(" ", "\n") + "\n", fontsize=6.8, fontweight="bold", pad=2)
         column[0].annotate(escape(route.cut), (0.5, 1), (0, 3), xycoords="axes fraction",
-            textcoords="offset points", fontsize=6, ha="center")  # fmt: skip
+            textcoords="offset points", fontsize=5.2, ha="center")  # fmt: skip
         _words(column[0], route.published or "not tested")
         _shade(column[0], route.published_effect)
         for ax, model in zip(column[1:], models, strict=True):
@@ -225,7 +225,7 @@ def _name(ax: Axes, text: str) -> None:
 def _words(ax: Axes, text: str) -> None:
     """In place of numbers."""
     lines = textwrap.wrap(text, ROUTES_LETTERS, max_lines=4, placeholder=" …")
-    ax.text(0.5, 0.5, escape("\n".join(lines)), transform=ax.transAxes, ha="center", va="center", fontsize=5.8)
+    ax.text(0.5, 0.5, escape("\n".join(lines)), transform=ax.transAxes, ha="center", va="center", fontsize=5)
     ax.set(xticks=[], yticks=[])
 
 
