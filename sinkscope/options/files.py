@@ -1,8 +1,8 @@
-"""Files and folders that a user names: looked up, opened and parsed here, whoever reads them.
+"""Files and folders that a user names: look up, open and parse them (text, JSON, YAML).
 
 Opening a pipe waits for a writer that may never come; a name may be too long, in a circle of links, or not permitted;
-a small file's place may be taken by one that fills the memory. Each is an `InputError` here, so that no reader has to
-think of it.
+a file may be so large that it fills the memory. Each of these is an `InputError` here, so that readers need no checks
+of their own.
 """
 
 import json
@@ -22,7 +22,7 @@ DEEPEST = 100  # nesting of its content; real ones have ten
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:
-    """What a user named, with the home folder in place of ~.
+    """Return the path that a user gave, with ~ replaced by the home folder.
 
     Raises:
         InputError: there is no such user, or no path can have this name.
@@ -35,7 +35,7 @@ def user_path(name: str | os.PathLike[str]) -> Path:
 
 
 def plain_path(name: str | os.PathLike[str]) -> Path:
-    """The same where ~ stands for itself."""
+    """Return the path that a user gave, without expanding ~."""
     path = Path(name)
     try:
         is_path = b"\0" not in os.fsencode(path)
@@ -47,7 +47,7 @@ def plain_path(name: str | os.PathLike[str]) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder"] | None:
-    """What there is at a path; None: nothing.
+    """Return whether a path is a file or a folder; None if it does not exist.
 
     Raises:
         InputError: it cannot be used, or is neither a file nor a folder.
@@ -74,7 +74,7 @@ UserPath = Annotated[Path, AfterValidator(_looked_up)]  # of an option: there is
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of all entries of a folder, sorted. Raises: InputError."""
+    """Return the sorted names of all entries of a folder. Raises: InputError."""
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
@@ -98,7 +98,7 @@ def _first_bytes(path: Path, count: int) -> bytes:
 
 
 def read_text(path: Path, largest: int = LARGEST) -> str:
-    """The text of a file that is to be parsed, a byte order mark left out.
+    """Return the text of a file without a byte order mark.
 
     Raises:
         InputError: there is no such file, it cannot be read, it is too large, or it is not UTF-8.
@@ -113,7 +113,7 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Return the content of a JSON file.
 
     Raises:
         InputError: as `read_text`, and for what is no JSON or nested too deeply.
@@ -129,7 +129,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_depth(path: Path, content: Any) -> None:
-    """Raise InputError for content nested deeper than anything that copies or prints it can follow."""
+    """Raise InputError for content that is nested too deeply to be copied or printed."""
     level = [content]
     for _ in range(DEEPEST):
         parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
@@ -173,11 +173,11 @@ def _parse(path: Path, what: str) -> dict[str, Any]:
     text = read_text(path, LARGEST_YAML)
     try:
         content = _with_text_for_keys(yaml.load(text, _Loader))
-    # whatever looks like a date, a number or one of YAML's other types and is none
+    # any error of a value that looks like a date, a number or another YAML type
     except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
         raise InputError(f"{path} is not YAML: {_yaml_complaint(error)}") from None
     check_depth(path, content)
-    try:  # as it will stand in run.json
+    try:  # run.json will hold it
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
         raise InputError(f"{path} holds what JSON, and so run.json, cannot: {one_line(error)}") from None
@@ -199,7 +199,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count(node: Any, counted: dict[int, int]) -> int:
-    """How many values a YAML node stands for, aliases followed; a node inside itself stands for too many."""
+    """Count the values of a YAML node with its aliases; a node that contains itself has too many."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in counted:
@@ -239,7 +239,7 @@ _NEEDED = {  # pydantic's kind of error → what to say of the value
 
 
 def _complaint(error: Any, kind: type[BaseModel], options: Collection[str]) -> str:
-    """One of pydantic's errors, for someone who wrote the file."""
+    """Describe one of pydantic's errors to the author of the file."""
     message = str(error["msg"]).removeprefix("Value error, ")
     if not error["loc"]:  # of several keys together
         return message

@@ -36,7 +36,7 @@ SWEEPS = "sweeps"  # the folder in recipes/ that holds them
 KINDS = {"run": ("recipe", ""), "sweep": ("sweep", SWEEPS)}  # command → what it runs, and where in recipes/ they are
 LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
-# what a recipe, which may come from anywhere, cannot decide, and why
+# options that a recipe, which may come from anywhere, must not set, and why
 NOT_OPTIONS = {
     "model": "belongs beside `options`, not among them",
     **{name: f"is for you to give, on the command line: {flag(name)}" for name in PERMISSIONS},
@@ -60,13 +60,13 @@ class Content(BaseModel):
     @field_validator("options", mode="before")
     @classmethod
     def _may_be_empty(cls, options: Any) -> Any:
-        """`options:` with nothing, or only comments, behind it."""
+        """Accept `options:` without a value."""
         return {} if options is None else options
 
     @field_validator("runs", mode="before")
     @classmethod
     def _runs_may_be_empty(cls, runs: Any) -> Any:
-        """A run with nothing behind its name is as `options` says."""
+        """Accept a run without options of its own."""
         if isinstance(runs, dict):
             return {name: {} if options is None else options for name, options in runs.items()}
         return {} if runs is None else runs
@@ -74,7 +74,7 @@ class Content(BaseModel):
     @field_validator("figures", mode="before")
     @classmethod
     def _split(cls, names: Any) -> Any:
-        """As on the command line: `a,b`."""
+        """Accept `a,b`, as on the command line."""
         if isinstance(names, str):
             return split_names(names)
         return [] if names is None else names
@@ -113,14 +113,14 @@ class Recipe:
 
     @property
     def record(self) -> dict[str, Any]:
-        """For the manifests: the file as it was."""
+        """The content of the file, for manifests."""
         return {"name": self.name, "content": self.content.model_dump(mode="json", exclude_unset=True)}
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Options]:
-        """Run → the options of its command; the name of an only run is "".
+        """Return the options of each run by name; the name of a single run is "".
 
         Args:
-            given: options that take the place of the recipe's.
+            given: options that replace those of the recipe.
 
         Raises:
             InputError: an option does not exist, or its value is not allowed; it names the file.
@@ -140,7 +140,7 @@ class Recipe:
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """As the fields are named, with underscores where the command line has hyphens."""
+    """Return options with the names of their fields, which have underscores instead of hyphens."""
     named = {name.replace("-", "_"): value for name, value in options.items()}
     for name, why in NOT_OPTIONS.items():
         if name in named:
@@ -149,7 +149,7 @@ def named(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_by(kind: type[Options], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a training reads is called `text`; on `run`'s command line it is `input` for all commands."""
+    """Rename `input` of the command line of `run` to `text` for commands that train."""
     if "text" not in kind.model_fields or "input" not in given:
         return dict(given)
     return _without(given, "input") | {"text": given["input"]}
@@ -163,7 +163,7 @@ def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def known_recipes(folder_name: str = "") -> dict[str, Path]:
-    """Name → file, of recipes/ in the working directory, and of those that come with sinkscope.
+    """Return name → file of the recipes in recipes/ of the working directory and of those that come with sinkscope.
 
     Args:
         folder_name: a folder in them instead: SWEEPS.
@@ -177,14 +177,14 @@ def known_recipes(folder_name: str = "") -> dict[str, Path]:
 
 
 def shipped_recipes() -> Path:
-    """recipes/ inside the installed package, or beside the package in a checkout."""
+    """Return the folder recipes/ in the installed package, or next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parent
     return checkout / "recipes" if (checkout / "pyproject.toml").is_file() else package / "recipes"
 
 
 def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:
-    """A file, or the file of a name.
+    """Return the file of a recipe, given by its path or by its name.
 
     Args:
         recipe: the file or the name.

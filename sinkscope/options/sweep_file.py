@@ -25,11 +25,11 @@
     quick: {num-seqs: 8, seed: 0}  # with --quick, in the place of all other options; cells that are alike then are one
     figures: [sink-map]            # of every cell; none, where none is named
 
-Each combination is a cell: an ordinary command with its options. What is nearer to the cell takes the place of what is
-further away: the file's options, the command's, the model's, the input's, the setting's, and those of the command line.
+Each combination is a cell: an ordinary command with its options. More specific options override others, in this order:
+those of the file, the command, the model, the input, the setting, and the command line.
 
-`retrofit`, `train` and `benchmark` do not read the inputs, take settings of their own alone, and of the options that
-all share those that they have. `train` begins without a model: its cells are there once.
+`retrofit`, `train` and `benchmark` do not read the inputs, use only their own settings, and ignore shared options that
+they do not have. `train` begins without a model: its cells are not repeated for each model.
 """
 
 import json
@@ -62,7 +62,7 @@ Named = dict[str, Any]  # options, as their fields are named
 
 
 class Part(BaseModel):
-    """A part of the file. An empty value is as if the key were not there."""
+    """A part of the file. A key with an empty value is ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -75,7 +75,7 @@ class Part(BaseModel):
 
 
 class ModelEntry(Part):
-    """One model. Without `model` it is the demo model."""
+    """One model; the demo model if `model` is missing."""
 
     model: str | None = None
     name: str = ""  # in tables and figures
@@ -84,7 +84,7 @@ class ModelEntry(Part):
     options: dict[str, Any] = {}
     family: str | None = None
     base: str | None = None
-    paper: str | None = None  # what WSE table 1 calls it
+    paper: str | None = None  # its name in WSE table 1
 
     @field_validator("revisions", mode="before")
     @classmethod
@@ -98,7 +98,7 @@ class ModelEntry(Part):
 
 
 class CommandEntry(Part):
-    """How a command is run; `inputs` and `settings` take the place of the file's."""
+    """The options of a command; `inputs` and `settings` replace those of the file."""
 
     inputs: tuple[str, ...] | None = None
     settings: dict[str, list[Any]] | None = None
@@ -106,7 +106,7 @@ class CommandEntry(Part):
 
 
 class SweepContent(Part):
-    """What is in the file."""
+    """The content of the file."""
 
     title: str
     reproduces: str | None = None
@@ -121,7 +121,7 @@ class SweepContent(Part):
     @field_validator("models", mode="before")
     @classmethod
     def _names_alone(cls, models: Any) -> Any:
-        """A model of which only the name is said."""
+        """Accept a model that is given by its name only."""
         listed = [{"model": one} if isinstance(one, str) else one for one in models] if models else models
         if listed == []:
             raise ValueError("name at least one model")
@@ -130,7 +130,7 @@ class SweepContent(Part):
     @field_validator("inputs", "commands", mode="before")
     @classmethod
     def _listed(cls, found: Any) -> Any:
-        """As `[natural, random]`, or with nothing behind a name."""
+        """Accept a list, such as `[natural, random]`, and names without a value."""
         if isinstance(found, str):
             found = [found]
         if isinstance(found, list):
@@ -153,7 +153,7 @@ class SweepContent(Part):
         return commands
 
     @model_validator(mode="after")
-    def _names_lead_somewhere(self) -> "SweepContent":
+    def _check_references(self) -> "SweepContent":
         labels = [entry.label for entry in self.models]
         if bool(self.models) == (self.commands.keys() == {TRAIN}):
             raise ValueError("`train` begins without `models`" if self.models else "it has no `models`")
@@ -178,10 +178,10 @@ class Cell:
     """One combination: a command with its options.
 
     Attributes:
-        name: its folder's; the same options always have the same name, and others another.
+        name: the name of its folder, which is the same for the same options and differs for others.
         entry: its model in the file.
         revision, input, setting, command: its coordinates in the grid, for people.
-        options: of the command.
+        options: the options of the command.
     """
 
     name: str
@@ -205,12 +205,12 @@ class Cell:
 
     @property
     def source(self) -> tuple[str | None, str | None]:
-        """The model and its revision; two cells with the same ones read the same files."""
+        """The model and its revision; cells with the same source read the same files."""
         return getattr(self.options, "model", None), getattr(self.options, "revision", None)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The options that decide its numbers, as run.json holds them."""
+        """The options that affect its results, as run.json holds them."""
         return self.options.model_dump(mode="json", exclude=set(PERMISSIONS))
 
 
@@ -219,9 +219,9 @@ class Sweep:
     """A sweep that was read from a file.
 
     Attributes:
-        path: of the file.
-        content: what it says.
-        given: options of the command line, in the place of the file's.
+        path: the file.
+        content: the content of the file.
+        given: options of the command line, which replace those of the file.
         cells: all combinations.
     """
 
@@ -236,8 +236,8 @@ def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Swee
 
     Args:
         file: a YAML file, or a name.
-        given: options in the place of the file's.
-        quick: its small form: what it says under `quick` in the place of its other options.
+        given: options that replace those of the file.
+        quick: use the small form: the options under `quick` replace the others.
 
     Raises:
         InputError: the file does not exist or is faulty, or the options of a cell are.
@@ -252,7 +252,7 @@ def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Swee
     for cell in _cells(path, content, given):
         checksum = cell.name[-CHECKSUM:]
         if checksum in found:
-            if quick:  # it decides what the cells differ in
+            if quick:  # cells that differed only in a replaced option
                 continue
             raise InputError(f"{path}: {cell.told} is there twice, also as {found[checksum].told}")
         found[checksum] = cell
@@ -264,7 +264,7 @@ def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Swee
 
 
 def _cells(path: Path, content: SweepContent, given: Mapping[str, Any]) -> Iterator[Cell]:
-    """Model by model, so that those of one model stand together, and then what begins without one."""
+    """Yield the cells model by model, and then those of `train`, which need no model."""
     for entry in content.models:
         for revision in entry.revisions or (None,):
             for command, asked in content.commands.items():
@@ -287,20 +287,20 @@ def _by_themselves(
     command: str,
     given: Mapping[str, Any],
 ) -> Iterator[Cell]:
-    """The cells of a command that does not read the inputs, of one model if it begins with one."""
+    """Yield the cells of a command that does not read the inputs, for one model or, for `train`, for none."""
     if (command == TRAIN) != (entry is None):
         return
     kind, asked = COMMANDS[command], content.commands[command]
     own, known = entry or ModelEntry(), kind.model_fields.keys() - kind.refused.keys()
 
-    def that_it_has(options: Mapping[str, Any]) -> Named:
-        """Of options that are shared with other commands."""
+    def supported(options: Mapping[str, Any]) -> Named:
+        """Return those of the shared options that the command has."""
         return {name: value for name, value in options.items() if name in known}
 
-    shared, of_model = (that_it_has(named_in(path, part)) for part in (content.options, own.options))
+    shared, of_model = (supported(named_in(path, part)) for part in (content.options, own.options))
     for setting in _settings(path, asked.settings or {}):
         options = {} if entry is None else _model(entry, revision)
-        options |= shared | named_in(path, asked.options) | of_model | named_in(path, setting) | that_it_has(given)
+        options |= shared | named_in(path, asked.options) | of_model | named_in(path, setting) | supported(given)
         draft = Cell("", own, revision, "", _label(setting), command, None)
         resolved = _resolved(path, draft, options)
         if entry is None:
@@ -309,13 +309,13 @@ def _by_themselves(
 
 
 def _inputs(content: SweepContent, entry: ModelEntry, asked: CommandEntry) -> list[str]:
-    """Names of what one model reads for one command."""
+    """Return the names of the inputs of a model for a command."""
     names = [entry.instead.get(name, name) for name in asked.inputs or content.inputs]
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def _settings(path: Path, settings: Mapping[str, list[Any]]) -> list[Named]:
-    """All combinations of the values."""
+    """Return all combinations of the values."""
     for name, values in settings.items():
         if not values:
             raise InputError(f"{path}: `settings.{name}`: it has no values")
@@ -344,13 +344,13 @@ def _cell(
 
 
 def _label(setting: Named) -> str:
-    """Of values that are called something, as methods can be, what they are called."""
+    """Return the name of a setting; values with labels, such as methods, are named by their labels."""
     called = {option: "+".join(value) if isinstance(value, dict) else value for option, value in setting.items()}
     return ",".join(f"{option}={value}" for option, value in called.items())
 
 
 def _resolved(path: Path, draft: Cell, options: Named) -> Any:
-    """Options of a cell's command."""
+    """Check the options of a cell, and return them as a model."""
     try:
         return checked(COMMANDS[draft.command], options)
     except InputError as error:
@@ -358,7 +358,7 @@ def _resolved(path: Path, draft: Cell, options: Named) -> Any:
 
 
 def named_in(path: Path, options: Mapping[str, Any]) -> Named:
-    """Options as the fields are named. Raises InputError for those that a file cannot decide."""
+    """Return options with the names of their fields. Raises InputError for options that a file must not set."""
     try:
         return named(options)
     except InputError as error:
@@ -366,14 +366,14 @@ def named_in(path: Path, options: Mapping[str, Any]) -> Named:
 
 
 def _model(entry: ModelEntry, revision: str | None) -> Named:
-    """The model at one revision: of a folder that is a folder in it."""
+    """Return the model at one revision; for a local folder, the revision is a subfolder."""
     if revision is None or entry.model is None or kind_of(user_path(entry.model)) != "folder":
         return {"model": entry.model, "revision": revision}
     return {"model": str(Path(entry.model) / revision)}
 
 
 def _name(cell: Cell, options: Options) -> str:
-    """Readable, and with a checksum of what decides the numbers."""
+    """Return a readable name with a checksum of the options that affect results."""
     said = json.dumps(
         [cell.command, options.model_dump(mode="json", exclude_defaults=True, exclude=set(PERMISSIONS))], sort_keys=True
     )
