@@ -107,10 +107,12 @@ def test_a_column_that_is_missing_is_damage_in_this_format_alone(number: int | N
 
 
 def test_newer_columns_of_an_older_scorecard_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    newer = (Column("power", "", since=FORMAT), Column("kind", "", kind="text", since=FORMAT))
-    newer += (Column("is_identity", "", kind="truth", since=FORMAT),)
-    monkeypatch.setitem(scorecard.TABLES, "claim", (*scorecard.TABLES["claim"], *newer))
+    newer = (Column("kind", "", kind="text", since=FORMAT), Column("is_identity", "", kind="truth", since=FORMAT))
     folder = Path(shutil.copytree(REPORTS / "claims" / "mgm", tmp_path / "mgm"))
+    path = folder / "tables" / "claim.parquet"
+    since = [column.name for column in scorecard.TABLES["claim"] if column.since == FORMAT]
+    pd.read_parquet(path).drop(columns=since).to_parquet(path)
+    monkeypatch.setitem(scorecard.TABLES, "claim", (*scorecard.TABLES["claim"], *newer))
     content = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({name: value for name, value in content.items() if name != "format"}))
     table = Scorecard.open(folder).table

@@ -21,8 +21,8 @@ import sinkscope.commands.training_arms
 import sinkscope.figures
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.figures import OF_ARMS
 from sinkscope.figures.training import Arms
-from sinkscope.figures.training import draw_retrofit_training as draw_retrofit_training
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
 from sinkscope.measuring.tables import column_names
@@ -384,7 +384,7 @@ def test_the_figure_without_gates() -> None:
     rows = [("tiny", "none", -1, 0, step, "loss", 1 / step) for step in range(1, 5)]
     table = pd.DataFrame(rows, columns=[*LEADING, *column_names("training")])
     run = Run({"model": {"name": "tiny"}}, {})
-    (loss,) = draw_retrofit_training(Arms({"training": table}, {"none": run})).axes  # none for the new parameters
+    (loss,) = OF_ARMS["retrofit-training"](Arms({"training": table}, {"none": run})).axes  # none for the new parameters
     assert loss.lines[0].get_ydata().tolist() == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
     with pytest.raises(InputError, match="nothing was logged"):
-        draw_retrofit_training(Arms({"training": table.iloc[:0]}, {"none": run}))
+        OF_ARMS["retrofit-training"](Arms({"training": table.iloc[:0]}, {"none": run}))

@@ -564,7 +564,7 @@ def test_a_faulty_file_is_refused_in_one_line(content: str, message: str, tmp_pa
         ({"shard": "3/2"}, "--shard 3/2: the parts are 1/2 to 2/2"),
         ({"shard": "2"}, "--shard 2: write it as 1/4"),
         ({"workers": 0}, "--workers 0: at least 1 process is needed"),
-        ({"address": "auto"}, "--address is of a Ray cluster"),
+        ({"address": "auto"}, "--address names a Ray cluster"),
         ({"model": "a/b"}, "--model does not apply: the file names the models"),
         ({"shard": "1/2", "overwrite": True}, "--overwrite removes the cells of all shards"),
     ],

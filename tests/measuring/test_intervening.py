@@ -270,8 +270,8 @@ CHANGED = {
     "hook": (with_hook, "forward hook, .*lora"),
     "pre-hook": (with_pre_hook, "forward hook, .*on_input"),
     "forward": (with_forward, "its forward is"),
-    "prune": (pruned, "is no parameter"),
-    "parametrize": (parametrized, "is no parameter"),
+    "prune": (pruned, "its weight is not a parameter"),
+    "parametrize": (parametrized, "its weight is not a parameter"),
 }
 
 
@@ -290,7 +290,7 @@ def test_a_projection_that_is_more_than_its_weight_is_not_edited(how: str) -> No
         sinkscope.quantize(model, calibration=2, **SMALL)
     under(model, "nullify-query-bias", "mask-sink")  # what does not edit it
     run = sinkscope.analyze(model, **SMALL)
-    assert ("query_bias" in run.tables) == (message == "is no parameter")  # read from the weights
+    assert ("query_bias" in run.tables) == (message == "its weight is not a parameter")  # read from the weights
     computed = {"model.layers.1.self_attn.k_proj: attributes"} if how == "prune" else set()  # at each forward
     assert set(differences(before, snapshot(model))) <= computed
 

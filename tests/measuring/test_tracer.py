@@ -407,7 +407,7 @@ def test_a_model_that_gives_nan_is_refused(family: str, name: str) -> None:
     observable = OBSERVABLES[name](Settings(positions=4, window=4))
     with (
         open_tracer(model, find_family(model)) as tracer,
-        pytest.raises(SinkscopeError, match=r"layer [12]: the model itself gives NaN or infinite numbers; are its"),
+        pytest.raises(SinkscopeError, match=r"layer [12]: the model itself gives NaN or infinite numbers; check its"),
     ):
         tracer.forward(padded(ragged_tokens((5, 5))), [observable])
 

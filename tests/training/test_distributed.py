@@ -204,6 +204,6 @@ def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.Monk
     for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sinkscope.training.sharding, "check_device", lambda: None)
-    with pytest.raises(InputError, match="a probe needs the model whole"):
+    with pytest.raises(InputError, match="a probe needs the whole model"):
         train(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
     assert not (tmp_path / "out").exists()
