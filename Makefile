@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models gpu-wheels demo test fast torture check format report report-models report-claims report-sweep report-training \
+.PHONY: install models gpu-wheels demo test fast torture golden mutations check format report report-models report-claims report-sweep report-training \
 	report-hybrids report-when-sinks-emerge report-types corpus clean
 
 install: .venv/installed
@@ -60,6 +60,14 @@ torture: install  ## random kills, generated inputs and damaged folders: half an
 	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/kills.py --kills $(KILLS) --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/inputs.py --count $(INPUTS) --seed $(SEED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/folders.py --count $(FOLDERS) --seed $(SEED)
+
+# what every command prints and writes, to compare with another commit's by `python tests/golden.py compare BEFORE AFTER`
+golden: install
+	rm -rf runs/golden
+	$(BIN)/python tests/golden.py write runs/golden
+
+mutations: install  ## sixty single errors in the numerical core, and whether the tests notice them: half an hour
+	$(BIN)/python tests/mutations.py
 
 check: install
 	$(BIN)/ruff check .
