@@ -366,7 +366,7 @@ def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
     runs = _with_gradients(runs)
     figure = new_figure(WIDE, 2.3)
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
-    colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last one is dark, also if it is alone
+    colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last step is dark, even if it is the only one
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
         curves = [layer_norms(run, pathway).mean() for _, run in runs]
         for course, color in zip(curves, colors, strict=True):

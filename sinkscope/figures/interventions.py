@@ -272,11 +272,11 @@ def draw_arm_maps(run: RunData) -> Figure:
     cells = _cells(run, maps)
     down, across = 1 + max(cell.row for cell in cells), 1 + max(cell.column for cell in cells)
     has_room = any(not cell.name for cell in cells)  # for the color bar, below the first map
-    beside = 0.0 if has_room else BAR
-    size = max((COLUMN - LEFT - RIGHT - beside) / across - GAP, SMALLEST)
+    bar_width = 0.0 if has_room else BAR
+    size = max((COLUMN - LEFT - RIGHT - bar_width) / across - GAP, SMALLEST)
     names = {cell: wrapped(cell.name, int(size / LETTER)) for cell in cells}
     lines = [max(names[cell].count("\n") + bool(cell.name) for cell in cells if cell.row == row) for row in range(down)]
-    width = LEFT + across * (size + GAP) + beside + RIGHT
+    width = LEFT + across * (size + GAP) + bar_width + RIGHT
     text = title(run, width, f"layer {layer} (sink changes most)", MEAN)
     tops = TITLE + LINE * text.count("\n") + np.cumsum(np.array(lines) * NAME_LINE + size + GAP) - size
 
@@ -428,7 +428,7 @@ BEHIND_NUMBER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad":
 
 @dataclass(frozen=True)
 class _Page:
-    """How the maps are laid out."""
+    """Layout of the maps."""
 
     conditions: dict[str, str]  # condition → the name next to its maps
     rows: int  # of one condition

@@ -41,7 +41,7 @@ HIGHEST: Look = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.
 REFERENCE: Look = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5))}
 OUTSIDE: Look = {"color": "#8d4a86", "marker": "D", "linestyle": (0, (4, 1.5))}  # not a token of the text
 GUIDE: Look = {"color": GRAY, "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1.5}  # theory, or no effect
-NEUTRAL: Look = {"color": GRAY, "linewidth": 0.6, "zorder": 0}  # no effect, behind the lines
+NEUTRAL: Look = {"color": GRAY, "linewidth": 0.6, "zorder": 0}  # no effect, drawn below the lines
 
 # For any number of lines: models, runs, arms.
 COLORS = (NAVY, VERMILION, SKY, "#1b7a5a", "#e3a82b", "#8d4a86", "#555555")

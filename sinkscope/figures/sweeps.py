@@ -61,9 +61,9 @@ def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = No
     figure = new_figure(TEXT, ROW * len(models) + AROUND)
     ax = figure.subplots()
     looks = said or {}
-    for (value, beside), look in zip(places_in_row(rows[by]).items(), line_looks(), strict=False):
+    for (value, offset), look in zip(places_in_row(rows[by]).items(), line_looks(), strict=False):
         found = rows[rows[by] == value]
-        where = [models.index(model) + beside for model in found["model"]]
+        where = [models.index(model) + offset for model in found["model"]]
         own = looks.get(value, look) | {"linestyle": "none"}
         ax.plot(100 * found["sink_rate"], where, label=escape(str(value)), **own)
         low, high = (100 * found.get(end, pd.Series(np.nan, found.index)) for end in ENDS)
