@@ -1,7 +1,7 @@
-"""The register of figures: in which file each is, what it shows, and the tables that it needs.
+"""The register of figures: the file of each figure, its description, and the tables that it needs.
 
-The figure NAME is drawn by the function `draw_NAME` of its file; `lacking_NAME`, where there is one, says what the data
-lack besides the tables. The file is imported when the figure is first asked for.
+The function `draw_NAME` of the file draws the figure NAME. An optional function `lacking_NAME` returns what the data
+lack besides the tables. The file is imported when one of its figures is first used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +35,9 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
         "attention maps of every layer under every arm (NU figs. 7–13 on one page)", "arm_maps"),
     ("attention-maps", "runs", "attention weights of selected heads on the first sequence", "attention_maps"),
     ("effects", "interventions",
-        "what every arm does to sink, perplexity and massive activations, beside its control", "effect"),
+        "effect of every arm on sink, perplexity and massive activations, with its control", "effect"),
     ("effects-by-layer", "interventions",
-        "sink rate by layer before and after every arm, beside its control's spread", "effect"),
+        "sink rate by layer before and after every arm, with its control's spread", "effect"),
     ("epe-coordinates", "query_bias", "EPE₀ by coordinate, massive ones named (NU fig. 6)", "gamma"),
     ("gamma", "query_bias", "|γ| at the massive coordinates of EPE₀ and over all (NU tables 1 and 2)", "gamma"),
     ("gates-by-layer", "runs", "gates at position 0 and elsewhere, by layer and by position (VGA §3.2)", "gate"),
@@ -89,21 +89,21 @@ OF_ROUTES: "dict[str, FigureSpec[pd.DataFrame]]" = _register(
     ("routes", "claims", "which route carries the sink in which model: before and after each is cut", "route"),
 )
 OF_SWEEP: "dict[str, FigureSpec[SweepTables]]" = _register(
-    ("sweep-inputs", "sweeps", "sink rate by model and input, beside WSE table 1", "sweep"),
+    ("sweep-inputs", "sweeps", "sink rate by model and input, next to WSE table 1", "sweep"),
     ("sweep-sizes", "sweeps", "sink rate against the number of parameters, by family and input", "sweep"),
     ("sweep-steps", "sweeps", "sink rate against the training step, by model and input", "sweep"),
-    ("sweep-chat", "sweeps", "sink rate of base models and of those tuned from them", "sweep"),
+    ("sweep-chat", "sweeps", "sink rate of base models and of models tuned from them", "sweep"),
     ("sweep-epsilon", "sweeps", "sink rate against ε, by model and input", "sweep_epsilon"),
     ("sweep-lengths", "sweeps", "sink rate against sequence length T = window, by model and input", "sweep"),
     ("sweep-domains", "sweeps", "sink rate by model and domain of the text", "sweep"),
     ("sweep-benchmarks", "sweeps", "scores against the sink rate, by task and family", "sweep_benchmark"),
-    ("sweep-factor", "sweeps", "sink rate at the end of each training, every seed, beside WSE's", "sweep_training"),
+    ("sweep-factor", "sweeps", "sink rate at the end of each training, every seed, next to WSE's", "sweep_training"),
     ("sweep-training-sink", "sweeps",
         "sink rate of each training by step, mean and range over seeds", "sweep_training"),
-    ("sweep-training-loss", "sweeps", "loss of each training by step, the same", "sweep_training"),
+    ("sweep-training-loss", "sweeps", "loss of each training by step, mean and range over seeds", "sweep_training"),
 )
 # fmt: on
-# what a figure is drawn from → the register of such figures
+# data of a figure → the register of such figures
 KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "one run": FIGURES,
     "several runs": OF_RUNS,
@@ -114,9 +114,9 @@ KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "cells of a sweep": OF_SWEEP,
 }
 
-# table → the observable that a user names to have it
+# table → the observable that makes it
 OBSERVABLE = {table: (kind.after or (name,))[0] for name, kind in OBSERVABLES.items() for table in kind.columns}
-# tables that commands other than `analyze` make
+# table → the command that makes it, if not `analyze`
 COMMAND = {
     "effect": "intervene",
     "arm_maps": "intervene",
@@ -124,11 +124,11 @@ COMMAND = {
     "quantization": "quantize",
     "quantization_sites": "quantize",
 }
-ALL_ARMS = ("effect", "arm_maps")  # of one arm by itself, they have no figure
+ALL_ARMS = ("effect", "arm_maps")  # drawn for all arms of an experiment together
 
 
 def is_of(name: str, command: str) -> bool:
-    """Whether runs of a command can have a figure of one run."""
+    """Return whether runs of a command can have a figure of one run."""
     return command in {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
 
 
@@ -142,7 +142,7 @@ def draw(name: str, run: RunData) -> Figure:
         raise InputError(f"figure {unknown(name, FIGURES)}")
     spec = FIGURES[name]
     if run.is_experiment and not _is_experiments(spec):
-        raise InputError(f"figure '{name}' is of one arm: draw it of run.at('before'), or of another arm")
+        raise InputError(f"figure '{name}' is of one arm: draw it for run.at('before'), or for another arm")
     missing = [table for table in spec.tables if not _has(run, table)]
     if missing:
         raise InputError(f"figure '{name}'{_why_missing(run, missing)}")
@@ -150,7 +150,7 @@ def draw(name: str, run: RunData) -> Figure:
 
 
 def applicable(run: RunData) -> list[str]:
-    """The figures that the run's tables allow; of an experiment, those of all its arms together."""
+    """Return the figures that the run's tables allow; for an experiment, those of all its arms together."""
     return [
         name
         for name, spec in FIGURES.items()
@@ -165,8 +165,8 @@ def _is_experiments(spec: FigureSpec[RunData]) -> bool:
 
 
 def _has(run: RunData, table: str) -> bool:
-    """Whether there is something to draw: `sink_positions` may be empty, which is a finding; no other table may."""
-    is_split = table in ALL_ARMS and not run.is_experiment  # one arm by itself
+    """Return whether there is something to draw. Only `sink_positions` may be empty, which is a finding."""
+    is_split = table in ALL_ARMS and not run.is_experiment  # a single arm of an experiment
     return table in run.tables and not is_split and (table == "sink_positions" or len(run.tables[table]) > 0)
 
 

@@ -1,4 +1,4 @@
-"""What several figures share: curves, axes, rows, grids of panels, and a text where there is nothing to draw."""
+"""Helpers that several figures share: curves, axes, rows, grids of panels, heat maps, texts in place of data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,35 +7,47 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colors import LogNorm
+from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from sinkscope.figures.style import Figure
+from sinkscope.figures.style import SEQUENTIAL, Figure
 
-MOST_MARKERS = 20  # of one line; more would overlap
+MOST_MARKERS = 20  # on one line; more would overlap
 MANY_DECADES = 1e5  # on a longer log axis, the ticks between powers of ten would be a gray bar
-ROUND = 1e-9  # of a logarithm
+ROUND = 1e-9  # tolerance of a logarithm
 
 # --- curves
 
 
 def curve(ax: Axes, values: pd.Series, markers: int = MOST_MARKERS, **look: Any) -> Line2D:
-    """`values` by their index, with at most `markers` markers."""
+    """Draw `values` by their index, with at most `markers` markers."""
     every = 1 + (len(values) - 1) // markers
     (line,) = ax.plot(values.index, values.to_numpy(float), markevery=every, **look)
     return line
 
 
+def curve_with_range(ax: Axes, rows: pd.DataFrame, markers: int = MOST_MARKERS, **look: Any) -> None:
+    """Draw the mean of `value` by `step`, with a band from the lowest to the highest value."""
+    by_step = rows.groupby("step")["value"].agg(["mean", "min", "max"])
+    curve(ax, by_step["mean"], markers, **look)
+    ax.fill_between(by_step.index, by_step["min"], by_step["max"], color=look["color"], alpha=0.25, linewidth=0)
+
+
 def line_by_layer(ax: Axes, values: pd.Series, **look: Any) -> Line2D:
-    """`values` by layer (its index). Layers without a value leave a gap."""
+    """Draw `values` by layer (their index). Layers without a value leave a gap."""
     if len(values):
         values = values.reindex(range(int(values.index.min()), int(values.index.max()) + 1))
     return curve(ax, values, **look)
 
 
 def band_by_layer(ax: Axes, low: pd.Series, high: pd.Series, **look: Any) -> None:
-    """From `low` to `high` by layer (their index). Layers without a value leave a gap; one between two is a bar."""
+    """Draw a band from `low` to `high` by layer (their index).
+
+    Layers without a value leave a gap; a layer between two gaps is a bar.
+    """
     if low.empty:
         return
     layers = range(int(low.index.min()), int(low.index.max()) + 1)
@@ -49,12 +61,12 @@ def band_by_layer(ax: Axes, low: pd.Series, high: pd.Series, **look: Any) -> Non
 
 
 def finite(table: pd.DataFrame) -> pd.DataFrame:
-    """NaN in place of infinite values."""
+    """Return the table with NaN in place of infinite values."""
     return table.replace([np.inf, -np.inf], np.nan)
 
 
 def drawn(ax: Axes, which: str) -> np.ndarray:
-    """All x or y of the lines of a panel."""
+    """Return the x or y values of all lines of a panel."""
     values = [np.asarray(line.get_data()[which == "y"], float) for line in ax.lines]
     return np.concatenate(values) if values else np.empty(0)
 
@@ -68,7 +80,7 @@ def layer_axis(ax: Axes, label: str = "layer") -> None:
 
 
 def whole_numbers(ax: Axes, which: str) -> None:
-    """Ticks at whole numbers only, and some room around a single one."""
+    """Put ticks at whole numbers only, and leave some room around a single value."""
     axis = ax.xaxis if which == "x" else ax.yaxis
     axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     values = drawn(ax, which)
@@ -77,10 +89,10 @@ def whole_numbers(ax: Axes, which: str) -> None:
 
 
 def value_axis(ax: Axes, log: bool = False, share: bool = False) -> bool:
-    """Set the scale of the y axis once all is drawn: linear, logarithmic, or that of a share from 0 to 1.
+    """Set the scale of the y axis once everything is drawn: linear, logarithmic, or a share from 0 to 1.
 
     Returns:
-        Whether any value can be shown; where none can, the panel says so.
+        True if any value can be shown; otherwise the panel says that there are none.
     """
     if not has_values(ax, log):
         say(ax, "no positive values" if log else "no values")
@@ -102,7 +114,7 @@ def has_values(ax: Axes, log: bool = False) -> bool:
 
 
 def with_decades(low: float, high: float) -> tuple[float, float]:
-    """The ends of a log axis, moved apart as little as needed for two powers of ten to lie between them."""
+    """Return the ends of a log axis, moved apart as little as needed to have two powers of ten between them."""
     if not (0 < low < high < np.inf):
         return low, high
     down, up = np.log10(low), np.log10(high)
@@ -116,7 +128,7 @@ def with_decades(low: float, high: float) -> tuple[float, float]:
 
 
 def log_ticks(axis: Axis, low: float, high: float) -> None:
-    """Ticks at powers of ten, as many with numbers as there is room for; short numbers are written out."""
+    """Put ticks at powers of ten, with as many numbers as there is room for; short numbers are written out."""
     many = high / low > MANY_DECADES
     axis.set_major_locator(LogLocator())
     axis.set_minor_locator(LogLocator(subs=(1.0,) if many else tuple(range(2, 10)), numticks=99))
@@ -126,7 +138,7 @@ def log_ticks(axis: Axis, low: float, high: float) -> None:
 
 
 def widen(ax: Axes, low: float, high: float) -> None:
-    """Let a logarithmic y axis span at least this."""
+    """Let a logarithmic y axis span at least the range from `low` to `high`."""
     known = ax.get_ylim()
     ax.set_yscale("log", nonpositive="mask")  # which also resets the ticks
     ax.set_ylim(*with_decades(min(low, known[0]), max(high, known[1])))
@@ -134,8 +146,9 @@ def widen(ax: Axes, low: float, high: float) -> None:
 
 
 def wide_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
-    """An x axis that is logarithmic where the values span a power of ten, and else linear, narrow enough to show small
-    changes; `room` is the least factor beyond both ends.
+    """Make the x axis logarithmic where the values span a power of ten.
+
+    Otherwise it is linear, and narrow enough to show small changes. `room` is the smallest factor beyond both ends.
     """
     room *= (high / low) ** 0.06
     if high / low < 10:
@@ -151,10 +164,10 @@ def wide_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
 
 
 def panel_grid(figure: Figure, count: int, across: int, sharey: bool = True) -> tuple[list[Axes], list[Axes]]:
-    """Panels with a common x axis, and by default a common y axis, in rows of `across`.
+    """Make panels with a common x axis, and by default a common y axis, in rows of `across`.
 
     Returns:
-        The panels in reading order, and those of them that are the lowest of their column, with numbers on the x axis.
+        The panels in reading order, and those that are the lowest of their column, with numbers on the x axis.
     """
     grid = figure.subplots(-(-count // across), across, sharex=True, sharey=sharey, squeeze=False)
     axes, unused = list(grid.flat[:count]), list(grid.flat[count:])
@@ -167,7 +180,7 @@ def panel_grid(figure: Figure, count: int, across: int, sharey: bool = True) -> 
 
 
 def name_rows(ax: Axes, names: Sequence[str], shaded: bool = True) -> None:
-    """A row for each name, from the top, every second one shaded."""
+    """Make a row for each name, from the top, with every second row shaded."""
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
@@ -181,15 +194,42 @@ def shade_rows(ax: Axes, rows: int) -> None:
 
 
 def write_beside(ax: Axes, text: str, x: float, y: float, space: float = 2, size: float = 6) -> Annotation:
-    """A number to the right of what is drawn at x, y; `space` and `size` in points."""
+    """Write a number to the right of a mark at x, y; `space` and `size` are in points."""
     return ax.annotate(text, (x, y), (space, 0), textcoords="offset points", va="center", fontsize=size)
 
 
 def say(ax: Axes, text: str) -> None:
-    """Write a text in place of data. Ticks may be shared with other panels: they are hidden, not removed."""
+    """Write a text in place of data. Ticks are hidden but not removed, as other panels may share them."""
     for line in ax.lines:
         line.set_data([], [])
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="0.4", fontsize=7)
     ax.tick_params(which="both", left=False, labelleft=False, bottom=False, labelbottom=False)
     ax.set(xlabel="", ylabel="")
     ax.spines[:].set_visible(False)
+
+
+# --- heat maps of attention weights: queries downwards, keys across, white where a causal mask forbids a key
+
+
+def square(table: pd.DataFrame, size: int) -> np.ndarray:
+    """Return rows with query, key and weight as a matrix (size, size), with NaN where there is no row."""
+    weights = np.full((size, size), np.nan)
+    weights[table["query"], table["key"]] = table["weight"]
+    return weights
+
+
+def above_diagonal(weights: np.ndarray) -> np.ndarray:
+    """Return (T,T) bool: the places above the diagonal, or none if there are weights, as in an encoder's map."""
+    above = np.triu(np.ones_like(weights, bool), 1)
+    return above & bool(np.isnan(weights[above]).all())
+
+
+def draw_weights(ax: Axes, weights: np.ndarray, faintest: float, masked: np.ndarray | None = None) -> AxesImage:
+    """Draw weights on a logarithmic color scale from `faintest` to 1.
+
+    White where `masked` (by default above the diagonal, unless there are weights), gray where a weight is NaN.
+    """
+    masked = above_diagonal(weights) if masked is None else masked
+    image = ax.imshow(np.clip(weights, faintest / 10, 1), cmap=SEQUENTIAL, norm=LogNorm(faintest, 1))
+    ax.imshow(np.where(masked, 1.0, np.nan), cmap="Greys_r", vmin=0, vmax=1)
+    return image

@@ -1,6 +1,7 @@
-"""Figures of scorecards, and of the routes by which the first token may become a sink."""
+"""Figures of scorecards, and of the routes by which the first token can become a sink."""
 
 import textwrap
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,11 +17,11 @@ from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
 from sinkscope.verdict.scorecard import Scorecard, headline, value_text
 
-# --- Every claim that was decided on one model: a line for each number, its interval against the threshold
+# --- Every claim that was decided on one model: a line for each number, with its interval and the threshold
 
 PAGE_WIDTH, ROW, AROUND = 7.2, 0.145, 0.9  # inches
-LETTERS = 62  # of a line's text
-REACH = 4.0  # of the axis, to both sides of the threshold
+LETTERS = 62  # characters in a line's text
+REACH = 4.0  # length of the axis to both sides of the threshold
 LOOKS: dict[str, Look] = {
     Outcome.HOLDS: {"color": NAVY, "marker": "o", "markersize": 3.4},
     Outcome.INCONCLUSIVE: {"color": GREEN, "marker": "o", "markersize": 3.4, "markerfacecolor": "white"},
@@ -28,8 +29,6 @@ LOOKS: dict[str, Look] = {
     Outcome.FAILS: {"color": VERMILION, "marker": "X", "markersize": 4},
 }
 PUBLISHED: Look = {"color": GRAY, "marker": "|", "markersize": 5, "linestyle": "none"}
-
-
 AT_RANDOM: Look = {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white", "linestyle": "none"}
 
 
@@ -40,8 +39,9 @@ def lacking_scorecard(card: Scorecard) -> str | None:
 
 
 def draw_scorecard(card: Scorecard) -> Figure:
-    """A number's place is its distance from the threshold: in powers of two where this and the whole interval are
-    positive, else in units of a quarter; the sign is such that the claim holds on the right.
+    """Draw each number at its distance from the threshold; the claim holds on the right.
+
+    Distances are in powers of two where the threshold and the whole interval are positive, else in units of a quarter.
     """
     rows = _decided(card.table)
     figure = new_figure(PAGE_WIDTH, ROW * (len(rows) + rows["paper"].nunique()) + AROUND)
@@ -61,62 +61,55 @@ def draw_scorecard(card: Scorecard) -> Figure:
     ax.spines["left"].set_visible(False)
     ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
     ax.set_xlabel("does not pass  ←  value  →  passes")
-    figure.legend(handles=_legend(rows), loc="outside lower center", ncols=5)
+    passed = {outcome: look for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
+    handles = [Line2D([], [], label=str(outcome), **look | {"linestyle": "none"}) for outcome, look in passed.items()]
+    handles += [Line2D([], [], label=label, **look) for label, look in (("null", AT_RANDOM), ("published", PUBLISHED))]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5)
     figure.suptitle(heading(model_name(card.models[0]), headline(card), "95 % intervals"))
     return figure
 
 
 def _decided(table: pd.DataFrame) -> pd.DataFrame:
-    """Preconditions that several claims share are drawn once."""
+    """Return the decided rows; a precondition that several claims share is drawn once."""
     rows = table[table["outcome"].isin(list(LOOKS))]
     return rows[(rows["part"] == 0) | ~rows.duplicated(["quantity", "value"])]
 
 
-def _line(text: Axes, ax: Axes, row: tuple, place: int) -> None:
-    first = row.part == 0  # type: ignore[attr-defined]
-    too = " (and so does its null)" * (row.outcome == Outcome.HOLDS and row.tells == "no")  # type: ignore[attr-defined]
-    words = f"{row.claim}{too}  {row.statement if first else '… ' + row.quantity}"  # type: ignore[attr-defined]
+def _line(text: Axes, ax: Axes, row: Any, place: int) -> None:
+    first = row.part == 0
+    too = " (and so does its null)" * (row.outcome == Outcome.HOLDS and row.tells == "no")
+    words = f"{row.claim}{too}  {row.statement if first else '… ' + row.quantity}"
     short = textwrap.shorten(words, LETTERS, placeholder=" …")
     text.text(0, place, escape(short), fontsize=5.6, va="center")
-    value = value_text(row.claim, row.part, row.value, row.low, row.high)  # type: ignore[attr-defined]
-    text.text(1, place, f"{value}  {row.test}", fontsize=5.6, va="center", ha="right")  # type: ignore[attr-defined]
-    look = LOOKS[Outcome(row.passes)]  # type: ignore[attr-defined]
-    ends = [_place(end, row) for end in (row.low, row.high)]  # type: ignore[attr-defined]
-    middle = _place(row.value, row)  # type: ignore[attr-defined]
+    value = value_text(row.claim, row.part, row.value, row.low, row.high)
+    text.text(1, place, f"{value}  {row.test}", fontsize=5.6, va="center", ha="right")
+    look = LOOKS[Outcome(row.passes)]
+    ends = [_place(end, row) for end in (row.low, row.high)]
+    middle = _place(row.value, row)
     if np.isfinite(middle):
         ax.plot(ends, [place, place], color=look["color"], linewidth=1.1)
         ax.plot([middle], [place], linestyle="none", **look)
-    published = CLAIMS[row.claim].published if first else ()  # type: ignore[attr-defined]
+    published = CLAIMS[row.claim].published if first else ()
     ax.plot([_place(item.value, row) for item in published], [place] * len(published), **PUBLISHED)
-    ax.plot([_place(row.null, row)], [place], **AT_RANDOM)  # type: ignore[attr-defined]
-    drawn = [_place(end, row) for end in (row.null_low, row.null_high)]  # type: ignore[attr-defined]
+    ax.plot([_place(row.null, row)], [place], **AT_RANDOM)
+    drawn = [_place(end, row) for end in (row.null_low, row.null_high)]
     ax.plot(drawn, [place, place], color=AT_RANDOM["color"], linewidth=0.6)
 
 
-def _place(value: float, row: tuple) -> float:
-    """Where a value stands on the axis: 0 is the nearer threshold, and the right side passes."""
+def _place(value: float, row: Any) -> float:
+    """Return the place of a value on the axis: 0 is the nearer threshold, and the right side passes."""
     if np.isnan(value):
         return float("nan")
     distances = []
-    for threshold, sign in ((row.least, 1), (row.most, -1)):  # type: ignore[attr-defined]
+    for threshold, sign in ((row.least, 1), (row.most, -1)):
         if np.isinf(threshold):
             continue
-        if threshold > 0 and not row.low <= 0 and row.value > 0:  # type: ignore[attr-defined]
+        if threshold > 0 and not row.low <= 0 and row.value > 0:
             distance = np.log2(value / threshold) if value > 0 else -np.inf
         else:
             distance = REACH * (value - threshold) / max(1.0, abs(threshold))
         distances.append(sign * distance)
     return float(np.clip(min(distances), -REACH, REACH))
-
-
-def _legend(rows: pd.DataFrame) -> list[Line2D]:
-    handles = [
-        Line2D([], [], linestyle="none", label=str(outcome), **look)
-        for outcome, look in LOOKS.items()
-        if (rows["passes"] == outcome).any()
-    ]
-    marks = {"null": AT_RANDOM, "published": PUBLISHED}
-    return [*handles, *(Line2D([], [], label=label, **look) for label, look in marks.items())]
 
 
 # --- The outcomes of all claims on several models: a row for each claim, a column for each model
@@ -151,25 +144,18 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     ax.set_xticks(range(len(card.models)), [wrapped(model_name(name), 14, 3) for name in card.models])
     ax.tick_params(axis="x", length=0)
     ax.spines[:].set_visible(False)
-    figure.legend(handles=_by_model_legend(), loc="outside lower center", ncols=4)
+    handles = [Line2D([], [], label=str(Outcome(name)), **look | {"linestyle": "none"}) for name, look in LOOKS.items()]
+    handles.append(Line2D([], [], label="does not apply, or not measured", **NOTHING))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
 
 
-def _by_model_legend() -> list[Line2D]:
-    handles = [Line2D([], [], label=str(Outcome(name)), **look | {"linestyle": "none"}) for name, look in LOOKS.items()]
-    return [*handles, Line2D([], [], label="does not apply, or not measured", **NOTHING)]
+# --- The routes that carry the sink in each model: models × routes, the sink rate with and without each route
 
-
-# --- Which route carries the sink in which model: models × routes, the sink rate with and without each route
-
-ROUTES_ROW, ROUTES_PUBLISHED, ROUTES_AROUND = (
-    0.6,
-    0.3,
-    1.0,
-)  # inches: a model, what NU says of its own, and what is around them all
-ROUTES_LETTERS, NAME = 22, 15  # of a line in a cell, and of a model's name
+ROUTES_ROW, ROUTES_PUBLISHED, ROUTES_AROUND = 0.6, 0.3, 1.0  # inches: a model, the row of NU's own model, the margins
+ROUTES_LETTERS, NAME = 22, 15  # characters in a line of a cell, and of a model's name
 LINE, BELOW = 0.58, 0.24  # heights in a cell: of the arrow, and of the controls
-NEAR = 14.0  # points: below this before and after have no arrow between them
+NEAR = 14.0  # percentage points: before and after that are nearer have no arrow between them
 BEFORE: Look = {"color": NAVY, "marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
 AFTER: Look = {"color": NAVY, "marker": "o", "markersize": 4, "linestyle": "none"}
 INTERVAL: Look = {"color": NAVY, "linewidth": 1.6}
@@ -183,7 +169,7 @@ ARROW: Look = {
     "shrinkB": 2.5,
     "mutation_scale": 6,
 }
-SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # behind a cell, by what becomes of the sink
+SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # effect on the sink → background of the cell
 ABSENT = (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED)
 
 
@@ -206,16 +192,24 @@ def draw_routes(table: pd.DataFrame) -> Figure:
         _words(column[0], route.published or "not tested")
         _shade(column[0], route.published_effect)
         for ax, model in zip(column[1:], models, strict=True):
-            _cell(ax, _row(table, model, route.name))
-            _percent_axis(ax, is_lowest=model == models[-1])
+            found = table[(table["model"] == model) & (table["route"] == route.name)]
+            missing = pd.Series({"effect": str(Effect.NOT_MEASURED), "note": ""})  # in tables of older versions
+            _cell(ax, found.iloc[0] if len(found) else missing)
+            ax.set(xlim=(-9, 109), ylim=(0, 1.15), yticks=[])
+            ax.set_xticks([0, 50, 100], labels=["0", "50", "100 %"] if model == models[-1] else [])
+            ax.tick_params(axis="x", labelsize=6, color="0.6")
     figure.suptitle("Sink rate at position 0 as it is, and without one route at a time")
-    figure.legend(handles=_routes_legend(), loc="outside lower center", ncols=4, fontsize=6.5, columnspacing=1.5)
+    handles: list[Line2D | Patch] = [
+        Line2D([], [], label="as it is", **BEFORE),
+        Line2D([], [], label="without the route", **AFTER),
+        Line2D([], [], label="95 % over sequences", **INTERVAL),
+        Line2D([], [], label="mean of random controls", **CONTROL),
+        Line2D([], [], label="one more control would fall here (95 %)", **CONTROLS),
+        Patch(facecolor=SHADES[Effect.FALLS], edgecolor="0.75", label="falls beyond the controls"),
+        Patch(facecolor=SHADES[Effect.GOES], edgecolor="0.75", label="and less than half is left"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=6.5, columnspacing=1.5)
     return figure
-
-
-def _row(table: pd.DataFrame, model: str, route: str) -> pd.Series:
-    found = table[(table["model"] == model) & (table["route"] == route)]
-    return found.iloc[0] if len(found) else pd.Series({"effect": str(Effect.NOT_MEASURED), "note": ""})  # older tables
 
 
 def _name(ax: Axes, text: str) -> None:
@@ -223,7 +217,7 @@ def _name(ax: Axes, text: str) -> None:
 
 
 def _words(ax: Axes, text: str) -> None:
-    """In place of numbers."""
+    """Write words in place of numbers."""
     lines = textwrap.wrap(text, ROUTES_LETTERS, max_lines=4, placeholder=" …")
     ax.text(0.5, 0.5, escape("\n".join(lines)), transform=ax.transAxes, ha="center", va="center", fontsize=5)
     ax.set(xticks=[], yticks=[])
@@ -233,12 +227,6 @@ def _shade(ax: Axes, effect: str) -> None:
     ax.set_facecolor(SHADES.get(Effect(effect), "white"))
     ax.spines[:].set_visible(True)
     ax.spines[:].set_color("0.75")
-
-
-def _percent_axis(ax: Axes, is_lowest: bool) -> None:
-    ax.set(xlim=(-9, 109), ylim=(0, 1.15), yticks=[])
-    ax.set_xticks([0, 50, 100], labels=["0", "50", "100 %"] if is_lowest else [])
-    ax.tick_params(axis="x", labelsize=6, color="0.6")
 
 
 def _cell(ax: Axes, row: pd.Series) -> None:
@@ -257,15 +245,3 @@ def _cell(ax: Axes, row: pd.Series) -> None:
         ax.plot([row[name]], [LINE], **look)
     text = f"{row['before']:.1f} → {row['after']:.1f}"
     ax.text(0.5, 0.95, text, transform=ax.transAxes, ha="center", va="top", fontsize=6.5)
-
-
-def _routes_legend() -> list[Line2D | Patch]:
-    return [
-        Line2D([], [], label="as it is", **BEFORE),
-        Line2D([], [], label="without the route", **AFTER),
-        Line2D([], [], label="95 % over sequences", **INTERVAL),
-        Line2D([], [], label="mean of random controls", **CONTROL),
-        Line2D([], [], label="one more control would fall here (95 %)", **CONTROLS),
-        Patch(facecolor=SHADES[Effect.FALLS], edgecolor="0.75", label="falls beyond the controls"),
-        Patch(facecolor=SHADES[Effect.GOES], edgecolor="0.75", label="and less than half is left"),
-    ]

@@ -1,4 +1,4 @@
-"""Figures of gradients: norms, reshaping and bounds, of one run or by training step (GS)."""
+"""Figures of gradients: norms, reshaping and bounds, for one run or by training step (GS)."""
 
 from collections.abc import Iterable
 from itertools import zip_longest
@@ -49,11 +49,11 @@ from sinkscope.results.metrics import METRICS, TOKEN_GROUPS
 from sinkscope.results.run import RunData
 
 # --- The sink of the forward pass is a sink of gradients too (GS figure 2).
-# Gradient norms of query, key and value by token position, of all heads together: each layer's, and their mean, which
-# the paper draws. Where the mean lies above most layers, the first few carry the gradient.
+# Gradient norms of query, key and value by token position, over all heads: a line for each layer, and their mean, which
+# the paper draws. Where the mean lies above most layers, the first few layers carry the gradient.
 
 PATHWAYS = ("query", "key", "value")
-# Of a curve's largest value. Below it lies what is 0 except for round-off, as the first query's gradient.
+# Share of a curve's largest value. Smaller values are 0 except for round-off, such as the first query's gradient.
 OFF_SCALE = 1e-5
 FLOOR = "below the scale"  # identifies the marks on a panel's floor
 OFF: Look = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
@@ -81,19 +81,19 @@ def draw_gradient_norms(run: RunData) -> Figure:
 
 
 def layer_norms(run: RunData, pathway: str) -> pd.DataFrame:
-    """Gradient norms of all heads together: layers × positions."""
+    """Return the gradient norms over all heads: layers × positions."""
     return finite(pathway_norms(run.tables["gradient"], pathway))
 
 
 def draw_curve(ax: Axes, norms: pd.Series, least: float | None = None, **look: Any) -> None:
-    """Norms by position, as far as they are above `least`."""
+    """Draw norms by position, without those that are not above `least`."""
     curve(ax, norms.where(norms > (OFF_SCALE * norms.max() if least is None else least)), **look)
 
 
 def mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
-    """A mark on the panel's floor where a curve is off the scale, with the largest value there.
+    """Draw a mark on the panel's floor where a curve is off the scale, and write the largest value there.
 
-    Of neighboring positions, only the first has its value written out.
+    In a sequence of neighboring positions, only the first has its value written out.
     """
     hidden = pd.concat([curve[(curve <= OFF_SCALE * curve.max()) & (curve.max() > 0)] for curve in curves])
     values = hidden.groupby(level=0).max()
@@ -111,7 +111,7 @@ def mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
 
 
 def finish(axes: np.ndarray) -> None:
-    """Titles and common scales of the three panels, once all is drawn."""
+    """Set titles and common scales of the three panels, once everything is drawn."""
     last = max(max(line.get_xdata()) for ax in axes for line in ax.lines)
     margin = max(0.5, 0.04 * last)
     axes[0].set_xlim(-margin, last + margin)  # also where there is only a mark on the floor
@@ -142,26 +142,26 @@ def _scientific(value: float) -> str:
 
 # --- Massive activations compress the gradients that sinks concentrate (GS figure 3).
 # Bloat, compress and change of the attention branch (GS eq. 3) against the norm of the branch's input: a point for each
-# layer and position, means over sequences. Both axes are logarithmic, where the paper's show log₁₀. The line is the fit
-# of the table `summary`; it leaves out the first layer, which reads the bare embeddings and has hollow points.
+# layer and position, the mean over sequences. Both axes are logarithmic; the paper's show log₁₀. The line is the fit of
+# the table `summary`; it leaves out the first layer, which reads the bare embeddings and has hollow points.
 
 PANELS = {  # ratio: its definition
     "bloat": r"$\|\nabla\tilde{h}\|\,/\,\|\nabla r\|$",
     "compress": r"$\|\nabla h-\nabla h_{\mathrm{mid}}\|\,/\,\|\nabla\tilde{h}\|$",
     "change": r"$\|\nabla h\|\,/\,\|\nabla h_{\mathrm{mid}}\|$",
 }
-# From dark to light, each with a marker of its own. The last is for positions beyond the paper's groups.
+# From dark to light, each with its own marker. The last is for positions beyond the paper's groups.
 LOOKS = ((NAVY, "o"), ("#b33c12", "s"), (GREEN, "^"), (SKY, "D"), ("#d1bf9a", "v"), ("#e0e0e0", "P"))
 POINT: Look = {"linestyle": "none", "markersize": 3}
 HOLLOW: Look = {"mfc": "none", "mew": 0.7}
 FIT: Look = {"color": "black", "linewidth": 1, "zorder": 4}
 
-UNDEFINED = {  # (wiring, ratio) → why such models do not have it
+UNDEFINED = {  # (wiring, ratio) → why the ratio is undefined in such models
     ("parallel", "bloat"): "attention and MLP read one norm:\nits gradient is the sum of both",
     ("parallel", "compress"): "attention and MLP read\nthe same input: there is\nno h+½ between them",
     ("parallel", "change"): "attention and MLP read\nthe same input: there is\nno h+½ between them",
-    ("post-norm", "bloat"): "no norm stands in front\nof the attention branch",
-    ("post-norm", "compress"): "no norm stands in front\nof the attention branch",
+    ("post-norm", "bloat"): "there is no norm before\nthe attention branch",
+    ("post-norm", "compress"): "there is no norm before\nthe attention branch",
 }
 
 
@@ -187,15 +187,16 @@ def draw_gradient_reshaping(run: RunData) -> Figure:
         ax.set_xlim(*with_decades(*ax.get_xlim()))
         log_ticks(ax.xaxis, *ax.get_xlim())
     fitted = "compress" in drawn and _compression(axes["compress"], ratios)
-    if "change" in drawn:
-        _no_change(axes["change"])
+    if "change" in drawn:  # a line at 1, on a scale of at least a decade to both sides, so that values near 1 look near
+        axes["change"].axhline(1, **GUIDE)
+        widen(axes["change"], 10**-1, 10**1)
     _legend(figure, [label for label, *_ in groups], fitted, "change" in drawn)
     figure.suptitle(title(run, WIDE))
     return figure
 
 
 def token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
-    """The paper's groups as far as this run's positions reach, and one for those beyond: (label, first, last)."""
+    """Return (label, first, last) of the paper's groups up to the run's last position, and of one group beyond them."""
     last = int(ratios["position"].max())
     spans = [(start, min(end, last)) for _, start, end in TOKEN_GROUPS if start <= last]
     if spans[-1][1] < last:
@@ -215,7 +216,7 @@ def _points(ax: Axes, rows: pd.DataFrame, name: str, color: str, marker: str) ->
 
 
 def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
-    """Draw the fitted line, and one of slope −1 through the points' center, if there are enough points."""
+    """Draw the fitted line and a line of slope −1 through the points' center, if there are enough points."""
     fits = compress_fits(ratios)
     if "compress_slope" not in fits:
         return False
@@ -229,14 +230,8 @@ def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
     return True
 
 
-def _no_change(ax: Axes) -> None:
-    """A line at 1, on a scale of at least a decade, so that values near 1 look near."""
-    ax.axhline(1, **GUIDE)
-    widen(ax, 10**-1, 10**1)
-
-
 def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) -> None:
-    """Two rows: the token groups, and the other signs. A legend is filled column by column."""
+    """Add a legend of two rows: the token groups, and the other signs. A legend is filled column by column."""
     points = [
         Line2D([], [], color=color, marker=marker, label=label, **POINT)
         for label, (color, marker) in zip(groups, LOOKS, strict=False)
@@ -252,11 +247,11 @@ def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) ->
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
 
 
-# --- The two theorems of GS by layer, beside what is measured.
+# --- The two theorems of GS by layer, next to the measured values.
 # Left: theorem 1 at position 0, means over heads, for the loss summed over the run: attention bounds the square of the
 # value gradient from both sides. The bounds assume that attention is independent of the gradients that it passes on, so
-# they can fail. Middle: how often they hold at all heads and positions, and the largest error of the identity on which
-# they rest, ∇v = Σ_t a[t,s] g_t. Right: theorem 2, ‖∇x‖ ÷ ‖∇y‖ of the norm in front of each branch, over its bound.
+# they can fail. Middle: how often they hold over all heads and positions, and the largest error of the identity that
+# they rest on, ∇v = Σ_t a[t,s] g_t. Right: theorem 2, ‖∇x‖ ÷ ‖∇y‖ of the norm before each branch, divided by its bound.
 
 BAND: Look = {"color": NAVY, "alpha": 0.18, "linewidth": 0}
 EDGE: Look = {"color": NAVY, "alpha": 0.5, "linewidth": 0.5}
@@ -335,7 +330,7 @@ def _identity(ax: Axes, check: pd.DataFrame, dtype: str) -> None:
 
 
 def _tightness(ax: Axes, run: RunData, branch: str) -> None:
-    """The table `norm_bound` has no rows, or is missing, where no branch has a norm of its own."""
+    """Draw theorem 2. The table `norm_bound` has no rows, or is missing, where no branch has its own norm."""
     bounds = run.tables.get("norm_bound", pd.DataFrame(columns=["branch", "position", "layer", "tightness"]))
     rows = finite(bounds[bounds["branch"] == branch])
     for chosen, look in ((rows[rows["position"] == 0], SINK), (rows[rows["position"] > 0], OTHERS)):
@@ -351,7 +346,7 @@ def _tightness(ax: Axes, run: RunData, branch: str) -> None:
 
 
 def _guide(ax: Axes, value: float, text: str, below: bool = False) -> None:
-    """A named horizontal line."""
+    """Draw a horizontal line with a name."""
     ax.axhline(value, **GUIDE)
     place: Look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
     look: Look = {"va": "top" if below else "bottom", "fontsize": 6, "color": "0.35"}
@@ -360,7 +355,7 @@ def _guide(ax: Axes, value: float, text: str, below: bool = False) -> None:
 
 # --- GS figure 2 by training step: gradient norms by token position, means over layers, a line for each step
 
-MOST_NAMED = 8  # steps, beside the color bar
+MOST_NAMED = 8  # steps named next to the color bar
 
 
 def lacking_training_gradient_norms(runs: Checkpoints) -> str | None:
@@ -371,7 +366,7 @@ def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
     runs = _with_gradients(runs)
     figure = new_figure(WIDE, 2.3)
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
-    colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last one is dark, also if it is alone
+    colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last step is dark, even if it is the only one
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
         curves = [layer_norms(run, pathway).mean() for _, run in runs]
         for course, color in zip(curves, colors, strict=True):

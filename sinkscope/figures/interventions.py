@@ -1,28 +1,29 @@
 """Figures of intervention arms and their controls."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from sinkscope.figures.axes import (
+    above_diagonal,
     band_by_layer,
+    draw_weights,
     drawn,
     layer_axis,
     line_by_layer,
     name_rows,
     panel_grid,
     shade_rows,
+    square,
     value_axis,
     wide_x_axis,
 )
-from sinkscope.figures.heatmaps import above_diagonal, draw_weights, square
 from sinkscope.figures.labels import title, wrapped
 from sinkscope.figures.style import COLUMN, NAVY, OTHERS, REFERENCE, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.results.metrics import METRICS
@@ -30,12 +31,12 @@ from sinkscope.results.run import RunData
 from sinkscope.verdict.effect_intervals import interval, interval_by_layer
 from sinkscope.verdict.effects import NO_POSITION, SPREAD, Effect, arms, effect_of
 
-# --- What every arm does, and what random changes of the same kind do: a row for each arm, a panel for each metric.
+# --- The effect of every arm and of random changes of the same kind: a row for each arm, a panel for each metric.
 # The change has its 95 % interval over sequences, where the run keeps tables by sequence.
 
-ROW, PAGE = 0.3, 9.0  # inches: an arm, and at most all of them with what is around
-LETTERS = 24  # of a line of an arm's name
-ABOVE, UNDER = -0.17, 0.17  # where the arm and its controls stand in a row of height 1
+ROW, PAGE = 0.3, 9.0  # inches: an arm, and at most the whole figure
+LETTERS = 24  # in a line of an arm's name
+ABOVE, UNDER = -0.17, 0.17  # offsets of the arm and of its controls in a row of height 1
 
 AFTER: Look = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
 INTERVAL: Look = {"color": NAVY, "linewidth": 2.2, "solid_capstyle": "butt"}
@@ -46,7 +47,7 @@ SPREAD_BAR: Look = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}
 @dataclass(frozen=True)
 class _Panel:
     metric: str
-    positions: Callable[[list[int]], list[int]]  # of those that an arm watches, its sink first
+    positions: Callable[[list[int]], list[int]]  # from the positions that an arm watches, its sink first
     log: bool = False
     width: float = 1.0
 
@@ -79,16 +80,18 @@ def draw_effects(run: RunData) -> Figure:
 
 
 def _spans_a_decade(run: RunData, metric: str, positions: dict[str, list[int]]) -> bool:
-    """A log axis without two powers of ten could not be read."""
+    """Return whether the values span a power of ten: a shorter log axis could not be read."""
     effects = [effect_of(run, label, metric, position) for label, some in positions.items() for position in some]
     values = _drawable([value for one in effects for value in (one.before, one.after, *one.controls)], log=True)
     return bool(len(values) and values.max() >= 10 * values.min())
 
 
 def _draw_panel(ax: Axes, run: RunData, panel: _Panel, positions: dict[str, list[int]], log: bool) -> None:
-    """One metric of all arms, a row for each; the positions of an arm that has several stand below one another."""
+    """Draw one metric of all arms, a row for each; several positions of an arm are drawn one below the other."""
     different = {position for some in positions.values() for position in some}
-    ax.set_xlabel(METRICS[panel.metric].axis.replace(" (", "\n(") + _where(different))  # panels are narrow
+    where = f"\nat position {min(different)}" if len(different) == 1 else "\nat @position"
+    where = "" if different == {NO_POSITION} else where
+    ax.set_xlabel(METRICS[panel.metric].axis.replace(" (", "\n(") + where)  # panels are narrow
     for row, (label, some) in enumerate(positions.items()):
         if not some:
             ax.text(0.5, row, "–", transform=ax.get_yaxis_transform(), ha="center", va="center", color="0.5")
@@ -103,19 +106,15 @@ def _draw_panel(ax: Axes, run: RunData, panel: _Panel, positions: dict[str, list
                 ax.text(1.02, middle, f"@{position}", transform=ax.get_yaxis_transform(), va="center", fontsize=6)
 
 
-def _where(positions: set[int]) -> str:
-    if positions == {NO_POSITION}:
-        return ""
-    return f"\nat position {next(iter(positions))}" if len(positions) == 1 else "\nat @position"
-
-
 def _draw_effect(ax: Axes, effect: Effect, middle: float, height: float, log: bool) -> None:
-    """Before, after and controls around `middle`. In neighboring rows, the lines of before join."""
+    """Draw before, after and controls around `middle`. In neighboring rows, the lines of before join."""
     above, under = middle + ABOVE * height, middle + UNDER * height
     before, after = _drawable([effect.before], log), _drawable([effect.after], log)
     controls = _drawable(effect.controls, log)
-    if len(controls) > 1:
-        ax.plot(_spread(controls, log), [under, under], **SPREAD_BAR)
+    if len(controls) > 1:  # mean ± 2 standard deviations, on a log axis of the logarithms
+        values = np.log(controls) if log else controls
+        ends = values.mean() + SPREAD * values.std(ddof=1) * np.array([-1, 1])
+        ax.plot(np.exp(ends) if log else ends, [under, under], **SPREAD_BAR)
     ax.plot(controls, np.full(len(controls), under), **DRAWS)
     for value in before:
         ax.plot([value, value], [middle - height / 2, middle + height / 2], **REFERENCE)
@@ -132,15 +131,8 @@ def _drawable(values: Sequence[float], log: bool) -> np.ndarray:
     return array[np.isfinite(array) & (array > 0 if log else True)]
 
 
-def _spread(controls: np.ndarray, log: bool) -> np.ndarray:
-    """Mean ± 2 standard deviations; on a log axis those of the logarithms."""
-    values = np.log(controls) if log else controls
-    ends = values.mean() + SPREAD * values.std(ddof=1) * np.array([-1, 1])
-    return np.exp(ends) if log else ends
-
-
 def _value_axis(ax: Axes, log: bool, from_zero: bool) -> None:
-    """Set the scale once all is drawn: logarithmic, from 0 on, or as narrow as the values."""
+    """Set the scale once everything is drawn: logarithmic, from 0 on, or as narrow as the values."""
     values = drawn(ax, "x")
     if not len(values):
         ax.set_xticks([])
@@ -173,14 +165,14 @@ def _legend(run: RunData) -> list[Line2D]:
     return handles
 
 
-# --- In which layers an arm acts: the sink rate before and after it, beside its control's spread.
+# --- The layers in which an arm acts: the sink rate before and after it, with the spread of its control.
 # The change has its 95 % interval over sequences, where the run keeps tables by sequence.
 
 ACROSS = 4
 BY_LAYER_PAGE = 9.0  # inches, at most
 
 BY_LAYER_BEFORE = REFERENCE | {"zorder": 3}
-BAND: Look = {"color": "0.75", "linewidth": 1.5, "zorder": 1}  # its edge is seen where there is no spread
+BAND: Look = {"color": "0.75", "linewidth": 1.5, "zorder": 1}  # its edge is visible where there is no spread
 BY_LAYER_INTERVAL: Look = {"alpha": 0.3, "linewidth": 0, "zorder": 1.5}
 
 
@@ -198,12 +190,19 @@ def draw_effects_by_layer(run: RunData) -> Figure:
     for place, (ax, (label, positions)) in enumerate(zip(axes, watched.items(), strict=True)):
         ax.set_title(wrapped(label, LETTERS, 2) + (f"\nposition {positions[0]}" if len(sinks) > 1 else ""))
         _draw_arm(ax, rates[rates["condition"] == label], positions, targets)
-        _draw_intervals(ax, run, label, positions)
+        for nth, position in enumerate(positions):
+            ends = interval_by_layer(run, label, "sink_rate", position)
+            if len(ends):
+                color = (OTHERS if nth else SINK)["color"]
+                name = None if nth else "change, 95 % over sequences"
+                band_by_layer(ax, ends["low"], ends["high"], color=color, label=name, **BY_LAYER_INTERVAL)
         layer_axis(ax, "layer" if place >= across * (down - 1) else "")
         value_axis(ax, share=True)
     where = f" at position {sinks.pop()}" if len(sinks) == 1 else ""
     figure.supylabel(METRICS["sink_rate"].short + where)
-    figure.legend(handles=_effects_by_layer_legend(axes), loc="outside lower center", ncols=3 if width == WIDE else 2)
+    once = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    handles = [once[label] for label in sorted(once, key=lambda label: label.startswith("random"))]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3 if width == WIDE else 2)
     figure.suptitle(title(run, width))
     return figure
 
@@ -220,21 +219,12 @@ def _draw_arm(ax: Axes, rates: pd.DataFrame, positions: list[int], all_targets: 
     _draw_controls(ax, at_sink[at_sink["arm"] == "control"])
 
 
-def _draw_intervals(ax: Axes, run: RunData, label: str, positions: list[int]) -> None:
-    for place, position in enumerate(positions):
-        ends = interval_by_layer(run, label, "sink_rate", position)
-        if len(ends):
-            color = (OTHERS if place else SINK)["color"]
-            name = None if place else "change, 95 % over sequences"
-            band_by_layer(ax, ends["low"], ends["high"], color=color, label=name, **BY_LAYER_INTERVAL)
-
-
 def _by_layer(rates: pd.DataFrame, arm: str) -> pd.Series:
     return rates[rates["arm"] == arm].set_index("layer")["value"]
 
 
 def _draw_controls(ax: Axes, controls: pd.DataFrame) -> None:
-    """Mean ± 2 standard deviations of the draws; layers that have none leave a gap."""
+    """Draw the mean ± 2 standard deviations of the draws; layers without draws leave a gap."""
     if controls.empty:
         return
     layers = range(int(controls["layer"].min()), int(controls["layer"].max()) + 1)
@@ -245,26 +235,19 @@ def _draw_controls(ax: Axes, controls: pd.DataFrame) -> None:
     ax.fill_between(layers, mean - deviation, mean + deviation, label=name, **BAND)
 
 
-def _effects_by_layer_legend(axes: Iterable[Axes]) -> list[Artist]:
-    """What any of the panels has, once."""
-    entries = [entry for ax in axes for entry in zip(*ax.get_legend_handles_labels(), strict=True)]
-    once = {label: handle for handle, label in entries}
-    return [once[label] for label in sorted(once, key=lambda label: label.startswith("random"))]
-
-
 # --- One layer's attention maps under every arm of an experiment (NU figure 3).
-# Few maps stand in one row, each arm's random control beside it. Many stand in several rows, each control below its
-# arm without repeating its name, and the color bar below the map of the unchanged model, which has no control. The
-# number in a map is the mean weight that its queries give the sink.
+# A few maps are in one row, with each arm's random control next to it. Many maps are in several rows, with each control
+# below its arm, without repeating its name, and the color bar below the map of the unchanged model, which has no
+# control. The number in a map is the mean attention weight on the sink.
 
 BEFORE = "before"
 MEAN = "mean over heads and sequences"
-FAINTEST = 1e-2  # of the color scale: means over heads and sequences are seldom below it
+FAINTEST = 1e-2  # end of the color scale: means over heads and sequences are seldom below it
 
 ARM_MAPS_ACROSS = 8  # maps in a row
 SMALLEST, GAP = 0.745, 0.045  # inches: a map, and the space between maps
 LEFT, RIGHT, BELOW = 0.32, 0.05, 0.2  # inches: margins
-BAR = 0.42  # inches: the color bar, where it stands beside the maps
+BAR = 0.42  # inches: the color bar, where it is next to the maps
 TITLE, LINE = 0.17, 0.13  # inches: the title's first line, and another
 NAME_LINE, LETTER = 0.1, 0.053  # inches: a line of an arm's name, and a letter
 SMALL = 6.5  # points
@@ -289,11 +272,11 @@ def draw_arm_maps(run: RunData) -> Figure:
     cells = _cells(run, maps)
     down, across = 1 + max(cell.row for cell in cells), 1 + max(cell.column for cell in cells)
     has_room = any(not cell.name for cell in cells)  # for the color bar, below the first map
-    beside = 0.0 if has_room else BAR
-    size = max((COLUMN - LEFT - RIGHT - beside) / across - GAP, SMALLEST)
+    bar_width = 0.0 if has_room else BAR
+    size = max((COLUMN - LEFT - RIGHT - bar_width) / across - GAP, SMALLEST)
     names = {cell: wrapped(cell.name, int(size / LETTER)) for cell in cells}
     lines = [max(names[cell].count("\n") + bool(cell.name) for cell in cells if cell.row == row) for row in range(down)]
-    width = LEFT + across * (size + GAP) + beside + RIGHT
+    width = LEFT + across * (size + GAP) + bar_width + RIGHT
     text = title(run, width, f"layer {layer} (sink changes most)", MEAN)
     tops = TITLE + LINE * text.count("\n") + np.cumsum(np.array(lines) * NAME_LINE + size + GAP) - size
 
@@ -318,7 +301,7 @@ def draw_arm_maps(run: RunData) -> Figure:
 
 
 def _cells(run: RunData, maps: Maps) -> list[_Cell]:
-    """Where each condition's map stands."""
+    """Return the place of each condition's map in the grid."""
     labels = [label for label in arms(run) if label in maps]
     controlled = {label for label in labels if control_of(label) in maps}
     sinks = {label: arms(run)[label]["watched"][0] for label in labels}
@@ -340,7 +323,7 @@ def _cells(run: RunData, maps: Maps) -> list[_Cell]:
 
 
 def _label(ax: Axes) -> None:
-    """What the axes are, and their ends."""
+    """Name the axes and their ends."""
     ends = [0, int(ax.get_xlim()[1])]
     ax.set_xticks(ends)
     ax.set_yticks(ends)
@@ -353,7 +336,7 @@ def _label(ax: Axes) -> None:
     ax.set_ylabel("query", fontsize=SMALL, labelpad=-6)
 
 
-# --- shared with arm_maps_by_layer
+# --- shared by the two figures of maps
 
 
 def maps_by_condition(run: RunData) -> Maps:
@@ -366,14 +349,14 @@ def maps_by_condition(run: RunData) -> Maps:
 
 
 def control_of(label: str) -> str:
-    """The condition of an arm's control: of its draws, only the first has maps."""
+    """Return the condition of an arm's control. Only its first draw has maps."""
     return f"{label} control 0"
 
 
 def most_changed_layer(run: RunData, maps: Maps) -> int:
-    """Where the weight of the sink, an arm's first watched position, changes most.
+    """Return the layer where the weight on the sink, an arm's first watched position, changes most.
 
-    This is the median over arms, so that one that masks the sink does not decide alone.
+    The change of a layer is the median over arms, so that an arm that masks the sink does not decide the layer.
     """
     changes: dict[int, list[float]] = {layer: [] for layer in maps[BEFORE]}
     for label, arm in arms(run).items():
@@ -384,16 +367,16 @@ def most_changed_layer(run: RunData, maps: Maps) -> int:
 
 
 def to_sink(weights: np.ndarray | None, sink: int) -> float:
-    """Mean weight over the other queries that see the sink; NaN where the map has none."""
+    """Return the mean weight on the sink over the other queries that see it; NaN where the map has none."""
     if weights is None or sink >= len(weights):
         return float("nan")
     others = np.delete(weights[:, sink], sink)
-    others = others[np.isfinite(others)]  # of a causal model those behind it
+    others = others[np.isfinite(others)]  # in a causal model those after it
     return float(others.mean()) if len(others) else float("nan")
 
 
 def placed_figure(width: float, height: float, text: str) -> Figure:
-    """A figure whose parts are placed in inches, closer together than a layout engine would."""
+    """Make a figure whose parts are placed in inches, closer together than a layout engine would place them."""
     figure = new_figure(width, height)
     figure.set_layout_engine("none")
     figure.suptitle(text, y=1 - 0.04 / figure.get_figheight(), va="top")
@@ -401,13 +384,13 @@ def placed_figure(width: float, height: float, text: str) -> Figure:
 
 
 def axes_at(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes placed in inches, from the left and from the top."""
+    """Add axes placed in inches from the left and from the top."""
     across, down = figure.get_size_inches()
     return figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
 
 
 def draw_map(ax: Axes, weights: np.ndarray | None, masked: np.ndarray | None = None) -> AxesImage:
-    """Without ticks; all gray where there are no weights."""
+    """Draw a map without ticks; it is all gray where there are no weights."""
     image = draw_weights(ax, np.full((1, 1), np.nan) if weights is None else weights, FAINTEST, masked)
     ax.spines[:].set(color="0.6", linewidth=0.4)
     ax.xaxis.set_major_locator(NullLocator())
@@ -416,7 +399,7 @@ def draw_map(ax: Axes, weights: np.ndarray | None, masked: np.ndarray | None = N
 
 
 def color_bar(figure: Figure, image: AxesImage, ax: Axes) -> None:
-    """Along the longer side of `ax`."""
+    """Draw the color bar along the longer side of `ax`."""
     box = ax.get_window_extent()
     across = box.width > box.height
     bar = figure.colorbar(image, cax=ax, orientation="horizontal" if across else "vertical", extend="min")
@@ -428,19 +411,15 @@ def color_bar(figure: Figure, image: AxesImage, ax: Axes) -> None:
 
 # --- The attention maps of all layers under every arm (NU figures 7 to 13, on one page).
 # The maps of an arm are one image, as hundreds of axes would take long to save. Where its layers do not fit in one row,
-# it has several; maps are as large as the page then allows.
+# it has several rows, and maps are as large as the page allows.
 
 ALL_LAYERS_PAGE = 9.0  # inches, at most
-ALL_LAYERS_LEFT, ALL_LAYERS_RIGHT, TOP, ALL_LAYERS_BELOW = (
-    1.05,
-    0.04,
-    0.36,
-    0.4,
-)  # inches: for names; nothing; title and layers; color bar
+ALL_LAYERS_LEFT, ALL_LAYERS_RIGHT = 1.05, 0.04  # inches: margin with the names, empty margin
+TOP, ALL_LAYERS_BELOW = 0.36, 0.4  # inches: margin with title and layers, margin with the color bar
 BETWEEN, BEFORE_CONTROL = 0.1, 0.03  # inches between arms, and between an arm and its control
-ALL_LAYERS_LETTERS = 18  # of a line of an arm's name
+ALL_LAYERS_LETTERS = 18  # in a line of an arm's name
 CONTROL = "random control"
-LARGEST, LARGEST_WRAPPED = 0.71, 0.48  # inches a map, in a lone row and in one of several
+LARGEST, LARGEST_WRAPPED = 0.71, 0.48  # inches per map, in a single row and in one of several
 WORTH = 0.85  # fewer rows are better, as long as maps are this share of the largest possible
 READABLE = 0.24  # inches: controls are left out where maps would be smaller with them
 ALL_LAYERS_GAP = 0.06  # between maps, as a share of a map
@@ -449,16 +428,16 @@ BEHIND_NUMBER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad":
 
 @dataclass(frozen=True)
 class _Page:
-    """How the maps are laid out."""
+    """Layout of the maps."""
 
-    conditions: dict[str, str]  # → the name beside its maps
+    conditions: dict[str, str]  # condition → the name next to its maps
     rows: int  # of one condition
     across: int  # layers in a row
-    size: float  # inches a map, with the gap behind it
+    size: float  # inches per map, with the gap after it
 
     @property
     def tops(self) -> np.ndarray:
-        """Inches from the first map to each condition's first, and to the end of the last."""
+        """Inches from the first map to each condition's first map, and to the end of the last."""
         gaps = _gaps(self.conditions)
         return np.cumsum([0.0, *(gap + self.rows * self.size for gap in [*gaps[1:], 0.0])])
 
@@ -469,7 +448,7 @@ def draw_arm_maps_by_layer(run: RunData) -> Figure:
     page, note = _page(run, maps, len(layers))
     width = max(ALL_LAYERS_LEFT + page.across * page.size + ALL_LAYERS_RIGHT, COLUMN)
     text = title(run, width, note, MEAN)
-    top = TOP + 0.13 * text.count("\n") - (0.13 if page.rows > 1 else 0)  # where no layers stand above the maps
+    top = TOP + 0.13 * text.count("\n") - (0.13 if page.rows > 1 else 0)  # layers are named above a single row
     figure = placed_figure(width, top + page.tops[-1] + ALL_LAYERS_BELOW, text)
     for (condition, name), above in zip(page.conditions.items(), page.tops, strict=False):
         ax = axes_at(figure, ALL_LAYERS_LEFT, top + above, page.across * page.size, page.rows * page.size)
@@ -487,7 +466,7 @@ def draw_arm_maps_by_layer(run: RunData) -> Figure:
 
 
 def _page(run: RunData, maps: Maps, layers: int) -> tuple[_Page, str]:
-    """The page, with the controls if that leaves the maps readable, and a note of what is shown."""
+    """Return the page, with the controls if the maps stay readable with them, and a note of what is shown."""
     labels = [BEFORE, *(label for label in arms(run) if label in maps)]
     alone, controlled = {}, {}
     for label in labels:
@@ -501,31 +480,25 @@ def _page(run: RunData, maps: Maps, layers: int) -> tuple[_Page, str]:
 
 
 def _largest(conditions: dict[str, str], layers: int) -> _Page:
-    """As few rows for each condition as leave the maps about as large as possible."""
+    """Return the page with the fewest rows for each condition whose maps are about as large as possible."""
     height = (ALL_LAYERS_PAGE - TOP - 0.13 - ALL_LAYERS_BELOW - sum(_gaps(conditions))) / len(conditions)
     pages = []
     for rows in range(1, layers + 1):
         across = -(-layers // rows)
         most = LARGEST if rows == 1 else LARGEST_WRAPPED
-        pages.append(
-            _Page(
-                conditions,
-                rows,
-                across,
-                min((WIDE - ALL_LAYERS_LEFT - ALL_LAYERS_RIGHT) / across, height / rows, most),
-            )
-        )
+        size = min((WIDE - ALL_LAYERS_LEFT - ALL_LAYERS_RIGHT) / across, height / rows, most)
+        pages.append(_Page(conditions, rows, across, size))
     largest = max(page.size for page in pages)
     return next(page for page in pages if page.size >= WORTH * largest)
 
 
 def _gaps(conditions: dict[str, str]) -> list[float]:
-    """Inches above each condition."""
+    """Return the inches of space above each condition."""
     return [0.0, *(BEFORE_CONTROL if name == CONTROL else BETWEEN for name in list(conditions.values())[1:])]
 
 
 def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], page: _Page) -> AxesImage:
-    """Maps in reading order. A layer without one is gray below its diagonal; places without a layer are white."""
+    """Draw maps in reading order. A layer without a map is gray below its diagonal; places without layers are white."""
     size = len(next(iter(by_layer.values())))
     pitch = size + max(1, round(ALL_LAYERS_GAP * size))
     weights = np.full((page.rows * pitch, page.across * pitch), np.nan)
@@ -541,20 +514,14 @@ def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], page: 
 
 
 def _number(ax: Axes, layers: list[int], page: _Page) -> None:
-    """The layers' numbers: above a single row, else in the upper right corners, which a causal mask leaves empty."""
+    """Number the layers: above a single row, else in the upper right corners, which a causal mask leaves empty."""
     pitch = ax.get_xlim()[1] / page.across
     if page.rows == 1:
         ax.text(-0.3 * pitch, -0.06 * pitch, "layer", fontsize=6, ha="right", va="bottom")
     for place, layer in enumerate(layers):
         row, column = divmod(place, page.across)
         if page.rows == 1:
-            look: Look = {"x": (column + 0.5) * pitch, "y": -0.06 * pitch, "ha": "center", "va": "bottom"}
+            ax.text((column + 0.5) * pitch, -0.06 * pitch, str(layer), fontsize=6, ha="center", va="bottom")
         else:
-            look = {
-                "x": (column + 1 - ALL_LAYERS_GAP) * pitch,
-                "y": row * pitch,
-                "ha": "right",
-                "va": "top",
-                "bbox": BEHIND_NUMBER,
-            }
-        ax.text(s=str(layer), fontsize=6, **look)
+            x = (column + 1 - ALL_LAYERS_GAP) * pitch
+            ax.text(x, row * pitch, str(layer), fontsize=6, ha="right", va="top", bbox=BEHIND_NUMBER)

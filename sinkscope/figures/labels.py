@@ -11,16 +11,16 @@ from sinkscope.errors import counted
 from sinkscope.figures.style import FONT
 from sinkscope.results.run import RunData
 
-INCHES_PER_CHARACTER = 0.068  # of an 8 pt title, rather too much
+INCHES_PER_CHARACTER = 0.068  # in an 8 pt title, an upper estimate
 VISIBLE = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "␣"}
 LONGEST_TOKEN = 12
-LONGEST_TITLE = 90  # characters, of figures as wide as a page
+LONGEST_TITLE = 90  # characters, in figures as wide as a page
 
 
 def title(run: RunData, width: float, *shown: str) -> str:
-    """«model · condition · 100 × 64 tokens» for a figure `width` inches wide, in two lines where it is too long.
+    """Return «model · condition · 100 × 64 tokens» for a figure `width` inches wide, in two lines if it is too long.
 
-    `shown` takes the place of the number of tokens in figures of a part of the run.
+    `shown` replaces the number of tokens in figures of a part of the run.
     """
     room = int(width / INCHES_PER_CHARACTER)
     name = shorten(model_name(run.model), room)
@@ -30,17 +30,17 @@ def title(run: RunData, width: float, *shown: str) -> str:
 
 
 def heading(*parts: str) -> str:
-    """The title of a figure of several runs."""
+    """Return the title of a figure of several runs."""
     return escape(shorten(" · ".join(part for part in parts if part), LONGEST_TITLE))
 
 
 def model_name(model: str) -> str:
-    """A hub id or a path without what stands before the last slash."""
+    """Return the part of a hub id or a path after the last slash."""
     return model.rstrip("/").split("/")[-1]
 
 
 def labels(runs: Sequence[RunData]) -> tuple[list[str], str]:
-    """A label for each run, of what differs in model, revision and condition; and what all runs have in common."""
+    """Return a label for each run, of the parts of model, revision and condition that differ, and the common parts."""
     parts = [(model_name(run.model), run.manifest["model"].get("revision") or "", run.condition) for run in runs]
     if len(set(parts)) == 1:  # one run, or several that differ in other options
         name = " · ".join(part for part in parts[0] if part)
@@ -65,12 +65,12 @@ def _size(run: RunData) -> list[str]:
 
 
 def places(first: int, last: int) -> str:
-    """«positions 1–15»."""
+    """Return «positions 1–15»."""
     return f"positions {first}–{last}" if last > first else f"position {first}"
 
 
 def shorten(text: str, longest: int) -> str:
-    """Leave out the middle of a text that is too long: names differ at their ends."""
+    """Leave out the middle of a text that is too long, as names differ at their ends."""
     if len(text) <= longest:
         return text
     head = (longest - 1) // 2
@@ -78,18 +78,18 @@ def shorten(text: str, longest: int) -> str:
 
 
 def escape(text: str) -> str:
-    """Text between two dollar signs must not be read as a formula."""
+    """Escape dollar signs, so that matplotlib does not read the text between two of them as a formula."""
     return text.replace("$", r"\$")
 
 
 def wrapped(label: str, letters: int, lines: int = 4) -> str:
-    """An arm's label in lines, broken at hyphens and plus signs."""
+    """Break an arm's label into lines at hyphens and plus signs."""
     parts = textwrap.wrap(label.replace("+", " + "), max(letters, 6), max_lines=lines, placeholder="…")
     return escape("\n".join(parts))
 
 
 def token_label(token: object, token_id: float | None, longest: int = LONGEST_TOKEN) -> str:
-    """A token as visible text; «id 123» where it has no text, or text that the font cannot show."""
+    """Return a token as visible text, or «id 123» if it has no text or the font cannot show it."""
     text = "".join(VISIBLE.get(sign, sign) for sign in token) if isinstance(token, str) else ""
     has_text = text and token != f"<id {token_id}>"  # the text of a model without a tokenizer
     if not has_text or not all(_printable(sign) for sign in text):
@@ -103,7 +103,7 @@ def token_labels(tokens: Iterable[object], token_ids: Iterable[float], longest: 
 
 @cache
 def _printable(sign: str) -> bool:
-    """False for U+FFFD too, which stands for a part of a character."""
+    """Return whether the font can show a character; U+FFFD, a part of a character, does not count."""
     return sign.isprintable() and sign != "\ufffd" and ord(sign) in _glyphs()
 
 

@@ -28,20 +28,20 @@ from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.verdict.quantization import label, probed, whole
 
-# --- What quantizing costs: perplexity of the whole model by setting, and with single sites quantized.
-# Top left, on all sequences. Below, every kind of site, and right, layers of the costliest kinds, on the few sequences
-# of the search for costly sites. The broken line is full precision on the same sequences.
+# --- The cost of quantization: perplexity with the whole model quantized by setting, and with single sites quantized.
+# Upper left: settings, on all sequences. Lower left: every kind of site. Right: layers of the costliest kinds. Both are
+# on the few sequences of the search for costly sites. The broken line is full precision on the same sequences.
 
-ROW, AROUND = 0.2, 1.5  # inches: a row, and what is above, between and below
-TALL = 1.6  # rows that a setting takes, whose label has two lines
-LETTERS, LONGEST = 26, 30  # of a line of a setting, of a site
-MASSIVE = "†"  # behind the name of a site
-MOST = 16  # modules in a panel, those that cost most, and as many single sites
-# within a row, so that marks with equal values are all seen
+ROW, AROUND = 0.2, 1.5  # inches: a row, and the margins above, between and below
+TALL = 1.6  # rows that a setting takes, as its label has two lines
+LETTERS, LONGEST = 26, 30  # characters in a line of a setting, and in a site
+MASSIVE = "†"  # after the name of a site
+MOST = 16  # modules in a panel, the costliest, and as many single sites
+# offsets within a row, so that marks with equal values are all visible
 NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0, KEYS: -0.12, VALUES: 0.12}
 
 SETTING: Look = {"color": "black", "marker": "X", "markersize": 4.6, "mew": 0, "linestyle": "none"}
-MARKS: dict[str, Look] = {  # of different shapes, so that the colors are not needed
+MARKS: dict[str, Look] = {  # their shapes differ, so that the colors are not needed
     INPUT: {"marker": "o", "color": NAVY, "markersize": 4.2},
     WEIGHT: {"marker": "D", "color": SKY, "markersize": 3.4},
     OUTPUT: {"marker": "s", "color": VERMILION, "markersize": 3.8, "markerfacecolor": "white", "markeredgewidth": 1.0},
@@ -93,7 +93,7 @@ def _draw_settings(ax: Axes, run: RunData) -> None:
 
 
 def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
-    """A row for each module, in the model's order, with a mark for each of its parts."""
+    """Draw a row for each module, in the model's order, with a mark for each of its parts."""
     modules = list(kinds.sort_index()["site"].unique())
     _rows(ax, [escape(shorten(module, LONGEST)) for module in modules], reference)
     for row in kinds.itertuples():
@@ -115,13 +115,13 @@ def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataF
 
 
 def _rows(ax: Axes, names: list[str], reference: float) -> None:
-    """Named rows, and the line of full precision through all of them."""
+    """Name the rows, and draw the line of full precision through all of them."""
     name_rows(ax, names)
     ax.plot([reference, reference], [-0.5, len(names) - 0.5], **FULL_PRECISION)
 
 
 # --- The range that 8 bits must cover: largest and median entry of every site by layer, and half a step of its grid.
-# Entries below half a step round to zero: where the median lies below it, most of the tensor is lost.
+# Entries below half a step round to zero: where the median is below half a step, most of the tensor is lost.
 
 COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in all
 HEIGHT = 1.3  # inches of a row
@@ -152,7 +152,12 @@ def draw_quantization_ranges(run: RunData) -> Figure:
     figure = new_figure(WIDE, HEIGHT * -(-len(kinds) // across) + 0.7)
     axes, lowest = panel_grid(figure, len(kinds), across)
     for ax, (name, table) in zip(axes, kinds, strict=True):
-        _draw_kind(ax, table)
+        table = table.set_index("layer").sort_index()
+        line_by_layer(ax, table["max_abs"], **LARGEST)
+        line_by_layer(ax, table["median_abs"], **MEDIAN)
+        line_by_layer(ax, table["step"] / 2, **HALF_STEP)
+        massive = table[table["is_massive"]]
+        ax.plot(massive.index, massive["max_abs"].to_numpy(float), **RANGES_MASSIVE)
         ax.set_title(escape(name), fontsize=7)
         ax.margins(y=0.12)  # rings have a size
     for ax in axes:
@@ -169,7 +174,7 @@ def draw_quantization_ranges(run: RunData) -> Figure:
 
 
 def _sites(run: RunData) -> pd.DataFrame:
-    """Inputs and outputs in the layers. Where a layer has several of a kind, as of experts, the widest."""
+    """Return the inputs and outputs in the layers. Of several of one kind in a layer (experts), return the widest."""
     table = run.tables["quantization_sites"]
     table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
     widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])
@@ -177,24 +182,14 @@ def _sites(run: RunData) -> pd.DataFrame:
 
 
 def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Title → rows. Linear layers that read the same tensor, as of query, key and value, share a panel."""
+    """Return title → rows. Linear layers that read the same tensor, such as query, key and value, share a panel."""
     alike: dict[tuple, tuple[list[str], str, pd.DataFrame]] = {}
     for (site, part), table in sites.groupby(["site", "part"], sort=False):
         same = (part, *table["layer"], *table["low"], *table["high"], *table["median_abs"])
         names, *_ = alike.setdefault(same, ([], str(part), table))
         names.append(str(site))
-    return {f"{_joined(names)}\n{part}": table for names, part, table in alike.values()}
-
-
-def _joined(names: list[str]) -> str:
-    """The name; of several names, their last parts."""
-    return shorten(names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names), RANGES_LONGEST)
-
-
-def _draw_kind(ax: Axes, table: pd.DataFrame) -> None:
-    table = table.set_index("layer").sort_index()
-    line_by_layer(ax, table["max_abs"], **LARGEST)
-    line_by_layer(ax, table["median_abs"], **MEDIAN)
-    line_by_layer(ax, table["step"] / 2, **HALF_STEP)
-    massive = table[table["is_massive"]]
-    ax.plot(massive.index, massive["max_abs"].to_numpy(float), **RANGES_MASSIVE)
+    found = {}
+    for names, part, table in alike.values():
+        joined = names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names)
+        found[f"{shorten(joined, RANGES_LONGEST)}\n{part}"] = table
+    return found

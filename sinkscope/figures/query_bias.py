@@ -29,16 +29,15 @@ from sinkscope.measuring.observables.query_bias import ALL_HEADS
 from sinkscope.measuring.summary import delta_gap
 from sinkscope.results.run import RunData
 
-# --- What the query bias adds to a key's logits, Δ_j, over tokens (NU figures 1 and 4).
-# A panel for each layer, all heads together. Position 0 is one token of each sequence: each histogram is scaled to its
-# own highest bin. Δ is before the logits' scaling by 1/√d. Titles say by how many standard deviations (σ) of the later
-# tokens' Δ position 0 lies above their mean.
+# --- The shift Δ_j that the query bias adds to a key's logits, over tokens (NU figures 1 and 4).
+# A panel for each layer, all heads together. Position 0 is one token of each sequence, so each histogram is scaled to
+# its own highest bin. Δ is before the logits' scaling by 1/√d. Titles give the distance of position 0 from the later
+# tokens' mean Δ, in standard deviations (σ) of the later tokens.
 
-LOOKS: dict[str, Look] = {  # the later tokens beneath
+LOOKS: dict[str, Look] = {  # the later tokens are drawn first
     "later": {"facecolor": VERMILION, "alpha": 0.45, "linewidth": 0},
     "position 0": {"facecolor": NAVY, "alpha": 0.85, "linewidth": 0},
 }
-LABELS = {"position 0": "position 0", "later": "later positions"}
 MOST_COLUMNS = 8
 TALLEST = 7.6  # inches
 
@@ -53,20 +52,19 @@ def draw_query_bias_distribution(run: RunData) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for ax, layer in zip(axes, layers, strict=False):
         _panel(ax, table[table["layer"] == layer])
-        ax.set_title(_heading(layer, gaps.get(layer, np.nan)), fontsize=7 if columns == 4 else 6, pad=2)
+        gap = gaps.get(layer, np.nan)
+        text = f"layer {layer}" + (f": {gap:+.1f}σ".replace("-", "−") if np.isfinite(gap) else "")
+        ax.set_title(text, fontsize=7 if columns == 4 else 6, pad=2)
     for ax in axes[len(layers) :]:
         ax.set_axis_off()
     for ax in axes[: len(layers)][-columns:]:  # the lowest of its column
         ax.set_xlabel("Δ, unscaled", fontsize=7)
     figure.supylabel("tokens (highest bin = 1)")
-    handles = [Patch(label=LABELS[group], **LOOKS[group]) for group in ("position 0", "later")]
+    labels = {"position 0": "position 0", "later": "later positions"}
+    handles = [Patch(label=label, **LOOKS[group]) for group, label in labels.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     figure.suptitle(title(run, WIDE))
     return figure
-
-
-def _heading(layer: int, gap: float) -> str:
-    return f"layer {layer}" + (f": {gap:+.1f}σ".replace("-", "−") if np.isfinite(gap) else "")
 
 
 def _panel(ax: Axes, rows: pd.DataFrame) -> None:
@@ -84,13 +82,13 @@ def _panel(ax: Axes, rows: pd.DataFrame) -> None:
 
 
 # --- Does the query bias point at the position that is the sink? cos(W_k EPE_i, b_Q) by layer (NU figures 2 and 5).
-# Left: all heads together, a dot for each later position, in their order within a layer's strip. Right: each head, a
-# dot for each at position 0, and the 10 % to 90 % quantiles of the later positions' cosines over heads.
+# Left: all heads together, with a dot for each later position, in order within a layer's strip. Right: each head, with
+# a dot for position 0, and the 10 % to 90 % quantiles of the later positions' cosines over heads.
 
 LATER: Look = {"color": VERMILION, "linestyle": "none", "marker": "s", "markersize": 1.6, "mew": 0}
 HEADS: Look = {"color": NAVY, "linestyle": "none", "marker": "o", "markersize": 2.2, "mfc": "none", "mew": 0.6}
 SPAN: Look = {"color": VERMILION, "alpha": 0.3, "linewidth": 0}
-SPREAD = 0.5  # of a layer's width: the dots of its positions lie side by side
+SPREAD = 0.5  # share of a layer's width over which the dots of its positions are spread
 QUANTILES = (0.1, 0.9)
 
 
@@ -99,8 +97,8 @@ def lacking_query_bias_alignment(run: RunData) -> str | None:
     if table["key_alignment"].notna().any():
         return None
     if (table["delta_mean"] == 0).all():
-        return "its query bias is zero, at an angle to nothing"
-    return "its positions are not learned vectors, so that no position has a key of its own"
+        return "its query bias is zero, so that it has no angle to the keys"
+    return "its positions are not learned vectors, so that no position has its own key"
 
 
 def draw_query_bias_alignment(run: RunData) -> Figure:
@@ -108,15 +106,24 @@ def draw_query_bias_alignment(run: RunData) -> Figure:
     together, by_head = table[table["head"] == ALL_HEADS], table[table["head"] != ALL_HEADS]
     figure = new_figure(WIDE, 2.7)
     left, right = figure.subplots(1, 2, sharey=True)
-    _all_heads(left, together)
-    _each_head(right, by_head)
+    left.set_title("all heads together")
+    later = together[together["position"] > 0]
+    offset = (later["position"] - 1) / max(1, later["position"].max() - 1) - 0.5 if len(later) else 0.0
+    left.plot(later["layer"] + SPREAD * offset, later["key_alignment"], rasterized=len(later) > 5000, **LATER)
+    line_by_layer(left, together[together["position"] == 0].set_index("layer")["key_alignment"], **SINK)
+    right.set_title("each head")
+    cosines = by_head[by_head["position"] > 0].groupby("layer")["key_alignment"]
+    low, high = cosines.quantile(QUANTILES[0]), cosines.quantile(QUANTILES[1])
+    right.bar(low.index, high - low, bottom=low, width=SPREAD, **SPAN)
+    first = by_head[by_head["position"] == 0]
+    right.plot(first["layer"], first["key_alignment"], **HEADS)
     for ax in (left, right):
         layer_axis(ax)
         if value_axis(ax):
             ax.axhline(0, color=GRAY, linewidth=0.6, zorder=1)
-    low, high = np.nanmin([ax.dataLim.y0 for ax in (left, right)]), np.nanmax([ax.dataLim.y1 for ax in (left, right)])
-    if np.isfinite([low, high]).all():
-        left.set_ylim(max(low - 0.05, -1.03), min(high + 0.05, 1.03))
+    lowest, highest = np.nanmin([left.dataLim.y0, right.dataLim.y0]), np.nanmax([left.dataLim.y1, right.dataLim.y1])
+    if np.isfinite([lowest, highest]).all():
+        left.set_ylim(max(lowest - 0.05, -1.03), min(highest + 0.05, 1.03))
     left.set_ylabel(r"$\cos(W_k\,\mathrm{EPE}_i,\ b_Q)$")
     handles = [
         Line2D([], [], label="position 0, all heads", **SINK),
@@ -129,24 +136,7 @@ def draw_query_bias_alignment(run: RunData) -> Figure:
     return figure
 
 
-def _all_heads(ax: Axes, together: pd.DataFrame) -> None:
-    ax.set_title("all heads together")
-    later = together[together["position"] > 0]
-    beside = (later["position"] - 1) / max(1, later["position"].max() - 1) - 0.5 if len(later) else 0.0
-    ax.plot(later["layer"] + SPREAD * beside, later["key_alignment"], rasterized=len(later) > 5000, **LATER)
-    line_by_layer(ax, together[together["position"] == 0].set_index("layer")["key_alignment"], **SINK)
-
-
-def _each_head(ax: Axes, by_head: pd.DataFrame) -> None:
-    ax.set_title("each head")
-    later = by_head[by_head["position"] > 0].groupby("layer")["key_alignment"]
-    low, high = later.quantile(QUANTILES[0]), later.quantile(QUANTILES[1])
-    ax.bar(low.index, high - low, bottom=low, width=SPREAD, **SPAN)
-    first = by_head[by_head["position"] == 0]
-    ax.plot(first["layer"], first["key_alignment"], **HEADS)
-
-
-# --- Does the query bias read the coordinates where EPE₀ is massive? |γ| there beside all of γ (NU tables 1 and 2)
+# --- Does the query bias read the coordinates where EPE₀ is massive? |γ| there against all of γ (NU tables 1 and 2)
 
 BAND: Look = {"color": GRAY, "alpha": 0.3, "linewidth": 0}
 MEAN: Look = {"color": "0.35", "linewidth": 0.9}

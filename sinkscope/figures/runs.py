@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from sinkscope.figures.axes import (
     band_by_layer,
     curve,
+    draw_weights,
     drawn,
     finite,
     has_values,
@@ -20,11 +21,11 @@ from sinkscope.figures.axes import (
     line_by_layer,
     panel_grid,
     say,
+    square,
     value_axis,
     whole_numbers,
     write_beside,
 )
-from sinkscope.figures.heatmaps import draw_weights, square
 from sinkscope.figures.labels import (
     escape,
     heading,
@@ -66,7 +67,7 @@ from sinkscope.results.run import RunData
 # --- Which heads are sinks: window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE
 
 MOST = 0.5  # share of the sequences in which a marked head is a sink
-ASIDE = 1.3  # inches beside the map: axis and color bar
+ASIDE = 1.3  # inches next to the map: axis and color bar
 LOCAL = ("sliding_attention", "chunked_attention")
 
 
@@ -110,7 +111,7 @@ def _dots(ax: Axes, share: np.ndarray, run: RunData, width: float, height: float
 
 
 def _local_layers(ax: Axes, run: RunData) -> list[Line2D]:
-    """A bar beside the layers whose attention is limited to a window, which may leave the sink behind."""
+    """Draw a bar next to the layers whose attention is limited to a window, which may exclude the sink."""
     types = run.manifest["model"].get("layer_types") or []
     local = [layer for layer, kind in enumerate(types) if kind in LOCAL]
     if not local:
@@ -126,9 +127,9 @@ def _local_layers(ax: Axes, run: RunData) -> list[Line2D]:
 
 # --- Sinks and massive activations occur together (GS figure 1).
 # Sink mass, sink rate, norm of the layer's output and norm of the MLP's output: token 0 against the mean and the
-# maximum over the other early tokens, all of them means over sequences, as in the paper. Beside the sink rate: how
-# often a sink is outside the text, in models that have something there. Layers count from 0. Sites that a family
-# lacks have no panel.
+# maximum over the other early tokens. All are means over sequences, as in the paper. The panel of the sink rate also
+# shows how often a sink is outside the text, in models with keys there. Layers count from 0. A site that a family lacks
+# has no panel.
 
 SITES = {"layer_out": "layer output", "mlp_out": "MLP output"}
 
@@ -171,7 +172,7 @@ def _panel(ax: Axes, name: str, unit: str, table: pd.DataFrame, column: str, **s
 
 
 # --- Sinks that are not at position 0, such as delimiters (S2M §3; WSE, open question 1).
-# Only positions with at least 16 queries behind them count: with fewer, a head in which tokens attend to themselves
+# Only positions with at least 16 queries after them count: with fewer, a head in which tokens attend to themselves
 # would look like a sink. In an encoder all tokens are queries of every position.
 
 MOST_TOKENS = 12
@@ -179,18 +180,15 @@ PERCENT = FuncFormatter(lambda share, _: percent(share))
 
 
 def percent(share: float) -> str:
-    """With two digits, however small the share is."""
+    """Format a share as a percentage with two significant digits."""
     return f"{float(f'{100 * share:.2g}'):g} %"
 
 
 def draw_sink_positions(run: RunData) -> Figure:
-    sinks = run.tables["sink_positions"]
-    attention = run.tables["attention"]
-    sequences = run.manifest["input"]["sequences"]
-    heads = len(attention.drop_duplicates(["layer", "head"]))
+    pairs = len(run.tables["attention"].drop_duplicates(["layer", "head"])) * run.manifest["input"]["sequences"]
     longest = run.manifest["input"]["longest"]
     last = max(0, longest - FEWEST_QUERIES) if run.is_causal else longest - 1
-    sinks = clear_sinks(sinks)
+    sinks = clear_sinks(run.tables["sink_positions"])
     width = WIDE if sinks.empty or sinks["position"].any() else COLUMN
     figure = new_figure(width, 0.9 if sinks.empty else 2.5)
     figure.suptitle(title(run, width))
@@ -200,18 +198,20 @@ def draw_sink_positions(run: RunData) -> Figure:
     later = sinks[sinks["position"] > 0]
     widths = [1.0] if later.empty else [1.35, 1.0]
     left, *right = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
-    _positions(left, sinks, last, heads * sequences)
-    left.set_xlabel("position of the sink" + f" (with ≥ {FEWEST_QUERIES} queries behind it)" * run.is_causal)
+    _positions(left, sinks, last, pairs)
+    left.set_xlabel("position of the sink" + f" (with ≥ {FEWEST_QUERIES} queries after it)" * run.is_causal)
     if right:
-        _tokens(right[0], later, heads * sequences)
+        _tokens(right[0], later, pairs)
     else:
-        left.set_title(f"no sink at {places(1, last)}" if last else "too few queries behind later positions")
+        left.set_title(f"no sink at {places(1, last)}" if last else "too few queries after later positions")
     return figure
 
 
 def _positions(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
-    """Logarithmic, as later sinks are rare; dots only, as a length on a log axis means nothing. The broken line is one
-    pair: a position without a dot has none.
+    """Draw the share of (head, sequence) pairs with a sink at each position.
+
+    The axis is logarithmic, as later sinks are rare, and has dots only, as a length on a log axis means nothing. The
+    broken line is one pair: a position without a dot has none.
     """
     shares = sinks.groupby("position").size() / pairs
     ax.set_yscale("log")
@@ -249,7 +249,7 @@ def _tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
 
 
 def token_shares(later: pd.DataFrame, pairs: int) -> pd.Series:
-    """By (token_id, token): the share of (head, sequence) pairs with that token as a later sink."""
+    """Return the share of (head, sequence) pairs that have a token as a later sink, by (token_id, token)."""
     once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])
     counts = once.groupby(["token_id", "token"], dropna=False).size()
     return (counts / pairs).sort_values(ascending=False, kind="stable")
@@ -281,9 +281,8 @@ def draw_attention_maps(run: RunData) -> Figure:
 
 
 # --- Why the first key is a sink: its norm is small, and its angle to the queries decides (WSE figure 2).
-# Norms of query, key and value, cosine and norm product of query and key, and the logit gap that they make (VGA
-# §4.1), of position 0 and the mean over the other positions. Lines are means over heads, bands their 10 % to 90 %
-# quantiles.
+# Norms of query, key and value, cosine and norm product of query and key, and the resulting logit gap (VGA §4.1), at
+# position 0 and on average over the other positions. Lines are means over heads, bands their 10 % to 90 % quantiles.
 
 PANELS = (  # column, name, unit, log scale
     ("query_norm", "query ‖q‖", "L2 norm", True),
@@ -302,7 +301,7 @@ def draw_query_key_geometry(run: RunData) -> Figure:
     axes = figure.subplots(2, 3, sharex=True)
     for ax, (column, name, unit, log) in zip(axes.flat, PANELS, strict=True):
         ax.set_title(name)
-        _lines(ax, geometry, column)
+        _first_and_others(ax, geometry, column)
         layer_axis(ax, "layer" if ax in axes[-1] else "")
         if value_axis(ax, log):
             ax.set_ylabel(unit)
@@ -315,11 +314,12 @@ def draw_query_key_geometry(run: RunData) -> Figure:
     return figure
 
 
-def _lines(ax: Axes, geometry: pd.DataFrame, column: str) -> None:
-    at_first = geometry["position"] == 0
+def _first_and_others(ax: Axes, table: pd.DataFrame, column: str) -> None:
+    """Draw means over heads by layer, with the bands of their quantiles."""
+    at_first = table["position"] == 0
     for rows, label, look in (
-        (geometry[at_first], "position 0", SINK),
-        (geometry[~at_first], "mean over the other positions", OTHERS),
+        (table[at_first], "position 0", SINK),
+        (table[~at_first], "mean over the other positions", OTHERS),
     ):
         if rows.empty:  # --positions 1
             continue
@@ -329,7 +329,7 @@ def _lines(ax: Axes, geometry: pd.DataFrame, column: str) -> None:
         line_by_layer(ax, by_layer.mean(), label=label, **look)
 
 
-# --- What gates leave at position 0 and elsewhere: a retrofit's, or the model's own (VGA §3.2; GS §5.1).
+# --- Gates at position 0 and elsewhere, of a retrofit or of the model itself (VGA §3.2; GS §5.1).
 # Left by layer, means over heads with bands from their 10 % to their 90 % quantiles, position 0 against the mean over
 # the other positions; right by position, a thin line for each layer. A gate of 1 changes nothing.
 
@@ -337,46 +337,25 @@ def _lines(ax: Axes, geometry: pd.DataFrame, column: str) -> None:
 def draw_gates_by_layer(run: RunData) -> Figure:
     figure = new_figure(WIDE, 2.3)
     by_layer, by_position = figure.subplots(1, 2, sharey=True)
-    _by_layer(by_layer, run)
-    _by_position(by_position, run)
+    gate = finite(run.tables["gate"])
+    _first_and_others(by_layer, gate, "gate")
+    by_layer.fill_between([], [], color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads")
+    by_layer.set_ylabel("gate, a factor")
+    layer_axis(by_layer)
+    # up to the last layer of the model, which may have no attention, where the run measured all layers
+    last = max(int(run.tables[name]["layer"].max()) for name in ("gate", "activation") if name in run.tables)
+    by_layer.set_xlim(-0.3, last + 0.3)
+    value_axis(by_layer)
+    means = gate.groupby(["layer", "position"])["gate"].mean().unstack("layer")
+    for place, layer in enumerate(means):
+        by_position.plot(means.index, means[layer], color=SKY, linewidth=0.7, label="" if place else "one layer")
+    by_position.plot(means.index, means.mean(axis=1), label="mean over layers", **MEAN_LINE)
+    by_position.set_xlabel("position")
+    whole_numbers(by_position, "x")
+    value_axis(by_position)
     figure.legend(loc="outside lower center", ncols=5, columnspacing=1.2)
     figure.suptitle(title(run, WIDE))
     return figure
-
-
-def _by_layer(ax: Axes, run: RunData) -> None:
-    gate = finite(run.tables["gate"])
-    at_first = gate["position"] == 0
-    for rows, label, look in (
-        (gate[at_first], "position 0", SINK),
-        (gate[~at_first], "mean over the other positions", OTHERS),
-    ):
-        if rows.empty:  # --positions 1
-            continue
-        heads = rows.groupby(["layer", "head"])["gate"].mean().groupby("layer")
-        band_by_layer(ax, heads.quantile(BAND[0]), heads.quantile(BAND[1]), color=look["color"], alpha=0.2, linewidth=0)
-        line_by_layer(ax, heads.mean(), label=label, **look)
-    ax.fill_between([], [], color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads")
-    ax.set_ylabel("gate, a factor")
-    layer_axis(ax)
-    ax.set_xlim(*_room(run))
-    value_axis(ax)
-
-
-def _room(run: RunData) -> tuple[float, float]:
-    """From the first to the last layer, those without attention too where they were measured."""
-    last = max(int(run.tables[name]["layer"].max()) for name in ("gate", "activation") if name in run.tables)
-    return -0.3, last + 0.3
-
-
-def _by_position(ax: Axes, run: RunData) -> None:
-    means = finite(run.tables["gate"]).groupby(["layer", "position"])["gate"].mean().unstack("layer")
-    for place, layer in enumerate(means):
-        ax.plot(means.index, means[layer], color=SKY, linewidth=0.7, label="" if place else "one layer")
-    ax.plot(means.index, means.mean(axis=1), label="mean over layers", **MEAN_LINE)
-    ax.set_xlabel("position")
-    whole_numbers(ax, "x")
-    value_axis(ax)
 
 
 # --- Massive activations by layer (after the layer-wise figure of Sun et al. 2024).
@@ -408,7 +387,11 @@ def draw_massive_activations(run: RunData) -> Figure:
     ax.margins(x=0.02)
     value_axis(ax, log=True)
     handles, labels = ax.get_legend_handles_labels()
-    if _shade(ax, massive):
+    having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
+    shaded = sorted(having[having > massive["sequence"].nunique() / 2].index)
+    for layer in shaded:
+        ax.axvspan(layer - 0.5, layer + 0.5, color=SHADE, linewidth=0, zorder=0)
+    if shaded:
         handles.append(Patch(color=SHADE, linewidth=0))
         labels.append("massive in most sequences")
     figure.legend(handles, labels, loc="outside lower center", ncols=4, columnspacing=1.2)
@@ -417,25 +400,16 @@ def draw_massive_activations(run: RunData) -> Figure:
 
 
 def top_magnitudes(massive: pd.DataFrame, rank: int) -> pd.Series:
-    """By layer: the mean over sequences of the largest (rank 0), second or third magnitude."""
+    """Return the mean over sequences of the largest (rank 0), second or third magnitude, by layer."""
     magnitude = massive.assign(value=massive["value"].abs()).sort_values("value", ascending=False)
     return magnitude.groupby(["layer", "sequence"]).nth(rank).groupby("layer")["value"].mean()
 
 
-def _shade(ax: Axes, massive: pd.DataFrame) -> bool:
-    """Shade the layers where most sequences have a massive activation, if there are any."""
-    having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
-    layers = sorted(having[having > massive["sequence"].nunique() / 2].index)
-    for layer in layers:
-        ax.axvspan(layer - 0.5, layer + 0.5, color=SHADE, linewidth=0, zorder=0)
-    return bool(layers)
-
-
 # --- Where in one hidden state the massive activations are: tokens × coordinates (Sun et al. 2024, fig. 1).
-# The layer with the largest activation, first sequence. Above, the coordinates with the largest magnitudes; below,
-# evenly spaced ones for comparison.
+# The layer with the largest activation on the first sequence. The upper panel has the coordinates with the largest
+# magnitudes, the lower one evenly spaced coordinates for comparison.
 
-MASSIVE_MAP_FAINTEST = 0.25  # this share of the magnitudes lies below the color scale, so that usual ones stay pale
+MASSIVE_MAP_FAINTEST = 0.25  # share of the magnitudes below the color scale, so that usual ones stay pale
 
 
 def draw_massive_map(run: RunData) -> Figure:
@@ -464,12 +438,16 @@ def draw_massive_map(run: RunData) -> Figure:
         ax.tick_params(length=0, labelsize=6)
     if scale is not None:
         figure.colorbar(image, ax=list(axes), label="|activation|", aspect=25, pad=0.015, extend="min")
-        _name_tokens(axes[-1], table)
+        tokens = table.drop_duplicates("position").sort_values("position")
+        names = token_labels(tokens["token"], tokens["token_id"])
+        axes[-1].set_xticks(range(len(tokens)), names, rotation=90, fontsize=5.5)
+        axes[-1].tick_params(axis="x", pad=1)
+        axes[-1].set_xlabel("token, from position 0")
     return figure
 
 
 def _grid(table: pd.DataFrame, by_size: bool = False) -> pd.DataFrame:
-    """Coordinates × positions, in order or with the largest magnitude first."""
+    """Return magnitudes as coordinates × positions, in order or with the largest magnitude first."""
     grid = table.pivot(index="coordinate", columns="position", values="magnitude")
     return grid.loc[grid.max(axis=1).sort_values(ascending=False, kind="stable").index] if by_size else grid
 
@@ -482,18 +460,9 @@ def _scale(magnitude: pd.Series) -> LogNorm | None:
     return LogNorm(min(float(positive.quantile(MASSIVE_MAP_FAINTEST)), high / 10), high)
 
 
-def _name_tokens(ax: Axes, table: pd.DataFrame) -> None:
-    """Every token by its text, along the sequence."""
-    tokens = table.drop_duplicates("position").sort_values("position")
-    labels = token_labels(tokens["token"], tokens["token_id"])
-    ax.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=5.5)
-    ax.tick_params(axis="x", pad=1)
-    ax.set_xlabel("token, from position 0")
-
-
 # --- Perplexity of a long text read through a short cache (StreamingLLM, Xiao et al. 2024, figure 3 and table 1).
-# Left, by token, for the shortest window: dense attention, the last tokens alone, and with the largest number of first
-# tokens kept. Right, over all tokens, by the number of first tokens kept, for every window.
+# Left, by token, for the shortest window: dense attention, only the last tokens, and the last tokens with the largest
+# number of first tokens. Right, over all tokens, by the number of first tokens kept, for every window.
 
 DENSE = SINK | {"marker": "", "label": "dense"}
 DASHES = ("--", ":", "-.", "-")
@@ -517,7 +486,9 @@ def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
     for method, last, keep, look in ways:
         of_method = (buckets["method"] == method) & (buckets["window"] == last) & (buckets["keep"] == keep)
         by_bucket = buckets[of_method].set_index("bucket")["perplexity"].sort_index()
-        curve(ax, by_bucket.set_axis(_middles(by_bucket.index.to_numpy(float))), **look)
+        starts = by_bucket.index.to_numpy(float)
+        width = np.diff(starts).min() if len(starts) > 1 else 1.0  # only the last bucket may be shorter
+        curve(ax, by_bucket.set_axis(starts + (width - 1) / 2), **look)
     ax.set_title(f"by token; the window of {window} slides from the dotted line on")
     ax.set_xlabel("token index")
     ax.set_ylabel("perplexity")
@@ -525,12 +496,6 @@ def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
     if value_axis(ax, log=True):
         ax.axvline(window, color=GRAY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
         _legend_above(ax, columns=3)
-
-
-def _middles(starts: np.ndarray) -> np.ndarray:
-    """The middles of buckets of equal width, by their first tokens; only the last may be shorter."""
-    width = np.diff(starts).min() if len(starts) > 1 else 1.0
-    return starts + (width - 1) / 2
 
 
 def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
@@ -558,7 +523,7 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
 
 
 def _legend_above(ax: Axes, columns: int) -> None:
-    """A legend above the lines, for which room is made."""
+    """Extend the y axis upwards and put the legend there, above the lines."""
     low, high = ax.get_ylim()
     rows = -(-len(ax.get_legend_handles_labels()[1]) // columns)
     room = 0.1 + 0.12 * rows
@@ -570,7 +535,7 @@ def _legend_above(ax: Axes, columns: int) -> None:
 
 COMPARISON_PANELS = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
 LEGEND = 108  # characters across
-MANY = 10  # massive activations per sequence: with more than this, a linear scale would hide the other models
+MANY = 10  # massive activations per sequence: with more than this, a linear scale would hide the other runs
 
 
 def draw_by_layer(runs: Sequence[RunData]) -> Figure:
@@ -582,11 +547,18 @@ def draw_by_layer(runs: Sequence[RunData]) -> Figure:
     axes = figure.subplots(2, 2)
     for ax, metric in zip(axes.flat, COMPARISON_PANELS, strict=True):
         for run, label, depth, look in zip(runs, names, depths, line_looks(), strict=False):
-            line = line_by_layer(ax, _comparison_by_layer(run, metric), label=label, **look)
+            summary = run.tables["summary"]
+            rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
+            line = line_by_layer(ax, rows.set_index("layer")["value"], label=label, **look)
             if is_relative:
                 line.set_xdata(np.asarray(line.get_xdata()) / max(depth - 1, 1))
         _finish(ax, METRICS[metric], is_relative)
-    _spread(axes[1, 1])
+    counts = drawn(axes[1, 1], "y")
+    counts = counts[np.isfinite(counts)]
+    if np.any(counts > MANY):  # from 0 to hundreds: linear up to 1, logarithmic above
+        axes[1, 1].set_yscale("symlog", linthresh=1)
+        axes[1, 1].set_ylim(-0.15, 1.5 * counts.max())
+        axes[1, 1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     figure.legend(axes[0, 0].lines, [escape(name) for name in names], loc="outside lower center", ncols=across)
     if common:
         figure.suptitle(heading(common))
@@ -604,19 +576,3 @@ def _finish(ax: Axes, metric: Metric, is_relative: bool) -> None:
         ax.set_ylabel(UNITS.get(metric.unit, metric.unit) or "count")
     if ax.get_yscale() == "log":
         ax.axhline(1, **NEUTRAL)
-
-
-def _spread(ax: Axes) -> None:
-    """Counts from 0 to hundreds: linear up to 1, logarithmic above."""
-    counts = drawn(ax, "y")
-    counts = counts[np.isfinite(counts)]
-    if np.any(counts > MANY):
-        ax.set_yscale("symlog", linthresh=1)
-        ax.set_ylim(-0.15, 1.5 * counts.max())
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _comparison_by_layer(run: RunData, metric: str) -> pd.Series:
-    summary = run.tables["summary"]
-    rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
-    return rows.set_index("layer")["value"]

@@ -1,4 +1,4 @@
-"""What the register says of a figure: its name, what it shows, the tables that it needs, and how it is drawn."""
+"""An entry of the register of figures: name, description, the tables that the figure needs, and its functions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from sinkscope.errors import InputError, Known
 from sinkscope.figures.style import Figure, in_style
 
-# What a figure is drawn from: a run, several runs, runs by training step, or the arms of a training.
+# The data of a figure: a run, several runs, runs by training step, or the arms of a training.
 Data_contra = TypeVar("Data_contra", contravariant=True)
 
 
@@ -17,10 +17,10 @@ class FigureSpec(Generic[Data_contra]):
     """One figure.
 
     Attributes:
-        name: As in `sinkscope list figures`, and of its files.
-        file: The module of this folder that has its functions, imported when they are used.
-        about: What it shows, in one line.
-        tables: The tables that it needs, with at least one row each.
+        name: Name in `sinkscope list figures`, and of the image files.
+        file: Module of this folder with its functions, imported when they are used.
+        about: Description in one line.
+        tables: Tables that the figure needs, with at least one row each.
     """
 
     name: str
@@ -29,12 +29,12 @@ class FigureSpec(Generic[Data_contra]):
     tables: tuple[str, ...]
 
     def lacking(self, data: Data_contra) -> str | None:
-        """What the data lack beyond the tables; None if the figure can be drawn."""
+        """Return what the data lack besides the tables, or None if the figure can be drawn."""
         lacking = self._function("lacking")
         return None if lacking is None else lacking(data)
 
     def __call__(self, data: Data_contra) -> Figure:
-        """Draw it in sinkscope's style.
+        """Draw the figure in sinkscope's style.
 
         Raises:
             InputError: the data have nothing to draw.
@@ -51,5 +51,5 @@ class FigureSpec(Generic[Data_contra]):
 
 
 def draw_all(specs: Mapping[str, FigureSpec[Data_contra]], data: Data_contra) -> dict[str, Figure]:
-    """The figures that the data allow, by name."""
+    """Draw the figures that the data allow, by name."""
     return Known("figure", {name: spec(data) for name, spec in specs.items() if spec.lacking(data) is None})

@@ -1,4 +1,4 @@
-"""What figures by training step share: their data, the axis of steps, and their title."""
+"""Helpers of figures by training step: their data, the axis of steps, and their titles."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def in_order(runs: Checkpoints) -> Checkpoints:
 
 
 def step_axis(ax: Axes, steps: Sequence[int]) -> None:
-    """Linear for steps that are evenly spread, else logarithmic, with room for step 0."""
+    """Make the axis linear for evenly spread steps, else logarithmic, with room for step 0."""
     if min(steps) == max(steps):
         ax.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
         ax.set_xticks([steps[0]])
@@ -47,7 +47,7 @@ def step_axis(ax: Axes, steps: Sequence[int]) -> None:
 
 
 def step_label(step: float) -> str:
-    """«143k»."""
+    """Return a short form of a step, such as «143k»."""
     for size, sign in ((10**6, "M"), (10**3, "k")):
         if abs(step) >= size:
             return f"{step / size:g}{sign}"
@@ -55,14 +55,14 @@ def step_label(step: float) -> str:
 
 
 def seeds_words(count: int, least: int | None = None) -> str:
-    """What curves by step, which are means, and their bands are over; where some have fewer seeds, of `least` on."""
+    """Describe the seeds of means and bands: `count`, or from `least` to `count` where some curves have fewer."""
     if count == 1:
         return "1 seed"
     return f"mean and range of {count if least in (None, count) else f'{least} to {count}'} seeds"
 
 
 def steps_title(runs: Checkpoints, *more: str) -> str:
-    """«model · condition · steps 0–1000». Checkpoints in one folder have the folder's name."""
+    """Return «model · condition · steps 0–1000». Checkpoints in one folder are named by the folder."""
     names = {model_name(run.model) for _, run in runs}
     if len(names) > 1:
         names = {Path(str(run.manifest["model"].get("source", ""))).parent.name for _, run in runs}

@@ -1,4 +1,4 @@
-"""How figures look: one style that can be read in print, in grayscale and with any color vision.
+"""The style of figures, which can be read in print, in grayscale and with any color vision.
 
 Nothing here uses pyplot or changes matplotlib's global settings.
 """
@@ -31,49 +31,49 @@ SETTINGS: dict[str, Any] = {
 
 Look = dict[str, Any]  # keyword arguments of matplotlib's artists
 
-# Lines differ in color, lightness, dashes and marker: any one of them is enough to tell them apart.
+# Lines differ in color, lightness, dashes and marker: any one of these is enough to distinguish them.
 NAVY, VERMILION, SKY, GREEN, GRAY = "#10315c", "#c8501e", "#6fb1dc", "#4f9a6b", "#8a8a8a"
-# Broken and thinner lines lie on top, so that lines that coincide are all seen.
+# Broken and thinner lines lie on top, so that equal lines are all visible.
 SINK: Look = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.3, "markersize": 3, "zorder": 2}
 MEAN_LINE: Look = SINK | {"color": "black", "linewidth": 1.4, "zorder": 4}  # a mean among lines of layers
 OTHERS: Look = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.4, "zorder": 3}
 HIGHEST: Look = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
 REFERENCE: Look = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5))}
-OUTSIDE: Look = {"color": "#8d4a86", "marker": "D", "linestyle": (0, (4, 1.5))}  # what is no token of the text
-GUIDE: Look = {"color": GRAY, "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1.5}  # of theory, or of no effect
-NEUTRAL: Look = {"color": GRAY, "linewidth": 0.6, "zorder": 0}  # no effect, behind the lines
+OUTSIDE: Look = {"color": "#8d4a86", "marker": "D", "linestyle": (0, (4, 1.5))}  # not a token of the text
+GUIDE: Look = {"color": GRAY, "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1.5}  # theory, or no effect
+NEUTRAL: Look = {"color": GRAY, "linewidth": 0.6, "zorder": 0}  # no effect, drawn below the lines
 
-# Of any number of lines: models, runs, arms.
+# For any number of lines: models, runs, arms.
 COLORS = (NAVY, VERMILION, SKY, "#1b7a5a", "#e3a82b", "#8d4a86", "#555555")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (7, 2)))
 MARKERS = "os^Dv<>P"
 
 SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually uniform; dark is high
-GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines: all are seen on white
+GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines: all are visible on white
 
 
 def line_looks() -> Iterator[Look]:
-    """Looks that differ from one another, without end."""
+    """Yield looks that differ from one another, without end."""
     for color, dashes, marker in zip(cycle(COLORS), cycle(DASHES), cycle(MARKERS), strict=False):
         yield {"color": color, "linestyle": dashes, "marker": marker}
 
 
 @contextmanager
 def in_style() -> Iterator[None]:
-    """These settings on top of matplotlib's defaults; the user's settings are restored afterwards."""
+    """Use this style on top of matplotlib's defaults, and restore the user's settings afterwards."""
     with matplotlib.style.context(["default", SETTINGS]):
         yield
 
 
 class Figure(MatplotlibFigure):
-    """A figure made without pyplot, which a notebook can show, and which is saved in this style from anywhere."""
+    """A figure made without pyplot, which a notebook can show, and which is always saved in this style."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         FigureCanvasAgg(self)
 
     def lay_out(self) -> None:
-        """Place everything as in a PNG file, for good: matplotlib would do it for every file, and draw all for that."""
+        """Fix the layout as in a PNG file: matplotlib would otherwise draw everything once more for each file."""
         engine = self.get_layout_engine()
         if engine is None:
             return
@@ -94,20 +94,20 @@ class Figure(MatplotlibFigure):
             with in_style():
                 super().savefig(fname, **kwargs)
             return
-        drawn = io.BytesIO()  # where the disk is full, matplotlib's own error does not say so
-        once = {"pil_kwargs": {"compress_level": 1}} if kind == "png" else {}  # it is compressed again, and better
+        drawn = io.BytesIO()  # matplotlib's own error does not say that a disk is full
+        once = {"pil_kwargs": {"compress_level": 1}} if kind == "png" else {}  # _smaller compresses it better
         self.savefig(drawn, **once | kwargs | {"format": kind})
         Path(fname).write_bytes(_smaller(drawn.getvalue()) if kind == "png" else drawn.getvalue())
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows."""
+        """Return the PNG that a notebook shows."""
         buffer = io.BytesIO()
         self.savefig(buffer, format="png")
         return buffer.getvalue()
 
 
 def _smaller(png: bytes) -> bytes:
-    """The same picture, without the channel that says that nothing is transparent: a tenth of the file."""
+    """Return the picture without an alpha channel if it is opaque, in a tenth of the bytes."""
     image = Image.open(io.BytesIO(png))
     opaque = image.mode != "RGBA" or image.getchannel("A").getextrema() == (255, 255)
     smaller = io.BytesIO()
@@ -116,5 +116,5 @@ def _smaller(png: bytes) -> bytes:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Sizes in inches. It is saved at this size, so that font sizes are true."""
+    """Make a figure of a size in inches. It is saved at this size, so that font sizes are true."""
     return Figure(figsize=(width, height), layout="constrained")

@@ -1,6 +1,6 @@
 """Figures of the cells of a sweep."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -8,9 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator
-from pandas.core.groupby import DataFrameGroupBy
 
-from sinkscope.figures.axes import curve, log_ticks, name_rows, panel_grid, value_axis, with_decades
+from sinkscope.figures.axes import curve, curve_with_range, log_ticks, name_rows, panel_grid, value_axis, with_decades
 from sinkscope.figures.labels import escape, heading, shorten
 from sinkscope.figures.steps import seeds_words, step_axis
 from sinkscope.figures.style import (
@@ -36,10 +35,10 @@ from sinkscope.text.sources import DRAWN
 from sinkscope.verdict.factor_study import LEVEL, TABLE, at_the_end, measured_at, published, with_levels, without_key
 from sinkscope.verdict.sweep_tables import ENDS, EPSILON, NO_STEP, SweepTables, several
 
-# --- What the figures of sweeps share: sink rates as rows of dots, and as lines, with their intervals
+# --- Shared by the figures of sweeps: sink rates as rows of dots and as lines, with their intervals
 
 ROW, AROUND = 0.34, 0.95  # inches
-SPREAD = 0.28  # of a row's height, to both sides of its middle
+SPREAD = 0.28  # share of a row's height, to both sides of its middle
 PANEL, ACROSS = 1.5, 3  # inches, and panels in a row
 LEGEND = 84  # characters across
 LONGEST_NAME = 36
@@ -67,16 +66,17 @@ def rows_by_policy(tables: SweepTables) -> pd.DataFrame:
 
 
 def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = None) -> tuple[Figure, Axes]:
-    """A row for each model, in it a dot for each value of `by` at its sink rate, each a little lower. A bar through the
-    dot is its 95 % interval over sequences.
+    """Draw a row for each model, with a dot for each value of `by` at its sink rate, each a little lower.
+
+    A bar through the dot is its 95 % interval over sequences.
     """
     models = list(rows["model"].unique())
     figure = new_figure(TEXT, ROW * len(models) + AROUND)
     ax = figure.subplots()
     looks = said or {}
-    for (value, beside), look in zip(places_in_row(rows[by]).items(), line_looks(), strict=False):
+    for (value, offset), look in zip(places_in_row(rows[by]).items(), line_looks(), strict=False):
         found = rows[rows[by] == value]
-        where = [models.index(model) + beside for model in found["model"]]
+        where = [models.index(model) + offset for model in found["model"]]
         own = looks.get(value, look) | {"linestyle": "none"}
         ax.plot(100 * found["sink_rate"], where, label=escape(str(value)), **own)
         low, high = (100 * found.get(end, pd.Series(np.nan, found.index)) for end in ENDS)
@@ -89,24 +89,25 @@ def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = No
 
 
 def has_ends(rows: pd.DataFrame) -> bool:
-    """Whether any rate has an interval."""
+    """Return whether any rate has an interval."""
     return bool(np.isfinite(rows.reindex(columns=ENDS).to_numpy(float)).any())
 
 
 def places_in_row(values: pd.Series) -> dict[str, float]:
-    """Where each value's dots stand, from the middle of a row."""
+    """Return the offset of each value's dots from the middle of a row."""
     different = list(values.unique())
     places = np.linspace(-SPREAD, SPREAD, len(different)) if len(different) > 1 else np.zeros(len(different))
     return dict(zip(different, map(float, places), strict=True))
 
 
-def lines_by_input(rows: pd.DataFrame, x: str, by: Sequence[str] = ("model",)) -> tuple[Figure, list[Axes], list[Axes]]:
-    """The sink rate by the column `x`: a panel for each input, in it a line for each combination of `by`, which is the
-    mean where several cells differ in nothing that is shown. Bands are those cells' lowest and highest rates, or a
-    single one's 95 % interval over sequences.
+def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = ("model",)) -> tuple[Figure, list[Axes]]:
+    """Draw the sink rate by the column `x`: a panel for each input, with a line for each combination of `by`.
+
+    A line is the mean over cells that differ in nothing that is shown. Its band reaches from their lowest to their
+    highest rate; where there is a single cell, it is the 95 % interval over sequences.
 
     Returns:
-        The figure, its panels, and those that are the lowest of their column.
+        The figure and its panels.
     """
     inputs = list(rows["input"].unique())
     across = min(len(inputs), ACROSS)
@@ -124,6 +125,8 @@ def lines_by_input(rows: pd.DataFrame, x: str, by: Sequence[str] = ("model",)) -
             ax.fill_between(ends.index, ends["low"], ends["high"], color=looks[name]["color"], **BAND)
         ax.set_title(escape(str(reads)))
         rate_axis(ax, "y", label=False)
+    for ax in lowest:
+        ax.set_xlabel(label)
     figure.supylabel(RATE, fontsize=7)
     handles: dict[str, Line2D | Patch] = {str(line.get_label()): line for ax in axes for line in ax.lines}
     if rows.duplicated(["line", "input", x]).any():
@@ -131,11 +134,11 @@ def lines_by_input(rows: pd.DataFrame, x: str, by: Sequence[str] = ("model",)) -
     elif has_ends(rows):
         handles[INTERVAL] = Patch(color="0.3", **BAND)
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=legend_across)
-    return figure, axes, lowest
+    return figure, axes
 
 
 def _ends(rows: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Rows values of `x`, columns low and high."""
+    """Return the band of a line: rows are the values of `x`, columns are low and high."""
     cells = rows.reindex(columns=[x, "sink_rate", *ENDS]).groupby(x)
     several = cells.size() > 1
     lowest, highest = cells["sink_rate"].min(), cells["sink_rate"].max()
@@ -144,7 +147,7 @@ def _ends(rows: pd.DataFrame, x: str) -> pd.DataFrame:
 
 
 def _line_names(rows: pd.DataFrame, by: Sequence[str]) -> pd.Series:
-    """Of each row's line: those columns that differ, at least the first."""
+    """Name each row's line by the columns that differ, at least by the first."""
     differing = [name for name in by if rows[name].nunique() > 1] or list(by[:1])
     texts = rows[differing].astype(str).agg(" · ".join, axis=1)
     return texts.map(lambda text: shorten(text, LONGEST_NAME))
@@ -158,11 +161,14 @@ def rate_axis(ax: Axes, which: str, label: bool = True) -> None:
     ax.grid(True, axis="x" if which == "x" else "y", color="0.9", linewidth=0.4)
 
 
-# --- WSE table 1 as a chart: the sink rate of every model on every input, beside what the paper has
+def _lacking(rows: Callable[[SweepTables], pd.DataFrame], reason: str) -> Callable[[SweepTables], str | None]:
+    """Return a `lacking_NAME` that gives the reason if the figure has no rows."""
+    return lambda tables: reason if rows(tables).empty else None
 
 
-def lacking_sweep_inputs(tables: SweepTables) -> str | None:
-    return "no cell of `analyze` is done" if tables.main.empty else None
+# --- WSE table 1 as a chart: the sink rate of every model on every input, next to the published one
+
+lacking_sweep_inputs = _lacking(lambda tables: tables.main, "no cell of `analyze` is done")
 
 
 def draw_sweep_inputs(tables: SweepTables) -> Figure:
@@ -185,55 +191,111 @@ def draw_sweep_inputs(tables: SweepTables) -> Figure:
 # --- The sink rate against the size of the model, a line for each family
 
 
-def _rows(tables: SweepTables) -> pd.DataFrame:
+def _rows_by_size(tables: SweepTables) -> pd.DataFrame:
     rows = tables.main
     return several(rows[rows["family"] != ""], ("family", "input"), "parameters")
 
 
-def lacking_sweep_sizes(tables: SweepTables) -> str | None:
-    return "no family has models of two sizes" if _rows(tables).empty else None
+lacking_sweep_sizes = _lacking(_rows_by_size, "no family has models of two sizes")
 
 
 def draw_sweep_sizes(tables: SweepTables) -> Figure:
-    figure, axes, lowest = lines_by_input(_rows(tables), "parameters", ("family",))
+    figure, axes = lines_by_input(_rows_by_size(tables), "parameters", "parameters", ("family",))
     axes[0].set_xscale("log")  # of all panels
     axes[0].set_xlim(*with_decades(*axes[0].get_xlim()))
     log_ticks(axes[0].xaxis, *axes[0].get_xlim())
-    for ax in lowest:
-        ax.set_xlabel("parameters")
     return figure
 
 
 # --- The sink rate against the step of the training, by model and input (WSE figure 4, GS figure 2)
 
 
-def _steps_rows(tables: SweepTables) -> pd.DataFrame:
+def _rows_by_step(tables: SweepTables) -> pd.DataFrame:
     rows = tables.rates
     return several(rows[rows["step"] != NO_STEP], ("model", "input", "settings"), "step")
 
 
-def lacking_sweep_steps(tables: SweepTables) -> str | None:
-    return "no model has two steps" if _steps_rows(tables).empty else None
+lacking_sweep_steps = _lacking(_rows_by_step, "no model has two steps")
 
 
 def draw_sweep_steps(tables: SweepTables) -> Figure:
-    rows = _steps_rows(tables)
-    figure, axes, lowest = lines_by_input(rows, "step", ("model", "settings"))
+    rows = _rows_by_step(tables)
+    figure, axes = lines_by_input(rows, "step", "training step", ("model", "settings"))
     for ax in axes:
         step_axis(ax, sorted(int(step) for step in rows["step"].unique()))
-    for ax in lowest:
-        ax.set_xlabel("training step")
     return figure
 
 
-# --- Base models beside those that were tuned from them (WSE table 1, right)
+# --- The sink rate against its threshold ε, from the stored window masses (WSE figure 3)
+
+
+def _rows_by_epsilon(tables: SweepTables) -> pd.DataFrame:
+    """Return the rows of the cells that are compared by input."""
+    table = tables.tables.get(EPSILON)
+    if table is None:
+        return pd.DataFrame()
+    models = rows_by_policy(tables).set_index("cell")["model"]
+    rows = table[table["cell"].isin(models.index)]
+    return rows.assign(model=rows["cell"].map(models))
+
+
+lacking_sweep_epsilon = _lacking(_rows_by_epsilon, "no cell has measured attention")
+
+
+def draw_sweep_epsilon(tables: SweepTables) -> Figure:
+    figure, axes = lines_by_input(_rows_by_epsilon(tables), "epsilon", "ε (dashed: of the cells)")
+    for ax in axes:
+        for epsilon in tables.main["epsilon"].unique():
+            ax.axvline(epsilon, **GUIDE)
+    return figure
+
+
+# --- The sink rate against the length of the sequences, with the window as long (WSE figure 3)
+
+
+def _rows_by_length(tables: SweepTables) -> pd.DataFrame:
+    rows = tables.rates
+    return several(rows[rows["window"] == rows["seq_len"]], ("model", "revision", "input"), "seq_len")
+
+
+lacking_sweep_lengths = _lacking(_rows_by_length, "no model was measured at two lengths with windows of that length")
+
+
+def draw_sweep_lengths(tables: SweepTables) -> Figure:
+    rows = _rows_by_length(tables)
+    figure, axes = lines_by_input(rows, "seq_len", "length = window (tokens)", ("model", "revision", "epsilon"))
+    for ax in axes:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sorted(rows["seq_len"].unique()))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:g}"))
+        ax.xaxis.set_minor_locator(NullLocator())
+    return figure
+
+
+# --- The sink rate by the domain of the text (WSE figure 9)
+
+
+def _rows_by_domain(tables: SweepTables) -> pd.DataFrame:
+    """Return the rows of texts: an input that is drawn at random has no domain."""
+    rows = rows_by_policy(tables)
+    return several(rows[~rows["condition"].isin(list(DRAWN))], ("model",), "input")
+
+
+lacking_sweep_domains = _lacking(_rows_by_domain, "no model read texts of two domains")
+
+
+def draw_sweep_domains(tables: SweepTables) -> Figure:
+    return dots_by_model(_rows_by_domain(tables), "input")[0]
+
+
+# --- Base models next to those that were tuned from them (WSE table 1, right)
 
 BASE, TUNED = "base", "tuned"
 LOOKS = {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": VERMILION, "marker": "s"}}
 
 
 def _chat_rows(tables: SweepTables) -> pd.DataFrame:
-    """A base and a tuned row for each pair and input; `model` says which pair."""
+    """Return a base and a tuned row for each pair and input; `model` names the pair and the input."""
     main = tables.main
     tuned = main[(main["base"] != "") & (main["base"] != main["model"])]
     pairs = tuned.merge(main, left_on=["base", "input"], right_on=["model", "input"], suffixes=("", "_of_base"))
@@ -245,8 +307,7 @@ def _chat_rows(tables: SweepTables) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def lacking_sweep_chat(tables: SweepTables) -> str | None:
-    return "no model names the one that it was tuned from" if _chat_rows(tables).empty else None
+lacking_sweep_chat = _lacking(_chat_rows, "no model names its base model")
 
 
 def draw_sweep_chat(tables: SweepTables) -> Figure:
@@ -258,80 +319,11 @@ def draw_sweep_chat(tables: SweepTables) -> Figure:
     return figure
 
 
-# --- The sink rate against its threshold ε, from the stored window masses (WSE figure 3)
-
-
-def _epsilon_rows(tables: SweepTables) -> pd.DataFrame:
-    """Return the rates at all ε of the cells that are compared by input."""
-    table = tables.tables.get(EPSILON)
-    if table is None:
-        return pd.DataFrame()
-    models = rows_by_policy(tables).set_index("cell")["model"]
-    rows = table[table["cell"].isin(models.index)]
-    return rows.assign(model=rows["cell"].map(models))
-
-
-def lacking_sweep_epsilon(tables: SweepTables) -> str | None:
-    return "no cell has measured attention" if _epsilon_rows(tables).empty else None
-
-
-def draw_sweep_epsilon(tables: SweepTables) -> Figure:
-    figure, axes, lowest = lines_by_input(_epsilon_rows(tables), "epsilon")
-    for ax in axes:
-        for epsilon in tables.main["epsilon"].unique():
-            ax.axvline(epsilon, **GUIDE)
-    for ax in lowest:
-        ax.set_xlabel("ε (dashed: of the cells)")
-    return figure
-
-
-# --- The sink rate against the length of the sequences, with the window as long (WSE figure 3)
-
-
-def _lengths_rows(tables: SweepTables) -> pd.DataFrame:
-    rows = tables.rates
-    return several(rows[rows["window"] == rows["seq_len"]], ("model", "revision", "input"), "seq_len")
-
-
-def lacking_sweep_lengths(tables: SweepTables) -> str | None:
-    return "no model was measured at two lengths, with windows as long" if _lengths_rows(tables).empty else None
-
-
-def draw_sweep_lengths(tables: SweepTables) -> Figure:
-    rows = _lengths_rows(tables)
-    figure, axes, lowest = lines_by_input(rows, "seq_len", ("model", "revision", "epsilon"))
-    for ax in axes:
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(sorted(rows["seq_len"].unique()))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:g}"))
-        ax.xaxis.set_minor_locator(NullLocator())
-    for ax in lowest:
-        ax.set_xlabel("length = window (tokens)")
-    return figure
-
-
-# --- The sink rate by the domain of the text (WSE figure 9)
-
-
-def _domains_rows(tables: SweepTables) -> pd.DataFrame:
-    """Of texts: what is drawn at random has no domain."""
-    rows = rows_by_policy(tables)
-    return several(rows[~rows["condition"].isin(list(DRAWN))], ("model",), "input")
-
-
-def lacking_sweep_domains(tables: SweepTables) -> str | None:
-    return "no model read texts of two domains" if _domains_rows(tables).empty else None
-
-
-def draw_sweep_domains(tables: SweepTables) -> Figure:
-    return dots_by_model(_domains_rows(tables), "input")[0]
-
-
 # --- Scores on benchmarks against the sink rate, a panel for each task (WSE figure 10)
 
 
 def _benchmarks_rows(tables: SweepTables) -> pd.DataFrame:
-    """Scores of models whose sink rate on the first input is known, at the same revision."""
+    """Return the scores of models whose sink rate on the first input is known at the same revision."""
     scores, rates = tables.scores, tables.rates
     if scores.empty or rates.empty:
         return pd.DataFrame()
@@ -370,13 +362,13 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
     return figure
 
 
-# --- The sink rate at the end of each training of a sweep, a row for each level of what differs, beside WSE's
+# --- The sink rate at the end of each training of a sweep, a row for each level of the factor, next to WSE's rate
 
 NAME_LENGTH = 40  # characters of a level
 FACTOR_ROW = 0.17  # inches
-FACTOR_SPREAD = 0.8  # of a row, over which its seeds stand
-SUMS_TO_ONE = 0.1  # what a learned bias takes is less
-PUBLISHED = {"": ("D", "WSE, 60M"), TRANSCRIBED: ("s", "WSE, 60M, transcribed")}  # by the mark of a rate
+FACTOR_SPREAD = 0.8  # share of a row over which its seeds are spread
+SUMS_TO_ONE = 0.1  # tolerance: a learned bias takes less
+PUBLISHED = {"": ("D", "WSE, 60M"), TRANSCRIBED: ("s", "WSE, 60M, transcribed")}  # mark of a rate → shape, label
 
 
 def _factor_ends(tables: SweepTables) -> pd.DataFrame:
@@ -385,8 +377,7 @@ def _factor_ends(tables: SweepTables) -> pd.DataFrame:
     return end if "sink_rate" in end else pd.DataFrame()
 
 
-def lacking_sweep_factor(tables: SweepTables) -> str | None:
-    return "no cell is a training with sink rates by step" if _factor_ends(tables).empty else None
+lacking_sweep_factor = _lacking(_factor_ends, "no cell is a training with sink rates by step")
 
 
 def draw_sweep_factor(tables: SweepTables) -> Figure:
@@ -396,9 +387,11 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
     ax = figure.subplots()
     place = {level: row for row, level in enumerate(levels)}
     rows = np.array([place[level] for level in end.index.get_level_values(LEVEL)])
-    beside = _beside_each_other(end.groupby(level=LEVEL, sort=False))
-    ax.plot(end["sink_rate"], rows + beside, "o", color=SINK["color"], markersize=2, label="each seed")
-    means = end.groupby(level=LEVEL, sort=False)["sink_rate"].mean()
+    by_level = end.groupby(level=LEVEL, sort=False)["sink_rate"]
+    size = by_level.transform("size")
+    offsets = FACTOR_SPREAD * (by_level.cumcount() - (size - 1) / 2) / size  # seeds of one rate would be one dot
+    ax.plot(end["sink_rate"], rows + offsets.to_numpy(), "o", color=SINK["color"], markersize=2, label="each seed")
+    means = by_level.mean()
     look = {"color": SINK["color"], "markersize": 8, "markeredgewidth": 1.8}
     ax.plot(means, [place[level] for level in means.index], "|", label="mean", **look)
     known = [(rate, row) for row, level in enumerate(levels) if (rate := published(level))]
@@ -411,24 +404,14 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
     name_rows(ax, [escape(shorten(name, NAME_LENGTH)) for name in names])
     ax.set_ylabel(escape(key))
     ax.set_xlim(-3, 103)
-    ax.set_xlabel(f"sink rate at {measured_at(tables.tables[TABLE])} in %{_by_proxy(end)}")
+    totals = end.get("total_weight", pd.Series(dtype=float)).dropna()
+    proxy = "; |sim| ÷ Σ|sim| where attention is not softmax" * bool(((totals - 1).abs() > SUMS_TO_ONE).any())
+    ax.set_xlabel(f"sink rate at {measured_at(tables.tables[TABLE])} in %{proxy}")
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     return figure
 
 
-def _beside_each_other(seeds: DataFrameGroupBy) -> np.ndarray:
-    """How far from the middle of its row each seed is drawn: those of one rate would be one tick."""
-    steps = seeds.cumcount() - (seeds["sink_rate"].transform("size") - 1) / 2
-    return (FACTOR_SPREAD * steps / seeds["sink_rate"].transform("size")).to_numpy()
-
-
-def _by_proxy(end: pd.DataFrame) -> str:
-    """Words for the axis, where weights that do not sum to 1 are among what is shown."""
-    totals = end.get("total_weight", pd.Series(dtype=float)).dropna()
-    return "; |sim| ÷ Σ|sim| where attention is not softmax" if ((totals - 1).abs() > SUMS_TO_ONE).any() else ""
-
-
-# --- Trainings of a sweep by step, a panel for each level of what differs: sink rate and loss (WSE figures 4 to 8)
+# --- Trainings of a sweep by step, a panel for each level of the factor: sink rate and loss (WSE figures 4 to 8)
 
 TRAINING_ACROSS, HEIGHT, LINE = 4, 0.92, 0.13  # panels in a row, and inches of each and of a line of its title
 TRAINING_NAME_LENGTH = 24  # characters of a line
@@ -439,12 +422,10 @@ def _training_rows(tables: SweepTables, metric: str) -> pd.DataFrame:
     return pd.DataFrame() if table is None else with_levels(table)[lambda rows: rows["metric"] == metric]
 
 
-def lacking_sweep_training_sink(tables: SweepTables) -> str | None:
-    return "no cell is a training with sink rates by step" if _training_rows(tables, "sink_rate").empty else None
-
-
-def lacking_sweep_training_loss(tables: SweepTables) -> str | None:
-    return "no cell is a training" if _training_rows(tables, "loss").empty else None
+lacking_sweep_training_sink = _lacking(
+    lambda tables: _training_rows(tables, "sink_rate"), "no cell is a training with sink rates by step"
+)
+lacking_sweep_training_loss = _lacking(lambda tables: _training_rows(tables, "loss"), "no cell is a training")
 
 
 def draw_sweep_training_sink(tables: SweepTables) -> Figure:
@@ -474,9 +455,7 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
     figure = new_figure(WIDE, 0.9 + panel * -(-len(levels) // across))
     axes, lowest = panel_grid(figure, len(levels), across)
     for ax, level, title in zip(axes, levels, titles, strict=True):
-        by_step = rows[rows[LEVEL] == level].groupby("step")["value"].agg(["mean", "min", "max"])
-        curve(ax, by_step["mean"], 5, **look)
-        ax.fill_between(by_step.index, by_step["min"], by_step["max"], color=look["color"], alpha=0.25, linewidth=0)
+        curve_with_range(ax, rows[rows[LEVEL] == level], 5, **look)
         ax.set_title(title)
         value_axis(ax)
     step_axis(lowest[0], sorted(rows["step"].unique()))
@@ -486,7 +465,7 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
 
 
 def _said_of_all(rows: pd.DataFrame) -> list[str]:
-    """The setting that titles are values of, if it is one, and what curves are over."""
+    """Name the setting whose values are the titles, if it is a single one, and the seeds that curves are means of."""
     key, _ = without_key(list(rows[LEVEL].unique()))
     counts = rows.groupby(LEVEL)["seed"].nunique()
     seeds = seeds_words(counts.max(), counts.min())

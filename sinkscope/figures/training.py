@@ -14,15 +14,16 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from sinkscope.figures.axes import (
     curve,
+    curve_with_range,
     layer_axis,
     line_by_layer,
     name_rows,
     panel_grid,
     say,
+    square,
     value_axis,
     write_beside,
 )
-from sinkscope.figures.heatmaps import square
 from sinkscope.figures.labels import escape, heading, model_name, places, shorten, token_labels, wrapped
 from sinkscope.figures.steps import Checkpoints, in_order, seeds_words, step_axis, step_label, steps_title
 from sinkscope.figures.steps import lacking as lacking_training_by_step  # noqa: F401 (the register names it)
@@ -57,7 +58,7 @@ ACROSS = 3  # panels in a row
 
 @dataclass(frozen=True)
 class _Panel:
-    """One quantity, or two with their names; `neutral` is the value without an effect, or of theory."""
+    """One quantity, or two with their names; `neutral` is the value without an effect, or the value of theory."""
 
     name: str
     unit: str
@@ -123,7 +124,7 @@ def _draw(ax: Axes, panel: _Panel) -> None:
 
 
 def _largest_norm(run: RunData, of: str) -> float:
-    """Over layers: the norm of the layer's output at position 0, or its mean over the others."""
+    """Return the largest norm of a layer's output over layers, at position 0 or as the mean over the others."""
     activation = run.tables.get("activation")
     if activation is None:
         return float("nan")
@@ -136,54 +137,54 @@ def _largest_ratio(run: RunData) -> float:
     return float(summary[(summary["metric"] == "norm_ratio") & (summary["layer"] != WHOLE_MODEL)]["value"].max())
 
 
-# --- The arms of a training, and how they look: each the same in every figure
+# --- The arms of a training and their looks: an arm looks the same in every figure
 
 NAME_LENGTH = 40  # characters of an arm's name
-WIDEST, THINNEST = 2.0, 0.9  # lines: later ones are thinner and lie on top, so that lines that coincide are all seen
+WIDEST, THINNEST = 2.0, 0.9  # lines: later ones are thinner and lie on top, so that equal lines are all visible
 FAINT: Look = {"marker": "", "linewidth": 0.6, "alpha": 0.8}  # later positions
 
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms of one training, of one seed.
+    """The arms of one training.
 
     Attributes:
-        tables: The training's tables, each of all arms (column `condition`) and seeds.
-        runs: Arm → its run on held-out text.
+        tables: The training's tables, each with all arms (column `condition`) and seeds.
+        runs: Arm → its run on held-out text, with the first seed.
     """
 
     tables: Mapping[str, pd.DataFrame]
     runs: Mapping[str, RunData]
 
     def rows(self, table: str) -> int:
-        """0 for a table that does not exist."""
+        """Return the number of rows of a table, 0 if it does not exist."""
         return len(self.tables.get(table, ()))
 
     @property
     def seeds(self) -> int:
-        """How many the tables hold."""
+        """Number of seeds in the tables."""
         seeds = [seed for table in self.tables.values() if "seed" in table for seed in table["seed"].unique()]
         return len(set(seeds))
 
     def seeds_text(self, of_runs: bool = False) -> str:
-        """«3 seeds»; of a figure of runs, which are of the first one, «seed 0 of 3»."""
+        """Return «3 seeds», or «first of 3 seeds» for a figure of runs, which have the first seed."""
         if self.seeds < 2:
             return "1 seed"
         return f"first of {self.seeds} seeds" if of_runs else f"{self.seeds} seeds"
 
     def all_have(self, *tables: str) -> bool:
-        """Whether every arm's run has these tables."""
+        """Return whether every arm's run has these tables."""
         return all(set(tables) <= set(run.tables) for run in self.runs.values())
 
     def title(self, *more: str) -> str:
-        """The model that all arms were made from, and more."""
+        """Return a title with the model that all arms were made from."""
         return heading(model_name(next(iter(self.runs.values())).model), *more)
 
 
 def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
-    """Arm → label, color, dashes, marker and width of its line.
+    """Return label, color, dashes, marker and width of the line of each arm.
 
-    The untouched model is gray and takes no color, so that figures of the trained arms alone have the same ones.
+    The untouched model is gray and takes no color, so that figures of only the trained arms have the same colors.
     """
     arms = list(arms)
     looks = line_looks()
@@ -197,13 +198,13 @@ def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
 
 # --- Perplexity, outliers and sinks as bars: a bar for each arm, a panel for each metric.
 # A bar is the mean over seeds, a dot one seed, the whisker one standard deviation (n − 1). The broken line is the first
-# arm: the model as it was, or the plain training. A metric that is 0 in every arm, or was not measured, has no panel.
+# arm: the unchanged model, or the plain training. A metric that is 0 in every arm, or was not measured, has no panel.
 
 # metrics of the table `retrofit`
 PANELS = ("perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count")
-ROW, PANEL, AROUND = 0.24, 0.42, 0.5  # inches: a bar, what is around a row of panels, and around the figure
-LETTERS = 18  # of a line of an arm's name
-ROOM = {False: 1.45, True: 1.8}  # times the longest bar, for its number, and with its spread
+ROW, PANEL, AROUND = 0.24, 0.42, 0.5  # inches: a bar, the margins of a row of panels, and those of the figure
+LETTERS = 18  # in a line of an arm's name
+ROOM = {False: 1.45, True: 1.8}  # has a spread → length of the axis, times the longest bar: room for its number
 BEHIND_NUMBER: Look = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # over the line of the first arm
 SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 2.4, "mfc": "white", "mew": 0.6}
 WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "capsize": 2, "capthick": 0.8}
@@ -227,14 +228,18 @@ def draw_retrofit_bars(arms: Arms) -> Figure:
     for ax in list(axes.flat)[len(shown) :]:
         ax.set_visible(False)
     name_rows(axes[0, 0], [wrapped(arm, LETTERS, 2) for arm in looks], shaded=False)
-    figure.legend(handles=_legend(arms, next(iter(looks))), loc="outside lower center", ncols=3)
+    handles: list[Artist] = [Line2D([], [], label=escape(shorten(next(iter(looks)), LETTERS)), **REFERENCE)]
+    if arms.seeds > 1:
+        handles.append(Line2D([], [], label="one seed", **SEED))
+        handles.append(Line2D([], [], color="black", linewidth=0.8, marker="|", label="± standard deviation of seeds"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     nothing = [METRICS[name].short for name, rows in values.items() if len(rows) and name not in shown]
     figure.suptitle(arms.title(arms.seeds_text(), f"{', '.join(nothing)}: 0" if nothing else ""))
     return figure
 
 
 def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) -> None:
-    """In the arms' order, from the top. An infinite value has its sign but no bar."""
+    """Draw bars in the arms' order, from the top. An infinite value has its sign but no bar."""
     by_arm = rows.groupby("condition")["value"]
     means, spreads = by_arm.mean().reindex(list(looks)), by_arm.std().reindex(list(looks))
     lengths = np.where(np.isfinite(means), means, 0.0)
@@ -260,18 +265,10 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
     ax.grid(True, axis="x", color="0.9", linewidth=0.4)
 
 
-def _legend(arms: Arms, first: str) -> list[Artist]:
-    handles: list[Artist] = [Line2D([], [], label=escape(shorten(first, LETTERS)), **REFERENCE)]
-    if arms.seeds > 1:
-        handles.append(Line2D([], [], label="one seed", **SEED))
-        handles.append(Line2D([], [], color="black", linewidth=0.8, marker="|", label="± standard deviation of seeds"))
-    return handles
-
-
 # --- Sinks and norms by layer, the arms of a training side by side (GS figure 5).
 # Sink rate, and the norms of the outputs of layer, MLP and attention: position 0 (with markers) against the mean over
-# the other early tokens (thin). With register tokens, position 0 is the first register. Layers count from 0. Sites
-# that a family lacks have no panel.
+# the other early tokens (thin). With register tokens, position 0 is the first register. Layers count from 0. A site
+# that a family lacks has no panel.
 
 # table, its site, column, name, unit
 RETROFIT_LAYERS_PANELS = (
@@ -315,14 +312,14 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
 
 
 def _lines(ax: Axes, rows: pd.DataFrame, column: str, look: Look) -> None:
-    """Means over heads, where there are several."""
+    """Draw means over heads, where there are several."""
     first = rows["position"] == 0
     line_by_layer(ax, rows[~first].groupby("layer")[column].mean(), zorder=2, **look | FAINT)
     line_by_layer(ax, rows[first].groupby("layer")[column].mean(), zorder=3, **look)
 
 
-# --- Loss, and how far the new parameters have moved, by training step: the arms of a training side by side.
-# A line is the mean over seeds, its band reaches from the lowest to the highest.
+# --- Loss, and the distance of the new parameters from their start, by training step: the arms of a training together.
+# A line is the mean over seeds, and its band reaches from the lowest to the highest.
 
 
 def lacking_retrofit_training(arms: Arms) -> str | None:
@@ -341,7 +338,10 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     for ax, (name, label, table) in zip(axes, panels, strict=True):
         ax.set_title(name)
         for arm, look in arm_looks(training["condition"].unique()).items():
-            _arm(ax, table[table["condition"] == arm], look)
+            rows = table[table["condition"] == arm]
+            if len(rows):
+                means = rows.groupby(["step", "seed"])["value"].mean()  # over layers
+                curve_with_range(ax, means.reset_index(), **look)
         value_axis(ax)
         ax.set_ylabel(label)
         ax.set_xlabel("training step")
@@ -353,22 +353,13 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     return figure
 
 
-def _arm(ax: Axes, rows: pd.DataFrame, look: Look) -> None:
-    if rows.empty:
-        return
-    of_seeds = rows.groupby(["step", "seed"])["value"].mean()  # over layers
-    by_step = of_seeds.groupby("step").agg(["mean", "min", "max"])
-    curve(ax, by_step["mean"], **look)
-    ax.fill_between(by_step.index, by_step["min"], by_step["max"], color=look["color"], alpha=0.25, linewidth=0)
+# --- Does the value drain disappear, and do gates close at the sink? (VGA figures 1 and 4, GS §5)
+# Columns: values as projected and as attended to, each head's norm ÷ its mean over the later positions; and the gates;
+# all are means over heads. Upper row: by position, median and quartiles over layers. Lower row: by layer, at position
+# 0. Without gates both values are equal, and there is no third column; with one layer there is no second row. With
+# register tokens, position 0 is the first register.
 
-
-# --- Has the value drain gone, and do gates close at the sink? (VGA figures 1 and 4, GS §5)
-# Values as projected and as attended to, each head's norm ÷ its mean over the later positions, and the gates, means
-# over heads: above by position, the layers' median and quartiles; below by layer, at position 0. Without gates both
-# values are the same, and there is no third column; with one layer no second row. With register tokens, position 0 is
-# the first register.
-
-RETROFIT_VALUES_PANELS = {  # name → what is at the axis
+RETROFIT_VALUES_PANELS = {  # name → label of the axis
     METRICS["raw_value_drain"].short: "ratio of L2 norms",
     "attended value norm ÷ others": "ratio of L2 norms",
     "gate": "factor",
@@ -388,13 +379,23 @@ def draw_retrofit_values(arms: Arms) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False)
     for arm, run in arms.runs.items():
         for column, by_layer in enumerate(_measured(run)[:columns]):
-            _by_position(axes[0, column], by_layer, looks[arm])
+            if by_layer.empty:
+                continue
+            above, look = axes[0, column], looks[arm]
+            above.plot(by_layer.columns, by_layer.median(), **look)
+            low, high = by_layer.quantile(0.25), by_layer.quantile(0.75)
+            above.fill_between(by_layer.columns, low, high, color=look["color"], alpha=0.12, linewidth=0)
             if rows > 1:
-                _at_first(axes[1, column], by_layer, looks[arm], with_later=column == 2)
+                if column == 2:
+                    line_by_layer(axes[1, column], by_layer.drop(columns=0).mean(axis=1), **look | FAINT)
+                line_by_layer(axes[1, column], by_layer[0], **look)
     for column, (name, unit) in enumerate(list(RETROFIT_VALUES_PANELS.items())[:columns]):
         axes[0, column].set_title(name)
         for ax, across in zip(axes[:, column], ("position", "layer, at position 0"), strict=False):
-            _finish(ax, across, unit, log=column < 2)
+            layer_axis(ax, across)
+            ax.axhline(1.0, **NEUTRAL)
+            if value_axis(ax, log=column < 2):
+                ax.set_ylabel(unit)
     handles = [Line2D([], [], **look) for look in looks.values()]
     if has_gates and rows > 1:
         handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **FAINT))
@@ -405,7 +406,7 @@ def draw_retrofit_values(arms: Arms) -> Figure:
 
 
 def _measured(run: RunData) -> list[pd.DataFrame]:
-    """A table for each panel: rows layers, columns positions; empty where the arm has no gates."""
+    """Return a table (layers × positions) for each panel; the last is empty where the arm has no gates."""
     attended = to_others(run.tables["geometry"], "value_norm")
     if "gate" not in run.tables:
         return [attended, attended, pd.DataFrame()]
@@ -415,7 +416,7 @@ def _measured(run: RunData) -> list[pd.DataFrame]:
 
 
 def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Each head's value ÷ its mean over the later positions, mean over heads: rows layers, columns positions.
+    """Divide each head's value by its mean over the later positions, and average over heads: layers × positions.
 
     At position 0 this is the metric `value_drain`.
     """
@@ -423,35 +424,12 @@ def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
     return heads.div(heads.drop(columns=0).mean(axis=1), axis=0).groupby("layer").mean()
 
 
-def _by_position(ax: Axes, by_layer: pd.DataFrame, look: Look) -> None:
-    if by_layer.empty:
-        return
-    ax.plot(by_layer.columns, by_layer.median(), **look)
-    low, high = by_layer.quantile(0.25), by_layer.quantile(0.75)
-    ax.fill_between(by_layer.columns, low, high, color=look["color"], alpha=0.12, linewidth=0)
-
-
-def _at_first(ax: Axes, by_layer: pd.DataFrame, look: Look, with_later: bool) -> None:
-    if by_layer.empty:
-        return
-    if with_later:
-        line_by_layer(ax, by_layer.drop(columns=0).mean(axis=1), **look | FAINT)
-    line_by_layer(ax, by_layer[0], **look)
-
-
-def _finish(ax: Axes, across: str, unit: str, log: bool) -> None:
-    layer_axis(ax, across)
-    ax.axhline(1.0, **NEUTRAL)
-    if value_axis(ax, log=log):
-        ax.set_ylabel(unit)
-
-
-# --- What the arms of the Bigram-Backcopy task attend to on one sequence (VGA figures 4 and 6).
-# Above, attention weights, a map for each arm; of several heads, the one that gives <s> most. Below, the norm of each
-# token's value: bars as projected, lines as attended to where there is a gate on the values.
+# --- Attention of the arms of the Bigram-Backcopy task on one sequence (VGA figures 4 and 6).
+# Upper row: attention weights, a map for each arm, of the head that attends most to <s>. Lower row: the norm of each
+# token's value; bars are as projected, lines as attended to where there is a gate on the values.
 
 BACKCOPY_MAPS_NAME_LENGTH = 20  # characters of an arm's name
-SMALL = 5.5  # points: the tokens
+SMALL = 5.5  # points: font size of the tokens
 
 
 def lacking_backcopy_maps(arms: Arms) -> str | None:
@@ -470,7 +448,11 @@ def draw_backcopy_maps(arms: Arms) -> Figure:
         norms = norms.sort_values("position")
         weights = square(maps[(maps["layer"] == layer) & (maps["head"] == head)], len(norms))
         image = above.imshow(weights, cmap=SEQUENTIAL.with_extremes(bad="white"), vmin=0, vmax=1, aspect="auto")
-        _backcopy_maps_bars(below, norms)
+        at = norms["position"].to_numpy()
+        below.bar(at, norms["norm"], width=0.8, color=[NAVY if position == 0 else SKY for position in at])
+        if not np.allclose(norms["norm"], norms["attended_norm"], rtol=1e-3):
+            below.hlines(norms["attended_norm"], at - 0.4, at + 0.4, color=VERMILION, linewidth=1.1)
+        below.grid(True, axis="y", color="0.9", linewidth=0.4)
         if above is axes[0, 0]:
             _name_tokens(above.yaxis, norms)
         _name_tokens(below.xaxis, norms)
@@ -480,28 +462,20 @@ def draw_backcopy_maps(arms: Arms) -> Figure:
     axes[0, 0].set_ylabel("query")
     axes[1, 0].set_ylabel("value, L2 norm")
     figure.colorbar(image, ax=axes[0], label="attention weight", aspect=20, pad=0.01)
-    figure.supxlabel("token, triggers bold and red (bars: values as projected; lines: as attended to, behind a gate)")
+    figure.supxlabel("token, triggers bold and red (bars: values as projected; lines: as attended to, after a gate)")
     figure.suptitle(arms.title("one sequence", arms.seeds_text(of_runs=True)))
     return figure
 
 
 def sinking_head(maps: pd.DataFrame) -> tuple[int, int]:
-    """Layer and head whose later queries give <s> most."""
+    """Return the layer and head whose later queries attend most to <s>."""
     first = maps[(maps["key"] == 0) & (maps["query"] > 0)]
     layer, head = first.groupby(["layer", "head"])["weight"].mean().idxmax()
     return int(layer), int(head)
 
 
-def _backcopy_maps_bars(ax: Axes, norms: pd.DataFrame) -> None:
-    places = norms["position"].to_numpy()
-    ax.bar(places, norms["norm"], width=0.8, color=[NAVY if place == 0 else SKY for place in places])
-    if not np.allclose(norms["norm"], norms["attended_norm"], rtol=1e-3):
-        ax.hlines(norms["attended_norm"], places - 0.4, places + 0.4, color=VERMILION, linewidth=1.1)
-    ax.grid(True, axis="y", color="0.9", linewidth=0.4)
-
-
 def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
-    """The tokens along an axis; triggers stand out, in print without color too."""
+    """Name the tokens along an axis; triggers are bold and red, to be visible in grayscale too."""
     axis.set_ticks(norms["position"], token_labels(norms["token"], norms["token_id"]), fontsize=SMALL)
     axis.set_tick_params(length=0)
     for label, is_trigger in zip(axis.get_ticklabels(), norms["is_trigger"], strict=True):
@@ -511,12 +485,13 @@ def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
 
 
 # --- The Bigram-Backcopy task by training step, a column for each arm (VGA figure 5, and figure 6 on the right).
-# "Others" are tokens that are neither <s> nor triggers. Rows share their scale. A line is the mean over seeds, its band
-# reaches from the lowest to the highest. Of several layers, the one whose attention the first arm sinks most is drawn.
+# "Others" are tokens that are neither <s> nor triggers. Rows share their scale. A line is the mean over seeds, and its
+# band reaches from the lowest to the highest. With several layers, the figure shows the layer whose sink is largest in
+# the first arm.
 
 BACKCOPY_TRAINING_NAME_LENGTH = 20  # characters of an arm's name
-FEW_MARKERS = 5  # of one line, in a narrow panel
-TICKS = 15  # of all panels in a row
+FEW_MARKERS = 5  # on one line, in a narrow panel
+TICKS = 15  # in all panels of a row
 ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric → its name and look
     "loss above\noptimum (nats)": {"backcopy_risk": ("backcopy", SINK), "bigram_risk": ("bigram", OTHERS)},
     "attention of\nothers (share)": {
@@ -535,7 +510,7 @@ ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric →
 
 def lacking_backcopy_training(arms: Arms) -> str | None:
     known = arms.rows("training") and not _measures(arms.tables["training"]).empty
-    return None if known else "the training table has nothing of the Bigram-Backcopy task"
+    return None if known else "the table training has no metric of the Bigram-Backcopy task"
 
 
 def draw_backcopy_training(arms: Arms) -> Figure:
@@ -547,9 +522,18 @@ def draw_backcopy_training(arms: Arms) -> Figure:
     for column, name in enumerate(names):
         rows = table[(table["condition"] == name) & table["layer"].isin((WHOLE_MODEL, layer))]
         for ax, curves in zip(axes[:, column], ROWS.values(), strict=True):
-            _panel(ax, rows, curves)
+            for metric, (label, look) in curves.items():
+                curve_with_range(ax, rows[rows["metric"] == metric], FEW_MARKERS, label=label, **look)
         axes[0, column].set_title(escape(shorten(name, BACKCOPY_TRAINING_NAME_LENGTH)))
-    _backcopy_training_finish(axes)
+    for row, (label, curves) in zip(axes, ROWS.items(), strict=True):
+        for ax in row:
+            value_axis(ax, log="backcopy_risk" in curves, share="attention_to_start" in curves)
+        row[0].set_ylabel(label)
+        if len(curves) > 1:
+            row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.8, borderaxespad=0.2)
+    ticks = max(2, min(5, TICKS // len(names)))  # of a panel: steps are logged evenly
+    axes[-1, 0].xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
+    axes[-1, 0].xaxis.set_major_formatter(FuncFormatter(lambda step, _: step_label(step)))
     figure.supxlabel("training step")
     layers, seeds = table.loc[table["layer"] != WHOLE_MODEL, "layer"].nunique(), table["seed"].nunique()
     where = f"layer {layer}" if layers > 1 else ""
@@ -558,24 +542,5 @@ def draw_backcopy_training(arms: Arms) -> Figure:
 
 
 def _measures(training: pd.DataFrame) -> pd.DataFrame:
-    """What this figure shows of the table `training`."""
+    """Return the rows of the table `training` that this figure shows."""
     return training[training["metric"].isin(metric for row in ROWS.values() for metric in row)]
-
-
-def _panel(ax: Axes, rows: pd.DataFrame, curves: dict[str, tuple[str, Look]]) -> None:
-    for metric, (name, look) in curves.items():
-        by_step = rows[rows["metric"] == metric].groupby("step")["value"].agg(["mean", "min", "max"])
-        curve(ax, by_step["mean"], FEW_MARKERS, label=name, **look)
-        ax.fill_between(by_step.index, by_step["min"], by_step["max"], color=look["color"], alpha=0.25, linewidth=0)
-
-
-def _backcopy_training_finish(axes: np.ndarray) -> None:
-    for row, (name, curves) in zip(axes, ROWS.items(), strict=True):
-        for ax in row:
-            value_axis(ax, log="backcopy_risk" in curves, share="attention_to_start" in curves)
-        row[0].set_ylabel(name)
-        if len(curves) > 1:
-            row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.8, borderaxespad=0.2)
-    ticks = max(2, min(5, TICKS // axes.shape[1]))  # of a panel: steps are logged evenly
-    axes[-1, 0].xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
-    axes[-1, 0].xaxis.set_major_formatter(FuncFormatter(lambda step, _: step_label(step)))

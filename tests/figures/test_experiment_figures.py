@@ -1,4 +1,4 @@
-"""The figures of an experiment draw what its tables say of every arm, however many there are and whatever they lack."""
+"""Figures of an experiment show the data of every arm, for any number of arms and with missing tables."""
 
 import time
 import warnings
@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from support.figure_tables import grid, make_run
+from support.figures import edges_at, legend_of, said
 
 from sinkscope.errors import InputError
 from sinkscope.figures import applicable, draw
@@ -69,7 +70,7 @@ def experiment(
         "attention": make_run().tables["attention"],  # of all arms in one, with which sink-map could do nothing
     }
     arms: dict[str, dict[str, Any]] = {label: {"watched": positions} for label, positions in watched.items()}
-    arms["streaming-window"] = {"watched": []}  # measured by perplexity alone
+    arms["streaming-window"] = {"watched": []}  # measured only by perplexity
     return Run(make_run().manifest | {"command": "intervene", "arms": arms, "draws": draws}, tables | replaced)
 
 
@@ -118,7 +119,7 @@ def test_without_maps_the_effects_are_left(run: Run) -> None:
     assert set(applicable(only)) == {"effects", "effects-by-layer"}
 
 
-# whatever the tables hold
+# unusual tables
 
 ODD: dict[str, dict[str, Any]] = {
     "one arm": {"watched": SINGLE},
@@ -139,12 +140,21 @@ ODD: dict[str, dict[str, Any]] = {
 
 @cache
 def odd_experiment(odd: str) -> Run:
-    """Not to be changed."""
+    """Return a shared experiment, which tests must not change."""
     return experiment(**ODD[odd])
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("name", sorted(OURS))
+MAPS, EFFECTS = {"arm-maps", "arm-maps-by-layer"}, {"effects", "effects-by-layer"}
+# other figures read nothing that is odd there
+READ_BY = {
+    "one draw": EFFECTS,
+    "80 layers": OURS - {"effects"},
+    "an arm without maps": MAPS,
+    "only the model as it is has maps": MAPS,
+}
+
+
+@pytest.mark.parametrize(("name", "odd"), [(name, odd) for odd in ODD for name in sorted(READ_BY.get(odd, OURS))])
 def test_odd_experiments_are_drawn_without_a_warning_and_on_a_page(name: str, odd: str) -> None:
     check_is_drawn(name, odd_experiment(odd))
 
@@ -195,8 +205,7 @@ def test_arm_maps_shows_the_layer_where_the_sink_changes_most() -> None:
     conditions = ["before", "one", "one control 0", "two", "two control 0"]
     for ax, condition in zip(figure.axes[:5], conditions, strict=True):
         np.testing.assert_allclose(shown_map(ax), map_of(run, condition, 2))
-    said = [ax.texts[0].get_text() for ax in figure.axes[:5]]
-    assert said == ["sink 0.50", "sink 0.01", "sink 0.50", "sink 0.01", "sink 0.50"]
+    assert [said(ax)[0] for ax in figure.axes[:5]] == ["sink 0.50", "sink 0.01", "sink 0.50", "sink 0.01", "sink 0.50"]
 
 
 def test_arm_maps_of_many_arms_have_each_control_below_its_arm(run: Run) -> None:
@@ -215,7 +224,7 @@ def test_arm_maps_of_many_arms_have_each_control_below_its_arm(run: Run) -> None
 
 
 def test_a_mask_of_the_sink_does_not_choose_the_layer() -> None:
-    """It takes all of the sink, so most where there is most of it, whatever the other arms do."""
+    """A mask removes the whole sink, so its change is largest where the sink is largest, independent of other arms."""
     run = experiment({"mask": [0], "two": [0], "three": [0]}, layers=2)
     maps = run.tables["arm_maps"]
     at_sink = maps["key"] == 0
@@ -236,7 +245,7 @@ def test_arm_maps_by_layer_has_every_layer_in_reading_order(layers: int, count: 
     names = [ax.get_ylabel() for ax in figure.axes[:5]]
     assert names == ["before", "one", "random control", "two", "random control"]
     mosaic = shown_map(figure.axes[1])
-    pitch = 8 + 1  # pixels: the tokens of a map and the gap behind it
+    pitch = 8 + 1  # pixels: the tokens of a map and the gap after it
     across = mosaic.shape[1] // pitch
     assert mosaic.shape == (-(-layers // across) * pitch, across * pitch)
     for layer in range(layers):
@@ -300,15 +309,15 @@ def test_effects_says_at_which_positions_arms_look() -> None:
     rates, masses = (
         panel(figure, f"{name} at @position") for name in ("sink rate (share)", "window mass (share of attention)")
     )
-    assert [text.get_text() for text in rates.texts] == ["@0", "@2", "@3"]
-    assert [text.get_text() for text in masses.texts] == ["–", "@4", "@5", "–"]
+    assert said(rates) == ["@0", "@2", "@3"]
+    assert said(masses) == ["–", "@4", "@5", "–"]
 
 
 def test_effects_says_what_a_log_axis_cannot_show() -> None:
     table = effect_table(SINGLE, 4, 3)
     table.loc[(table["metric"] == "perplexity") & (table["arm"] == "after"), "value"] = np.inf
     ax = panel(draw("effects", experiment(SINGLE, effect=table)), "perplexity")
-    assert [text.get_text() for text in ax.texts] == ["after: inf"]
+    assert said(ax) == ["after: inf"]
 
 
 def test_effects_by_layer_draws_the_sink_rate_and_the_controls_spread(run: Run) -> None:
@@ -319,12 +328,10 @@ def test_effects_by_layer_draws_the_sink_rate_and_the_controls_spread(run: Run) 
     for values, arm, position in ((before, "before", 0), (after, "after", 0), (target, "after", 1)):
         np.testing.assert_allclose(values, table[(table["arm"] == arm) & (table["position"] == position)]["value"])
     controls = table[(table["arm"] == "control") & (table["position"] == 0)].groupby("layer")["value"]
-    vertices = ax.collections[0].get_paths()[0].vertices
     for layer, mean in controls.mean().items():
         spread = 2 * controls.std()[layer]
-        edges = vertices[vertices[:, 0] == layer, 1]
-        np.testing.assert_allclose([edges.min(), edges.max()], [mean - spread, mean + spread])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        np.testing.assert_allclose(edges_at(ax, layer), [mean - spread, mean + spread])
+    assert legend_of(figure) == [
         "before",
         "after",
         "after, at position 1",

@@ -1,8 +1,8 @@
-"""What every figure keeps to: labels at the axes, ticks that stand apart, seeds that are seen, decades on log axes."""
+"""Rules of every figure: labels at the axes, ticks that do not overlap, visible seeds, decades on log axes."""
 
 import subprocess
 import sys
-from collections.abc import Iterable
+from functools import cache
 from importlib import import_module
 from itertools import pairwise
 
@@ -11,12 +11,14 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.transforms import Bbox
-from support.drawn_figures import SEEDS, TEXTS, drawn, names
+from support.drawn_figures import SEEDS, TEXTS, names
+from support.drawn_figures import drawn as draw_example
 
 from sinkscope.figures import KINDS
 from sinkscope.figures.axes import with_decades
 from sinkscope.figures.style import Figure
 
+drawn = cache(draw_example)  # each figure is drawn once for all rules
 OF_SEEDS = ("retrofit-bars", "retrofit-training", "backcopy-training")
 TOUCHING = 1.0  # pixels that two labels may share
 
@@ -49,14 +51,13 @@ def test_of_several_seeds_the_spread_is_seen_and_their_number_said(name: str) ->
         assert ax.collections, "neither a band nor whiskers"
 
 
-@pytest.mark.parametrize("name", ["retrofit-layers", "retrofit-values", "backcopy-maps"])
-def test_what_is_of_one_seed_says_so(name: str) -> None:
-    assert f"first of {len(SEEDS)} seeds" in drawn(name).get_suptitle()
+def test_a_figure_of_one_seed_says_so() -> None:
+    for name in ("retrofit-layers", "retrofit-values", "backcopy-maps"):
+        assert f"first of {len(SEEDS)} seeds" in drawn(name).get_suptitle()
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
+def test_a_log_axis_has_two_powers_of_ten() -> None:
+    for low, high, expected in (
         (1.2, 23.0, (1.0, 23.0)),
         (2.5, 30.0, (1.0, 30.0)),
         (30.0, 65.0, (10.0, 100.0)),
@@ -64,14 +65,12 @@ def test_what_is_of_one_seed_says_so(name: str) -> None:
         (1.0, 10.0, (1.0, 10.0)),
         (1e-7, 1e5, (1e-7, 1e5)),
         (5.0, 5.0, (5.0, 5.0)),
-    ],
-)
-def test_a_log_axis_has_two_powers_of_ten(low: float, high: float, expected: tuple[float, float]) -> None:
-    assert with_decades(low, high) == pytest.approx(expected)
+    ):
+        assert with_decades(low, high) == pytest.approx(expected)
 
 
 def _is_labelled(figure: Figure, ax: Axes, which: str) -> bool:
-    """By a label of its own, of a panel with which it shares the scale, of the figure, or by names for ticks."""
+    """Return whether an axis is labeled: itself, by a panel of the same scale, by the figure, or by names of ticks."""
     shared = ax.get_shared_x_axes() if which == "x" else ax.get_shared_y_axes()
     alike = [ax, *shared.get_siblings(ax)]
     of_figure = figure.get_supxlabel() if which == "x" else figure.get_supylabel()
@@ -98,17 +97,13 @@ def _check_decades(axis: Axis, name: str) -> None:
     if axis.get_scale() != "log" or getattr(axis.get_transform(), "base", 10) != 10:
         return
     low, high = sorted(axis.get_view_interval())
-    ticks = [tick for tick in _ticks(axis) if low * 0.999 <= tick <= high * 1.001]
+    ticks = [float(tick) for tick in axis.get_majorticklocs() if low * 0.999 <= tick <= high * 1.001]
     powers = [tick for tick in ticks if abs(np.log10(tick) - round(np.log10(tick))) < 1e-6]
     assert len(powers) >= 2, (name, low, high, ticks)
 
 
-def _ticks(axis: Axis) -> Iterable[float]:
-    return [float(tick) for tick in axis.get_majorticklocs()]
-
-
 def test_every_row_of_the_register_has_its_function_and_no_condition_is_without_a_row() -> None:
-    """A `lacking_NAME` that is misspelled would be ignored."""
+    """Check the names of functions: a misspelled `lacking_NAME` would be ignored."""
     specs = [spec for register in KINDS.values() for spec in register.values()]
     modules = {spec.file: import_module(f"sinkscope.figures.{spec.file}") for spec in specs}
     assert all(callable(getattr(modules[spec.file], f"draw_{spec.name.replace('-', '_')}")) for spec in specs)

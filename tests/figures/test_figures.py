@@ -1,7 +1,8 @@
-"""The figures draw what the tables say, whatever the tables lack, and leave matplotlib as they found it."""
+"""Figures of a run show the data of its tables, allow missing data, and leave matplotlib's settings unchanged."""
 
 import io
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from PIL import Image
+from support.every_model import tiny_of
 from support.figure_tables import make_run
-from support.figures import rough_figures
+from support.figures import check_all_draw, edges_at, legend_of, pixels, rough_figures, said
 
+import sinkscope
 from sinkscope.errors import InputError
 from sinkscope.figures import COMMAND, KINDS, OF_RUNS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures.labels import LONGEST_TOKEN, shorten, title, token_label
-from sinkscope.figures.style import SETTINGS, TEXT, WIDE, Figure, new_figure
+from sinkscope.figures.style import SETTINGS, TEXT, WIDE, new_figure
 from sinkscope.output.drawing import save_all
 from sinkscope.output.run import Run
 
@@ -39,16 +42,13 @@ def ydata(ax: Axes, label: str) -> np.ndarray:
 
 
 def global_settings() -> dict[str, Any]:
-    """matplotlib's, read in a way that does not itself choose a backend."""
+    """Return matplotlib's settings, read in a way that does not itself choose a backend."""
     return dict(dict.items(mpl.rcParams))
 
 
-def pixels(figure: Figure) -> bytes:
-    """Small and without the slow layout: enough to see a difference."""
-    figure.set_layout_engine("none")
-    figure.set_dpi(50)
-    figure.canvas.draw()
-    return bytes(figure.canvas.buffer_rgba())
+@cache
+def plain_pixels(name: str) -> bytes:
+    return pixels(draw(name, make_run()))
 
 
 # what is drawn
@@ -56,14 +56,10 @@ def pixels(figure: Figure) -> bytes:
 
 def test_the_room_has_these_figures() -> None:
     assert set(FIGURES) >= {
-        "sinks-by-layer",
-        "sink-map",
-        "query-key-geometry",
-        "massive-activations",
-        "massive-map",
-        "attention-maps",
+        "sinks-by-layer", "sink-map", "query-key-geometry", "massive-activations", "massive-map", "attention-maps",
         "sink-positions",
-    }
+    }  # fmt: skip
+    assert not any("comparison" in name for name in FIGURES)
     specs = [spec for register in KINDS.values() for spec in register.values()]
     assert all(spec.about and "\n" not in spec.about and spec.tables for spec in specs)
     assert len({spec.name for spec in specs}) == len(specs)
@@ -104,8 +100,8 @@ def test_sink_map_marks_the_sliding_window_layers(run: Run) -> None:
     figure = draw("sink-map", Run(manifest, run.tables))
     bar = figure.axes[0].lines[-1].get_ydata()
     np.testing.assert_allclose(bar.reshape(3, 3)[:, :2], [[-0.5, 0.5], [0.5, 1.5], [1.5, 2.5]])
-    assert [text.get_text() for text in figure.legends[0].get_texts()][-1] == "sliding-window layer (512 tokens)"
-    assert pixels(figure) != pixels(draw("sink-map", run))
+    assert legend_of(figure)[-1] == "sliding-window layer (512 tokens)"
+    assert pixels(figure) != plain_pixels("sink-map")
 
 
 def test_query_key_geometry_draws_means_and_quantiles_over_heads(run: Run) -> None:
@@ -116,10 +112,8 @@ def test_query_key_geometry_draws_means_and_quantiles_over_heads(run: Run) -> No
         first, others = (means.pivot_table(name, "layer", "head") for name in (0, "others"))
         np.testing.assert_allclose(ydata(ax, "position 0"), first.mean(axis=1))
         np.testing.assert_allclose(ydata(ax, "mean"), others.mean(axis=1))
-        band = ax.collections[0].get_paths()[0].vertices
         for layer, low, high in zip(first.index, first.quantile(0.1, axis=1), first.quantile(0.9, axis=1), strict=True):
-            edges = band[band[:, 0] == layer, 1]
-            np.testing.assert_allclose([edges.min(), edges.max()], [low, high])
+            np.testing.assert_allclose(edges_at(ax, layer), [low, high])
 
 
 def test_massive_activations_takes_the_three_largest_of_each_sequence() -> None:
@@ -145,15 +139,8 @@ def test_massive_map_puts_the_largest_coordinates_apart(run: Run) -> None:
     scale = top.images[0].norm
     np.testing.assert_allclose(top.images[0].get_array()[0], row.clip(lower=scale.vmin))
     assert scale.vmax == 9e3
-    assert [label.get_text() for label in others.get_xticklabels()][:7] == [
-        "<s>",
-        "␣the",
-        "⏎",
-        ".",
-        "␣\\$x\\$",
-        "id 5",
-        "id 6",
-    ]
+    names = [label.get_text() for label in others.get_xticklabels()]
+    assert names[:7] == ["<s>", "␣the", "⏎", ".", "␣\\$x\\$", "id 5", "id 6"]
     assert "layer 3" in figure.get_suptitle()
 
 
@@ -184,17 +171,8 @@ def test_sink_positions_counts_what_has_enough_queries_behind_it(run: Run) -> No
 
 
 def test_a_token_that_is_a_sink_twice_in_a_sequence_counts_once() -> None:
-    sinks = pd.DataFrame(
-        {
-            "layer": 0,
-            "head": 0,
-            "sequence": 0,
-            "position": [0, 3, 5],
-            "token_id": [1, 4, 4],
-            "token": ["a", ",", ","],
-            "queries": [24, 21, 19],
-        }
-    )
+    sinks = pd.DataFrame({"layer": 0, "head": 0, "sequence": 0, "position": [0, 3, 5], "token_id": [1, 4, 4]})
+    sinks = sinks.assign(token=["a", ",", ","], queries=[24, 21, 19])
     left, right = draw("sink-positions", make_run(sink_positions=sinks)).axes
     assert [bar.get_width() for bar in right.patches] == [1 / 48]
     np.testing.assert_allclose(left.lines[1].get_ydata(), [1 / 48] * 3)
@@ -202,18 +180,17 @@ def test_a_token_that_is_a_sink_twice_in_a_sequence_counts_once() -> None:
 
 def test_no_sink_is_said(run: Run) -> None:
     sinks = run.tables["sink_positions"]
-    for found, said in (
+    for found, text in (
         (sinks[sinks["position"] == 0], "no sink at positions 1–8"),
         (sinks[sinks["position"] > 8], "no head has a sink at positions 0–8, in any sequence"),
         (sinks.iloc[:0], "no head has a sink at positions 0–8, in any sequence"),
     ):
         (ax,) = draw("sink-positions", make_run(sink_positions=found)).axes
-        assert said in [ax.get_title(), *(text.get_text() for text in ax.texts)]
+        assert text in [ax.get_title(), *said(ax)]
 
 
-@pytest.mark.parametrize(
-    ("name", "table", "column"),
-    [
+def test_another_table_is_another_figure(run: Run) -> None:
+    for name, table, column in (
         ("sinks-by-layer", "attention", "sink_mass"),
         ("sinks-by-layer", "attention", "sink_rate"),
         ("sinks-by-layer", "activation", "norm_mean"),
@@ -222,19 +199,33 @@ def test_no_sink_is_said(run: Run) -> None:
         ("massive-activations", "massive", "value"),
         ("massive-map", "massive_map", "magnitude"),
         ("attention-maps", "attention_maps", "weight"),
-    ],
-)
-def test_another_table_is_another_figure(run: Run, name: str, table: str, column: str) -> None:
-    other = run.tables[table].assign(**{column: run.tables[table][column].to_numpy() ** 2 / 2})
-    changed = Run(run.manifest, {**run.tables, table: other})
-    assert pixels(draw(name, changed)) != pixels(draw(name, run))
+    ):
+        other = run.tables[table].assign(**{column: run.tables[table][column].to_numpy() ** 2 / 2})
+        changed = Run(run.manifest, {**run.tables, table: other})
+        assert pixels(draw(name, changed)) != plain_pixels(name), (name, column)
+
+
+def test_gates_by_layer_has_gaps_where_a_hybrid_has_no_attention() -> None:
+    run = sinkscope.analyze(
+        tiny_of("qwen3_next"), input="random", num_seqs=2, seq_len=12, positions=12, observables=("gate", "activation")
+    )
+    by_layer, by_position = run.figure("gates-by-layer").axes
+    gate = run.tables["gate"]
+    first = gate[gate["position"] == 0].groupby("layer")["gate"].mean()
+    x, y = by_layer.lines[0].get_data()
+    assert list(x) == [1, 2, 3]
+    np.testing.assert_allclose(y, first.reindex([1, 2, 3]))
+    assert np.isnan(y[1])
+    assert by_layer.get_xlim() == pytest.approx((-0.3, 3.3))  # from layer 0 on, which has no attention
+    mean = gate.groupby(["position", "layer"])["gate"].mean().groupby("position").mean()
+    np.testing.assert_allclose(by_position.lines[-1].get_ydata(), mean)
 
 
 # what may be missing
 
 
 def without_numbers(tables: dict, value: float) -> dict:
-    """All measured columns set to one value."""
+    """Return the tables with all measured columns set to one value."""
     return {
         name: table.assign(**dict.fromkeys(table.select_dtypes("float").columns, value))
         for name, table in tables.items()
@@ -242,20 +233,14 @@ def without_numbers(tables: dict, value: float) -> dict:
 
 
 EDGES: dict[str, dict[str, Any]] = {
-    "one layer, one head, one position": {
-        "layers": 1,
-        "heads": 1,
-        "kv_heads": 1,
-        "positions": 1,
-        "length": 2,
-    },
+    "one layer, one head, one position": {"layers": 1, "heads": 1, "kv_heads": 1, "positions": 1, "length": 2},
     "two positions, one key/value head, one sequence": {"positions": 2, "kv_heads": 1, "sequences": 1},
 }
 
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_small_or_odd_runs_are_drawn(edge: str) -> None:
-    check_all_draw(make_run(**EDGES[edge]))
+    check_drawn(make_run(**EDGES[edge]))
 
 
 def test_a_long_name_fits_the_narrowest_figure() -> None:
@@ -270,7 +255,7 @@ def test_a_long_name_fits_the_narrowest_figure() -> None:
 @pytest.mark.parametrize("value", [np.nan, 0.0, np.inf])
 def test_columns_without_information_are_drawn(value: float) -> None:
     run = make_run(layers=2, heads=2)
-    check_all_draw(Run(run.manifest, without_numbers(dict(run.tables), value)))
+    check_drawn(Run(run.manifest, without_numbers(dict(run.tables), value)), layout=value == 0)
 
 
 def test_a_site_that_a_family_lacks_has_no_panel(run: Run) -> None:
@@ -296,7 +281,9 @@ def test_one_position_draws_token_0_only() -> None:
 
 
 def test_large_models_fit_the_page() -> None:
-    large = make_run(layers=80, heads=32, kv_heads=8, positions=2, sequences=1, length=2)
+    shape = {"layers": 80, "heads": 32, "kv_heads": 8, "positions": 2, "sequences": 1, "length": 2}
+    bins = make_run(**shape).tables["delta_distribution"].groupby(["layer", "group"]).head(3)  # more take seconds
+    large = make_run(**shape, delta_distribution=bins)
     for name in applicable(large):
         width, height = draw(name, large).get_size_inches()
         assert width <= WIDE
@@ -304,17 +291,14 @@ def test_large_models_fit_the_page() -> None:
     draw("sink-map", large).draw_without_rendering()
 
 
-def check_all_draw(run: Run) -> None:
-    """Every figure, without one warning: of missing glyphs, odd scales or too little room.
+def check_drawn(run: Run, layout: bool = True) -> None:
+    """Check that every figure is drawn without a warning.
 
-    Those of learned positions have nothing to draw where no position has a vector, and say so (test_query_bias.py).
+    Figures of learned positions have nothing to draw where no position has a vector, and say so (test_query_bias.py).
     """
     drawn = applicable(run)
     assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates"}
-    for name in drawn:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            draw(name, run).draw_without_rendering()
+    check_all_draw(run, drawn, layout)
 
 
 # names, files and settings
@@ -337,12 +321,12 @@ def test_a_missing_table_names_the_observable_to_run(run: Run) -> None:
 
 
 def test_save_all_writes_png_and_pdf_with_truetype_fonts_and_no_date(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = global_settings()
     monkeypatch.setitem(SETTINGS, "pdf.compression", 0)  # so that the fonts' names can be read
     rough_figures(monkeypatch)
-    save_all(run, tmp_path)
+    save_all(make_run(layers=2, heads=2), tmp_path)
     for name in FIGURES:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         pdf = (tmp_path / f"{name}.pdf").read_bytes()
@@ -357,13 +341,7 @@ def test_save_all_writes_png_and_pdf_with_truetype_fonts_and_no_date(
 @pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
 def test_equal_tables_give_equal_files_whatever_the_users_settings(run: Run, tmp_path: Path, kind: str) -> None:
     draw("sink-map", run).savefig(tmp_path / f"once.{kind}")
-    user = {
-        "font.size": 20,
-        "pdf.fonttype": 3,
-        "axes.grid": True,
-        "savefig.bbox": "tight",
-        "lines.linewidth": 9,
-    }
+    user = {"font.size": 20, "pdf.fonttype": 3, "axes.grid": True, "savefig.bbox": "tight", "lines.linewidth": 9}
     with mpl.rc_context(user):
         draw("sink-map", run).savefig(tmp_path / f"again.{kind}")
         assert mpl.rcParams["font.size"] == 20
@@ -403,9 +381,8 @@ def test_colours_differ_in_lightness(run: Run) -> None:
 # texts
 
 
-@pytest.mark.parametrize(
-    ("token", "token_id", "expected"),
-    [
+def test_token_labels_can_be_seen() -> None:
+    for token, token_id, expected in (
         (" the", 3, "␣the"),
         ("\n\n", 3, "⏎⏎"),
         ("漢字", 3, "id 3"),
@@ -419,10 +396,8 @@ def test_colours_differ_in_lightness(run: Run) -> None:
         (None, None, "?"),
         ("$a$", 3, r"\$a\$"),
         ("x" * 40, 3, "x" * (LONGEST_TOKEN - 1) + "…"),
-    ],
-)
-def test_token_labels_can_be_seen(token: Any, token_id: Any, expected: str) -> None:
-    assert token_label(token, token_id) == expected
+    ):
+        assert token_label(token, token_id) == expected  # type: ignore[arg-type]
 
 
 def test_titles_name_model_condition_and_size(run: Run) -> None:
@@ -442,7 +417,7 @@ def test_comparison_draws_each_runs_summary() -> None:
     runs = [make_run(), make_run(condition="random"), make_run(condition="repeated")]
     figure = draw_comparison(runs)
     assert figure.get_suptitle() == "Tiny-1M"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["natural", "random", "repeated"]
+    assert legend_of(figure) == ["natural", "random", "repeated"]
     metrics = ("sink_rate", "value_drain", "norm_ratio", "massive_count")
     for ax, metric in zip(figure.axes, metrics, strict=True):
         for run, line in zip(runs, ax.lines, strict=False):
@@ -452,7 +427,7 @@ def test_comparison_draws_each_runs_summary() -> None:
 
 def test_comparison_of_models_of_other_depth_is_by_relative_depth() -> None:
     figure = draw_comparison([make_run(), make_run(layers=7, model="org/Other"), make_run(layers=1, model="One")])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Tiny-1M", "Other", "One"]
+    assert legend_of(figure) == ["Tiny-1M", "Other", "One"]
     ends = [line.get_xdata()[[0, -1]].tolist() for line in figure.axes[0].lines]
     assert ends == [[0, 1], [0, 1], [0, 0]]
     assert figure.axes[0].get_xlabel() == "relative depth"
@@ -469,12 +444,7 @@ def test_comparison_stands_missing_and_empty_metrics() -> None:
             warnings.simplefilter("error")
             figure = draw_comparison(runs)
             figure.draw_without_rendering()
-        names = [text.get_text() for text in figure.legends[0].get_texts()]
-        assert len(set(names)) == len(runs)
-
-
-def test_comparison_is_no_runs_figure() -> None:
-    assert not any("comparison" in name for name in FIGURES)
+        assert len(set(legend_of(figure))) == len(runs)
 
 
 def test_many_runs_look_different() -> None:

@@ -1,4 +1,4 @@
-"""Figures of a retrofit: what is drawn is what the tables hold."""
+"""Figures of a retrofit show the data of the tables."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
+from support.figures import said
 
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_ARMS
@@ -40,14 +41,10 @@ RUNS = {arm: run_of(arm, 10 * place) for place, arm in enumerate(ARMS)}
 
 
 def drawn(ax: Axes, arm: str, solid: bool = True) -> np.ndarray:
-    """The line of an arm by its colour; those that are faint are not solid."""
+    """Return the line of an arm, found by its color; faint lines are not solid."""
     look = arm_looks(ARMS)[arm]
     (line,) = [line for line in ax.lines if line.get_color() == look["color"] and (line.get_alpha() is None) == solid]
     return np.asarray(line.get_ydata(), float)
-
-
-def said(ax: Axes) -> list[str]:
-    return [text.get_text() for text in ax.texts]
 
 
 def test_an_arm_looks_the_same_in_every_figure() -> None:

@@ -1,20 +1,25 @@
-"""Runs without figures: drawing and saving them all takes seconds, and tests/figures does it."""
+"""Helpers for tests of figures, and for tests that skip figures, as drawing and saving all of them takes seconds."""
 
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 import sinkscope.figures
 from sinkscope.figures.style import SETTINGS, Figure
+from sinkscope.results.run import RunData
 
 
 def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> None:
-    """No run has an applicable figure any more, wherever figures are saved from; files of other figures are empty.
+    """Make no figure of a run applicable, for all places that save figures; files of other figures are empty.
 
     Args:
         patch: undoes it.
-        of_runs_only: save those of several runs, steps or arms as ever.
+        of_runs_only: save figures of several runs, steps or arms as usual.
     """
     patch.setattr(sinkscope.figures, "applicable", lambda run: [])
     if not of_runs_only:
@@ -23,9 +28,46 @@ def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> No
 
 
 def rough_figures(patch: pytest.MonkeyPatch) -> None:
-    """Figures are drawn and saved in half of the time: without a layout, and in few pixels."""
+    """Draw and save figures in half of the time: without a layout, and in few pixels."""
     patch.setattr(Figure, "lay_out", lambda figure: figure.set_layout_engine("none"))
     patch.setitem(SETTINGS, "savefig.dpi", 50)
+
+
+def check_all_draw(run: RunData, names: Iterable[str], layout: bool = True) -> None:
+    """Draw the figures without one warning: of missing glyphs, odd scales or, with the slow layout, too little room."""
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            render(sinkscope.figures.draw(name, run), layout)
+
+
+def render(figure: Figure, layout: bool) -> None:
+    if not layout:
+        figure.set_layout_engine("none")
+    figure.draw_without_rendering()
+
+
+def pixels(figure: Figure) -> bytes:
+    """Return a small picture without the slow layout: enough to see a difference."""
+    figure.set_layout_engine("none")
+    figure.set_dpi(50)
+    figure.canvas.draw()
+    return bytes(figure.canvas.buffer_rgba())
+
+
+def said(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def legend_of(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def edges_at(ax: Axes, x: float, band: int = 0) -> tuple[float, float]:
+    """Return the lowest and the highest edge of a band at x."""
+    vertices = ax.collections[band].get_paths()[0].vertices
+    edges = np.asarray(vertices)[vertices[:, 0] == x, 1]
+    return edges.min(), edges.max()
 
 
 def _save_nothing(figure: Figure, fname: Any, **kwargs: Any) -> None:
