@@ -18,8 +18,7 @@ from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, newer_columns, read_table
 from sinkscope.training.tables import UNTOUCHED
 from sinkscope.verdict import factor_study
-from sinkscope.verdict.reports import REPORTS
-from sinkscope.verdict.tables import written_tables
+from sinkscope.verdict.register import REPORTS, written_tables
 from sinkscope.verdict.trained import gates_moved
 
 PAGE = "index.html"

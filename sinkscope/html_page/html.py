@@ -18,7 +18,7 @@ from sinkscope.results.findings import Finding
 from sinkscope.results.folders import FileList
 from sinkscope.results.metrics import METRICS, PAPERS
 from sinkscope.results.swap import new_file, remove
-from sinkscope.verdict.words import say, say_published
+from sinkscope.verdict.report import published_lines
 
 ASSETS = Path(__file__).parent / "assets"
 # in the order in which they run: each uses those before it
@@ -132,8 +132,8 @@ def _as_data(finding: Finding) -> dict[str, Any]:
     claim = CLAIMS.get(finding.claim)
     return {
         "section": finding.section,
-        "sentence": say(finding),
-        "published": say_published(finding.published),
+        "sentence": finding.sentence,
+        "published": published_lines(finding.published),
         "outcome": str(finding.outcome),
         "headline": finding.is_headline,
         "claim": finding.claim,

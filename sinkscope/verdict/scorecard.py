@@ -31,8 +31,7 @@ from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import LEVEL
 from sinkscope.results.tables import names_of, read_table
-from sinkscope.verdict.markdown import as_markdown
-from sinkscope.verdict.table_formats import Tabular
+from sinkscope.verdict.table_formats import Tabular, as_markdown
 
 
 @dataclass(frozen=True)
