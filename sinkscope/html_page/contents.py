@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.errors import InputError
 from sinkscope.html_page.compact import BY_SEQUENCE
+from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData
@@ -93,6 +95,26 @@ class Contents:
         return [(*pair, level, *shown[level]) for pair, level in named.items()]
 
     @property
+    def controls(self) -> list[tuple]:
+        """For every arm of `effect`, metric and position: mean, standard deviation and number of its controls."""
+        table = self.all_tables.get("effect", pd.DataFrame())
+        if table.empty:
+            return []
+        rows = table[(table["layer"] == WHOLE_MODEL) & (table["arm"] == "control")]
+        arm = "condition" if table["condition"].nunique() > 1 else "name"  # as the page calls them
+        return _spreads(rows, [arm, "metric", "position"])
+
+    @property
+    def last_steps(self) -> list[tuple]:
+        """For every level of a factor study and metric: mean, standard deviation and number of trainings at the end."""
+        training = self.tables.get(factor_study.TABLE, pd.DataFrame())
+        if training.empty:
+            return []
+        rows = factor_study.with_levels(training[training["layer"] == WHOLE_MODEL])
+        keys = [*factor_study.KEYS, "metric"]
+        return _spreads(rows.loc[rows.groupby(keys)["step"].idxmax()], [factor_study.LEVEL, "metric"])
+
+    @property
     def columns(self) -> dict[str, Columns]:
         """Name of a table → what its columns hold, behind the leading ones."""
         own = (self.named_by,) if self.parts else ()
@@ -112,6 +134,14 @@ class Contents:
         places = _LINKED.get(str(self.manifest["command"]), _places_of_parts)(self.folder, self.manifest)
         pages = {label: place / PAGE for label, place in places.items()}
         return {label: _relative(page, self.folder) for label, page in pages.items() if page.is_file()}
+
+
+def _spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
+    """Return the keys of each group, then mean, standard deviation (n − 1) and number of its finite values."""
+    known = rows[np.isfinite(rows["value"].astype(float))]
+    found = known.groupby(keys, sort=False)["value"].agg(["mean", "std", "count"]).reset_index()
+    found = found.astype(object).where(found.notna(), None)
+    return [tuple(row) for row in found.to_numpy().tolist()]
 
 
 def _is_by_sequence(table: str) -> bool:

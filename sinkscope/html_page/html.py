@@ -123,6 +123,8 @@ def page_data(contents: Contents) -> str:
         "parts": [str(label) for label in contents.parts],
         "part": contents.named_by.name,
         "levels": contents.levels,
+        "controls": contents.controls,
+        "last_steps": contents.last_steps,
         "links": {str(label): page for label, page in contents.links.items()},
     }
     return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'
