@@ -145,7 +145,7 @@ def _spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
 
 
 def _is_by_sequence(table: str) -> bool:
-    """Return whether a table has rows for each sequence: only the page of its own run shows it. Maps are no such table."""
+    """Return whether a table has rows for each sequence: only the page of its own run shows it. Maps are not such."""
     names = set(names_of(written_tables().get(table, ())))
     return not names.isdisjoint(BY_SEQUENCE) and "query" not in names
 
