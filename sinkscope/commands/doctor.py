@@ -28,7 +28,7 @@ from sinkscope.models.wiring import check_wiring, layer_output, read_sites
 from sinkscope.options.measuring import DoctorOptions, RunConfig
 from sinkscope.options.output import OutputOptions
 from sinkscope.text.batch import Batch
-from sinkscope.verdict.words import layers_text
+from sinkscope.verdict.report import layers_text
 
 TOKENS = 64
 

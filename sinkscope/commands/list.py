@@ -119,7 +119,7 @@ def sweeps() -> pd.DataFrame:
 def tables() -> pd.DataFrame:
     """Every column of every table; those that all tables begin with come first."""
     from sinkscope.results.tables import LEADING_COLUMNS
-    from sinkscope.verdict.tables import written_tables
+    from sinkscope.verdict.register import written_tables
 
     described = {"(every table)": LEADING_COLUMNS} | written_tables()
     rows = [(name, column.name, column.about, column.unit) for name, columns in described.items() for column in columns]

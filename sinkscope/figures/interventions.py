@@ -28,8 +28,7 @@ from sinkscope.figures.labels import title, wrapped
 from sinkscope.figures.style import COLUMN, NAVY, OTHERS, REFERENCE, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
-from sinkscope.verdict.effect_intervals import interval, interval_by_layer
-from sinkscope.verdict.effects import NO_POSITION, SPREAD, Effect, arms, effect_of
+from sinkscope.verdict.effects import NO_POSITION, SPREAD, Effect, arms, effect_of, interval, interval_by_layer
 
 # --- The effect of every arm and of random changes of the same kind: a row for each arm, a panel for each metric.
 # The change has its 95 % interval over sequences, where the run keeps tables by sequence.

@@ -1,8 +1,8 @@
 """The page of a run folder: index.html, one file that shows the folder's tables in a browser, without a network.
 
-contents.py   what a page shows: run.json, tables, findings, and runs side by side
-compact.py    the same as JSON, by column
-html.py       the JSON, the style and the scripts in one file
+contents.py   collects what a page shows: run.json, tables, findings, and runs side by side
+compact.py    writes tables as JSON, by column
+html.py       writes the JSON, the style and the scripts into one file
 assets/       the style, the scripts of the page, and the libraries that they use
 """
 

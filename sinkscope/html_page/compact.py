@@ -1,4 +1,4 @@
-"""Tables as JSON: by column, with the digits that matter, and as many rows as a page can hold."""
+"""Tables as JSON: by column, with six significant digits, and with as many rows as fit into a page."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,27 +12,27 @@ from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, Kind
 
 DIGITS = 6  # significant ones of a number: tables hold float32, which has seven
 LARGEST = 4_000_000  # bytes of all tables together
-# columns of tables that have rows for each sequence: such a table is cut by them, and the first ones are kept whole
+# columns of tables with rows for each sequence: such a table keeps all rows of the first sequences
 BY_SEQUENCE = ("sequence", "group")
-# others are cut by these, so that all layers, heads and arms stay
+# other tables keep the first positions, so that all layers, heads and arms stay
 BY_PLACE = ("position", "query")
 
 
 class Limit(NamedTuple):
-    """How many rows of a table are kept."""
+    """The number of rows of a table that are kept."""
 
     rows: int
-    by_sequence: int  # of a table with several sequences
+    by_sequence: int  # for a table with several sequences
 
 
-# from the most rows on, until all tables fit into LARGEST
+# tried in this order until all tables fit into LARGEST
 LIMITS = (Limit(250_000, 10_000), Limit(60_000, 10_000), Limit(60_000, 4_000), Limit(60_000, 1_000),
           Limit(40_000, 1_000), Limit(30_000, 1_000), Limit(20_000, 1_000), Limit(15_000, 1_000), Limit(10_000, 1_000),
           Limit(4_000, 500), Limit(1_000, 200))  # fmt: skip
 
 
 def as_json(value: Any) -> str:
-    """JSON for a <script> element: ASCII, and without a character that could end it.
+    """Return JSON for a <script> element: ASCII, and without a character that could end the element.
 
     Token texts may hold `</script>`, and halves of surrogate pairs, which UTF-8 cannot write.
     """
@@ -40,13 +40,13 @@ def as_json(value: Any) -> str:
 
 
 def compact_tables(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns]) -> str:
-    """All tables as a JSON list, of as many rows each as fit into LARGEST.
+    """Return all tables as a JSON list, with as many rows each as fit into LARGEST.
 
     Args:
-        tables: name → table.
-        columns: name → what its columns hold, behind the leading ones.
+        tables: Name → table.
+        columns: Name → its columns after the leading ones.
     """
-    written: dict[tuple[str, int], str] = {}  # what one limit leaves as the one before is written once
+    written: dict[tuple[str, int], str] = {}  # a table that a limit cuts no further is not written again
     for limit in LIMITS:
         texts = []
         for name, table in tables.items():
@@ -61,17 +61,17 @@ def compact_tables(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Col
 
 
 def compact_table(name: str, kept: pd.DataFrame, columns: Columns, rows: int, left_out: str) -> str:
-    """One table as a JSON object.
+    """Return one table as a JSON object.
 
     Args:
-        name: of the table.
-        kept: the rows that are shown.
-        columns: what they hold, behind the leading ones; a column that is not among them is described by its type.
-        rows: how many the whole table has.
-        left_out: which of them are not in `kept`, in words.
+        name: The table's name.
+        kept: The rows that are shown.
+        columns: The columns after the leading ones; a column that is not among them is described by its type.
+        rows: The number of rows of the whole table.
+        left_out: A description of the rows that are not in `kept`.
 
     Returns:
-        name, rows, left_out and columns, each with its name, meaning, unit, kind and values.
+        Name, rows, left_out and columns, each with its name, meaning, unit, kind and values.
     """
     described = {column.name: column for column in (*LEADING_COLUMNS, *columns)}
     parts = []
@@ -84,7 +84,7 @@ def compact_table(name: str, kept: pd.DataFrame, columns: Columns, rows: int, le
 
 
 def compact_column(values: pd.Series, kind: Kind) -> str:
-    """The values of a column as JSON.
+    """Return the values of a column as JSON.
 
     Returns:
         A list; or {"runs": [value, how many times, …]} where that is shorter; of text {"of": the distinct texts, "at":
@@ -92,7 +92,7 @@ def compact_column(values: pd.Series, kind: Kind) -> str:
         "-inf".
     """
     if kind == "text":
-        codes, distinct = pd.factorize(values)  # of a missing one: -1
+        codes, distinct = pd.factorize(values)  # -1 for missing values
         return f'{{"of":{as_json([str(text) for text in distinct])},"at":{_shorter(list(map(str, codes)))}}}'
     missing = values.isna()
     if kind == "number":
@@ -104,7 +104,7 @@ def compact_column(values: pd.Series, kind: Kind) -> str:
 
 
 def _shorter(texts: list[str]) -> str:
-    """A list, or runs of equal values counted, if that has fewer entries."""
+    """Return a list, or counted runs of equal values if these have fewer entries."""
     changes = sum(map(ne, texts, texts[1:]))
     if 2 * (changes + 1) >= len(texts):
         return f"[{','.join(texts)}]"
@@ -113,9 +113,9 @@ def _shorter(texts: list[str]) -> str:
 
 
 def cut(table: pd.DataFrame, limit: Limit) -> tuple[pd.DataFrame, str]:
-    """The rows that are kept, and in words which were left out.
+    """Return the rows that are kept, and a description of those that are left out.
 
-    Those of later sequences are, or of later positions, or all behind the first ones.
+    Rows of later sequences are left out, or of later positions, or all rows after the first ones.
     """
     ways = ((BY_SEQUENCE, limit.by_sequence), (BY_PLACE, limit.rows))
     for name, most in ((name, most) for names, most in ways for name in names):
@@ -131,7 +131,7 @@ def cut(table: pd.DataFrame, limit: Limit) -> tuple[pd.DataFrame, str]:
 
 
 def _described(name: str, values: pd.Series) -> Column:
-    """A column that nobody declared, as of a comparison, which has one for each run."""
+    """Describe a column that is not declared, such as those of a comparison, which has one for each run."""
     kinds: Sequence[tuple[Any, Kind]] = (
         (pd.api.types.is_bool_dtype, "truth"),
         (pd.api.types.is_integer_dtype, "whole"),

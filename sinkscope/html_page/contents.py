@@ -1,4 +1,4 @@
-"""What a page shows: run.json, the folder's tables, findings in words, and the runs of which the folder is made."""
+"""The contents of a page: run.json, tables, findings in words, and the runs that the folder consists of."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.errors import InputError
 from sinkscope.html_page.compact import BY_SEQUENCE
+from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, newer_columns, read_table
 from sinkscope.training.tables import UNTOUCHED
 from sinkscope.verdict import factor_study
-from sinkscope.verdict.reports import REPORTS
-from sinkscope.verdict.tables import written_tables
+from sinkscope.verdict.register import REPORTS, written_tables
 from sinkscope.verdict.trained import gates_moved
 
 PAGE = "index.html"
@@ -33,17 +34,17 @@ class _Shown(RunData):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a page is made of.
+    """The contents of a page.
 
     Attributes:
         manifest: The content of run.json.
         tables: Name → table, of the folder itself.
-        parts: What a run is called → the run, of those that are shown side by side.
-        findings: Of the verdict; empty of a folder that has none.
-        folder: Where the page is to be; None for one that is shown in a notebook.
-        absent: What run.json lists and the folder lacks: tables, runs that are not where they were, and columns, as
-            TABLE.COLUMN, that its format does not have yet.
-        named_by: What the names of `parts` are, as a column of their tables.
+        parts: Name → run, for runs that are shown side by side.
+        findings: Those of the verdict; empty for a folder without a verdict.
+        folder: The folder of the page; None for a page in a notebook.
+        absent: Tables and runs that run.json lists and the folder lacks, and columns (TABLE.COLUMN) that are newer than
+            the folder's format.
+        named_by: The column that names the parts in their tables.
     """
 
     manifest: Mapping[str, Any]
@@ -56,10 +57,10 @@ class Contents:
 
     @classmethod
     def of_folder(cls, path: str | os.PathLike[str]) -> "Contents":
-        """Of a folder that any command wrote; tables that it lacks are left out, and so are runs that are gone.
+        """Open a folder of any command, without the tables and runs that are missing.
 
         Raises:
-            InputError: it is no such folder, or a table is damaged.
+            InputError: The folder is not one of sinkscope's, or a table is damaged.
         """
         folder = folder_of(path)
         manifest = read_manifest(folder, None)
@@ -79,14 +80,14 @@ class Contents:
 
     @cached_property
     def all_tables(self) -> dict[str, pd.DataFrame]:
-        """By name, the folder's own, and those that runs side by side have, whose names are the first column."""
+        """Name → table, of the folder and of the runs side by side, whose names are the first column."""
         names = dict.fromkeys(name for run in self.parts.values() for name in run.tables)
         shared = [name for name in names if name not in self.tables and not _is_by_sequence(name)]
         return dict(sorted({**self.tables, **{name: self._side_by_side(name) for name in shared}}.items()))
 
     @property
     def levels(self) -> list[tuple[str, str, str, float | None, str]]:
-        """Of a sweep of trainings: settings, condition, the level of the factor study, WSE's sink rate and its mark."""
+        """For a sweep of trainings: settings, condition, level of the factor study, WSE's sink rate and its mark."""
         training = self.tables.get(factor_study.TABLE, pd.DataFrame())
         named = {} if training.empty else factor_study.levels(training)
         rates = {level: factor_study.published(level) for level in named.values()}
@@ -94,20 +95,40 @@ class Contents:
         return [(*pair, level, *shown[level]) for pair, level in named.items()]
 
     @property
+    def controls(self) -> list[tuple]:
+        """For every arm of `effect`, metric and position: mean, standard deviation and number of its controls."""
+        table = self.all_tables.get("effect", pd.DataFrame())
+        if table.empty:
+            return []
+        rows = table[(table["layer"] == WHOLE_MODEL) & (table["arm"] == "control")]
+        arm = "condition" if table["condition"].nunique() > 1 else "name"  # as the page calls them
+        return _spreads(rows, [arm, "metric", "position"])
+
+    @property
+    def last_steps(self) -> list[tuple]:
+        """For every level of a factor study and metric: mean, standard deviation and number of trainings at the end."""
+        training = self.tables.get(factor_study.TABLE, pd.DataFrame())
+        if training.empty:
+            return []
+        rows = factor_study.with_levels(training[training["layer"] == WHOLE_MODEL])
+        keys = [*factor_study.KEYS, "metric"]
+        return _spreads(rows.loc[rows.groupby(keys)["step"].idxmax()], [factor_study.LEVEL, "metric"])
+
+    @property
     def columns(self) -> dict[str, Columns]:
-        """Name of a table → what its columns hold, behind the leading ones."""
+        """Name of a table → its columns after the leading ones."""
         own = (self.named_by,) if self.parts else ()
         return {name: (*own, *columns) for name, columns in written_tables().items()}
 
     def _side_by_side(self, name: str) -> pd.DataFrame:
-        """A table of all runs."""
+        """Return a table with the rows of all runs."""
         tables = {label: run.tables[name] for label, run in self.parts.items() if name in run.tables}
         joined = pd.concat([table.assign(**{self.named_by.name: label}) for label, table in tables.items()])
         return joined[[self.named_by.name, *next(iter(tables.values())).columns]].reset_index(drop=True)
 
     @property
     def links(self) -> dict[str, str]:
-        """What a run is called → its page, from this one's place; only those that are there."""
+        """Name of a run → its page, relative to this page; only pages that exist."""
         if self.folder is None:
             return {}
         places = _LINKED.get(str(self.manifest["command"]), _places_of_parts)(self.folder, self.manifest)
@@ -115,14 +136,22 @@ class Contents:
         return {label: _relative(page, self.folder) for label, page in pages.items() if page.is_file()}
 
 
+def _spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
+    """Return the keys of each group, then mean, standard deviation (n − 1) and number of its finite values."""
+    known = rows[np.isfinite(rows["value"].astype(float))]
+    found = known.groupby(keys, sort=False)["value"].agg(["mean", "std", "count"]).reset_index()
+    found = found.astype(object).where(found.notna(), None)
+    return [tuple(row) for row in found.to_numpy().tolist()]
+
+
 def _is_by_sequence(table: str) -> bool:
-    """Whether a table is long, with rows for each sequence: it stands in the page of its own run. A map is of one."""
+    """Return whether a table has rows for each sequence: only the page of its own run shows it. Maps are not such."""
     names = set(names_of(written_tables().get(table, ())))
     return not names.isdisjoint(BY_SEQUENCE) and "query" not in names
 
 
 def _schema(table: str) -> Columns:
-    """The columns that a table must have; none of one that has a column for each run."""
+    """Return the columns that a table must have; none for a table with a column for each run."""
     known = written_tables()
     return (*LEADING_COLUMNS, *known[table]) if table in known else ()
 
@@ -133,7 +162,7 @@ def _findings(run: RunData) -> Sequence[Finding]:
     return gates_moved(run.tables["gates"]) if "gates" in run.tables else ()
 
 
-# --- where the runs of a folder stand
+# --- where the runs of a folder are
 
 Places = dict[Any, Path]
 
@@ -166,7 +195,7 @@ _PARTS: dict[str, Callable[[Path, Mapping[str, Any]], Places]] = {
     "train": _arms,
     "compare": _compared,
 }
-# command → the runs that its page names only: there may be hundreds
+# command → the runs that its page only links to, because there may be hundreds
 _LINKED = {"claims": _of_claims, "sweep": _of_sweep}
 
 
@@ -176,7 +205,7 @@ def _places_of_parts(folder: Path, manifest: Mapping[str, Any]) -> Places:
 
 
 def _opened(place: Path) -> RunData | None:
-    """A run; None where it is gone, or not whole."""
+    """Open a run; return None if it is missing or incomplete."""
     try:
         return _Shown.open(place)
     except InputError:
@@ -184,6 +213,6 @@ def _opened(place: Path) -> RunData | None:
 
 
 def _relative(page: Path, folder: Path) -> str:
-    """As the address of a link: `./` in front, since a name may look like another scheme."""
+    """Return a link's address; it begins with `./`, because a name may look like another scheme."""
     path = os.path.relpath(page.absolute(), folder.absolute())
     return "./" + quote(Path(path).as_posix())

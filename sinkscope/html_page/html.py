@@ -1,4 +1,4 @@
-"""index.html: the data of a page, its style and its scripts, in one file that asks nothing of a network."""
+"""index.html: the data of a page, its style and its scripts, in one file that needs no network."""
 
 import base64
 import hashlib
@@ -18,10 +18,10 @@ from sinkscope.results.findings import Finding
 from sinkscope.results.folders import FileList
 from sinkscope.results.metrics import METRICS, PAPERS
 from sinkscope.results.swap import new_file, remove
-from sinkscope.verdict.words import say, say_published
+from sinkscope.verdict.report import published_lines
 
 ASSETS = Path(__file__).parent / "assets"
-# in the order in which they run: each uses those before it
+# in the order in which they run; each uses earlier ones
 SCRIPTS = (
     "d3.min.js",
     "plot.umd.min.js",
@@ -48,7 +48,7 @@ FRAME_HEIGHT = 720  # pixels, in a notebook
 
 @dataclass(frozen=True)
 class Page:
-    """A page that a notebook shows as it stands."""
+    """A page, which a notebook displays."""
 
     html: str
 
@@ -60,20 +60,20 @@ class Page:
 
 
 class Paged:
-    """What has a page."""
+    """A result with a page."""
 
     @property
     def contents(self) -> Contents:
-        """What it shows."""
+        """The contents of the page."""
         raise NotImplementedError
 
     def page(self) -> Page:
-        """The page of index.html, which a notebook shows as it stands."""
+        """Return the page of index.html, which a notebook displays."""
         return page_of(self.contents)
 
 
 def page_of(contents: Contents) -> Page:
-    """The page of a run, a series, a comparison, …"""
+    """Return the page of a run, a series, a comparison, …"""
     scripts = [_asset(name) for name in SCRIPTS]
     return Page(
         "<!doctype html>\n"
@@ -96,7 +96,7 @@ def write_page(contents: Contents, folder: Path) -> None:
 
 
 def renew_page(contents: Contents, files: FileList, wanted: bool) -> None:
-    """The page of a folder that is written bit by bit; where none is wanted, an earlier one does not stay."""
+    """Write the page of a folder that is written step by step, or remove an earlier one if none is wanted."""
     if wanted:
         files.add(PAGE)
         write_page(contents, files.folder)
@@ -105,7 +105,7 @@ def renew_page(contents: Contents, files: FileList, wanted: bool) -> None:
 
 
 def page_data(contents: Contents) -> str:
-    """What the page's scripts read, as JSON. Values are those of tables, labels and units of `METRICS` and `Column`."""
+    """Return the JSON that the page's scripts read: values of tables, with the labels of `METRICS` and `Column`."""
     manifest = contents.manifest
     rest = {
         "version": version("sinkscope"),
@@ -123,6 +123,8 @@ def page_data(contents: Contents) -> str:
         "parts": [str(label) for label in contents.parts],
         "part": contents.named_by.name,
         "levels": contents.levels,
+        "controls": contents.controls,
+        "last_steps": contents.last_steps,
         "links": {str(label): page for label, page in contents.links.items()},
     }
     return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'
@@ -132,8 +134,8 @@ def _as_data(finding: Finding) -> dict[str, Any]:
     claim = CLAIMS.get(finding.claim)
     return {
         "section": finding.section,
-        "sentence": say(finding),
-        "published": say_published(finding.published),
+        "sentence": finding.sentence,
+        "published": published_lines(finding.published),
         "outcome": str(finding.outcome),
         "headline": finding.is_headline,
         "claim": finding.claim,
@@ -143,7 +145,7 @@ def _as_data(finding: Finding) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A manifest's values as JSON has them: it may hold NaN and infinities, as of a perplexity."""
+    """Return a manifest's values for JSON: they may be NaN or infinite, for example a perplexity."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -159,7 +161,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """The browser runs these scripts alone, and asks nothing of a network, whatever a token or a name holds."""
+    """Return a policy by which the browser runs only these scripts and uses no network, for any text in the data."""
     return f"default-src 'none'; script-src {' '.join(_hashes(scripts))}; style-src 'unsafe-inline'; img-src data:"
 
 

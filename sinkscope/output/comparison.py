@@ -29,8 +29,8 @@ from sinkscope.results.bos import policy_of
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.tables import write_tables
+from sinkscope.verdict.report import span
 from sinkscope.verdict.table_formats import Tabular
-from sinkscope.verdict.words import span
 
 # What two runs must share for their numbers to be comparable, and where run.json has it.
 SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {

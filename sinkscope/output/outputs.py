@@ -16,8 +16,8 @@ from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import write_manifest
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.tables import write_tables
-from sinkscope.verdict import spared
-from sinkscope.verdict.markdown import as_markdown
+from sinkscope.verdict.quantization import write_spared
+from sinkscope.verdict.table_formats import as_markdown
 
 
 def _tables(run: Run, folder: Path) -> None:
@@ -38,7 +38,7 @@ OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "tables": _tables,
     "paper tables": _paper_tables,
     "verdict": _verdict,
-    "sites to spare": spared.write,
+    "sites to spare": write_spared,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import pandas as pd
 
 from sinkscope import figures
+from sinkscope.errors import Known
 from sinkscope.figures import applicable
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import Contents, Paged
@@ -15,9 +16,10 @@ from sinkscope.measuring.tables import all_tables
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import Columns
-from sinkscope.verdict import finding_table, spared
-from sinkscope.verdict.markdown import Report, report_markdown
-from sinkscope.verdict.reports import REPORTS
+from sinkscope.verdict import analysis
+from sinkscope.verdict.quantization import spared_files
+from sinkscope.verdict.register import REPORTS
+from sinkscope.verdict.report import Report, report_markdown
 from sinkscope.verdict.table_formats import Tabular
 
 ACROSS = 4  # names in a line of the tree
@@ -26,16 +28,17 @@ ACROSS = 4  # names in a line of the tree
 class Run(Paged, Tabular, RunData):
     """What a command measured: `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`."""
 
-    columns: ClassVar[Mapping[str, Columns]] = all_tables() | {finding_table.TABLE: finding_table.COLUMNS}
+    columns: ClassVar[Mapping[str, Columns]] = all_tables() | {analysis.TABLE: analysis.COLUMNS}
 
     @classmethod
     def of_analysis(
         cls, manifest: dict[str, Any], tables: Mapping[str, pd.DataFrame], folder: Path | None = None
     ) -> Self:
         """What `analyze` measured, with the table of its findings."""
-        found = finding_table.finding_table(RunData(manifest, tables))
-        listed = sorted([*manifest["tables"], finding_table.TABLE])
-        return cls(manifest | {"tables": listed}, {**tables, finding_table.TABLE: found}, folder)
+        own = Known("table", tables)
+        run = cls(manifest | {"tables": sorted([*manifest["tables"], analysis.TABLE])}, own, folder)
+        own[analysis.TABLE] = analysis.finding_table(run, run.report)
+        return run
 
     def figure(self, name: str) -> Figure:
         """Draw one figure from the tables.
@@ -77,7 +80,7 @@ def _files(run: RunData, folder: Path) -> str:
     recipe = run.manifest.get("recipe")  # which draws its own figures only
     figures = recipe["content"].get("figures", []) if recipe else applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
-    first = ("run.json", "verdict.md", "index.html (but with --no-page)", *spared.files(run))
+    first = ("run.json", "verdict.md", "index.html (but with --no-page)", *spared_files(run))
     lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *_columns(tables, "│   ")]
     lines += ["└── figures/ (each as .png and .pdf)", *_columns(figures, "    ")]
     return "\n".join(lines)

@@ -36,9 +36,8 @@ from sinkscope.paper_claims.table import TABLES, models_of
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, folder_of, make_manifest, read_manifest, write_manifest
 from sinkscope.results.tables import write_tables
-from sinkscope.verdict.markdown import as_markdown
 from sinkscope.verdict.scorecard import Scorecard
-from sinkscope.verdict.table_formats import Tabular
+from sinkscope.verdict.table_formats import Tabular, as_markdown
 
 Given = Run | Scorecard | str | os.PathLike[str]
 SETTINGS = ("input", "dataset", "num_seqs", "seq_len", "window", "epsilon", "dtype", "bos", "seed", "draws")

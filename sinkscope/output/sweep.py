@@ -32,9 +32,9 @@ from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
 from sinkscope.results.tables import read_table, write_tables
 from sinkscope.verdict.factor_study import PAPER, summary
 from sinkscope.verdict.factor_study import TABLE as STUDY
-from sinkscope.verdict.markdown import as_markdown
 from sinkscope.verdict.scorecard import Scorecard
 from sinkscope.verdict.sweep_tables import EPSILON, SweepTables
+from sinkscope.verdict.table_formats import as_markdown
 
 TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over seeds"
 TRAININGS = (

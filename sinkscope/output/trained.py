@@ -31,7 +31,6 @@ from sinkscope.verdict.trained import (
     retrofit_summaries,
     without_start,
 )
-from sinkscope.verdict.words import say
 
 COMMANDS = ("retrofit", "train")
 
@@ -78,7 +77,7 @@ class Trained(Paged, Tabular):
         """The table `retrofit` as Markdown, and of a task its own metrics."""
         parts = [retrofit_markdown(self.tables["retrofit"])]
         if UNTOUCHED in self.runs:
-            parts += [f"{say(finding)}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
+            parts += [f"{finding.sentence}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
         if "value_norms" in self.tables:
             parts.append(backcopy_markdown(self.tables["training"], without_start(self.runs.values())))
         return "\n".join(parts)
@@ -100,7 +99,7 @@ class Trained(Paged, Tabular):
     @property
     def notes(self) -> list[str]:
         """The findings, and the settings in which the runs differ, a line each."""
-        return [say(finding) for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
+        return [finding.sentence for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
 
     def figures(self) -> dict[str, Figure]:
         """By name, those that the tables, and the runs' own, allow."""

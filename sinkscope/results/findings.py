@@ -1,6 +1,6 @@
-"""Findings: what a run's tables say, as data. Words are made of them in `verdict/words.py`, and nowhere else.
+"""Findings: what a run's tables show, as data and as a sentence.
 
-Thresholds of claims stand with the claims (`claims`); every other that decides an outcome is a constant here.
+Thresholds of claims are defined with the claims (`paper_claims`); all others that decide an outcome are constants here.
 """
 
 from collections.abc import Mapping
@@ -59,17 +59,18 @@ class Finding:
     """One finding.
 
     Attributes:
-        name: What it is about; the key of its words.
-        section: Under which heading it is reported.
+        name: What it is about, such as "sink"; the key of its rows in the table `finding`.
+        section: The heading under which it is reported.
         outcome: What its numbers amount to.
-        value: Its main number; NaN where it has none.
-        spread: Standard deviation of `value` where it is a mean; None otherwise.
-        threshold: What decided the outcome; None where there is none.
+        value: Its main number; NaN if it has none.
+        spread: Standard deviation of `value` if that is a mean; None otherwise.
+        threshold: The number that decided the outcome; None if there is none.
         published: Values to compare with.
-        numbers: Whatever else its sentence needs: numbers, layers (tuples), names of sites and tokens.
-        is_headline: Whether it is among the first things that a reader should see.
-        low, high: Ends of the 95 % interval of `value`; NaN where it has none.
-        claim: Whose number `value` is, as `sinkscope claims` judges it: «GS-20»; "": no claim's.
+        numbers: Its further numbers, by name; also layers (tuples) and the names of sites and tokens.
+        is_headline: Whether it is among the first findings that a reader sees.
+        low, high: Ends of the 95 % interval of `value`; NaN if it has none.
+        claim: Id of the claim that `value` belongs to, such as "GS-20", as `sinkscope claims` judges it; "" if none.
+        sentence: The finding in words, with these numbers and no others.
     """
 
     name: str
@@ -84,3 +85,4 @@ class Finding:
     low: float = float("nan")
     high: float = float("nan")
     claim: str = ""
+    sentence: str = ""

@@ -1,18 +1,28 @@
-"""What a run of `analyze` found: its tables become a table of metrics and findings."""
+"""The findings of a run of `analyze`, each with its sentence, and the table `finding`, which holds all their numbers.
+
+A finding whose number belongs to a claim has the value, interval, threshold and published values of the scorecard.
+"""
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from math import inf, isclose, isfinite, isnan
+from numbers import Real
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from sinkscope.errors import counted
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
-from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.claim import NotDefined, estimated
+from sinkscope.paper_claims.claim import Outcome as Judged
+from sinkscope.paper_claims.evidence import MAIN, Evidence, Lacks
 from sinkscope.paper_claims.papers.nu import delta_gaps
 from sinkscope.paper_claims.papers.wse import ALONE
 from sinkscope.paper_claims.quantities import gradient_ratio, sink_heads
@@ -36,36 +46,58 @@ from sinkscope.results.papers import LENGTH, SETTING
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate
-from sinkscope.verdict.claimed import evidence_of, finding, interval, is_known, measured, of_claim, threshold_of
-from sinkscope.verdict.markdown import Report
+from sinkscope.results.tables import Column, names_of
+from sinkscope.verdict.report import Report, coordinates_text, interval_text, layers_text, span
 
-SHOWN = (  # metrics of the whole model, in the order of the verdict's table
+# the table `finding`
+TABLE = "finding"
+COLUMNS = (
+    Column("finding", "what it is about", kind="text"),
+    Column("number", "which of its numbers: value, or another by name; of a list one row each", kind="text"),
+    Column("value", "the number"),
+    Column("low", "lower end of its 95 % interval; NaN where it has none"),
+    Column("high", "upper end"),
+    Column("threshold", "what decided the outcome; NaN where there is none"),
+    Column("outcome", "what the finding's numbers amount to", kind="text"),
+    Column("claim", "whose number it is (`sinkscope list claims`); empty where it is no claim's", kind="text"),
+)  # fmt: skip
+
+# metrics of the whole model, in the order of the verdict's table
+SHOWN = (
     "sink_rate", "sink_rate_outside", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound",
     "attention_entropy", "missing_mass", "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio",
     "massive_count", "value_gradient_ratio", "uniform_gradient_ratio", "compress_slope", "delta_gap",
     "key_alignment_first", "perplexity", "max_inf_norm", "kurtosis",
 )  # fmt: skip
-HIDDEN_AT_ZERO = ("missing_mass",)  # of models without learned sink logits it is 0 by definition
+HIDDEN_AT_ZERO = ("missing_mass",)  # 0 by definition for models without learned sink logits
 
 SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
 VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
 
-# Whose published sink rates they are, by input.
+# input → the claim with the published sink rates for it
 WSE = {"natural": "W-1", "random": "W-2"}
 
-MOST_COORDINATES = 3  # of massive activations that are named
-MOST_TOKENS = 3  # of later sinks that are named
-REGISTERS = "register tokens"  # of what is attended to outside the text: they stand in front of it
+MOST_COORDINATES = 3  # coordinates of massive activations that are named
+MOST_TOKENS = 3  # tokens of later sinks that are named
+REGISTERS = "register tokens"  # the entry of the manifest's `outside` for registers, which precede the text
 EIGHT_BITS = 255  # steps of an 8-bit grid
+
+# outcome of a claim's number → outcome of the finding
+OUTCOMES = {
+    Judged.HOLDS: Outcome.PRESENT,
+    Judged.FAILS: Outcome.ABSENT,
+    Judged.INCONCLUSIVE: Outcome.UNDECIDED,
+    Judged.NOT_ENOUGH_SEEDS: Outcome.UNDECIDED,
+}
 
 
 def report(run: RunData) -> Report:
-    """The verdict on a run of `analyze`, as data."""
+    """Return the report on a run of `analyze`."""
     return Report(f"{run.model}, {run.reads}", settings(run), overview(run), findings(run))
 
 
 def overview(run: RunData) -> pd.DataFrame:
-    """The metrics of the whole model as printed."""
+    """Return the metrics of the whole model as printed."""
     values = {name: run.metric(name) for name in SHOWN}
     shown = {
         name: value for name, value in values.items() if np.isfinite(value) and (value or name not in HIDDEN_AT_ZERO)
@@ -75,47 +107,165 @@ def overview(run: RunData) -> pd.DataFrame:
 
 
 def findings(run: RunData) -> list[Finding]:
-    """Everything that the tables say. Reads no text and makes none."""
-    evidence = evidence_of(run)
+    """Return all findings of a run except its settings."""
+    evidence = Evidence({MAIN: run})
     of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
     found = [one for part in of_claims for one in part(run, evidence)]
     return found + [one for part in (_eight_bits, _windows, _not_applicable) for one in part(run)]
 
 
-def settings(run: RunData, **more: int | str) -> list[Finding]:
-    """How the run was measured, and whether its weights had been quantized before. `more`: of a command's own."""
-    given = run.manifest["input"]
-    numbers = {"sequences": given["sequences"], "lengths": (given["shortest"], given["longest"])}
-    numbers |= {"condition": run.condition}
-    first = f"the first register token, the text's own first {given['token_zero']}"
-    has_registers = REGISTERS in (run.manifest.get("outside") or {})
-    numbers |= {"token_zero": first if has_registers else given["token_zero"], "dtype": run.manifest["dtype"]} | more
-    alone = [Finding("one-sequence", "")] if given["sequences"] == 1 else []
-    both_ways = [] if run.is_causal else [Finding("both-ways", "", numbers={"masked": given["masked"]})]
-    return [Finding("setting", "", numbers=numbers), *alone, *both_ways, *quantized_source(run)]
+def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Finding]:
+    """Return how a run was measured, and whether its weights had been quantized before.
 
-
-def _alone(run: RunData) -> dict[str, str]:
-    """The words added to a sentence whose finding needs an interval when a single sequence gives none."""
-    return {"alone": ", as a single sequence has no interval"} if run.manifest["input"]["sequences"] == 1 else {}
+    Args:
+        run: The run.
+        sentence_end: What a command adds to the sentence.
+        more: Further numbers of the command.
+    """
+    given, dtype = run.manifest["input"], run.manifest["dtype"]
+    sequences, lengths = given["sequences"], (given["shortest"], given["longest"])
+    token_zero = given["token_zero"]
+    if REGISTERS in (run.manifest.get("outside") or {}):
+        token_zero = f"the first register token, the text's own first {token_zero}"
+    numbers = {"sequences": sequences, "lengths": lengths, "condition": run.condition}
+    numbers |= {"token_zero": token_zero, "dtype": dtype} | more
+    measured = (
+        f"Measured on {counted(sequences, 'sequence')} of {span(lengths)} tokens ({run.condition}), position 0 being "
+        f"{token_zero}, in {dtype}{sentence_end}."
+    )
+    found = [Finding("setting", "", numbers=numbers, sentence=measured)]
+    if sequences == 1:
+        single = (
+            "A single sequence has no 95 % interval, so findings that need an interval are undecided. Measure several "
+            "sequences to decide them."
+        )
+        found.append(Finding("one-sequence", "", sentence=single))
+    if not run.is_causal:
+        masked = given["masked"]
+        sentence = "The model attends in both directions: queries before and after a position attend to it"
+        if masked is not None:
+            sentence += (
+                f"; loss, perplexity and gradients are those of {masked} masked tokens, everything else is measured on "
+                "the text without masks"
+            )
+        found.append(Finding("both-ways", "", numbers={"masked": masked}, sentence=f"{sentence}."))
+    return found + quantized_source(run)
 
 
 def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
-    """Where the weights come from a checkpoint of quantized weights, by its configuration or a GGUF file's name: in how
-    many bits.
+    """Return a finding with the bits of the weights if these come from a quantized checkpoint.
+
+    The model's configuration or the name of a GGUF file says so.
 
     Args:
+        run: The run.
         scheme: The quantization that is simulated on top of that, such as W8A8.
     """
     source, weights = (str(run.manifest["model"].get(entry, "")) for entry in ("source", "weights"))
+    dtype = run.manifest["dtype"]
     for file in (source, str(run.manifest.get("config", {}).get("gguf_file"))):
         gguf = re.search(r"(?<![A-Za-z0-9])(?P<kind>I?Q(?P<bits>\d)[\w-]*)(?=\.gguf$)", file, re.IGNORECASE)
         found = gguf or re.fullmatch(r"(?P<bits>\d+)-bit (?P<kind>.+)", weights)
         if found:
-            name = re.split(r"[/\\]", file)[-1]
-            numbers = {"file": name, "kind": found["kind"], "scheme": scheme, "dtype": run.manifest["dtype"]}
-            return [Finding("quantized-source", QUANTIZATION, value=float(found["bits"]), numbers=numbers)]
+            name, bits, kind = re.split(r"[/\\]", file)[-1], float(found["bits"]), found["kind"]
+            sentence = f"The weights are those of {name}, which are quantized to {bits:g} bits ({kind})"
+            if scheme:
+                sentence += f": {scheme} begins from these, and full precision means these weights in {dtype}"
+            numbers = {"file": name, "kind": kind, "scheme": scheme, "dtype": dtype}
+            return [Finding("quantized-source", QUANTIZATION, value=bits, numbers=numbers, sentence=f"{sentence}.")]
     return []
+
+
+# --- the table `finding`
+
+
+def finding_table(run: RunData, report: Report) -> pd.DataFrame:
+    """Return the table `finding`: every number that the verdict on a run of `analyze` states, with its interval."""
+    rows = [row for finding in (*report.settings, *report.findings) for row in _rows(finding)]
+    table = pd.DataFrame(rows, columns=names_of(COLUMNS))
+    table = table.astype({column.name: float for column in COLUMNS if column.kind == "number"})
+    for name, value in (("layer", WHOLE_MODEL), ("condition", run.condition), ("model", run.model)):
+        table.insert(0, name, value)
+    return table
+
+
+def _rows(finding: Finding) -> Iterator[tuple]:
+    about = (finding.threshold, str(finding.outcome), finding.claim)
+    if not isnan(finding.value):
+        yield (finding.name, "value", finding.value, finding.low, finding.high, *about)
+    numbers = [(name, float(number)) for name, value in finding.numbers.items() for number in _numbers(value)]
+    ends = {f"{name}_{end}" for name, _ in numbers for end in ("low", "high")}
+    by_name = dict(numbers)
+    for name, value in numbers:
+        if name not in ends:
+            low, high = (by_name.get(f"{name}_{end}", float("nan")) for end in ("low", "high"))
+            yield (finding.name, name, value, low, high, *about)
+
+
+def _numbers(value: Any) -> Iterable[float]:
+    """Return the numbers in a value of `Finding.numbers`, without NaN; those of nested tuples in one list."""
+    if isinstance(value, tuple | list):
+        return [number for part in value for number in _numbers(part)]
+    return [float(value)] if isinstance(value, Real) and value == value else []
+
+
+# --- findings that are numbers of claims
+
+
+def measured(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> Estimate | None:
+    """Return an estimate; None if the quantity is not defined for the model, or the run lacks its table."""
+    try:
+        return estimated(measure, evidence)
+    except (NotDefined, Lacks):
+        return None
+
+
+def of_claim(evidence: Evidence, claim: str, part: int = 0) -> Estimate | None:
+    """Return a number of a claim, or None, as `measured` does."""
+    return measured(CLAIMS[claim].parts[part].measure, evidence)
+
+
+def threshold_of(claim: str, part: int = 0) -> float:
+    """Return the threshold of a test that has only one."""
+    test = CLAIMS[claim].parts[part].test
+    return test.most if test.least == -inf else test.least
+
+
+def finding(name: str, section: str, estimate: Estimate, claim: str = "", part: int = 0, **given: Any) -> Finding:
+    """Return a finding with the value and interval of an estimate.
+
+    With a claim it also has the outcome and threshold of that number of the claim, unless `given` has others.
+    """
+    if claim:
+        judged = OUTCOMES[CLAIMS[claim].parts[part].test.outcome(estimate)]
+        given = {"outcome": judged, "threshold": threshold_of(claim, part), "claim": claim} | given
+    ends: dict[str, Any] = interval(estimate)
+    return Finding(name, section, value=estimate.value, **ends, **given)
+
+
+def interval(estimate: Estimate, name: str = "") -> dict[str, float]:
+    """Return `low` and `high` of an estimate, after a prefix; empty if nothing was resampled or they are not finite."""
+    if isclose(estimate.low, estimate.high, rel_tol=1e-9) or not (isfinite(estimate.low) and isfinite(estimate.high)):
+        return {}
+    return {f"{name}low": estimate.low, f"{name}high": estimate.high}
+
+
+def is_known(estimate: Estimate | None) -> bool:
+    return estimate is not None and isfinite(estimate.value)
+
+
+def _text(metric: str, value: float) -> str:
+    return METRICS[metric].text(value)
+
+
+def _interval_of(numbers: Mapping[str, Any], name: str, form: str, label: str = "") -> str:
+    nan = float("nan")
+    return interval_text(numbers.get(f"{name}_low", nan), numbers.get(f"{name}_high", nan), form, label)
+
+
+def _single(run: RunData) -> str:
+    """Return what a sentence adds if its finding needs an interval and a single sequence gives none."""
+    return ", as a single sequence has no interval" if run.manifest["input"]["sequences"] == 1 else ""
 
 
 # --- sections
@@ -127,96 +277,174 @@ def _sink(run: RunData, evidence: Evidence) -> Iterator[Finding]:
         return
     rates, config = _by_layer(run, "sink_rate"), run.manifest["config"]
     strong = _where(rates >= STRONG)
+    weak = _where(rates < ALMOST_NO_SINK) if strong else ()
     lengths = {"shortest": LENGTH, "longest": LENGTH}
     comparable = run.is_causal and (SETTING | lengths).items() <= (config | run.manifest["input"]).items()
     numbers = {"epsilon": config["epsilon"], "strong": STRONG, "layers": strong, "none": None if strong else STRONG}
-    numbers |= {"few": ALMOST_NO_SINK, "weak_layers": _where(rates < ALMOST_NO_SINK) if strong else ()} | _alone(run)
+    numbers |= {"few": ALMOST_NO_SINK, "weak_layers": weak}
     published = CLAIMS[WSE[run.condition]].published if comparable and run.condition in WSE else ()
-    yield finding("sink", SINK, rate, "W-1", published=published, numbers=numbers, is_headline=True)
+    found = finding("sink", SINK, rate, "W-1", published=published, numbers=numbers, is_headline=True)
+
+    interval = "" if isnan(found.low) else f"95 % interval {found.low:.1f} to {found.high:.1f}%, "
+    what = f"{METRICS['sink_rate'].label} is {found.value:.1f}% ({interval}ε = {config['epsilon']:g})."
+    if found.outcome == Outcome.PRESENT:
+        sentence = f"The {what}"
+    elif found.outcome == Outcome.ABSENT:
+        sentence = f"There is no sink at position 0: the {what} That is not more than {found.threshold:g}%."
+    else:
+        sentence = (
+            f"Whether there is a sink at position 0 is not decided{_single(run)}: the {what} A sink has more than "
+            f"{found.threshold:g}%."
+        )
+    if strong:
+        sentence += f" At least {STRONG:.0%} of the heads have it in {layers_text(strong)}."
+    else:
+        sentence += f" In no layer do {STRONG:.0%} of the heads have it."
+    if weak:
+        sentence += f" Fewer than {ALMOST_NO_SINK:.0%} have it in {layers_text(weak)}."
+    yield replace(found, sentence=sentence)
+
     yield from _outside(run)
     yield from _attention_layers(run)
     if operations := run.manifest["model"].get("operations"):
-        yield Finding("proxy", SINK, value=len(operations), numbers={"what": " and ".join(operations)})
+        what = " and ".join(operations)
+        sentence = f"This model's attention is not a softmax ({what}): its weights are |sim| ÷ Σ|sim|, a proxy."
+        yield Finding("proxy", SINK, value=len(operations), numbers={"what": what}, sentence=sentence)
     if run.manifest["family"].get("gated") and "gate" in run.tables:
-        there = Outcome.ABSENT if rates.max() < NO_SINK else Outcome.PRESENT
-        numbers = {"later": run.metric("gate_later"), "rate": rate.value}
-        yield Finding("own-gates", SINK, there, run.metric("gate_first"), threshold=NO_SINK, numbers=numbers)
+        first, later = run.metric("gate_first"), run.metric("gate_later")
+        has_sink = rates.max() >= NO_SINK
+        sentence = (
+            f"The model's own gates leave {_text('gate_first', first)} of the heads' outputs at position 0 and "
+            f"{_text('gate_later', later)} at later ones; "
+            f"{'some layers still have' if has_sink else 'no layer has'} a sink at position 0 (sink rate "
+            f"{rate.value:.1f}%)."
+        )
+        outcome = Outcome.PRESENT if has_sink else Outcome.ABSENT
+        numbers = {"later": later, "rate": rate.value}
+        yield Finding("own-gates", SINK, outcome, first, threshold=NO_SINK, numbers=numbers, sentence=sentence)
     if "sink_positions" in run.tables:
         yield _later_sinks(run)
 
 
 def _outside(run: RunData) -> Iterator[Finding]:
-    """Attention that goes to no token of the text: only of models that have something else."""
+    """Yield the attention to what is not a token of the text, such as registers, if the model has any of it."""
     kinds, rates = run.manifest.get("outside"), _by_layer(run, "sink_rate_outside")
     if not kinds or rates.empty:
         return
+    what, epsilon = " and ".join(kinds), run.manifest["config"]["epsilon"]
     strong = _where(rates >= STRONG)
-    outcome, threshold = Outcome.PRESENT, STRONG
-    if not strong:
-        outcome, threshold = (Outcome.ABSENT, NO_SINK) if rates.max() < NO_SINK else (Outcome.WEAK, STRONG)
-    numbers = {
-        "what": " and ".join(kinds),
-        "epsilon": run.manifest["config"]["epsilon"],
-        "layers": strong,
-        "having": tuple(rates.index) if len(rates) < _by_layer(run, "sink_rate").size else (),
-    }
+    having = tuple(rates.index) if len(rates) < _by_layer(run, "sink_rate").size else ()
     value = run.metric("sink_rate_outside")
-    yield Finding("sink-outside", SINK, outcome, value, threshold=threshold, numbers=numbers)
+    share = (
+        f"more than {epsilon:g} of the attention goes to {what} in {_text('sink_rate_outside', value)} of heads and "
+        f"sequences{f' of {layers_text(having)}' if having else ''}"
+    )
+    threshold = STRONG
+    if strong:
+        outcome = Outcome.PRESENT
+        sentence = (
+            f"There is a sink outside the text: {share}, in at least {STRONG:.0%} of them in {layers_text(strong)}."
+        )
+    elif rates.max() < NO_SINK:
+        outcome, threshold = Outcome.ABSENT, NO_SINK
+        sentence = f"There is no sink outside the text: {share}, below {NO_SINK:.0%} in every layer."
+    else:
+        outcome = Outcome.WEAK
+        sentence = f"There is a weak sink outside the text: {share}, in no layer in {STRONG:.0%} of them."
+    numbers = {"what": what, "epsilon": epsilon, "layers": strong, "having": having}
+    yield Finding("sink-outside", SINK, outcome, value, threshold=threshold, numbers=numbers, sentence=sentence)
 
 
 def _attention_layers(run: RunData) -> Iterator[Finding]:
-    """Of a model that attends in some layers only."""
+    """Yield the layers that have attention if others do not."""
     kinds = run.manifest["family"].get("kinds") or ()
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == ATTENTION)
-    others = tuple(kind for kind in kinds if kind != ATTENTION)
-    if others:
-        numbers = {"layers": layers, "others": _counted(others)}
-        yield Finding("attention-layers", SINK, value=len(layers), numbers=numbers)
+    without = _counted_kinds(kind for kind in kinds if kind != ATTENTION)
+    if without:
+        sentence = (
+            f"Only {layers_text(layers)} {'have' if len(layers) > 1 else 'has'} attention, and means over layers are "
+            f"over these; the other layers are {without}."
+        )
+        numbers = {"layers": layers, "others": without}
+        yield Finding("attention-layers", SINK, value=len(layers), numbers=numbers, sentence=sentence)
 
 
-def _counted(kinds: Iterable[str]) -> str:
-    """«3 × linear attention and 1 × mlp»."""
+def _counted_kinds(kinds: Iterable[str]) -> str:
+    """Return for example "3 × linear attention and 1 × mlp"."""
     return " and ".join(f"{count} × {kind.replace('_', ' ')}" for kind, count in Counter(kinds).items())
 
 
 def _later_sinks(run: RunData) -> Finding:
     rate, rates = run.metric("sink_rate_later"), _by_layer(run, "sink_rate_later")
+    text = f"{_text('sink_rate_later', rate)} of heads and sequences"
     sinks = later_sinks(run.tables["sink_positions"])
     if rate < NO_SINK or sinks.empty:
-        return Finding("later-sinks", SINK, Outcome.ABSENT, rate, threshold=NO_SINK)
+        sentence = f"No later position is a sink: {text}, below {NO_SINK:.0%}."
+        return Finding("later-sinks", SINK, Outcome.ABSENT, rate, threshold=NO_SINK, sentence=sentence)
     tokens = sinks["token"].value_counts(normalize=True).head(MOST_TOKENS)
     tokens = tokens[(tokens >= RARE) | (tokens == tokens.max())]
-    numbers = {
-        "layers": _where(rates > max(ALMOST_NO_SINK, MOSTLY * rates.max())),
-        "tokens": tuple((str(token), float(share)) for token, share in tokens.items()),
-    }
-    return Finding("later-sinks", SINK, Outcome.PRESENT, rate, threshold=NO_SINK, numbers=numbers)
+    layers = _where(rates > max(ALMOST_NO_SINK, MOSTLY * rates.max()))
+    shares = tuple((str(token), float(share)) for token, share in tokens.items())
+    sentence = f"Later positions are sinks in {text}{f', mostly in {layers_text(layers)}' if layers else ''}"
+    sentence += f"; most often at the tokens {', '.join(f'{token!r} ({share:.0%})' for token, share in shares)}."
+    numbers = {"layers": layers, "tokens": shares}
+    return Finding("later-sinks", SINK, Outcome.PRESENT, rate, threshold=NO_SINK, numbers=numbers, sentence=sentence)
 
 
 def _repeated(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     if run.condition != "repeated" or "attention" not in run.tables:
         return
     if run.bos == WITH:
-        yield Finding("repeated-bos", SINK, Outcome.UNDECIDED, numbers={"token": run.manifest["input"]["token_zero"]})
+        token = run.manifest["input"]["token_zero"]
+        sentence = (
+            f"Position 0 is {token}, and one token is repeated after it: WSE's propositions are about equal tokens "
+            "from position 0 on, as `--bos never` gives them."
+        )
+        yield Finding("repeated-bos", SINK, Outcome.UNDECIDED, numbers={"token": token}, sentence=sentence)
         return
     repeated = Evidence({ALONE: run})
     bound = None if any(scope(repeated) for scope in CLAIMS["W-9"].scope) else of_claim(repeated, "W-9")
-    if bound is not None:
-        numbers = {"mass": run.metric("sink_mass"), "bound": run.metric("repeated_bound")}
-        yield finding("repeated-bound", SINK, bound, "W-9", numbers=numbers)
-    else:
+    if bound is None:
         yield _expected_on_repeated(run)
+        return
+    numbers = {"mass": run.metric("sink_mass"), "bound": run.metric("repeated_bound")}
+    found = finding("repeated-bound", SINK, bound, "W-9", numbers=numbers)
+    if found.outcome == Outcome.PRESENT:
+        sentence = (
+            "All tokens are equal, so that a rotary model cannot distinguish position 0 from the rest: attention to it "
+            "is within proposition 4's bound in every layer and sequence (WSE)"
+        )
+    else:
+        sentence = (
+            "All tokens are equal, and yet attention to position 0 exceeds proposition 4's bound (WSE): in one layer "
+            f"and sequence only {found.value:.1%} of the weights are within it"
+        )
+    if not any(map(isnan, numbers.values())):
+        mass, limit = _text("sink_mass", numbers["mass"]), _text("repeated_bound", numbers["bound"])
+        sentence += f"; mean sink mass {mass}, mean bound {limit}"
+    yield replace(found, sentence=f"{sentence}.")
 
 
 def _expected_on_repeated(run: RunData) -> Finding:
     positions = run.manifest["family"]["positions"]
     kinds, reasons = kinds_of_positions(run), unequal(run)
     if any(reasons.values()) or not kinds <= ADDED | WITHIN_ATTENTION:
-        mixing = _counted(reasons.pop("others"))
-        numbers = {"positions": positions, "others": mixing} | {name: " and ".join(of) for name, of in reasons.items()}
-        return Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers)
-    outcome = Outcome.PRESENT if kinds & ADDED else Outcome.ABSENT
-    return Finding("repeated", SINK, outcome, numbers={"positions": positions})
+        others = _counted_kinds(reasons.pop("others"))
+        words = {name: " and ".join(of) for name, of in reasons.items()}
+        sentence = f"WSE's propositions on repeated tokens do not cover this model: its positions are {positions}"
+        sentence += f", and tokens are also mixed by {others}" if others else ""
+        if operations := words.get("operations"):
+            sentence += f", its attention is {operations}, whose weights do not sum to 1"
+        if outside := words.get("outside"):
+            sentence += (
+                f"; attention also goes to {outside}, more of it the fewer tokens a query sees, so that equal tokens "
+                "do not stay equal"
+            )
+        numbers = {"positions": positions, "others": others} | words
+        return Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers, sentence=f"{sentence}.")
+    outcome, fate = (Outcome.PRESENT, "survive") if kinds & ADDED else (Outcome.ABSENT, "vanish on")
+    sentence = f"This model's positions are {positions}, for which WSE expects the sink to {fate} repeated tokens."
+    return Finding("repeated", SINK, outcome, numbers={"positions": positions}, sentence=sentence)
 
 
 def _massive(run: RunData, evidence: Evidence) -> Iterator[Finding]:
@@ -225,19 +453,31 @@ def _massive(run: RunData, evidence: Evidence) -> Iterator[Finding]:
         return
     table = run.tables["massive"]
     massive = table[table["is_massive"]]
-    largest = table.loc[table["value"].abs().idxmax()]
-    if massive.empty and run.condition == "repeated" and abs(largest["value"]) > THRESHOLD:
-        yield _all_alike(run, largest)
+    entry = table.loc[table["value"].abs().idxmax()]
+    if massive.empty and run.condition == "repeated" and abs(entry["value"]) > THRESHOLD:
+        yield _all_alike(run, entry)
         return
     if massive.empty:
         nearest = table.loc[table["ratio"].idxmax()]
-        numbers = {name: nearest[name] for name in ("coordinate", "layer", "position", "ratio")}
         value = float(abs(nearest["value"]))
-        yield Finding("massive", MASSIVE, Outcome.ABSENT, value, numbers=numbers, is_headline=True)
+        sentence = (
+            "No entry of the residual stream is a massive activation as Sun et al. (2024) define it; the nearest, at "
+            f"coordinate {nearest['coordinate']} of layer {nearest['layer']}'s output and position "
+            f"{nearest['position']}, is {value:,.0f}: {nearest['ratio']:,.0f} × the median."
+        )
+        numbers = {name: nearest[name] for name in ("coordinate", "layer", "position", "ratio")}
+        yield Finding("massive", MASSIVE, Outcome.ABSENT, value, numbers=numbers, is_headline=True, sentence=sentence)
         return
     coordinates = tuple(int(coordinate) for coordinate in massive["coordinate"].value_counts().index[:MOST_COORDINATES])
-    numbers = {"coordinates": coordinates, "largest": massive["value"].abs().max()}
-    yield finding("massive", MASSIVE, count, "S-6", outcome=Outcome.PRESENT, numbers=numbers, is_headline=True)
+    largest = massive["value"].abs().max()
+    numbers = {"coordinates": coordinates, "largest": largest}
+    found = finding("massive", MASSIVE, count, "S-6", outcome=Outcome.PRESENT, numbers=numbers, is_headline=True)
+    interval = "" if isnan(found.low) else f" (95 % interval {found.low:.3g} to {found.high:.3g})"
+    sentence = (
+        f"The layer with the most massive activations (Sun et al. 2024) has {found.value:.3g} per sequence{interval}, "
+        f"most often at {coordinates_text(coordinates)}; the largest over all sequences is {largest:,.0f}."
+    )
+    yield replace(found, sentence=sentence)
     for coordinate in coordinates:
         rows = massive[massive["coordinate"] == coordinate]
         yield _massive_coordinate(coordinate, rows, run.manifest["input"]["sequences"])
@@ -247,26 +487,43 @@ def _massive_coordinate(coordinate: int, rows: pd.DataFrame, sequences: int) -> 
     layers = _where(rows.groupby("layer")["sequence"].nunique() / sequences >= USUAL)
     positions = rows["position"].value_counts(normalize=True)
     is_one = positions.iloc[0] > AT_ONE_POSITION
+    position, places = (int(positions.index[0]), None) if is_one else (None, len(positions))
+    value = float(rows["value"].abs().max())
+    where = f"in the output of {layers_text(layers)}" if layers else f"in less than {USUAL:.0%} of the sequences"
+    sentence = (
+        f"Coordinate {coordinate} is massive {where}, at {f'position {position}' if is_one else f'{places} positions'};"
+        f" the largest over all sequences is {value:,.0f}."
+    )
     numbers = {
         "coordinate": coordinate,
         "layers": layers,
         "usual": None if layers else USUAL,
-        "position": int(positions.index[0]) if is_one else None,
-        "places": None if is_one else len(positions),
+        "position": position,
+        "places": places,
     }
-    value = float(rows["value"].abs().max())
-    return Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers)
+    return Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers, sentence=sentence)
 
 
-def _all_alike(run: RunData, largest: pd.Series) -> Finding:
-    """On repeated tokens the median is as large as the rest where every token is massive: the rule then finds none."""
-    numbers = {name: largest[name] for name in ("coordinate", "layer", "ratio")}
+def _all_alike(run: RunData, entry: pd.Series) -> Finding:
+    """Return the finding if every repeated token is massive: so is the median then, and the definition finds none."""
+    value = float(abs(entry["value"]))
+    sentence = (
+        "On repeated tokens the median by which Sun et al. (2024) define massive activations grows with the other "
+        f"entries, so it cannot identify them. The largest entry, at coordinate {entry['coordinate']} of layer "
+        f"{entry['layer']}'s output, is {value:,.0f} ({entry['ratio']:,.0f} × the median)"
+    )
+    numbers = {name: entry[name] for name in ("coordinate", "layer", "ratio")}
     if "activation_by_sequence" in run.tables:
         norms = run.tables["activation_by_sequence"].query("site == 'layer_out'").groupby("layer")
-        first, smallest = (norms[name].mean()[largest["layer"]] for name in ("norm", "norm_smallest"))
+        first, smallest = (norms[name].mean()[entry["layer"]] for name in ("norm", "norm_smallest"))
         numbers |= {"first": first, "smallest": smallest}
-    value = float(abs(largest["value"]))
-    return Finding("massive", MASSIVE, Outcome.UNDECIDED, value, numbers=numbers, is_headline=True)
+        sentence += (
+            f"; there the norm of position 0 is {first:,.0f} and the smallest of any token {smallest:,.0f}: `sinkscope "
+            "claims`, W-6, compares these with the sink's on natural text"
+        )
+    return Finding(
+        "massive", MASSIVE, Outcome.UNDECIDED, value, numbers=numbers, is_headline=True, sentence=f"{sentence}."
+    )
 
 
 def _values(run: RunData, evidence: Evidence) -> Iterator[Finding]:
@@ -274,70 +531,169 @@ def _values(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     if drain is None or having is None or not is_known(drain):
         return
     if not having.value:  # then it is over all heads
-        yield finding("value-drain", VALUES, drain, "GS-20", outcome=Outcome.MEASURED)
+        found = finding("value-drain", VALUES, drain, "GS-20", outcome=Outcome.MEASURED)
+        sentence = (
+            f"No head has its sink at position 0. The value norm there is {found.value:.2f}"
+            f"{interval_text(found.low, found.high)} of that at positions 5–15, median over all heads."
+        )
+        yield replace(found, sentence=sentence)
         return
     chosen, _ = sink_heads(evidence)
-    numbers = {"heads": int(chosen.sum()), "total": round(chosen.sum() / having.value)} | _alone(run)
-    yield finding("value-drain", VALUES, drain, "GS-20", numbers=numbers)
+    heads = int(chosen.sum())
+    total = round(heads / having.value)
+    found = finding("value-drain", VALUES, drain, "GS-20", numbers={"heads": heads, "total": total})
+    ratio = (
+        f"their norm is {found.value:.2f}{interval_text(found.low, found.high)} of that at positions 5–15, median over "
+        f"the {heads} of {total} heads with a sink"
+    )
+    if found.outcome == Outcome.PRESENT:
+        sentence = f"Value states at position 0 are drained where the sink is: {ratio}."
+    elif found.outcome == Outcome.ABSENT:
+        sentence = (
+            f"Value states at position 0 are not drained where the sink is: {ratio}, no less than {found.threshold:g}."
+        )
+    else:
+        sentence = (
+            f"Whether value states at position 0 are drained where the sink is, is not decided{_single(run)}: {ratio}, "
+            f"compared with {found.threshold:g}."
+        )
+    yield replace(found, sentence=sentence)
 
 
 def _gradients(run: RunData, evidence: Evidence) -> Iterator[Finding]:
-    """Numbers alone: whether they make a gradient sink is decided by the same model with random weights (GS-6)."""
+    """Yield numbers only: comparison with the same model with random weights decides on a gradient sink (GS-6)."""
     value, key = (measured(partial(_ratio, pathway), evidence) for pathway in ("value", "key"))
     if value is not None and is_known(value):
-        numbers = {"uniform": run.metric("uniform_gradient_ratio")}
+        uniform = run.metric("uniform_gradient_ratio")
+        numbers = {"uniform": uniform}
         numbers |= {"key": key.value, **interval(key, "key_")} if key is not None else {}
-        yield finding("value-gradient", GRADIENTS, value, numbers=numbers, is_headline=True)
+        found = finding("value-gradient", GRADIENTS, value, numbers=numbers, is_headline=True)
+        sentence = (
+            f"The value gradient at position 0 is {found.value:.1f} ×{interval_text(found.low, found.high, '.1f')}"
+        )
+        if not isnan(numbers.get("key", float("nan"))):
+            sentence += f" and the key gradient {numbers['key']:.1f} ×{_interval_of(numbers, 'key', '.1f')}"
+        sentence += " that of positions 5–15"
+        if not isnan(uniform):
+            sentence += (
+                f"; uniform causal attention alone makes the value gradient {_text('uniform_gradient_ratio', uniform)} "
+                "× (with unrelated token gradients of equal size)"
+            )
+        yield replace(found, sentence=f"{sentence}.")
         if (run.tables["gradient"]["pathway"] == "raw_value").any():
-            yield Finding("gradient-behind", GRADIENTS, value=run.metric("value_gradient_ratio"))
+            attended = run.metric("value_gradient_ratio")
+            sentence = (
+                "That is the gradient before the gate or scale on the value states; after it, at what is attended to, "
+                f"the gradient is {_text('value_gradient_ratio', attended)} × that of positions 5–15."
+            )
+            yield Finding("gradient-behind", GRADIENTS, value=attended, sentence=sentence)
         if run.is_causal:
-            yield Finding("gradient-null", GRADIENTS, value=threshold_of("GS-6"))
+            least = threshold_of("GS-6")
+            sentence = (
+                "Whether that is a gradient sink is decided against the same model with random weights: it must be at "
+                f"least {least:g} × the ratio of that model (`sinkscope claims`, GS-6)."
+            )
+            yield Finding("gradient-null", GRADIENTS, value=least, sentence=sentence)
     norms = of_claim(evidence, "GS-8")
     if norms is not None and is_known(norms):
-        yield finding("gradient-norms", GRADIENTS, norms, "GS-8", outcome=Outcome.MEASURED)
+        found = finding("gradient-norms", GRADIENTS, norms, "GS-8", outcome=Outcome.MEASURED)
+        interval_words = interval_text(found.low, found.high, ".1f")
+        sentence = f"At position 0 the value gradient is {found.value:.1f} ×{interval_words} the key gradient."
+        yield replace(found, sentence=sentence)
     gains = {name: run.metric(name) for name in ("bloat", "bloat_later", "compress", "compress_later", "change")}
     if np.isfinite([gains["bloat"], gains["compress"], gains["change"]]).all():
-        yield Finding("reshaping", GRADIENTS, value=gains["change"], numbers=gains)
+        sentence = (
+            f"Gradient gains at position 0, medians over layers: attention branch {_gain(gains['bloat'])}, the norm "
+            f"before it {_gain(gains['compress'])}, the residual stream {_gain(gains['change'])}"
+        )
+        if not (isnan(gains["bloat_later"]) or isnan(gains["compress_later"])):
+            sentence += (
+                f" (positions 5–15: attention branch {_gain(gains['bloat_later'])}, the norm before it "
+                f"{_gain(gains['compress_later'])})"
+            )
+        yield Finding("reshaping", GRADIENTS, value=gains["change"], numbers=gains, sentence=f"{sentence}.")
     slope, correlation = of_claim(evidence, "GS-17"), of_claim(evidence, "GS-17", part=1)
     if slope is not None and correlation is not None and is_known(slope) and is_known(correlation):
         numbers = {"r": correlation.value, **interval(correlation, "r_")}
-        yield finding("compress", GRADIENTS, slope, "GS-17", outcome=Outcome.MEASURED, threshold=None, numbers=numbers)
+        found = finding(
+            "compress", GRADIENTS, slope, "GS-17", outcome=Outcome.MEASURED, threshold=None, numbers=numbers
+        )
+        sentence = (
+            f"log₁₀ compress against log₁₀‖h‖: slope {found.value:.2f}{interval_text(found.low, found.high)}, r = "
+            f"{correlation.value:.2f}{_interval_of(numbers, 'r', '.2f')} (GS fig. 3)."
+        )
+        yield replace(found, sentence=sentence)
 
 
 def _ratio(pathway: str, evidence: Evidence) -> Estimate:
     return gradient_ratio(evidence, pathway)
 
 
+def _gain(x: float) -> str:
+    return f"× {x:,.0f}" if abs(x) >= 100 else f"× {x:.3g}"
+
+
 def _query_bias(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     apart = of_claim(evidence, "N-1")
     if apart is None or not is_known(apart):
         return
-    layers = np.unique(run.tables["query_bias_by_sequence"]["layer"])
-    numbers = {"layers": tuple(layers[delta_gaps(evidence)[0] > OUTLIER]), "total": len(layers), "outlier": OUTLIER}
-    yield finding("query-bias", BIAS, apart, "N-1", outcome=Outcome.MEASURED, numbers=numbers)
+    every = np.unique(run.tables["query_bias_by_sequence"]["layer"])
+    layers = tuple(every[delta_gaps(evidence)[0] > OUTLIER])
+    numbers = {"layers": layers, "total": len(every), "outlier": OUTLIER}
+    found = finding("query-bias", BIAS, apart, "N-1", outcome=Outcome.MEASURED, numbers=numbers)
+    sentence = (
+        f"The query bias lifts the logits of position 0 by more than {OUTLIER:g} standard deviations above those of "
+        f"later tokens in {found.value:.0%}{interval_text(found.low, found.high, '.0%')} of the second half of the "
+        "layers"
+    )
+    sentence += f"; among all {len(every)} layers, in {layers_text(layers)}" if layers else ""
+    yield replace(found, sentence=f"{sentence}.")
     alignment, later = of_claim(evidence, "N-2"), of_claim(evidence, "N-2", part=1)
     if alignment is None or not is_known(alignment):
         return
-    numbers = {"later": None if later is None else later.value}
-    yield finding("key-alignment", BIAS, alignment, "N-2", outcome=Outcome.MEASURED, numbers=numbers)
+    magnitude = None if later is None else later.value
+    found = finding("key-alignment", BIAS, alignment, "N-2", outcome=Outcome.MEASURED, numbers={"later": magnitude})
+    sentence = (
+        f"The part of the key that the first token alone determines, W_k EPE₀, has cosine {found.value:.2f} with the "
+        "query bias, mean over the second half of the layers"
+    )
+    if magnitude is not None and not isnan(magnitude):
+        sentence += f" (positions 5–15: {magnitude:.2f} in magnitude)"
+    yield replace(found, sentence=f"{sentence}.")
     ratio = run.metric("gamma_ratio")
     if np.isfinite(ratio):
         gamma = run.tables["gamma"]
         coordinates = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))
-        yield Finding("massive-epe", BIAS, value=ratio, numbers={"coordinates": coordinates})
+        sentence = f"EPE₀ is massive at {coordinates_text(coordinates)}, where |γ| is "
+        sentence += f"{_text('gamma_ratio', ratio)} × its mean."
+        yield Finding("massive-epe", BIAS, value=ratio, numbers={"coordinates": coordinates}, sentence=sentence)
 
 
 def _eight_bits(run: RunData) -> Iterator[Finding]:
-    """The finest step that 8 bits for a whole tensor can have, in units of its median entry."""
+    """Yield the smallest possible step of 8 bits for a whole tensor, in units of its median entry."""
     if "massive" not in run.tables:
         return
     by_layer = run.tables["massive"].assign(magnitude=run.tables["massive"]["value"].abs()).groupby("layer")
     largest, median = by_layer["magnitude"].max(), by_layer["median"].mean()
-    steps = (largest / EIGHT_BITS / median).fillna(0.0)  # of layers that give zeros alone
+    steps = (largest / EIGHT_BITS / median).fillna(0.0)  # NaN in layers whose outputs are all zero
     worst = steps.idxmax()
-    outcome = Outcome.PRESENT if steps[worst] > COARSE_STEP else Outcome.ABSENT
+    step = float(steps[worst])
+    entries = f"(largest over all sequences {largest[worst]:,.0f}, median {median[worst]:.2g})"
+    if step > COARSE_STEP:
+        outcome = Outcome.PRESENT
+        sentence = (
+            f"One step of per-tensor 8-bit activations at the output of layer {worst} is {step:.1f} × the median entry "
+            f"{entries}, more than {COARSE_STEP:g}: most of the tensor rounds to zero. Keep these tokens or "
+            "coordinates in higher precision, or scale per token."
+        )
+    else:
+        outcome = Outcome.ABSENT
+        sentence = (
+            f"One step of per-tensor 8-bit activations is at most {step:.1f} × the median entry, at the output of "
+            f"layer {worst} {entries}: outliers do not rule out per-tensor scales."
+        )
     numbers = {"layer": worst, "largest": largest[worst], "median": median[worst]}
-    yield Finding("8-bit-step", QUANTIZATION, outcome, float(steps[worst]), threshold=COARSE_STEP, numbers=numbers)
+    yield Finding("8-bit-step", QUANTIZATION, outcome, step, threshold=COARSE_STEP, numbers=numbers, sentence=sentence)
 
 
 def _windows(run: RunData) -> Iterator[Finding]:
@@ -345,10 +701,20 @@ def _windows(run: RunData) -> Iterator[Finding]:
     sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     if not sliding or not window:
         return
-    longest = run.manifest["input"]["longest"]
-    outcome = Outcome.ABSENT if longest <= window else Outcome.PRESENT
+    longest, layers = run.manifest["input"]["longest"], layers_text(sliding)
     name = "sliding-window" if run.is_causal else "window-both-ways"
-    yield Finding(name, SINK, outcome, window, numbers={"layers": sliding, "longest": longest})
+    reach = counted(f"{window:g}", "token") + ("" if run.is_causal else " to either side")
+    if longest <= window:
+        outcome = Outcome.ABSENT
+        sentence = (
+            f"The window of {reach} that {layers} attend to is never reached: sequences have at most {longest} tokens."
+        )
+    else:
+        outcome = Outcome.PRESENT
+        seen = f"the last {reach}" if run.is_causal else f"tokens at most {window:g} away"
+        sentence = f"Only {seen} can be attended to in {layers}."
+    numbers = {"layers": sliding, "longest": longest}
+    yield Finding(name, SINK, outcome, window, numbers=numbers, sentence=sentence)
 
 
 def _not_applicable(run: RunData) -> Iterator[Finding]:
@@ -362,7 +728,8 @@ def _not_applicable(run: RunData) -> Iterator[Finding]:
         option = "--positions" if run.manifest["input"]["longest"] > LATER.start else "--seq-len"
         reasons[METRICS["value_gradient_ratio"].short] = f"needs positions 5–15: {option} 16 or more"
     for what, reason in reasons.items():
-        yield Finding("not-measured", NOT_HERE, numbers={"what": what, "reason": reason})
+        numbers = {"what": what, "reason": reason}
+        yield Finding("not-measured", NOT_HERE, numbers=numbers, sentence=f"{what} ({reason})")
 
 
 def _by_layer(run: RunData, metric: str) -> pd.Series:
@@ -372,5 +739,5 @@ def _by_layer(run: RunData, metric: str) -> pd.Series:
 
 
 def _where(chosen: pd.Series) -> tuple[int, ...]:
-    """The layers of a series of bool that are chosen."""
+    """Return the layers, which are the index, at which a series is true."""
     return tuple(int(layer) for layer in chosen[chosen].index)

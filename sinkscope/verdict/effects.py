@@ -1,24 +1,28 @@
-"""What a run of `intervene` found: the table `effect` becomes a table of arms and findings.
+"""The findings of a run of `intervene`, each with its sentence, from the table `effect`; and intervals of effects.
 
-An arm's change counts only if it is larger than what random changes of the same kind do (the control's draws).
+An arm's change counts only if it is larger than the effect of random changes of the same kind (the control's draws).
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from sinkscope.errors import counted
 from sinkscope.interventions import parse
 from sinkscope.interventions.intervention import Expectation
 from sinkscope.interventions.massive import MeanMassive, ZeroMassive
+from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.summary import NO_POSITION, WHOLE_MODEL
+from sinkscope.paper_claims.evidence import Lacks, Sequences, table_of
 from sinkscope.results.findings import COLLAPSE, HALF, HARM, MATERIAL, NO_SINK, SPREAD, Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
+from sinkscope.results.statistics import bootstrap, positive_jackknife, weighted_means
 from sinkscope.verdict.analysis import settings
-from sinkscope.verdict.markdown import Report
+from sinkscope.verdict.report import Report, layers_text
 
 MOST_CHANGED = 3  # layers that are named
 Layers = tuple[int, ...]
@@ -37,10 +41,7 @@ class Effect:
 
     @property
     def outcome(self) -> Outcome:
-        """Whether a rate or mass falls or rises by more than random changes of the same kind make it.
-
-        Undecided with fewer than two of these.
-        """
+        """Whether a rate or mass falls or rises by more than under the controls; undecided with fewer than two."""
         if len(self.controls) < 2:
             return Outcome.UNDECIDED
         change = self.after - self.before
@@ -71,7 +72,7 @@ def effect_of(run: RunData, label: str, metric: str, position: int = NO_POSITION
 
 
 def arms(run: RunData) -> dict[str, dict[str, Any]]:
-    """Label → what the manifest says of the arm: do, paper, expects, watched."""
+    """Return label → the arm's entry in the manifest: do, paper, expects, watched."""
     return run.manifest["arms"]
 
 
@@ -79,14 +80,20 @@ def arms(run: RunData) -> dict[str, dict[str, Any]]:
 
 
 def report(run: RunData) -> Report:
-    """The verdict on an experiment, as data."""
+    """Return the report on a run of `intervene`."""
     controls = max((len(arm["controls"]) for arm in arms(run).values()), default=0)
-    setting = settings(run) + ([Finding("control", "", value=controls)] if controls else [])
+    setting = settings(run)
+    if controls:
+        sentence = (
+            f"Controls are random changes of the same kind, at most {controls:g} for each arm; several are given as "
+            "mean ± standard deviation."
+        )
+        setting.append(Finding("control", "", value=controls, sentence=sentence))
     return Report(f"{run.model}: interventions", setting, overview(run), findings(run))
 
 
 def overview(run: RunData) -> pd.DataFrame:
-    """One row an arm, and one its control: texts."""
+    """Return a table of texts with a row for each arm and a row for its control."""
     measured = [label for label, arm in arms(run).items() if arm["watched"]]
     watched = sorted({position for label in measured for position in arms(run)[label]["watched"]})
     columns = [(metric, position) for position in watched for metric in ("sink_rate", "window_mass")]
@@ -114,7 +121,7 @@ def _heading(column: tuple[str, int]) -> str:
 
 
 def _texts(cells: Mapping[tuple[str, int], tuple[float, float]]) -> dict[str, str]:
-    """Heading → value and spread as text, of what was measured."""
+    """Return heading → value and spread as text, without those that were not measured."""
     return {
         _heading(column): METRICS[column[0]].text_with_spread(value, spread)
         for column, (value, spread) in cells.items()
@@ -123,7 +130,7 @@ def _texts(cells: Mapping[tuple[str, int], tuple[float, float]]) -> dict[str, st
 
 
 def _streamed(run: RunData, label: str) -> pd.DataFrame:
-    """The perplexities of a streaming arm over all tokens."""
+    """Return the perplexities of a streaming arm over all tokens."""
     table = run.tables["streaming"]
     return table[(table["condition"] == label) & (table["bucket"] == -1)]
 
@@ -138,50 +145,85 @@ def _streaming_name(row: Any) -> str:
 
 
 def findings(run: RunData) -> list[Finding]:
-    """What every arm does, and what the papers expect of it; then what does not apply."""
+    """Return the effects of every arm compared with the papers' findings, then the arms that were not measured."""
     found = [finding for label in arms(run) for finding in findings_of(run, label)]
     for name, reason in run.manifest["skipped"].items():
-        found.append(Finding("skipped", "Does not apply here", numbers={"what": name, "reason": reason}))
+        sentence = f"`{name}` does not apply: {reason}."
+        numbers = {"what": name, "reason": reason}
+        found.append(Finding("skipped", "Does not apply here", numbers=numbers, sentence=sentence))
     for name, reason in run.manifest.get("failed", {}).items():
-        found.append(Finding("failed", "Failed", numbers={"what": name, "reason": reason}))
+        sentence = f"`{name}` could not be measured: {reason}."
+        found.append(Finding("failed", "Failed", numbers={"what": name, "reason": reason}, sentence=sentence))
     return found
 
 
 def findings_of(run: RunData, label: str) -> list[Finding]:
-    """Of one arm. A sink falls, rises or moves only if it does so beyond the control's spread."""
+    """Return the findings of one arm. A sink falls, rises or moves only if it does so beyond the control's spread."""
     arm, section = arms(run)[label], f"`{label}`"
     if not arm["watched"]:
         return list(_streaming(run, label, section))
     sink, *targets = arm["watched"]
     found = [_sink_rate(run, label, section, sink)]
-    found += [_change("window_mass", section, effect_of(run, label, "window_mass", at), at) for at in targets]
+    found += [_change_of("window_mass", section, effect_of(run, label, "window_mass", at), at) for at in targets]
     perplexity = effect_of(run, label, "perplexity")
     numbers = {"before": perplexity.before, "control": perplexity.control}
-    found.append(Finding("perplexity", section, value=perplexity.after, spread=perplexity.spread, numbers=numbers))
+    sentence = f"Perplexity {_numbers('perplexity', perplexity)}."
+    found.append(
+        Finding(
+            "perplexity",
+            section,
+            value=perplexity.after,
+            spread=perplexity.spread,
+            numbers=numbers,
+            sentence=sentence,
+        )
+    )
     found += _largest_elsewhere(run, label, section)
     if arm["expects"]:
         found.append(_expected(run, label, section, Expectation(arm["expects"])))
     return found
 
 
-def _change(
-    metric: str, section: str, effect: Effect, position: int, outcome: Outcome | None = None, layers: Layers = ()
-) -> Finding:
+CHANGES = {
+    Outcome.FALLS: "falls",
+    Outcome.RISES: "rises",
+    Outcome.UNCHANGED: "changes no more than under the control",
+    Outcome.UNDECIDED: "has too few controls to judge by",
+}
+
+
+def _numbers(metric: str, effect: Effect) -> str:
+    """Return for example "70.0% → 10.0%, control 69.0% ± 1.0%"."""
+    text = METRICS[metric].text
+    numbers = f"{text(effect.before)} → {text(effect.after)}"
+    numbers += "" if np.isnan(effect.control) else f", control {text(effect.control)}"
+    return numbers + ("" if np.isnan(effect.spread) else f" ± {text(effect.spread)}")
+
+
+def _change_of(metric: str, section: str, effect: Effect, position: int, layers: Layers = ()) -> Finding:
     numbers = {"metric": metric, "position": position, "before": effect.before, "control": effect.control}
     numbers |= {"layers": layers}
-    return Finding("change", section, outcome or effect.outcome, effect.after, effect.spread, SPREAD, (), numbers)
+    sentence = (
+        f"The {METRICS[metric].short} at position {position} {CHANGES[effect.outcome]}: {_numbers(metric, effect)}"
+        f"{f', most in {layers_text(layers)}' if layers else ''}."
+    )
+    return Finding(
+        "change", section, effect.outcome, effect.after, effect.spread, SPREAD, (), numbers, sentence=sentence
+    )
 
 
 def _sink_rate(run: RunData, label: str, section: str, position: int) -> Finding:
     rate = effect_of(run, label, "sink_rate", position)
-    if rate.before < NO_SINK and rate.after < NO_SINK:
-        return _change("sink_rate", section, rate, position, Outcome.ABSENT)
     moved = rate.outcome in (Outcome.FALLS, Outcome.RISES)
-    return _change("sink_rate", section, rate, position, layers=_most_changed(run, label, position) if moved else ())
+    if rate.before < NO_SINK and rate.after < NO_SINK:
+        sentence = f"There is no sink at position {position}, before or after."
+        found = _change_of("sink_rate", section, rate, position)
+        return replace(found, outcome=Outcome.ABSENT, sentence=sentence)
+    return _change_of("sink_rate", section, rate, position, _most_changed(run, label, position) if moved else ())
 
 
 def _most_changed(run: RunData, label: str, position: int) -> tuple[int, ...]:
-    """The layers in which the sink rate changed most, in the direction of the whole model's."""
+    """Return the layers in which the sink rate changed most, in the direction of the whole model's change."""
     table = run.tables["effect"].query("metric == 'sink_rate' and layer >= 0 and arm != 'control'")
     table = table[(table["condition"] == label) & (table["position"] == position)]
     by_arm = table.pivot(index="layer", columns="arm", values="value")
@@ -191,8 +233,9 @@ def _most_changed(run: RunData, label: str, position: int) -> tuple[int, ...]:
 
 
 def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Finding]:
-    """For an arm that sets massive activations while the largest one rises: where the largest one is now, and whether
-    its layer, position or coordinate is not among those that the arm sets.
+    """Yield where the largest activation is, if an arm sets massive activations and yet the largest one rises.
+
+    Its layer, position or coordinate is then not among those that the arm sets.
     """
     change = effect_of(run, label, "massive_magnitude")
     names = (ZeroMassive.name, MeanMassive.name)
@@ -209,8 +252,14 @@ def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Findi
     for place, value in where.items():
         if not any(value in (chosen[place] or ()) for chosen in set_there):
             what = " and ".join(one.name for one in done)
+            text = METRICS["massive_magnitude"].text
+            sentence = (
+                f"The largest |activation| rises, {text(change.before)} → {text(change.after)}: it is now at "
+                f"coordinate {coordinate} of layer {layer}'s output and position {position}, a {place} that "
+                f"`{what}` does not change."
+            )
             numbers = {"before": change.before, "place": place, "what": what} | where
-            yield Finding("largest-rises", section, value=change.after, numbers=numbers)
+            yield Finding("largest-rises", section, value=change.after, numbers=numbers, sentence=sentence)
             return
 
 
@@ -218,64 +267,180 @@ def _streaming(run: RunData, label: str, section: str) -> Iterator[Finding]:
     table = _streamed(run, label)
     dense = float(table.query("method == 'dense'")["perplexity"].iloc[0])
     for row in table.query("method != 'dense'").sort_values(["window", "keep"]).itertuples():
+        text = METRICS["perplexity"].text
+        kept = f" and the first {row.keep}" if row.keep else ""
+        sentence = (
+            f"The last {counted(row.window, 'token')}{kept}: perplexity {text(row.perplexity)}; with dense attention "
+            f"{text(dense)}."
+        )
         numbers = {"window": row.window, "keep": row.keep or None, "dense": dense}
-        yield Finding("streaming", section, value=float(row.perplexity), numbers=numbers)
+        yield Finding("streaming", section, value=float(row.perplexity), numbers=numbers, sentence=sentence)
 
 
-# --- what papers found, and whether it is so here
+# --- what papers found, and whether it is found here
+
+FOUND = {
+    Expectation.SINK_FALLS: "the sink falls",
+    Expectation.SINK_STAYS: "the sink stays",
+    Expectation.SINK_MOVES: "the sink moves",
+    Expectation.PERPLEXITY_COLLAPSES: "perplexity collapses",
+    Expectation.PERPLEXITY_UNHARMED: "perplexity is unharmed",
+}
+NO_SINK_BEFORE = Outcome.ABSENT, "there is no sink to begin with"
+TOO_FEW = Outcome.UNDECIDED, "there are too few controls to judge by"
 
 
 def _expected(run: RunData, label: str, section: str, expectation: Expectation) -> Finding:
     arm = arms(run)[label]
     sink, *targets = arm["watched"]
     numbers = {"paper": arm["paper"]}
-    if expectation in _OF_PERPLEXITY:
+    if expectation in (Expectation.PERPLEXITY_COLLAPSES, Expectation.PERPLEXITY_UNHARMED):
         perplexity = effect_of(run, label, "perplexity")
-        value, threshold, is_so = _OF_PERPLEXITY[expectation](perplexity.after / perplexity.before)
+        factor = perplexity.after / perplexity.before
+        if expectation == Expectation.PERPLEXITY_COLLAPSES:
+            value, threshold, is_so = factor, COLLAPSE, factor > COLLAPSE
+            here = f"it is multiplied by {value:,.4g}"
+            here += "" if is_so else f", which is no collapse (that begins at {threshold:g})"
+        else:
+            value, threshold, is_so = factor - 1, HARM, abs(factor - 1) < HARM
+            here = f"it changes by {value:+.1%}" + ("" if is_so else f", by more than {threshold:.0%}")
         outcome = Outcome.CONFIRMED if is_so else Outcome.REFUTED
     else:
         rate = effect_of(run, label, "sink_rate", sink)
         value, threshold = rate.after, HALF
-        numbers |= {"before": rate.before, "source": sink, "target": targets[0] if targets else None}
-        gain = effect_of(run, label, "window_mass", targets[0]).outcome if targets else Outcome.UNDECIDED
-        outcome = _OF_SINK[expectation](rate, gain)
-    return Finding(str(expectation), section, outcome, value, None, threshold, (), numbers, is_headline=True)
+        target = targets[0] if targets else None
+        numbers |= {"before": rate.before, "source": sink, "target": target}
+        if expectation == Expectation.SINK_MOVES:
+            gain = Outcome.UNDECIDED if target is None else effect_of(run, label, "window_mass", target).outcome
+            outcome, here = _moves(rate, gain, sink, target)
+        else:
+            outcome, here = (_falls if expectation == Expectation.SINK_FALLS else _stays)(rate)
+    sentence = f"{arm['paper']} found that {FOUND[expectation]}. Here {here}."
+    return Finding(
+        str(expectation), section, outcome, value, None, threshold, (), numbers, is_headline=True, sentence=sentence
+    )
 
 
-def _falls(rate: Effect, gain: Outcome) -> Outcome:
+def _rates(rate: Effect) -> str:
+    return f"{METRICS['sink_rate'].text(rate.before)} → {METRICS['sink_rate'].text(rate.after)}"
+
+
+def _falls(rate: Effect) -> tuple[Outcome, str]:
+    """Return whether the sink falls, and the end of the sentence "Here …"."""
     if rate.before < NO_SINK:
-        return Outcome.ABSENT
+        return NO_SINK_BEFORE
+    if rate.outcome == Outcome.UNDECIDED:
+        return TOO_FEW
     if rate.outcome != Outcome.FALLS:
-        return _unless_undecided(rate.outcome, Outcome.REFUTED)
-    return Outcome.CONFIRMED if rate.after < HALF * rate.before else Outcome.PARTLY
+        return Outcome.REFUTED, f"it does not fall beyond the control's spread: {_rates(rate)}"
+    if rate.after < HALF * rate.before:
+        return Outcome.CONFIRMED, f"it does: {_rates(rate)}"
+    return Outcome.PARTLY, f"it does, but at least {HALF:.0%} of it is left: {_rates(rate)}"
 
 
-def _stays(rate: Effect, gain: Outcome) -> Outcome:
+def _stays(rate: Effect) -> tuple[Outcome, str]:
     if rate.before < NO_SINK:
-        return Outcome.ABSENT
+        return NO_SINK_BEFORE
+    if rate.outcome == Outcome.UNDECIDED:
+        return TOO_FEW
     if rate.outcome != Outcome.FALLS:
-        return _unless_undecided(rate.outcome, Outcome.CONFIRMED)
-    return Outcome.REFUTED if rate.after < HALF * rate.before else Outcome.PARTLY
+        return Outcome.CONFIRMED, f"it does: {_rates(rate)}"
+    if rate.after < HALF * rate.before:
+        return Outcome.REFUTED, f"less than {HALF:.0%} of it is left: {_rates(rate)}"
+    return Outcome.PARTLY, f"it does, though part of it is lost: {_rates(rate)}"
 
 
-def _moves(rate: Effect, gain: Outcome) -> Outcome:
+def _moves(rate: Effect, gain: Outcome, source: int, target: int | None) -> tuple[Outcome, str]:
+    """As `_falls`; `gain` is the change of the window mass at `target`."""
+    if gain == Outcome.UNDECIDED:
+        return TOO_FEW
     if gain != Outcome.RISES:
-        return _unless_undecided(gain, Outcome.REFUTED)
-    return Outcome.CONFIRMED if rate.outcome == Outcome.FALLS else Outcome.PARTLY
+        return Outcome.REFUTED, (f"it did not move: position {target} gains no attention beyond the control's spread")
+    if rate.outcome == Outcome.FALLS:
+        return Outcome.CONFIRMED, f"the sink moved to position {target}"
+    return Outcome.PARTLY, (
+        f"attention to position {target} rises, but the sink at position {source} does not fall beyond the control's "
+        "spread"
+    )
 
 
-def _unless_undecided(change: Outcome, outcome: Outcome) -> Outcome:
-    return Outcome.UNDECIDED if change == Outcome.UNDECIDED else outcome
+# --- intervals: how far other sequences would change an arm's numbers
+#
+# An arm and the run before it read the same sequences, so that the change is known better than either number: sequences
+# are resampled in pairs, and the interval is that of the change, placed at the arm's number. Perplexities are compared
+# with each passage of the text left out in turn (jackknife), because sequences of one passage are alike.
 
 
-# How the sink rate changes, and how the window mass at the target does → whether the expectation is met
-_OF_SINK: dict[Expectation, Callable[[Effect, Outcome], Outcome]] = {
-    Expectation.SINK_FALLS: _falls,
-    Expectation.SINK_STAYS: _stays,
-    Expectation.SINK_MOVES: _moves,
-}
-# By what perplexity is multiplied → the number to report, its threshold, and whether the expectation is met
-_OF_PERPLEXITY: dict[Expectation, Callable[[float], tuple[float, float, bool]]] = {
-    Expectation.PERPLEXITY_COLLAPSES: lambda factor: (factor, COLLAPSE, factor > COLLAPSE),
-    Expectation.PERPLEXITY_UNHARMED: lambda factor: (factor - 1, HARM, abs(factor - 1) < HARM),
+def interval(run: RunData, label: str, metric: str, position: int = NO_POSITION) -> tuple[float, float] | None:
+    """Return the 95 % interval of a metric of the whole model under an arm.
+
+    Args:
+        run: A run of `intervene`.
+        label: The arm's.
+        metric: A key of `REPLICATES`.
+        position: The position of the metric, if it has one.
+
+    Returns:
+        Ends of the interval of the arm's number, for a fixed number before; None if the run lacks the table, or rows of
+        this arm.
+    """
+    pair = _pair(run, label, metric, position)
+    if pair is None:
+        return None
+    before, after = (found if found.ndim == 1 else found.mean(1) for found in pair)
+    return _change(before, after, metric == "perplexity")
+
+
+def interval_by_layer(run: RunData, label: str, metric: str, position: int) -> pd.DataFrame:
+    """Return the intervals of a metric of attention: a row for each layer that has one, columns low and high."""
+    pair = _pair(run, label, metric, position)
+    if pair is None:
+        return pd.DataFrame(columns=["low", "high"])
+    ends = [_change(before, after) for before, after in zip(*(found.T for found in pair), strict=True)]
+    table = table_of(run, "attention_by_sequence")
+    layers = np.unique(table["layer"][(table["condition"] == label) & (table["position"] == position)])
+    found = pd.DataFrame(ends, columns=["low", "high"], index=layers)
+    return found[np.isfinite(found).all(axis=1)]  # NaN for a single sequence
+
+
+def _change(before: np.ndarray, after: np.ndarray, is_factor: bool = False) -> tuple[float, float]:
+    """Return the interval of a change, from (1 + draws,) each; of a factor, for perplexities, (1 + passages,) each."""
+    found = positive_jackknife(after / before) if is_factor else bootstrap(after - before)
+    ends = found.low, found.high
+    low, high = (before[0] * end if is_factor else before[0] + end for end in ends)
+    return float(low), float(high)
+
+
+def _pair(run: RunData, label: str, metric: str, position: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return values before and under the arm, (1 + draws,) or (1 + draws, layers) each; None without sequences."""
+    try:
+        before, after = (REPLICATES[metric](Sequences(run, name), metric, position) for name in (BEFORE, label))
+    except Lacks:
+        return None
+    return (before, after) if before.shape == after.shape and before.size else None
+
+
+def _of_attention(sequences: Sequences, metric: str, position: int) -> np.ndarray:
+    return sequences.means("attention_by_sequence", metric, position=position)
+
+
+def _perplexity(sequences: Sequences, metric: str, position: int) -> np.ndarray:
+    return np.exp(sequences.losses)
+
+
+def _magnitude(sequences: Sequences, metric: str, position: int) -> np.ndarray:
+    """Return the largest |activation| of the layer that has the largest."""
+    massive = table_of(sequences.run, "massive")
+    rows = massive[massive["condition"] == sequences.condition]
+    largest = rows["value"].abs().groupby([rows["sequence"], rows["layer"]]).max().unstack("layer")
+    count = sequences.weights.shape[1]
+    return weighted_means(largest.reindex(range(count)).to_numpy(float), sequences.weights).max(1)
+
+
+# metric → its values for all sequences, then for each draw of sequences
+REPLICATES: dict[str, Callable[[Sequences, str, int], np.ndarray]] = {
+    "sink_rate": _of_attention,
+    "window_mass": _of_attention,
+    "perplexity": _perplexity,
+    "massive_magnitude": _magnitude,
 }

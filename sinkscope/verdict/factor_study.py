@@ -1,8 +1,8 @@
-"""A factor study: the trainings of a sweep by what differs between them, over seeds and steps, beside WSE's numbers.
+"""A factor study: the trainings of a sweep, grouped by the settings in which they differ, next to WSE's numbers.
 
-A level is what one training has and another has not: parts of the cells' settings, as `position_scheme=alibi` of
-`config=llama-1m:position_scheme=alibi`, and the arm. Seeds are repetitions of a level, also where the sweep's file has
-them as a setting, so that each is a cell of its own; so may arms be.
+A level consists of the settings that not all trainings share, and of the arm: `position_scheme=alibi` and the arm for
+`config=llama-1m:position_scheme=alibi`. Trainings that differ only in the seed repeat a level, also if the seeds are a
+setting in the sweep's file, which makes each a cell of its own.
 """
 
 import re
@@ -23,19 +23,19 @@ TOTALS = ("total_weight", "total_weight_at_sink")  # what the sink rate's shares
 LEVEL = "level"
 SAID_OTHERWISE = ("seed=", "method=")  # settings that are the column `seed` and the arm
 KEYS = [LEVEL, "seed"]
-PLAIN = ("none", "softmax")  # arms of which the published rates of other factors are
-SIZES = ("num_hidden_layers=", "n_layer=", "num_attention_heads=")  # which make another study of the same factor
+PLAIN = ("none", "softmax")  # arms of the published rates of other factors
+SIZES = ("num_hidden_layers=", "n_layer=", "num_attention_heads=")  # settings of studies of their own
 ONSET = "tokens to a sink, thousands"
 PAPER = "WSE, sink rate in %"
 
 
 def studied(training: pd.DataFrame) -> pd.DataFrame:
-    """Of the table `training` of one cell, what the study is of: the whole model's SHOWN and TOTALS."""
+    """Return the rows of a cell's table `training` for the study: SHOWN and TOTALS of the whole model."""
     return training[(training["layer"] == WHOLE_MODEL) & training["metric"].isin([*SHOWN, *TOTALS])]
 
 
 def levels(table: pd.DataFrame) -> dict[tuple[str, str], str]:
-    """Settings and condition, of a table that has both → the level."""
+    """Return (settings, condition) → level, for a table with both columns."""
     pairs = table[["settings", "condition"]].drop_duplicates()
     parts = {(row.settings, row.condition): _parts(row.settings, row.condition) for row in pairs.itertuples()}
     common = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
@@ -43,13 +43,13 @@ def levels(table: pd.DataFrame) -> dict[tuple[str, str], str]:
 
 
 def with_levels(table: pd.DataFrame) -> pd.DataFrame:
-    """The table `sweep_training` with the column `level`."""
+    """Add the column `level` to the table `sweep_training`."""
     named = levels(table)
     return table.assign(**{LEVEL: list(map(named.get, zip(table["settings"], table["condition"], strict=True)))})
 
 
 def _parts(settings: str, condition: str) -> list[str]:
-    """`config=a:b=c,d-e=1.0,seed=2` and an arm → a, b=c, d_e=1, the arm."""
+    """Return [a, b=c, d_e=1, the arm] for `config=a:b=c,d-e=1.0,seed=2` and an arm."""
     given = [part for part in re.split(r"[:,]", settings) if part and not part.startswith(SAID_OTHERWISE)]
     found = [part.removeprefix("config=") for part in given]
     named = [re.sub(r"^[^=]*=", lambda name: name[0].replace("-", "_"), part) for part in found]
@@ -57,7 +57,7 @@ def _parts(settings: str, condition: str) -> list[str]:
 
 
 def without_key(levels: Sequence[str]) -> tuple[str, list[str]]:
-    """`position_scheme`, and the levels without it, where all have this one setting; otherwise nothing and the same."""
+    """Return the one setting that all levels have, and the levels without its name; "" and the levels otherwise."""
     keys = [[part.partition("=")[0] for part in level.split() if "=" in part] for level in levels]
     common = set.intersection(*map(set, keys))
     if len(common) != 1:
@@ -67,7 +67,7 @@ def without_key(levels: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def published(level: str) -> Published | None:
-    """WSE's sink rate in percent; None where it has none of this level, or several of its parts are factors."""
+    """Return WSE's sink rate in percent; None if WSE has none for this level, or several of its parts are factors."""
     every = ["softmax"] if level == "none" else level.split()
     parts = [part for part in every if part not in PLAIN and not part.startswith(SIZES)]
     known = [WSE_TRAININGS[part] for part in (parts or every) if part in WSE_TRAININGS]
@@ -75,26 +75,26 @@ def published(level: str) -> Published | None:
 
 
 def at_the_end(table: pd.DataFrame) -> pd.DataFrame:
-    """Level, seed → each metric at the last step, sink rates in percent; of a table with levels."""
+    """Return level, seed → each metric at the last step, sink rates in percent, for a table with levels."""
     last = table[table["step"] == table.groupby(KEYS)["step"].transform("max")]
     wide = last.pivot_table(index=KEYS, columns="metric", values="value", sort=False)
     return wide.assign(sink_rate=100 * wide["sink_rate"]) if "sink_rate" in wide else wide
 
 
 def onsets(table: pd.DataFrame) -> pd.Series:
-    """Level, seed → tokens that were read when the sink rate was first logged above SINK; of those where it was."""
+    """Return level, seed → tokens read when the sink rate was first logged above SINK, if it ever was."""
     sinks = table[(table["metric"] == "sink_rate") & (100 * table["value"] > SINK)]
     return sinks.groupby(KEYS, sort=False)["tokens"].min()
 
 
 def measured_at(table: pd.DataFrame) -> str:
-    """Where the sink rate was logged: at the first token, or at the one that is fixed."""
+    """Return where the sink rate was logged: at the first token, or at a fixed token."""
     return "the fixed token" if table["settings"].str.contains("fixed-position=").any() else "position 0"
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """A row for each level as text: mean ± standard deviation over seeds of each metric, after how many tokens a sink
-    was there, WSE's sink rate, and total weights; with the number of seeds where not all have one.
+    """Return a row of texts for each level: each metric as mean ± standard deviation over seeds, the number of tokens
+    until there was a sink, WSE's sink rate, and total weights; with the number of seeds unless all have the value.
     """
     table = with_levels(table)
     end, begun = at_the_end(table), onsets(table)
@@ -112,7 +112,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_a_glance(table: pd.DataFrame) -> pd.DataFrame:
-    """`summary` without what a terminal has no room for."""
+    """Return the columns of `summary` that fit into a terminal."""
     whole = summary(table)
     return whole[[name for name in whole if name in ("level", "seeds", _heading("sink_rate"), "loss", PAPER)]]
 
@@ -122,7 +122,7 @@ def _heading(metric: str) -> str:
 
 
 def _of_some(values: pd.Series, seeds: int) -> str:
-    """As `_spread`, and of how many seeds where not all of them have it."""
+    """Return `_spread`, with the number of seeds unless all of them have a value."""
     return _spread(values) + (f" ({len(values)} of {seeds})" if 0 < len(values) < seeds else "")
 
 
@@ -136,5 +136,5 @@ def _spread(values: pd.Series) -> str:
 
 
 def _digits(x: float, count: int) -> str:
-    """So many significant digits: 200, where `.2g` writes 2e+02."""
+    """Return a number with `count` significant digits and without an exponent: 200, for which `.2g` gives 2e+02."""
     return f"{float(f'{x:.{count}g}'):g}"

@@ -1,10 +1,24 @@
-"""What a run of `quantize` found: the tables `quantization` and `quantization_sites` become a table and findings."""
+"""The findings of a run of `quantize`, each with its sentence, and the files that tell other tools what to spare.
 
-from collections.abc import Iterator
+The tables are `quantization` and `quantization_sites`. The files hold the sites that the run kept in full
+precision last (`costliest-kept`):
+
+spared.json           the sites, the cost of quantizing each of them alone, and their modules
+llm-compressor.yaml   a recipe of llm-compressor: the bits and grids of the run, and these modules in `ignore`;
+                      llm-compressor leaves out whole modules: input, weight and output
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
+from sinkscope.errors import counted
 from sinkscope.quantization.settings import (
     ACTIVATIONS,
     ALL,
@@ -19,14 +33,14 @@ from sinkscope.quantization.settings import (
     RESTORED,
     WEIGHTS,
 )
-from sinkscope.quantization.sites import FULL_SCHEME, LINEAR_SCHEME, NO_LAYER
+from sinkscope.quantization.sites import CACHED, FULL_SCHEME, LINEAR_SCHEME, NO_LAYER, PARTS
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.verdict.analysis import quantized_source, settings
-from sinkscope.verdict.markdown import Report
+from sinkscope.verdict.report import Report, layers_text
 
-SHOWN = 5  # of a ranking
+SHOWN = 5  # entries of a ranking
 COLUMNS = ("perplexity", "loss", "max_inf_norm", "kurtosis")
 
 COST, KINDS, SITES = "Cost", "Kinds of site that cost most", "Single sites that cost most"
@@ -42,23 +56,22 @@ GRIDS = {
         "token": "keys and values are quantized, with a grid for each token and head, made as it comes",
     },
 }
-LABELS = {
-    FULL: "full precision",
-    ALL: "{bits}",
-    WEIGHTS: "weights only ({weights} bits)",
-    ACTIVATIONS: "activations only ({activations} bits)",
-    KV_CACHE: "keys and values only ({kv_cache} bits)",
-    MASSIVE_KEPT: "{bits} but for sites with massive activations",
-    COSTLIEST_KEPT: "{bits} but for the costliest {costliest}",
-}
+# settings of the whole model
+WHOLE = (FULL, ALL, WEIGHTS, ACTIVATIONS, KV_CACHE, MASSIVE_KEPT, COSTLIEST_KEPT)
 
 
 def report(run: RunData) -> Report:
-    """The verdict on a run of `quantize`, as data."""
+    """Return the report on a run of `quantize`."""
     given = run.manifest["quantization"]
     further = FURTHER if given.get("scheme", LINEAR_SCHEME) == FULL_SCHEME else ""
     numbers = {"calibration": given["calibration"], "linear_layers": given["linear_layers"]}
-    setting = settings(run, **numbers, further=further, grids=grids(run))
+    sentence = (
+        f"; static ranges from the {counted(given['calibration'], 'sequence')} after them. Quantized: input, weight "
+        f"and output of {counted(given['linear_layers'], 'linear layer')}, except the LM head"
+    )
+    sentence += f"; also {further}" if further else ""
+    sentence += f"; {grids(run)}" if grids(run) else ""
+    setting = settings(run, sentence, **numbers, further=further, grids=grids(run))
     setting = [finding for finding in setting if finding.name != "quantized-source"]
     title = f"{run.model}: simulated {bits(run)}, {run.reads}"
     return Report(title, setting + quantized_source(run, bits(run)), overview(run), findings(run))
@@ -68,7 +81,7 @@ def report(run: RunData) -> Report:
 
 
 def bits(run: RunData) -> str:
-    """The scheme's name, such as W8A8, or W8A8 (full)."""
+    """Return the name of the scheme, such as W8A8, or W8A8 (full)."""
     given = run.manifest["quantization"]
     scheme = given.get("scheme", LINEAR_SCHEME)
     cache = f"KV{given['bits_kv_cache']}" if given.get("kv_cache_per") else ""
@@ -76,40 +89,42 @@ def bits(run: RunData) -> str:
 
 
 def grids(run: RunData) -> str:
-    """Which grids are not one static range a tensor, in words."""
+    """Return in words which grids are not a single static range for each tensor."""
     given = run.manifest["quantization"]
     return "; ".join(words[given[name]] for name, words in GRIDS.items() if given.get(name) in words)
 
 
 def whole(run: RunData) -> pd.DataFrame:
-    """The settings of the whole model on all sequences, by their name."""
+    """Return the settings of the whole model on all sequences; the index is the setting."""
     table = run.tables["quantization"]
-    table = table[(table["sequences"] == table["sequences"].max()) & table["setting"].isin(LABELS)]
+    table = table[(table["sequences"] == table["sequences"].max()) & table["setting"].isin(WHOLE)]
     return table.drop_duplicates("setting", keep="last").set_index("setting")
 
 
 def probed(run: RunData, setting: str) -> pd.DataFrame:
-    """Rows of the search for costly sites, the costliest first; `name` is site and part."""
+    """Return the rows of the search for costly sites, the costliest first; `name` is site and part."""
     table = run.tables["quantization"]
     table = table[(table["setting"] == setting) & (table["sequences"] == table["sequences"].min())]
     return table.assign(name=table["site"] + " " + table["part"]).sort_values("cost", ascending=False, kind="stable")
 
 
 def label(run: RunData, setting: str) -> str:
-    """A setting of the whole model in words."""
+    """Return a setting of the whole model in words."""
     given, kept = run.manifest["quantization"], whole(run)["kept"].get(COSTLIEST_KEPT, "")
     count = len(kept.split(", "))
-    return LABELS[setting].format(
-        bits=bits(run),
-        weights=given["bits_weights"],
-        activations=given["bits_activations"],
-        kv_cache=given.get("bits_kv_cache"),
-        costliest="site" if count == 1 else f"{count} sites",
-    )
+    return {
+        FULL: "full precision",
+        ALL: bits(run),
+        WEIGHTS: f"weights only ({given['bits_weights']} bits)",
+        ACTIVATIONS: f"activations only ({given['bits_activations']} bits)",
+        KV_CACHE: f"keys and values only ({given.get('bits_kv_cache')} bits)",
+        MASSIVE_KEPT: f"{bits(run)} except sites with massive activations",
+        COSTLIEST_KEPT: f"{bits(run)} except the costliest {'site' if count == 1 else f'{count} sites'}",
+    }[setting]
 
 
 def overview(run: RunData) -> pd.DataFrame:
-    """One row a setting: texts."""
+    """Return a table of texts with a row for each setting."""
     rows = [
         {"setting": label(run, str(setting))} | {METRICS[name].label: METRICS[name].text(row[name]) for name in COLUMNS}
         for setting, row in whole(run).iterrows()
@@ -117,17 +132,11 @@ def overview(run: RunData) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def restored(run: RunData, setting: str) -> float:
-    """Share of what quantizing all costs that is not lost with this setting."""
-    settings = whole(run)["cost"]
-    return 1 - float(settings[setting] / settings[ALL])
-
-
 # --- findings
 
 
 def findings(run: RunData) -> list[Finding]:
-    """What quantizing costs, and which sites it is that cost so much."""
+    """Return the cost of quantization, and the sites that cause most of it."""
     parts = [_cost, _massive, _costliest, _kinds, _sites, _not_quantized]
     return [finding for part in parts for finding in part(run)]
 
@@ -138,22 +147,37 @@ def _is_harmless(run: RunData) -> bool:
 
 def _cost(run: RunData) -> Iterator[Finding]:
     cost, perplexity = whole(run)["cost"], whole(run)["perplexity"]
-    outcome = Outcome.ABSENT if _is_harmless(run) else Outcome.PRESENT
+    factor, text = float(np.exp(cost[ALL])), METRICS["perplexity"].text
     numbers = {"scheme": bits(run), "before": perplexity[FULL], "after": perplexity[ALL]}
-    factor = float(np.exp(cost[ALL]))
-    yield Finding("cost", COST, outcome, factor, None, COSTLY, (), numbers, is_headline=True)
+    outcome = Outcome.ABSENT if _is_harmless(run) else Outcome.PRESENT
+    sentence = f"{bits(run)} multiplies perplexity by {factor:,.4g}: "
+    if outcome == Outcome.ABSENT:
+        sentence = f"{bits(run)} is harmless: perplexity "
+    sentence += f"{text(perplexity[FULL])} → {text(perplexity[ALL])}."
+    yield Finding("cost", COST, outcome, factor, None, COSTLY, (), numbers, is_headline=True, sentence=sentence)
     if outcome == Outcome.PRESENT:
         parts = {"weights": cost[WEIGHTS], "activations": cost[ACTIVATIONS]}
-        yield Finding("cost-parts", COST, value=cost[ALL], numbers=parts, is_headline=True)
+        sentence = (
+            f"Weights alone cost {_nats(cost[WEIGHTS])} nats per token, activations alone {_nats(cost[ACTIVATIONS])}, "
+            f"both {_nats(cost[ALL])}."
+        )
+        yield Finding("cost-parts", COST, value=cost[ALL], numbers=parts, is_headline=True, sentence=sentence)
+
+
+def _nats(cost: float) -> str:
+    return METRICS["cost"].text(cost)
 
 
 def _massive(run: RunData) -> Iterator[Finding]:
     sites = run.tables["quantization_sites"]
     sites = sites[sites["is_massive"]]
     if sites.empty:
-        yield Finding("massive-sites", OUTLIERS, Outcome.ABSENT)
+        sentence = "No quantized site holds massive activations."
+        yield Finding("massive-sites", OUTLIERS, Outcome.ABSENT, sentence=sentence)
         return
-    yield Finding("massive-sites", OUTLIERS, Outcome.PRESENT, numbers={"sites": _by_kind(sites)})
+    by_kind = _by_kind(sites)
+    sentence = f"Massive activations are in {_sites_text(by_kind)}."
+    yield Finding("massive-sites", OUTLIERS, Outcome.PRESENT, numbers={"sites": by_kind}, sentence=sentence)
     yield from _restored(run, MASSIVE_KEPT, "the sites with massive activations", is_headline=True)
 
 
@@ -163,47 +187,64 @@ def _costliest(run: RunData) -> Iterator[Finding]:
     names = whole(run).loc[COSTLIEST_KEPT, "kept"].split(", ")
     sites = run.tables["quantization_sites"]
     kept = sites[site_names(sites).isin(names)]
-    numbers = {
-        "count": len(kept),
-        "total": len(sites),
-        "massive": int(kept["is_massive"].sum()) or None,
-        "sites": _by_kind(kept),
-    }
-    yield Finding("costliest", OUTLIERS, numbers=numbers)
+    massive, by_kind = int(kept["is_massive"].sum()) or None, _by_kind(kept)
+    sentence = f"The {counted(len(kept), 'costliest site')} of {len(sites)}"
+    if massive:
+        sentence += f", {massive} of which {'hold' if len(kept) > 1 else 'holds'} massive activations"
+    sentence += f": {_sites_text(by_kind)}."
+    numbers = {"count": len(kept), "total": len(sites), "massive": massive, "sites": by_kind}
+    yield Finding("costliest", OUTLIERS, numbers=numbers, sentence=sentence)
     yield from _restored(run, COSTLIEST_KEPT, "the costliest sites")
 
 
 def _restored(run: RunData, setting: str, which: str, is_headline: bool = False) -> Iterator[Finding]:
-    """What is won back when some sites stay in full precision."""
+    """Yield the share of the cost that is recovered if some sites stay in full precision."""
     if _is_harmless(run):
         return
-    share = restored(run, setting)
-    outcome = Outcome.ABSENT if share <= 0 else Outcome.CONFIRMED if share >= 1 - RESTORED else Outcome.PARTLY
-    numbers = {"which": which, "perplexity": whole(run)["perplexity"][setting]}
-    yield Finding("restored", OUTLIERS, outcome, share, None, 1 - RESTORED, (), numbers, is_headline)
+    cost, perplexity = whole(run)["cost"], whole(run)["perplexity"][setting]
+    share, text = 1 - float(cost[setting] / cost[ALL]), METRICS["perplexity"].text(perplexity)
+    if share <= 0:
+        outcome, effect = Outcome.ABSENT, f"recovers nothing: perplexity {text}"
+    elif share >= 1 - RESTORED:
+        outcome, effect = Outcome.CONFIRMED, f"nearly restores perplexity: {text}, {share:.0%} of the cost recovered"
+    else:
+        outcome, effect = Outcome.PARTLY, f"recovers {share:.0%} of the cost: perplexity {text}"
+    sentence = f"Leaving {which} in full precision {effect}."
+    numbers = {"which": which, "perplexity": perplexity}
+    yield Finding("restored", OUTLIERS, outcome, share, None, 1 - RESTORED, (), numbers, is_headline, sentence=sentence)
 
 
 def _kinds(run: RunData) -> Iterator[Finding]:
-    """Kinds of site, each by itself, and what is left when one stays in full precision."""
+    """Yield the costs of kinds of site, each quantized alone, and the cost with one of them in full precision."""
     if _is_harmless(run):
         return
     table = probed(run, ALONE)
-    sequences = {"sequences": int(table["sequences"].min())}
+    sequences = int(table["sequences"].min())
+    first = f"first {counted(sequences, 'sequence')}"
     kinds = table[table["layer"] == ALL_LAYERS]
     costly = kinds[kinds["cost"] >= COSTLY].head(SHOWN)
     if costly.empty:
-        yield Finding("kind", KINDS, Outcome.ABSENT, threshold=COSTLY, numbers=sequences)
+        sentence = f"No kind of site costs {COSTLY:g} nats per token when it is quantized alone ({first})."
+        numbers = {"sequences": sequences}
+        yield Finding("kind", KINDS, Outcome.ABSENT, threshold=COSTLY, numbers=numbers, sentence=sentence)
         return
     for name, cost in zip(costly["name"], costly["cost"], strict=True):
-        yield Finding("kind", KINDS, Outcome.PRESENT, cost, threshold=COSTLY, numbers=sequences | {"kind": name})
+        sentence = f"`{name}` quantized alone costs {_nats(cost)} nats per token (all layers, {first})."
+        numbers = {"sequences": sequences, "kind": name}
+        yield Finding("kind", KINDS, Outcome.PRESENT, cost, threshold=COSTLY, numbers=numbers, sentence=sentence)
     kept = probed(run, KEPT)
     if len(kept):
-        numbers = {"kind": kept["name"].iloc[-1], "before": float(probed(run, ALL)["cost"].iloc[0])}
-        yield Finding("kept", KINDS, value=float(kept["cost"].iloc[-1]), numbers=numbers)
+        name, left = kept["name"].iloc[-1], float(kept["cost"].iloc[-1])
+        before = float(probed(run, ALL)["cost"].iloc[0])
+        sentence = f"No single kind of site saves anything in full precision; the cost is lowest with `{name}`"
+        if left < before:
+            sentence = f"Of single kinds in full precision, `{name}` saves most"
+        sentence += f": {_nats(before)} → {_nats(left)} nats per token."
+        yield Finding("kept", KINDS, value=left, numbers={"kind": name, "before": before}, sentence=sentence)
 
 
 def _sites(run: RunData) -> Iterator[Finding]:
-    """Sites of one layer, each by itself."""
+    """Yield the costs of sites of one layer, each quantized alone."""
     if _is_harmless(run):
         return
     table = probed(run, ALONE)
@@ -211,26 +252,159 @@ def _sites(run: RunData) -> Iterator[Finding]:
     ranges = run.tables["quantization_sites"].set_index(["layer", "site", "part"])
     for _, row in sites.iterrows():
         known = ranges.loc[(row["layer"], row["site"], row["part"])]
+        sentence = (
+            f"`{row['name']}` of layer {row['layer']} quantized alone costs {_nats(row['cost'])} nats per token; in "
+            f"calibration its largest entry is {known['max_abs']:,.0f}, the median {known['median_abs']:.2g}, and "
+            f"{known['zeroed']:.0%} round to zero."
+        )
         numbers = {"kind": row["name"], "layer": row["layer"], "largest": known["max_abs"]}
         numbers |= {"median": known["median_abs"], "zeroed": known["zeroed"]}
-        yield Finding("site", SITES, Outcome.PRESENT, row["cost"], threshold=COSTLY, numbers=numbers)
+        yield Finding("site", SITES, Outcome.PRESENT, row["cost"], threshold=COSTLY, numbers=numbers, sentence=sentence)
 
 
 def _not_quantized(run: RunData) -> Iterator[Finding]:
     left = run.manifest["quantization"]["not_quantized"]
     if left:
-        yield Finding("not-quantized", REST, value=sum(left.values()), numbers={"parameters": tuple(left)})
+        share = sum(left.values())
+        names = ", ".join(f"`{name}`" for name in left)
+        sentence = f"Not quantized: {names}, which are not linear layers ({share:.0%} of all parameters)."
+        yield Finding("not-quantized", REST, value=share, numbers={"parameters": tuple(left)}, sentence=sentence)
 
 
 def site_names(sites: pd.DataFrame) -> pd.Series:
-    """The sites of rows of `quantization_sites` as they are printed."""
+    """Return the printed names of the sites in rows of `quantization_sites`."""
     layer = np.where(sites["layer"] == NO_LAYER, "", "layer " + sites["layer"].astype(str) + " ")
     return layer + sites["site"] + " " + sites["part"]
 
 
 def _by_kind(sites: pd.DataFrame) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Kind of site → its layers, in the table's order."""
+    """Return kinds of site with their layers, in the table's order."""
     by_kind = sites.groupby(sites["site"] + " " + sites["part"], sort=False)["layer"]
     return tuple(
         (str(kind), tuple(sorted({int(layer) for layer in layers if layer != NO_LAYER}))) for kind, layers in by_kind
     )
+
+
+def _sites_text(sites: Sequence[tuple[str, Sequence[int]]]) -> str:
+    """Return kinds of site, each with its layers; a site outside the layers has none."""
+    return ", ".join(f"`{kind}`" + (f" of {layers_text(layers)}" if layers else "") for kind, layers in sites)
+
+
+# --- files for other tools
+
+JSON, RECIPE = "spared.json", "llm-compressor.yaml"
+
+
+def spared_files(run: RunData) -> list[str]:
+    """Return the names of the files; none for other commands, and for runs of versions without these files."""
+    if run.command != "quantize" or not _is_recorded(run.manifest["quantization"]):
+        return []
+    return [JSON] if run.manifest["quantization"]["full_precision_modules"] is None else [JSON, RECIPE]
+
+
+def _is_recorded(given: Mapping[str, Any]) -> bool:
+    return {"full_precision_modules", "bits_kv_cache", "weights_per", "activations_per", "kv_cache_per"} <= given.keys()
+
+
+def write_spared(run: RunData, folder: Path) -> None:
+    """Write the files of a run of `quantize`; nothing for other commands."""
+    for name in spared_files(run):
+        (folder / name).write_text(_TEXTS[name](run), encoding="utf-8")
+
+
+def spared(run: RunData) -> dict[str, Any]:
+    """Return the content of spared.json.
+
+    Returns:
+        sites: Each with module, layer, part (input, weight, output, …), cost (nats per token, quantized alone; None
+            if it was not measured) and is_massive.
+        modules: Paths of the linear layers and embeddings to which they belong.
+        perplexity: In full precision, with every site quantized, and with these spared; None if it was not measured.
+    """
+    sites, perplexity = spared_sites(run), whole(run)["perplexity"]
+    records = [{name: _plain(value) for name, value in row.items()} for row in sites.to_dict("records")]
+    settings = {"full_precision": FULL, "quantized": ALL, "spared": COSTLIEST_KEPT}
+    return {
+        "model": run.model,
+        "sites": records,
+        "modules": _modules(sites),
+        "perplexity": {name: _plain(perplexity.get(setting)) for name, setting in settings.items()},
+    }
+
+
+def spared_sites(run: RunData) -> pd.DataFrame:
+    """Return a row for each spared site, the costliest first: module, layer, part, cost, is_massive."""
+    table = run.tables["quantization_sites"]
+    kept = whole(run)["kept"].get(COSTLIEST_KEPT, "").split(", ")
+    sites = table[site_names(table).isin(kept)].rename(columns={"path": "module"})
+    keys = ["layer", "site", "part"]
+    costs = probed(run, ALONE).drop_duplicates(keys)[[*keys, "cost"]]
+    sites = sites.merge(costs, on=keys, how="left").sort_values("cost", ascending=False, kind="stable")
+    sites.loc[sites.duplicated(keys, keep=False), "cost"] = math.nan  # experts, which share a name
+    return sites[["module", "layer", "part", "cost", "is_massive"]].reset_index(drop=True)
+
+
+def llm_compressor_recipe(run: RunData) -> dict[str, Any] | None:
+    """Return a recipe of llm-compressor: one QuantizationModifier that quantizes as this run did.
+
+    Activations have static ranges from the smallest to the largest entry, as here. None if the linear layers are not
+    torch's, because llm-compressor quantizes no others.
+    """
+    given = run.manifest["quantization"]
+    if given["full_precision_modules"] is None:
+        return None
+    weights = _grid(given["bits_weights"], given["weights_per"], is_symmetric=True)
+    activations = _grid(given["bits_activations"], given["activations_per"])
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": dict(activations),  # equal dicts, not one, or YAML writes an alias
+    }
+    modules = [*given["full_precision_modules"], *_modules(spared_sites(run))]
+    modifier: dict[str, Any] = {"ignore": list(dict.fromkeys(modules)), "config_groups": {"group_0": group}}
+    if given["kv_cache_per"] == "tensor":
+        modifier["kv_cache_scheme"] = _grid(given["bits_kv_cache"], "tensor")
+    return {"quant_stage": {"quant_modifiers": {"QuantizationModifier": modifier}}}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON: None for numbers that are not finite."""
+    return None if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
+
+
+def _grid(bits: int, per: str, is_symmetric: bool = False) -> dict[str, Any]:
+    """Return the QuantizationArgs of llm-compressor."""
+    is_dynamic = per == "token"
+    grid = {"num_bits": bits, "type": "int", "symmetric": is_symmetric, "strategy": per, "dynamic": is_dynamic}
+    return grid if is_symmetric or is_dynamic else grid | {"observer": "static_minmax"}
+
+
+def _modules(sites: pd.DataFrame) -> list[str]:
+    """Return the modules of sites, without residual sums and attention, which llm-compressor cannot leave out."""
+    return list(dict.fromkeys(sites.loc[sites["part"].isin(PARTS), "module"]))
+
+
+def _comments(run: RunData) -> str:
+    given, sites = run.manifest["quantization"], spared_sites(run)
+    lines = [
+        f"{run.model}: the modules to keep in full precision are in `ignore`.",
+        "Outputs are quantized as in the simulation: leave output_activations out for kernels that do not.",
+    ]
+    beyond = [f"{row.module} {row.part}" for row in sites.itertuples() if row.part not in PARTS]
+    if beyond:
+        lines.append(f"Costly too, but no module that could be left out: {', '.join(beyond)}.")
+    if given["kv_cache_per"] not in ("tensor", None):
+        lines.append(f"{' and '.join(CACHED).capitalize()} by {given['kv_cache_per']} cannot be written as a recipe.")
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _json_text(run: RunData) -> str:
+    return json.dumps(spared(run), indent=2, ensure_ascii=False) + "\n"
+
+
+def _recipe_text(run: RunData) -> str:
+    return _comments(run) + yaml.safe_dump(llm_compressor_recipe(run), sort_keys=False)
+
+
+_TEXTS = {JSON: _json_text, RECIPE: _recipe_text}

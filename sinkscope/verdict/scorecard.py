@@ -1,9 +1,9 @@
-"""The scorecard: what runs of one model, or of several, say of every claim, as Markdown.
+"""The scorecard: how every claim was judged on the runs of one or several models, and its Markdown.
 
 OUT/run.json               the options, and which runs were judged
 OUT/runs/ROLE/             the run folders that were measured for it
-OUT/tables/claim.parquet   one row a number of a claim
-OUT/tables/route.parquet   one row a route by which the first token may become a sink (paper_claims/routes.py)
+OUT/tables/claim.parquet   a row for each number of a claim
+OUT/tables/route.parquet   a row for each route by which the first token may become a sink (paper_claims/routes.py)
 OUT/figures/*.png|pdf
 OUT/scorecard.md
 """
@@ -31,18 +31,17 @@ from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import LEVEL
 from sinkscope.results.tables import names_of, read_table
-from sinkscope.verdict.markdown import as_markdown
-from sinkscope.verdict.table_formats import Tabular
+from sinkscope.verdict.table_formats import Tabular, as_markdown
 
 
 @dataclass(frozen=True)
 class Scorecard(Tabular):
-    """What was found of every claim.
+    """The outcome of every claim.
 
     Attributes:
         manifest: The content of run.json.
-        table: One row a number of a claim and model.
-        routes: One row a route of a model by which the first token may become a sink.
+        table: A row for each number of a claim, per model.
+        routes: A row for each route by which the first token may become a sink, per model.
         runs: The runs that were judged, by model and role.
         folder: Where it is written; None if it is in memory only.
     """
@@ -55,20 +54,20 @@ class Scorecard(Tabular):
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Scorecard":
-        """Open what `claims` wrote. Raises InputError: it is no such folder, or it is damaged."""
+        """Open what `claims` wrote. Raises InputError: The folder is another kind, or damaged."""
         folder = folder_of(folder)
         manifest = read_manifest(folder, (COMMAND,))
         table, routes = (
             read_table(folder / "tables" / f"{name}.parquet", schema, format_of(manifest))
             if name in manifest["tables"]
-            else pd.DataFrame(columns=names_of(schema))  # of a version without it
+            else pd.DataFrame(columns=names_of(schema))  # written by a version without this table
             for name, schema in TABLES.items()
         )
         return cls(manifest, table, routes, {}, folder)
 
     @property
     def measured(self) -> dict[str, RunData]:
-        """Role → run, of those that stand in no folder yet; a run with several roles once."""
+        """Role → run, without runs that have a folder; a run with several roles is listed once."""
         found: dict[int, tuple[str, RunData]] = {}
         for runs in self.runs.values():
             for role, run in runs.items():
@@ -81,7 +80,7 @@ class Scorecard(Tabular):
         return list(dict.fromkeys(self.table["model"]))
 
     def outcome(self, claim: str, model: str | None = None) -> Outcome:
-        """The outcome of one claim, by default for the first model. Raises InputError: it or the model is unknown."""
+        """Return the outcome of a claim, by default for the first model. Raises InputError: One is unknown."""
         if model is not None and model not in self.models:
             raise InputError(f"model {unknown(model, self.models)}")
         found = self.table[self.table["model"] == (model or self.models[0])]
@@ -99,7 +98,7 @@ class Scorecard(Tabular):
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
-        """Of one model the numbers by paper, of several the outcomes; then the routes."""
+        """For one model the numbers by paper, for several the outcomes; then the routes."""
         if len(self.models) > 1:
             tables = {"Claims": _outcomes(_decided(self))}
         else:
@@ -110,7 +109,7 @@ class Scorecard(Tabular):
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """As its folder has them."""
+        """The tables that its folder has."""
         return Known("table", {TABLE: self.table, ROUTES: self.routes})
 
     @property
@@ -125,7 +124,7 @@ class Scorecard(Tabular):
 
 
 def scorecard_markdown(card: Scorecard) -> str:
-    """Of one model all numbers, by paper; of several the outcomes side by side."""
+    """Return all numbers by paper for one model, and outcomes side by side for several."""
     if len(card.models) > 1:
         return _side_by_side(card)
     parts = [f"## {card.models[0]}: {headline(card)}", *_summary(card.table)]
@@ -139,7 +138,7 @@ def scorecard_markdown(card: Scorecard) -> str:
 
 
 def _gamma_lines(card: Scorecard) -> list[str]:
-    """NU tables 1 and 2: of models with such coordinates as computed; as printed, where none of them is GPT-2."""
+    """Return NU tables 1 and 2 as computed for models with such coordinates, and as printed unless one is GPT-2."""
     runs = {model: own[MAIN] for model, own in card.runs.items() if MAIN in own}
     computed = {model: table for model, run in runs.items() if (table := gamma_table(run)) is not None}
     if not computed:
@@ -152,17 +151,14 @@ def _gamma_lines(card: Scorecard) -> list[str]:
 
 
 def _routes_lines(card: Scorecard) -> list[str]:
-    """Which route carries the sink, in percent of the sink rate."""
+    """Return the table of routes that carry the sink, in percent of the sink rate."""
     if not measured_models(card.routes):
         return []
-    return [
-        f"### {ROUTES_TITLE}",
-        as_markdown(routes_text(card.routes)),
-    ]
+    return [f"### {ROUTES_TITLE}", as_markdown(routes_text(card.routes))]
 
 
 def _side_by_side(card: Scorecard) -> str:
-    """Outcomes of several models; claims that none of them decides stand in one line."""
+    """Return outcomes of several models; a single line lists the claims that none of them decides."""
     decided = _decided(card)
     others = ", ".join(name for name in card.by_model.index if name not in decided.index)
     parts = [f"## {len(card.models)} models: {headline(card)}"]
@@ -177,13 +173,13 @@ def _side_by_side(card: Scorecard) -> str:
 
 
 def _decided(card: Scorecard) -> pd.DataFrame:
-    """Rows claims that at least one model decides, columns models: outcomes."""
+    """Return outcomes: rows claims that at least one model decides, columns models."""
     wide = card.by_model.fillna(str(Outcome.NOT_MEASURED))
     return wide[~wide.isin(NOT_JUDGED).all(axis=1)]
 
 
 def _with_numbers(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of claims that were judged."""
+    """Return the rows of claims that were judged."""
     return rows[~rows["outcome"].isin(NOT_JUDGED)]
 
 
@@ -194,8 +190,9 @@ def _outcomes(decided: pd.DataFrame) -> pd.DataFrame:
 
 
 def _numbers_of_some(card: Scorecard) -> list[str]:
-    """What trainings, steps or related models decide, as a single model's scorecard may not have that, and what one of
-    the models decides alone. What is the same of several, as of a setting in which they differ, stands there once.
+    """Return the numbers of claims that trainings, steps or related models decide, or that only one model decides.
+
+    A single model's scorecard may lack the former. Numbers that several models share are listed once.
     """
     of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].partition(":")[0] in STUDIES]
     decided = _with_numbers(card.table)
@@ -214,7 +211,7 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
     ]
 
 
-# what a claim that holds says, by whether it tells the model from its null
+# whether a claim distinguishes the model from its null → how claims that hold are introduced
 KINDS_OF_HOLDING = {
     "yes": "Hold, and their null does not pass them",
     "no": "Hold, and their null passes them or gives as much",
@@ -224,7 +221,7 @@ KINDS_OF_HOLDING = {
 
 
 def telling(table: pd.DataFrame) -> list[str]:
-    """Ids of the claims that hold of a model and not of their null, each once."""
+    """Return the ids of claims that hold for a model but not for their null, each once."""
     return _holding(table).get("yes", [])
 
 
@@ -237,13 +234,13 @@ def headline(card: Scorecard) -> str:
 
 
 def _holding(table: pd.DataFrame) -> dict[str, list[str]]:
-    """Whether claims tell a model from its null → the ids of those that hold."""
+    """Return whether claims distinguish a model from its null → the ids of those that hold."""
     first = table[(table["part"] == 0) & (table["outcome"] == Outcome.HOLDS)]
     return {str(tells): list(dict.fromkeys(own["claim"])) for tells, own in first.groupby("tells", sort=False)}
 
 
 def _summary(table: pd.DataFrame) -> list[str]:
-    """Which claims hold, by what their null does; how many others there are; and how many numbers were tested."""
+    """Return which claims hold, by the outcome of their null, how many others there are, and how many were tested."""
     holding, first = _holding(table), table[table["part"] == 0]
     groups = {words: holding.get(kind, []) for kind, words in KINDS_OF_HOLDING.items()}
     for outcome in (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS):
@@ -254,14 +251,14 @@ def _summary(table: pd.DataFrame) -> list[str]:
     tested = int((table["low"] < table["high"]).sum())
     by_chance = f"{(1 - LEVEL) * tested:.0f}"
     chance = (
-        f"{tested} numbers were tested, each by itself at 95 %: if all truths were at their thresholds, about "
+        f"{tested} numbers were tested, each separately at 95 %: if all truths were at their thresholds, about "
         f"{by_chance} of the intervals would miss them by chance."
     )
     return ["\n".join(f"- {line}." for line in lines if line), chance]
 
 
 def _printed(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line a number; what stands for the whole claim in the first of its lines."""
+    """Return a line for each number; the first line of a claim also has its statement and outcome."""
     lines = []
     for row in rows.itertuples():
         first = row.part == 0
@@ -279,20 +276,20 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _published_lines(rows: pd.DataFrame) -> list[str]:
-    """What the paper measured, with its settings."""
+    """Return what the papers measured, with their settings."""
     first = rows[(rows["part"] == 0) & (rows["published"] != "")]
     lines = [f"- {row.claim}: {row.published}" for row in first.itertuples()]
     return ["Published:\n\n" + "\n".join(lines)] if lines else []
 
 
 def _others(rows: pd.DataFrame, outcome: Outcome) -> str:
-    """Those without a number."""
+    """Return the claims with an outcome that has no number, in a sentence."""
     text = _by_reason(rows, outcome)
     return f"{str(outcome).capitalize()}: {text}." if text else ""
 
 
 def _by_reason(rows: pd.DataFrame, outcome: Outcome) -> str:
-    """«W-3, W-5 (its positions are learned); W-12 (…)»: claims with an outcome, together by their reason."""
+    """Return claims with an outcome, grouped by reason: "W-3, W-5 (its positions are learned); W-12 (…)"."""
     chosen = rows[(rows["outcome"] == outcome) & (rows["part"] == 0)]
     return "; ".join(f"{', '.join(group['claim'])} ({reason})" for reason, group in chosen.groupby("note", sort=False))
 
@@ -313,18 +310,18 @@ def legend() -> str:
 
 
 def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
-    """«0.73 [0.70, 0.76]»; the value alone where nothing was drawn."""
+    """Return "0.73 [0.70, 0.76]", and only the value if nothing was resampled."""
     form = _form(claim, part)
     text = MISSING if pd.isna(value) else form.format(value)
     return text if low == high or pd.isna(low) else f"{text} [{form.format(low)}, {form.format(high)}]"
 
 
 def null_text(row: Any, with_share: bool) -> str:
-    """«0.73 (0.70 to 0.76)»: the mean and the extremes of the draws.
+    """Return the mean and the extremes of the null's draws, "0.73 (0.70 to 0.76)".
 
     Args:
-        row: of the table `claim`.
-        with_share: whether to add how the null does where the claim does not tell the model from it.
+        row: A row of the table `claim`.
+        with_share: Whether to add the share of draws that pass if the claim does not distinguish the model from them.
     """
     share = ""
     if with_share and row.tells == "no":
@@ -339,6 +336,6 @@ def null_text(row: Any, with_share: bool) -> str:
 
 
 def _form(claim: str, part: int) -> str:
-    """The format string of a number; a scorecard of an older version may have other numbers."""
+    """Return the format string of a number; a scorecard of an older version may have other numbers."""
     known = CLAIMS[claim].parts if claim in CLAIMS else ()
     return known[part].form if part < len(known) else Part.form

@@ -1,4 +1,4 @@
-"""The tables of a sweep: what its cells measured, with their coordinates in the grid beside every value."""
+"""The tables of a sweep: the values that its cells measured, each with the cell's coordinates in the grid."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ OF_COMMANDS = {
     "retrofit": {"retrofit": "sweep_retrofit"},
     "train": {"retrofit": "sweep_retrofit", "training": STUDY},
 }
-ALPHA = "attention_heads_by_sequence"  # the table that has position 0's window mass of every head and sequence
+ALPHA = "attention_heads_by_sequence"  # the table with the window mass of position 0 for every head and sequence
 EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 NO_STEP = -1
 
@@ -65,12 +65,12 @@ SWEEP_TABLES = {
     ),
 }
 ENDS = ["low", "high"]
-_BOS_SETTING = r",?\bbos=\w+,?"  # of a cell's settings the BOS policy, which the column `bos` has
+_BOS_SETTING = r",?\bbos=\w+,?"  # the BOS policy in a cell's settings; the column `bos` has it, too
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell that is done."""
+    """A finished cell."""
 
     cell: Cell
     folder: Path
@@ -79,11 +79,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class SweepTables:
-    """What a sweep has measured.
+    """The results of a sweep.
 
     Attributes:
-        tables: name → table; those that no cell has are left out.
-        papers: model → what WSE table 1 calls it.
+        tables: Name → table, without those that no cell has.
+        papers: Model → its name in WSE table 1.
     """
 
     tables: dict[str, pd.DataFrame] = field(repr=False)
@@ -91,7 +91,7 @@ class SweepTables:
 
     @cached_property
     def rates(self) -> pd.DataFrame:
-        """The sink rate of the whole model, a row for each cell of `analyze`, with its interval where there is one."""
+        """The sink rate of the whole model: a row for each cell of `analyze`, with its interval if it has one."""
         table = self.tables.get(SWEEP, pd.DataFrame(columns=[*LEADING, *names_of(SWEEP_TABLES[SWEEP])]))
         rows = table[(table["metric"] == "sink_rate") & (table["layer"] == WHOLE_MODEL)]
         rows = rows.rename(columns={"value": "sink_rate"}).reset_index(drop=True)
@@ -117,7 +117,7 @@ class SweepTables:
 
     @cached_property
     def scores(self) -> pd.DataFrame:
-        """Of each cell of `benchmark` one metric of each task that it names."""
+        """The main metric of each task, for each cell of `benchmark`."""
         if SCORES not in self.tables:
             return pd.DataFrame(columns=["model", "revision", "task", "score"])
         rows = main_scores(self.tables[SCORES]).reset_index(drop=True)
@@ -139,16 +139,16 @@ class SweepTables:
 
 
 def in_order(rows: pd.DataFrame, index: str, columns: str, values: str = "sink_rate") -> pd.DataFrame:
-    """Pivoted, with rows and columns in the order in which they come."""
+    """Pivot a table, keeping the order in which rows and columns appear."""
     wide = rows.pivot(index=index, columns=columns, values=values)
     return wide.reindex(index=rows[index].unique(), columns=rows[columns].unique())
 
 
 def sweep_tables(done: Sequence[Measured]) -> SweepTables:
-    """The tables of all cells that are done.
+    """Return the tables of all finished cells.
 
     Raises:
-        InputError: a table of a cell is damaged or missing.
+        InputError: A table of a cell is damaged or missing.
     """
     known = pd.DataFrame([coordinates(each) for each in done], columns=names_of(COORDINATES))
     labels = pd.Series([each.cell.model for each in done], dtype=object)
@@ -164,13 +164,13 @@ def sweep_tables(done: Sequence[Measured]) -> SweepTables:
 
 
 def _studied(each: Measured, training: pd.DataFrame) -> pd.DataFrame:
-    """What a factor study reads of a training, with the tokens that were read until each step."""
+    """Return the rows of a training for the factor study, with the number of tokens read until each step."""
     tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
     return studied(training).assign(tokens=lambda rows: rows["step"] * tokens)
 
 
 def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.Series) -> pd.DataFrame:
-    """All rows, with the coordinates of their cells behind the leading columns, of which `model` is the file's name."""
+    """Return all rows, with their cells' coordinates after the leading columns; `model` is the name in the file."""
     rows = pd.concat(parts.values(), ignore_index=True)
     places = np.repeat(list(parts), [len(table) for table in parts.values()])
     beside = known.iloc[places].reset_index(drop=True)
@@ -182,7 +182,7 @@ def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.S
 
 
 def coordinates(each: Measured) -> dict[str, Any]:
-    """Column → value, of a cell."""
+    """Return column → value for a cell."""
     cell, manifest = each.cell, each.manifest
     config = manifest["config"]
     of_model = manifest.get("model") if isinstance(manifest.get("model"), dict) else {}
@@ -211,7 +211,7 @@ def _step(revision: str | None) -> int:
 
 
 def _by_epsilon(each: Measured) -> pd.DataFrame:
-    """Sink rates of the whole model at other ε: the share of heads and sequences, mean over layers (WSE fig. 3)."""
+    """Return sink rates of the whole model at several ε: share of heads and sequences, mean of layers (WSE fig. 3)."""
     alpha = read_table(each.folder / "tables" / f"{ALPHA}.parquet")
     epsilons = sorted({*EPSILONS, each.manifest["config"]["epsilon"]})
     sinks = pd.DataFrame({epsilon: is_sink(alpha["window_mass"], epsilon) for epsilon in epsilons}).astype(float)
@@ -224,7 +224,7 @@ def _by_epsilon(each: Measured) -> pd.DataFrame:
 
 
 def several(rows: pd.DataFrame, within: Iterable[str], column: str) -> pd.DataFrame:
-    """Of the rows those that, within the other columns, have several values in one."""
+    """Return the rows whose group by the columns `within` has several values of `column`."""
     if rows.empty:
         return rows
     return rows[rows.groupby(list(within))[column].transform("nunique") > 1]

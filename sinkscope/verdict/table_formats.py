@@ -1,17 +1,17 @@
-"""Summary tables as plain text, Markdown, or LaTeX with booktabs."""
+"""Tables as plain text, Markdown, or LaTeX with booktabs."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import pandas as pd
 
 from sinkscope.errors import InputError, unknown
-from sinkscope.verdict.markdown import as_markdown
+from sinkscope.results.metrics import METRICS
 
 TableFormat = Literal["text", "markdown", "latex"]
 
-LONG, WIDTH = 40, "6cm"  # a column with more letters than that in a cell is broken into lines of this width
+LONG, WIDTH = 40, "6cm"  # LaTeX columns with more characters in a cell have this width and break into lines
 MISSING = "–"
 BOLD = re.compile(r"\*\*(.+)\*\*")
 
@@ -32,32 +32,33 @@ _LATEX = {
 
 
 class Tabular:
-    """What has summary tables: every cell text, or a number with four digits."""
+    """A result with summary tables. Their cells are texts, or numbers that are printed with four digits."""
 
     @property
     def summary_tables(self) -> Mapping[str, pd.DataFrame]:
-        """By their titles; "" where one needs none."""
+        """Title → table; the title is "" for a table that needs none."""
         raise NotImplementedError
 
     def formatted(self, format: TableFormat = "text") -> str:
-        """All of them.
+        """Return all summary tables as text.
 
         Raises:
-            InputError: no such format.
+            InputError: The format is unknown.
         """
         parts = [formatted(table, format, title) for title, table in self.summary_tables.items()]
         return "\n\n".join(parts)
 
 
 def formatted(table: pd.DataFrame, format: TableFormat = "text", title: str = "") -> str:
-    """A table, without its index, below its title.
+    """Return a table as text, without its index, below its title.
 
     Args:
         table: Texts and numbers.
-        format: "text"; "markdown"; "latex": a tabular that needs the package booktabs.
+        format: "text", "markdown", or "latex", which needs the LaTeX package booktabs.
+        title: The title; "" for none.
 
     Raises:
-        InputError: no such format.
+        InputError: The format is unknown.
     """
     if format not in FORMATS:
         raise InputError(f"format {unknown(format, FORMATS)}")
@@ -74,8 +75,14 @@ def _as_text(table: pd.DataFrame, title: str) -> str:
     return "\n".join([title, *lines] if title else lines)
 
 
-def _as_markdown(table: pd.DataFrame, title: str) -> str:
-    return f"### {title}\n\n{as_markdown(table)}" if title else as_markdown(table)
+def as_markdown(table: pd.DataFrame, title: str = "", numbers: bool = False) -> str:
+    """Return a Markdown table; `numbers` aligns all columns except the first to the right."""
+    rule = ["---"] + ["---:" if numbers else "---"] * (len(table.columns) - 1)
+    names, *rows = (
+        [str(value).replace("|", "\\|") for value in row] for row in (table.columns, *table.itertuples(index=False))
+    )
+    text = "\n".join(f"| {' | '.join(row)} |" for row in (names, rule, *rows))
+    return f"### {title}\n\n{text}" if title else text
 
 
 def _as_latex(table: pd.DataFrame, title: str) -> str:
@@ -91,7 +98,7 @@ def _as_latex(table: pd.DataFrame, title: str) -> str:
 
 FORMATS: Mapping[str, Callable[[pd.DataFrame, str], str]] = {
     "text": _as_text,
-    "markdown": _as_markdown,
+    "markdown": as_markdown,
     "latex": _as_latex,
 }
 
@@ -103,7 +110,7 @@ def _text(value: object) -> str:
 
 
 def _column(cells: pd.Series, place: int) -> str:
-    """How a column stands: names to the left, long texts in lines, what begins as a number to the right."""
+    """Return the alignment of a column: long texts break into lines, numbers are to the right, others to the left."""
     if max(map(len, cells), default=0) > LONG:
         return f"p{{{WIDTH}}}"
     is_number = place and all(re.match(r"[−+-]?\d|–$|$|inf$", cell) for cell in cells)
@@ -115,3 +122,12 @@ def _latex(text: str) -> str:
     if bold:
         return rf"\textbf{{{_latex(bold[1])}}}"
     return "".join(_LATEX.get(sign, sign) for sign in " ".join(text.split()))
+
+
+def table_with_spread(mean: pd.DataFrame, spread: pd.DataFrame, metrics: Iterable[str]) -> pd.DataFrame:
+    """Return means and standard deviations (rows methods, columns metrics) as texts, under the metrics' headings."""
+    table = pd.DataFrame({"Method": mean.index})
+    for name in metrics:
+        metric, cells = METRICS[name], zip(mean[name], spread[name], strict=True)
+        table[metric.heading] = [metric.text_with_spread(value, deviation) for value, deviation in cells]
+    return table

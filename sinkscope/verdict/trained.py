@@ -1,4 +1,4 @@
-"""What trained arms are said to show: the table `retrofit` and the Bigram-Backcopy task in Markdown, and the gates."""
+"""The findings on trained arms: the table `retrofit`, the Bigram-Backcopy task, and how far new parameters moved."""
 
 from collections.abc import Iterable
 
@@ -6,9 +6,10 @@ import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.findings import Finding
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.training.tables import TABLES, sinking_layer
-from sinkscope.verdict.markdown import as_markdown, table_with_spread
+from sinkscope.verdict.table_formats import as_markdown, table_with_spread
 
 BACKCOPY_COLUMNS = (
     "bigram_risk",
@@ -23,8 +24,10 @@ BACKCOPY_COLUMNS = (
 
 
 def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
-    """The metrics of the last step, a row for each arm: mean ± standard deviation (n − 1) over seeds, in the layer of
-    `sinking_layer`. `training` is the table of that name, of all arms; `note` stands behind the title.
+    """Return the metrics of the last step in the layer of `sinking_layer`, as a Markdown table with a row for each arm.
+
+    Cells are mean ± standard deviation (n − 1) over seeds. `training` is the table of that name, of all arms; `note` is
+    added to the title.
     """
     layers = (WHOLE_MODEL, sinking_layer(training))
     last = training[(training["step"] == training["step"].max()) & training["layer"].isin(layers)]
@@ -39,25 +42,32 @@ def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
 
 
 def without_start(runs: Iterable[RunData]) -> str:
-    """What is to be said of trainings without <s> in front, whose metrics are named after it; empty of others."""
+    """Return a note for trainings whose sequences do not begin with <s>, as names of metrics have it; "" for others."""
     begin_with_it = all(run.manifest["input"]["token_zero"].startswith("bos") for run in runs)
-    return "" if begin_with_it else "the first token stands in the place of <s>"
+    return "" if begin_with_it else "the first token takes the place of <s>"
 
 
 def gates_moved(gates: pd.DataFrame) -> list[Finding]:
-    """How far the new parameters of each method have moved, from the table `gates`."""
+    """Return how far the new parameters of each method have moved, from the table `gates`."""
     return [_moved(str(arm), rows) for arm, rows in gates.groupby("condition", sort=False)]
 
 
 def _moved(arm: str, gates: pd.DataFrame) -> Finding:
-    most = gates.loc[gates["displacement"].idxmax()]
-    numbers = {"arm": arm, "mean": gates["displacement"].mean(), "layer": most["layer"] if most["layer"] >= 0 else None}
-    return Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers)
+    most, mean = gates.loc[gates["displacement"].idxmax()], gates["displacement"].mean()
+    layer = most["layer"] if most["layer"] >= 0 else None
+    sentence = (
+        f"{arm}: new parameters moved by {METRICS['gate_displacement_mean'].text(mean)} on average, by "
+        f"{METRICS['gate_displacement_max'].text(most['displacement'])} at most"
+    )
+    sentence += "" if layer is None else f", in layer {layer}"
+    numbers = {"arm": arm, "mean": mean, "layer": layer}
+    return Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers, sentence=sentence)
 
 
 def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The table `retrofit` by heading, a row for each arm: mean ± standard deviation (n − 1) of
-    several seeds. Columns that no arm has are left out, and so are tables without any.
+    """Return the table `retrofit` by heading, with a row for each arm: mean ± standard deviation (n − 1) over seeds.
+
+    Columns that no arm has are left out, and so are tables without columns.
     """
     arms = table["condition"].unique()
     wide, spread = (
@@ -69,7 +79,7 @@ def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def retrofit_markdown(table: pd.DataFrame) -> str:
-    """The same as Markdown."""
+    """Return the tables of `retrofit_summaries` as Markdown."""
     parts = [f"# {model}" for model in table["model"].unique()]
     for heading, summary in retrofit_summaries(table).items():
         parts += [f"## {heading}", as_markdown(summary, numbers=True)]

@@ -220,7 +220,7 @@ def test_a_task_without_a_bos(tmp_path: Path) -> None:
     held_out = np.load("out/held-out.npy")
     assert held_out.shape == (4, 24)
     assert (held_out != 0).all()  # <s>
-    assert "the first token stands in the place of <s>" in done.verdict
+    assert "the first token takes the place of <s>" in done.verdict
 
 
 # --- architectures

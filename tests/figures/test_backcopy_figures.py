@@ -76,7 +76,7 @@ def maps(arms: int = 2, layers: int = 1, heads: int = 1, tokens: int = 6) -> tup
 
 
 def test_where_no_start_is_in_front_it_is_said() -> None:
-    note = "the first token stands in the place of <s>"
+    note = "the first token takes the place of <s>"
     without = draw_backcopy_training(training(), {"arm 0": run("varies")})
     for figure, known in ((draw_backcopy_training(training()), False), (without, True)):
         assert (note in figure.get_suptitle()) == known

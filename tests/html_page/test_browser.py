@@ -136,6 +136,8 @@ def test_effects_and_claims_show_the_tables_numbers(page_of_kind: Callable[[str]
     page = page_of_kind("experiment")
     shown = page.locator("#effects tbody tr", has_text="do-1").locator("td").all_text_contents()
     assert shown[1:3] == [f"{rows.query('arm == @arm')['value'].item():.1%}" for arm in ("before", "after")]
+    controls = rows.query("arm == 'control'")["value"]
+    assert shown[3] == f"{controls.mean():.1%} ± {controls.std():.1%} ({len(controls)})"
     page = page_of_kind("claims")
     page.get_by_role("button", name="GS-2, two: fails").click()
     assert "0.8 [0.7, 0.9]" in page.locator("#claims .detail").text_content()

@@ -30,7 +30,7 @@ from sinkscope.models.wiring import read_sites
 from sinkscope.output.run import Run
 from sinkscope.results.papers import gamma_table, paper_tables
 from sinkscope.text.batch import Batch
-from sinkscope.verdict.markdown import as_markdown
+from sinkscope.verdict.table_formats import as_markdown
 
 BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")
 LEARNED = ("gpt2", "opt", "opt-post-norm")

@@ -9,7 +9,7 @@ import pytest
 from sinkscope.errors import InputError
 from sinkscope.results.manifest import MANIFEST, format_of
 from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, read_table
-from sinkscope.verdict.tables import written_tables
+from sinkscope.verdict.register import written_tables
 
 REPORTS = sorted((Path(__file__).parents[2] / "reports").glob("*/tables/*.parquet"))
 COLUMNS = (*LEADING_COLUMNS, METRIC, VALUE)

@@ -8,7 +8,7 @@ from support.figure_tables import grid, make_run
 from sinkscope.figures import draw
 from sinkscope.output.run import Run
 from sinkscope.results.statistics import resamplings
-from sinkscope.verdict.effect_intervals import interval, interval_by_layer
+from sinkscope.verdict.effects import interval, interval_by_layer
 
 SEQUENCES, LAYERS = 20, 3
 

@@ -9,7 +9,6 @@ from sinkscope.output.run import Run
 from sinkscope.quantization.settings import COSTLY
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.verdict import quantization
-from sinkscope.verdict.words import say
 
 SETTINGS = {"full": 0.0, "all": 1.4, "weights": 0.05, "activations": 1.3, "massive-kept": 0.9}
 COLUMNS = ["layer", "setting", "site", "part", "kept", "cost"]
@@ -61,25 +60,25 @@ def test_costly_kinds_and_sites_are_findings_of_their_own() -> None:
     assert (kind.value, kind.numbers["kind"], kind.numbers["sequences"]) == (0.8, "down_proj output", 8)
     assert (site.value, site.numbers["layer"], site.numbers["largest"]) == (0.3, 2, 693.0)
     assert (kept.value, kept.numbers["before"]) == (0.6, 1.4)
-    assert "`down_proj output` of layer 2" in say(site)
+    assert "`down_proj output` of layer 2" in site.sentence
 
 
 @pytest.mark.parametrize(
     ("cost", "outcome", "words"),
     [
         (0.1, Outcome.CONFIRMED, "nearly restores perplexity"),
-        (0.7, Outcome.PARTLY, "wins 50% of the cost back"),
-        (1.5, Outcome.ABSENT, "wins nothing back"),
+        (0.7, Outcome.PARTLY, "recovers 50% of the cost"),
+        (1.5, Outcome.ABSENT, "recovers nothing"),
     ],
 )
 def test_what_the_costliest_sites_win_back(cost: float, outcome: Outcome, words: str) -> None:
     run = run_of(SETTINGS, costliest=cost)
     restored = found(run, "restored")[-1]
     assert restored.outcome == outcome
-    assert words in say(restored)
+    assert words in restored.sentence
     (costliest,) = found(run, "costliest")
     assert costliest.numbers == {"count": 2, "total": 2, "massive": 1, "sites": (("down_proj output", (2, 3)),)}
-    assert "1 of which hold massive activations: `down_proj output` of layers 2–3" in say(costliest)
+    assert "1 of which hold massive activations: `down_proj output` of layers 2–3" in costliest.sentence
 
 
 @pytest.mark.parametrize("source", ["org/tiny", "tiny.Q4_1.gguf"])

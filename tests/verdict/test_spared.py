@@ -13,8 +13,7 @@ from sinkscope import Run
 from sinkscope.commands.quantize import quantize
 from sinkscope.quantization.settings import ALONE, COSTLIEST_KEPT
 from sinkscope.quantization.sites import INPUT
-from sinkscope.verdict.quantization import site_names, whole
-from sinkscope.verdict.spared import JSON, RECIPE, llm_compressor_recipe, spared
+from sinkscope.verdict.quantization import JSON, RECIPE, llm_compressor_recipe, site_names, spared, whole
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 16, "calibration": 2}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.printed_numbers import all_numbers, numbers_of, stands_in
+from support.printed_numbers import FIXED, all_numbers, numbers_of, stands_in
 from tiny import VOCAB, tiny_model
 
 import sinkscope
@@ -19,8 +19,7 @@ from sinkscope.paper_claims.table import evidence_of, judged
 from sinkscope.results import findings
 from sinkscope.retrofits import retrofit_model
 from sinkscope.verdict import analysis
-from sinkscope.verdict.finding_table import TABLE
-from sinkscope.verdict.words import TEMPLATES, say
+from sinkscope.verdict.analysis import TABLE
 
 CONSTANTS = {value for value in vars(findings).values() if isinstance(value, float)}
 COUNTED = {  # of tables' rows
@@ -63,11 +62,6 @@ NAMES = ("gpt2", "vscale", "sink", "gemma3", "real")
 EACH = pytest.mark.parametrize("name", [*NAMES[:-1], pytest.param(NAMES[-1], marks=pytest.mark.real_model)])
 
 
-def fixed(template: str) -> list[float]:
-    """Numbers of the words themselves: «position 0», «GS fig. 3»."""
-    return [number.value for number in numbers_of(re.sub(r"\{[^}]*\}", " ", template))]
-
-
 @EACH
 def test_every_number_of_the_verdict_is_in_a_table(name: str) -> None:
     run = measured(name)
@@ -77,10 +71,10 @@ def test_every_number_of_the_verdict_is_in_a_table(name: str) -> None:
     for finding in said:
         rows = table.loc[[finding.name]] if finding.name in table.index else table.iloc[:0]
         known = rows[["value", "low", "high", "threshold"]].to_numpy().ravel().tolist()
-        text = re.sub(r"'[^']*'|`[^`]*`|\([^()]*position \d+[^()]*\)", " ", say(finding))
-        known += fixed(TEMPLATES[finding.name, finding.outcome]) + reasons(finding)
+        text = re.sub(r"'[^']*'|`[^`]*`|\([^()]*position \d+[^()]*\)", " ", FIXED.sub(" ", finding.sentence))
+        known += reasons(finding)
         for number in numbers_of(text):
-            assert stands_in(number, known), (number, say(finding))
+            assert stands_in(number, known), (number, finding.sentence)
     whole = run.tables["summary"].query("layer == -1")["value"]
     for row in analysis.overview(run).itertuples(index=False):
         assert all(stands_in(number, whole) for number in numbers_of(row.value)), row

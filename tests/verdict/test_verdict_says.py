@@ -27,17 +27,16 @@ from sinkscope.measuring.summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.models.families import find_family
 from sinkscope.options.training import TrainingConfig
 from sinkscope.output.run import Run
-from sinkscope.results.findings import Finding, Outcome
 from sinkscope.retrofits import retrofit_model
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.tables import ROWS
 from sinkscope.verdict import analysis
-from sinkscope.verdict.words import say, say_published
+from sinkscope.verdict.report import coordinates_text, layers_text, published_lines
 
 
 def sentences(run: Run) -> dict[str, str]:
     """Name of a finding → its words."""
-    return {finding.name: say(finding) for finding in analysis.findings(run)}
+    return {finding.name: finding.sentence for finding in analysis.findings(run)}
 
 
 # --- few and short sequences
@@ -58,10 +57,9 @@ def test_one_sequence_of_two_tokens(name: str) -> None:
 
 
 def test_numbers_and_their_nouns() -> None:
-    for count, words in ((1.0, "has 1 massive activation (Sun"), (1.57, "has 1.57 massive activations (Sun")):
-        numbers = {"coordinates": (3,), "largest": 500.0}
-        found = Finding("massive", "", Outcome.PRESENT, count, numbers=numbers)
-        assert words in say(found)
+    for coordinates, words in (((3,), "coordinate 3"), ((3, 1), "coordinates 3, 1")):
+        assert coordinates_text(coordinates) == words
+    assert (layers_text([4]), layers_text([4, 5])) == ("layer 4", "layers 4–5")
     assert (counted(1, "entry", "entries"), counted(0, "entry", "entries")) == ("1 entry", "0 entries")
 
 
@@ -143,7 +141,10 @@ def test_the_value_gradient_of_a_scale_is_read_in_front_of_it() -> None:
     assert said["value-gradient"].startswith(
         f"The value gradient at position 0 is {scaled['raw_value_gradient_ratio']:.1f} ×"
     )
-    assert f"behind it, at what is attended to, it is {plain['value_gradient_ratio']:.1f} ×" in said["gradient-behind"]
+    assert (
+        f"after it, at what is attended to, the gradient is {plain['value_gradient_ratio']:.1f} ×"
+        in said["gradient-behind"]
+    )
     assert {"value_gradient_norm", "raw_value_gradient_ratio"} <= set(ROWS)
 
 
@@ -163,7 +164,7 @@ def test_repeated_tokens_that_are_all_massive_are_not_said_to_have_none(conditio
         assert said.startswith("No entry of the residual stream is a massive activation")
         return
     assert "No entry" not in said
-    assert said.startswith("On repeated tokens massive activations cannot be told by the median")
+    assert said.startswith("On repeated tokens the median by which Sun et al. (2024) define massive activations")
     assert (
         "is 24,168 (504 × the median); there the norm of position 0 is 24,500 and the smallest of any token 24,400"
         in said
@@ -214,7 +215,7 @@ def test_published_sink_rates_are_a_list_and_no_range() -> None:
     reports = (Path(__file__).parents[2] / "reports" / "README.md").read_text(encoding="utf-8")
     run = summarized({"sink_rate": [0.73]}, {"attention_entropy": 1.0}, {"attention": pd.DataFrame()})
     (sink,) = (finding for finding in analysis.findings(run) if finding.name == "sink")
-    for text in (" ".join(reports.split()), say(sink), *say_published(sink.published)):
+    for text in (" ".join(reports.split()), sink.sentence, *published_lines(sink.published)):
         assert not re.search(r"91\.7 ?%?( \([\w-]+\))? to 99", text)
         assert "below the 9" not in text
     assert {"GPT2-XL", "Llama 60M", "LLaMA2-13B"} <= {value.name for value in sink.published}

@@ -22,7 +22,7 @@ S.effects = () => {
     const name = table.varies("condition") ? "condition" : "name"; // a label is shorter than all of an arm's parameters
     const points = own.map((row) => ({ name: table.get(name)[row], arm: table.get("arm")[row],
       draw: table.get("draw")[row], value: table.get("value")[row] }));
-    place.replaceChildren(S.effectChart(points, about), S.effectTable(points, about));
+    place.replaceChildren(S.effectChart(points, about), S.effectTable(points, about, state));
   };
   redraw();
   return S.section("effects", "Before, after and control", "Each intervention on the whole model, beside random changes of the same kind.",
@@ -60,13 +60,13 @@ S.effectChart = (points, about) => {
     ": ring before, diamond after, strokes random controls"), S.drawn(draw, { height: 64 + names.length * 26 }));
 };
 
-S.effectTable = (points, about) => {
+S.effectTable = (points, about, state) => {
   const rows = d3.groups(points, ({ name }) => name).map(([name, own]) => {
-    const of = (arm) => own.filter((point) => point.arm === arm).map(({ value }) => value);
-    const controls = of("control").filter((value) => value !== null);
-    const spread = controls.length > 1 ? ` ± ${about.text(d3.deviation(controls))}` : "";
-    return [name, about.text(of("before")[0] ?? NaN), about.text(of("after")[0] ?? NaN),
-      controls.length ? `${about.text(d3.mean(controls))}${spread} (${controls.length})` : "–"];
+    const of = (arm) => about.text(own.find((point) => point.arm === arm)?.value ?? NaN);
+    const [mean, deviation, count] = S.data.controls.find((row) =>
+      row[0] === name && row[1] === state.metric && row[2] === state.position)?.slice(3) ?? [];
+    const spread = count > 1 ? ` ± ${about.text(deviation)}` : "";
+    return [name, of("before"), of("after"), count ? `${about.text(mean)}${spread} (${count})` : "–"];
   });
   return S.plainTable([{ label: "Intervention" }, { label: "Before", number: true }, { label: "After", number: true },
     { label: "Controls: mean ± standard deviation (count)", number: true }], rows, S.withUnit(about));

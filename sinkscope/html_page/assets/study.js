@@ -18,18 +18,18 @@ S.study = () => {
     const points = ends.map((row) => ({ level: level[row], seed: seed[row], value: value[row] ?? NaN }));
     S.setControls(controls,
       S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label));
-    place.replaceChildren(...S.levels(points, about, state.metric === "sink_rate" ? paper : new Map()));
+    place.replaceChildren(...S.levels(points, about, state.metric, state.metric === "sink_rate" ? paper : new Map()));
   };
   redraw();
   return S.section("study", "At the end of each training", "A row for each thing in which the trainings differ.", controls, place);
 };
 
-/** A chart and a table. points: [{level, seed, value}]; paper: level → published value, null where there is none, and † or "". */
-S.levels = (points, about, paper) => {
+/** A chart and a table of a metric. points: [{level, seed, value}]; paper: level → published value, null where there is none, and † or "". */
+S.levels = (points, about, metric, paper) => {
   const names = [...new Set(points.map((point) => point.level))];
   const means = names.map((level) => {
-    const own = points.filter((point) => point.level === level).map(({ value }) => value).filter(Number.isFinite);
-    return { level, value: d3.mean(own) ?? NaN, deviation: d3.deviation(own), seeds: own.length };
+    const [value = NaN, deviation = null, seeds = 0] = S.data.last_steps.find((row) => row[0] === level && row[1] === metric)?.slice(2) ?? [];
+    return { level, value, deviation, seeds };
   });
   const published = names.map((level) => ({ level, value: NaN, mark: "", ...paper.get(level) })).filter(({ value }) => Number.isFinite(value));
   const shown = points.filter(({ value }) => Number.isFinite(value));
@@ -58,7 +58,7 @@ S.levels = (points, about, paper) => {
   };
   const inPaper = new Map(published.map(({ level, value, mark }) => [level, `${about.text(value)}${mark}`]));
   const rows = means.map(({ level, value, deviation, seeds }) => [level,
-    `${about.text(value)}${deviation === undefined ? "" : ` ± ${about.text(deviation)}`}`, S.number(seeds),
+    `${about.text(value)}${deviation === null ? "" : ` ± ${about.text(deviation)}`}`, S.number(seeds),
     ...(published.length ? [inPaper.get(level) ?? "–"] : [])]);
   return [
     S.element("figure", { role: "group", "aria-label": title },

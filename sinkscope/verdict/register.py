@@ -1,0 +1,24 @@
+"""The report of each command that measures, and every table that a command writes."""
+
+from collections.abc import Callable
+
+from sinkscope.measuring.tables import all_tables
+from sinkscope.paper_claims import routes, table
+from sinkscope.results import scores
+from sinkscope.results.run import RunData
+from sinkscope.results.tables import Columns
+from sinkscope.verdict import analysis, effects, quantization
+from sinkscope.verdict.report import Report
+from sinkscope.verdict.sweep_tables import SWEEP_TABLES
+
+# command → the report on its run
+REPORTS: dict[str, Callable[[RunData], Report]] = {
+    "analyze": analysis.report,
+    "intervene": effects.report,
+    "quantize": quantization.report,
+}
+
+
+def written_tables() -> dict[str, Columns]:
+    """Return name → columns after the leading ones, of measured tables and of those of verdicts, claims and sweeps."""
+    return all_tables() | {made.TABLE: made.COLUMNS for made in (analysis, table, routes, scores)} | SWEEP_TABLES

@@ -1,0 +1,92 @@
+"""The report on a run: its title, table and findings, as Markdown; and the words that sentences of findings share."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import isnan
+
+import pandas as pd
+
+from sinkscope.results.findings import Finding, Published
+from sinkscope.verdict.table_formats import as_markdown
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings of a run.
+
+    Attributes:
+        title: The heading.
+        settings: Findings that say how the run was measured.
+        table: An overview; every cell is text.
+        findings: All other findings.
+    """
+
+    title: str
+    settings: Sequence[Finding]
+    table: pd.DataFrame
+    findings: Sequence[Finding]
+
+
+def report_markdown(report: Report) -> str:
+    """Return title, headlines, table, settings, and the other findings under the headings of their sections."""
+    headlines = [f"**{finding.section}:** {finding.sentence}" for finding in report.findings if finding.is_headline]
+    parts = [f"## {report.title}", _list(headlines), as_markdown(report.table, numbers=True)]
+    parts.append(" ".join(finding.sentence for finding in report.settings))
+    for section in dict.fromkeys(finding.section for finding in report.findings):
+        lines: list[str] = []
+        for finding in report.findings:
+            if finding.section == section:
+                lines += ([] if finding.is_headline else [finding.sentence]) + published_lines(finding.published)
+        if lines:
+            parts += [f"### {section}", _list(lines)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def published_lines(published: Sequence[Published]) -> list[str]:
+    """Return one line per setting and source: "Published, T = 64 (WSE table 1): LLaMA2-13B 91.69%, …."."""
+    lines = []
+    for (setting, source), some in groupby(published, lambda value: (value.setting, value.source)):
+        listed = ", ".join(f"{value.name} {value.value:.2f}%{value.mark}" for value in some)
+        note = " († from a transcription of the paper)" if "†" in listed else ""
+        lines.append(f"Published, {setting} ({source}): {listed}{note}.")
+    return lines
+
+
+# --- words that several sentences share
+
+
+def interval_text(low: float, high: float, form: str = ".2f", label: str = "95 % interval ") -> str:
+    """Return " (95 % interval 1.20 to 1.40)", and "" if the ends are NaN."""
+    return "" if isnan(low) else f" ({label}{low:{form}} to {high:{form}})"
+
+
+def layers_text(layers: Iterable[int]) -> str:
+    """Return for example "layers 0–2, 5" for (0, 1, 2, 5)."""
+    layers = list(layers)
+    return f"layer{'s' * (len(layers) > 1)} {spans(layers)}"
+
+
+def coordinates_text(coordinates: Sequence[int]) -> str:
+    """Return for example "coordinates 507, 247", in the given order."""
+    return f"coordinate{'s' * (len(coordinates) > 1)} {', '.join(map(str, coordinates))}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Return for example "0–2, 5" for (5, 0, 1, 2)."""
+    spans: list[list[int]] = []
+    for number in sorted(int(number) for number in numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
+
+
+def span(ends: tuple[int, int]) -> str:
+    """Return "64" for (64, 64) and "5 to 12" for (5, 12)."""
+    return f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
