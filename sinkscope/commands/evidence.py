@@ -21,11 +21,12 @@ from sinkscope.output.trained import Trained
 from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.studies import OPTIONS, PLAIN, Given, Steps, Training, variants, wanted_arms
-from sinkscope.paper_claims.table import COMMAND, evidence_of, models_of, with_studies
+from sinkscope.paper_claims.table import evidence_of, models_of, with_studies
 from sinkscope.results.cells import CELLS
 from sinkscope.results.cells import COMMAND as SWEEP
 from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
 from sinkscope.results.run import RunData
+from sinkscope.results.scorecard import COMMAND
 from sinkscope.results.scores import COLUMNS as SCORES_COLUMNS
 from sinkscope.results.scores import COMMAND as SCORES
 from sinkscope.results.scores import TABLE as SCORES_TABLE

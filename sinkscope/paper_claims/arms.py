@@ -4,14 +4,16 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from sinkscope.measuring.estimates import sink_rates
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.paper_claims.claim import NotDefined, Part, above, below
-from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.quantities import sink_rates
+from sinkscope.paper_claims.claim import Part
+from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.results.findings import SINK
+from sinkscope.results.judgment import NotDefined, above, below
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, mean_of_controls, one_more_run, positive_jackknife
 
-SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
 NO_COST = 0.02  # nats of loss, or 2 % of perplexity: less is no cost; a margin, so that a difference of 0 can hold
 LARGE_NORM = 2.0  # times that of later positions
 
@@ -21,13 +23,13 @@ def before_and_after(evidence: Evidence, role: str, position: int = 0) -> tuple[
 
     Both are under the same resamplings: an arm reads the same sequences.
     """
-    return sink_rates(evidence, role, condition=BEFORE), sink_rates(evidence, role, position)
+    return sink_rates(evidence.sequences(role, BEFORE)), sink_rates(evidence.sequences(role), position)
 
 
 def controls(evidence: Evidence, role: str) -> np.ndarray:
     """(draws,): the sink rate at position 0 under each of an arm's random controls."""
     conditions = evidence.controls(role)
-    return np.array([sink_rates(evidence, role, condition=condition)[0] for condition in conditions])
+    return np.array([sink_rates(evidence.sequences(role, condition))[0] for condition in conditions])
 
 
 def beyond_controls(evidence: Evidence, role: str) -> Estimate:
@@ -105,7 +107,7 @@ Course = Mapping[int, RunData]  # step → run
 
 def rates_over_steps(runs: Course) -> tuple[list[int], np.ndarray]:
     """Steps, and (R, steps): the sink rate at position 0 in percent; the same sequences at every step."""
-    columns = [sink_rates(Evidence({MAIN: run})) for run in runs.values()]
+    columns = [sink_rates(Sequences(run)) for run in runs.values()]
     return list(runs), np.stack(columns, axis=1)
 
 

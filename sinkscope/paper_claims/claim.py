@@ -3,17 +3,21 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import inf, isfinite, isnan, nan
+from math import isnan, nan
+from typing import Any
 
 import numpy as np
-from scipy import stats
 
-from sinkscope.paper_claims.evidence import Evidence, Lacks
+from sinkscope.measuring.estimates import HAS_SINK_HEADS as SINK_HEADS_OF_RUN
+from sinkscope.measuring.estimates import RUN_CLAIMS
+from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.studies import ARMS, PLAIN, Arm, ArmStudy
 from sinkscope.paper_claims.studies import KINDS as STUDIES
-from sinkscope.results import metrics
 from sinkscope.results.findings import Published
-from sinkscope.results.statistics import LEVEL, Estimate
+from sinkscope.results.judgment import NotDefined, Number, Outcome, estimated
+from sinkscope.results.papers import paper_of
+from sinkscope.results.sequences import Lacks, Sequences
+from sinkscope.results.statistics import Estimate
 from sinkscope.training.tables import UNTOUCHED
 
 # --- Nulls of claims: data in which there is nothing to find, on which the test of a claim should not pass.
@@ -71,150 +75,9 @@ def _methods(arms: Mapping[str, Arm]) -> set[str]:
     return {method for method, arm in arms.items() if arm.method not in (PLAIN, UNTOUCHED)}
 
 
-PAPERS = {  # first part of a claim's id → its paper
-    "GS": metrics.PAPERS["GS"],
-    "W": metrics.PAPERS["WSE"],
-    "S": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
-    "N": metrics.PAPERS["NU"],
-    "V": metrics.PAPERS["VGA"],
-}
-
-
-class Outcome(StrEnum):
-    """The outcome of a claim on one model."""
-
-    HOLDS = "holds"
-    FAILS = "fails"
-    INCONCLUSIVE = "inconclusive"  # the interval spans the threshold
-    NOT_ENOUGH_SEEDS = "not enough seeds"  # and it would, were the claim true
-    DOES_NOT_APPLY = "does not apply"
-    NOT_MEASURED = "not measured"
-
-
-class NotDefined(Exception):
-    """A claim's quantity does not exist on this model; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class Test:
-    """The values with which a claim holds: from `least` to `most`, the ends themselves only where not `strict`."""
-
-    __test__ = False  # no test of pytest's
-
-    least: float = -inf
-    most: float = inf
-    strict: bool = False
-
-    def outcome(self, estimate: Estimate) -> Outcome:
-        """By the whole interval and not by the point: each end misses the truth with 2.5 %, so that a claim whose truth
-        is at the threshold holds in 2.5 % of studies.
-        """
-        if isnan(estimate.value):
-            return Outcome.INCONCLUSIVE
-        if self.holds(estimate):
-            return Outcome.HOLDS
-        outside = not self._above(estimate.high) or not self._below(estimate.low)
-        if outside:
-            return Outcome.FAILS
-        return Outcome.NOT_ENOUGH_SEEDS if self.power(estimate) < ENOUGH else Outcome.INCONCLUSIVE
-
-    def holds(self, estimate: Estimate) -> bool:
-        """Whether all of the interval is inside."""
-        return self._above(estimate.low) and self._below(estimate.high)
-
-    def power(self, estimate: Estimate) -> float:
-        """How probable it is that a study with as many seeds and this spread shows the claim, if it is true.
-
-        True means: as far as the value at hand says, or for a range that all levels are alike.
-
-        Returns:
-            NaN where the number is not over seeds, or its value speaks against the claim.
-        """
-        truth = estimate.value if isnan(estimate.truest) else estimate.truest
-        if not estimate.seeds or isnan(truth):
-            return nan
-        if not (isfinite(estimate.low) and isfinite(estimate.high)) or estimate.seeds < 2:
-            return 0.0
-        if not (self._above(truth) and self._below(truth)):
-            return nan
-        freedom = estimate.seeds - 1
-        reach = stats.t.ppf((1 + LEVEL) / 2, freedom)
-        below, above = estimate.value - estimate.low, estimate.high - estimate.value
-        sides = [(truth - self.least, below), (self.most - truth, above)]
-        if not isnan(estimate.truest):  # a range is the size of a difference, which has two signs
-            sides *= 2
-        misses = [stats.norm.sf(reach * (room / side - 1)) for room, side in sides if isfinite(room) and side]
-        return float(max(0.0, 1 - sum(misses)))
-
-    def separates(self, estimate: Estimate) -> bool:
-        """Whether each draw of the null is outside, or less far inside than the value; true if no draw has a value."""
-        low, high = estimate.null_low, estimate.null_high
-        if isnan(low):
-            return True
-        if isfinite(self.least) and isfinite(self.most):
-            return not (self._above(high) and self._below(low))
-        if isfinite(self.least):
-            return high < estimate.value or not self._above(high)
-        return low > estimate.value or not self._below(low)
-
-    def _above(self, x: float) -> bool:
-        return x > self.least if self.strict and self.least != -inf else x >= self.least
-
-    def _below(self, x: float) -> bool:
-        return x < self.most if self.strict and self.most != inf else x <= self.most
-
-    def text(self, form: str = "{:.3g}") -> str:
-        """«≥ 0.5», «< 1», «0.5 to 2»."""
-        least, most = (form.format(end) for end in (self.least, self.most))
-        if self.most == inf:
-            return f"{'>' if self.strict else '≥'} {least}"
-        if self.least == -inf:
-            return f"{'<' if self.strict else '≤'} {most}"
-        return f"{least} to {most}"
-
-
-ENOUGH = 0.5  # power: with less, that a claim is not shown says nothing
-
-
-def at_least(threshold: float) -> Test:
-    return Test(least=threshold)
-
-
-def at_most(threshold: float) -> Test:
-    return Test(most=threshold)
-
-
-def above(threshold: float) -> Test:
-    return Test(least=threshold, strict=True)
-
-
-def below(threshold: float) -> Test:
-    return Test(most=threshold, strict=True)
-
-
-def between(least: float, most: float) -> Test:
-    return Test(least, most)
-
-
 # Why a claim does not speak of a model; None where it does.
 Scope = Callable[[Evidence], str | None]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One number of a claim, and the values with which the claim holds.
-
-    Attributes:
-        quantity: What is measured, in words.
-        measure: Makes the estimate from runs. Raises NotDefined.
-        test: The values with which the claim holds.
-        form: Format string of its values.
-    """
-
-    quantity: str
-    measure: Callable[[Evidence], Estimate]
-    test: Test
-    form: str = "{:.3g}"
+Part = Number[Evidence]
 
 
 @dataclass(frozen=True)
@@ -256,7 +119,22 @@ class Claim:
 
     @property
     def paper(self) -> str:
-        return PAPERS[self.id.partition("-")[0]]
+        return paper_of(self.id)
+
+
+def of_run(part: Number[Sequences], role: str = MAIN) -> Part:
+    """A number of one run, as a part of a claim."""
+    return Part(part.quantity, lambda evidence: part.measure(evidence.sequences(role)), part.test, part.form)
+
+
+HAS_SINK_HEADS = of_run(SINK_HEADS_OF_RUN)
+
+
+def run_claim(id: str, *more: Part, role: str = MAIN, **others: Any) -> Claim:
+    """A claim of `RUN_CLAIMS`. `more`: further parts of it; `others`: its other attributes."""
+    claim = RUN_CLAIMS[id]
+    parts = (*(of_run(part, role) for part in claim.parts), *more)
+    return Claim(id, claim.reference, claim.statement, parts, **others)
 
 
 @dataclass(frozen=True)
@@ -319,12 +197,6 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
         return Judgment(claim, Outcome.NOT_MEASURED, reason=str(reason))
     outcome = _together(Judgment(claim, Outcome.HOLDS, estimates).outcomes)
     return _beside_null(Judgment(claim, outcome, estimates), evidence)
-
-
-def estimated(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> Estimate:
-    """What is measured; of 0 ÷ 0 NaN, of which nothing is said."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return measure(evidence)
 
 
 def _beside_null(judgment: Judgment, evidence: Evidence) -> Judgment:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
@@ -13,7 +12,7 @@ from sinkscope.paper_claims.studies import KINDS as STUDIES
 from sinkscope.paper_claims.studies import Study
 from sinkscope.results.bos import OPTIONS, WITH, WITHOUT
 from sinkscope.results.run import RunData
-from sinkscope.results.statistics import resamplings, weighted_means
+from sinkscope.results.sequences import Lacks, Sequences
 
 MAIN, NULL = "natural", "null"  # roles: the model as it is, and with random weights (further draws: null_role)
 LONG = 256  # tokens of a text that is streamed
@@ -144,66 +143,6 @@ def _control(arm: str, draw: int) -> str:
     return f"{arm} control {draw}"
 
 
-class Lacks(Exception):
-    """A run was not asked for what a claim reads; the message says which table."""
-
-
-def table_of(run: RunData, name: str) -> pd.DataFrame:
-    """Raises Lacks."""
-    if name not in run.tables:
-        raise Lacks(f"a run of `{run.command}` lacks the table '{name}'")
-    return run.tables[name]
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """One run's by-sequence tables under resamplings of its sequences."""
-
-    run: RunData
-    condition: str | None = None  # of `intervene`: which arm
-    _pivoted: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def weights(self) -> np.ndarray:
-        """(1 + draws, N)"""
-        return resamplings(self.run.manifest["input"]["sequences"])
-
-    def values(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
-        """(N, *by): each sequence's value, NaN where it has none. The axes are sorted as the columns `by` are."""
-        key = (table, column, by, *sorted(where.items()))
-        if key not in self._pivoted:
-            self._pivoted[key] = self._pivot(table, column, by, where)
-        return self._pivoted[key]
-
-    def means(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
-        """(1 + draws, *by): means over sequences, the first those of the run itself."""
-        return weighted_means(self.values(table, column, by, **where), self.weights)
-
-    @property
-    def losses(self) -> np.ndarray:
-        """(1 + passages,): loss per predicted token, of the whole run and without each passage of the text.
-
-        Sequences of one passage are alike, and their losses are no independent draws.
-        """
-        loss, predicted = (self.values("loss_by_sequence", column)[:, 0] for column in ("loss", "predicted"))
-        passage = np.arange(len(loss)) // self.run.manifest["input"].get("per_passage", 1)
-        weights = np.concatenate([np.ones((1, len(loss))), np.unique(passage)[:, None] != passage])
-        with np.errstate(invalid="ignore"):
-            return (weights @ np.nan_to_num(loss * predicted)) / (weights @ predicted)
-
-    def _pivot(self, table: str, column: str, by: tuple[str, ...], where: dict) -> np.ndarray:
-        rows = table_of(self.run, table)
-        if self.condition is not None:
-            where = {"condition": self.condition, **where}
-        for name, value in where.items():
-            rows = rows[rows[name] == value]
-        axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in by]
-        count = self.run.manifest["input"]["sequences"]
-        found = np.full((count, *(len(labels) for labels, _ in axes)), np.nan)
-        found[(rows["sequence"].to_numpy(), *(places for _, places in axes))] = rows[column].to_numpy(float)
-        return found
-
-
 @dataclass(frozen=True)
 class Evidence:
     """Everything that was measured of one model.
@@ -276,8 +215,12 @@ class Evidence:
 
     def table(self, role: str, name: str) -> pd.DataFrame:
         """One table of a run; of a role "do:NAME" the rows of that arm."""
-        table, label = table_of(self.run(role), name), self.label(role)
-        return table[table["condition"] == label] if label else table
+        return self.sequences(role).table(name)
+
+    @property
+    def natural(self) -> Sequences:
+        """The tables of the model as it is."""
+        return self.sequences(MAIN)
 
     def sequences(self, role: str, condition: str | None = None) -> Sequences:
         """By-sequence tables of a run; of `intervene` those of one arm, by default the role's own."""

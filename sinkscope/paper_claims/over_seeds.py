@@ -13,10 +13,11 @@ from typing import TypeVar
 import numpy as np
 from scipy import stats
 
-from sinkscope.paper_claims.arms import SINK
-from sinkscope.paper_claims.claim import NotDefined
-from sinkscope.paper_claims.evidence import Evidence, Lacks
+from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.studies import PLAIN, Arm, ArmStudy, FactorStudy, Level, Study
+from sinkscope.results.findings import SINK
+from sinkscope.results.judgment import NotDefined
+from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, largest_of, least_of, mean_of_rates, mean_of_runs, range_of
 
 Kind = TypeVar("Kind")

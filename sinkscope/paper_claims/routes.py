@@ -9,13 +9,14 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.paper_claims.arms import SINK, before_and_after, beyond_controls, controls, share_left
-from sinkscope.paper_claims.evidence import Evidence, Lacks
-from sinkscope.results.findings import HALF
+from sinkscope.paper_claims.arms import before_and_after, beyond_controls, controls, share_left
+from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.results.findings import HALF, SINK
+from sinkscope.results.scorecard import ROUTE_COLUMNS
+from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, bootstrap, one_more_run
-from sinkscope.results.tables import Column, names_of
+from sinkscope.results.tables import names_of
 
-TABLE = "route"
 PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
 
 
@@ -64,33 +65,11 @@ ROUTES = (
 ROLES = tuple(role for route in ROUTES for role in route.roles)
 
 
-COLUMNS = (
-    Column("route", "a part of the model by which the first token may become a sink", kind="text"),
-    Column("do", "the intervention that cuts it", kind="text"),
-    Column("before", "sink rate at position 0 of the model as it is", "%"),
-    Column("before_low", "lower end of its 95 % interval over sequences", "%"),
-    Column("before_high", "upper end", "%"),
-    Column("after", "sink rate at position 0 without the route", "%"),
-    Column("after_low", "lower end of its 95 % interval over sequences", "%"),
-    Column("after_high", "upper end", "%"),
-    Column("draws", "random controls", kind="whole"),
-    Column("control", "mean sink rate under them", "%"),
-    Column("control_low", "lower end of the interval in which one more would fall with 95 %", "%"),
-    Column("control_high", "upper end", "%"),
-    Column("beyond", "change of the sink rate beyond a control's", "points"),
-    Column("beyond_low", "lower end of its 95 % interval, over sequences and controls", "points"),
-    Column("beyond_high", "upper end", "points"),
-    Column("effect", "goes, falls, rises, stays (by that interval), undecided, no sink, does not apply, not measured",
-        kind="text"),
-    Column("note", "why it does not apply, or the command to measure it", kind="text"),
-)  # fmt: skip
-
-
 def routes_of(evidence: Evidence) -> pd.DataFrame:
     """The table `route` of one model: a row for each route."""
     rows = [_row(route, evidence) for route in ROUTES]
-    table = pd.DataFrame(rows).reindex(columns=names_of(COLUMNS))
-    table = table.astype({"draws": int} | {column.name: float for column in COLUMNS if column.kind == "number"})
+    table = pd.DataFrame(rows).reindex(columns=names_of(ROUTE_COLUMNS))
+    table = table.astype({"draws": int} | {column.name: float for column in ROUTE_COLUMNS if column.kind == "number"})
     run = evidence.any_run
     for name, value in (("layer", WHOLE_MODEL), ("condition", run.condition), ("model", run.model)):
         table.insert(0, name, value)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 # --- thresholds
 
+SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
 NO_SINK = 0.01  # a sink rate below this is none
 ALMOST_NO_SINK = 0.05  # a layer with a sink rate below this has almost none
 STRONG = 0.5  # a layer has the sink when at least this share of its heads has it

@@ -8,9 +8,24 @@ from collections.abc import Callable, Mapping
 import pandas as pd
 
 from sinkscope.results.findings import Published
+from sinkscope.results.metrics import PAPERS
 from sinkscope.results.run import RunData
 
 SCRATCH = "60M model, 5 B tokens, sink rate at position 0 in %"  # the setting of most of WSE's trainings
+
+
+CLAIMS_PAPERS = {  # first part of a claim's id → its paper
+    "GS": PAPERS["GS"],
+    "W": PAPERS["WSE"],
+    "S": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
+    "N": PAPERS["NU"],
+    "V": PAPERS["VGA"],
+}
+
+
+def paper_of(claim: str) -> str:
+    """Return the paper of a claim, by its id."""
+    return CLAIMS_PAPERS[claim.partition("-")[0]]
 
 
 def published(
@@ -62,6 +77,14 @@ WSE_TABLE_1: dict[str, dict[str, Published]] = {
 def published_rates(reads: str) -> tuple[Published, ...]:
     """Of all models on one input."""
     return tuple(rates[reads] for rates in WSE_TABLE_1.values() if reads in rates)
+
+
+FROM_SCRATCH = "T = 64 and ε = 0.3, trained from scratch"
+SINK_RATES = (
+    *published_rates("natural"),
+    Published("Llama 60M", 18.18, FROM_SCRATCH, "WSE §4"),
+    Published("Llama 1B", 45.11, FROM_SCRATCH, "WSE §7.4"),
+)
 
 
 # --- WSE's trainings: sink rates of models of 60 million parameters, in percent, by what differs from its default. A

@@ -8,15 +8,11 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.estimates import SPIKE, delta_gaps, gradient_ratio, sink_heads
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
-from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.papers.nu import delta_gaps
-from sinkscope.paper_claims.papers.wse import ALONE
-from sinkscope.paper_claims.quantities import gradient_ratio, sink_heads
-from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.bos import WITH
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
@@ -32,11 +28,12 @@ from sinkscope.results.findings import (
     Outcome,
 )
 from sinkscope.results.metrics import METRICS
-from sinkscope.results.papers import LENGTH, SETTING
+from sinkscope.results.papers import LENGTH, SETTING, SINK_RATES, published_rates
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate
-from sinkscope.verdict.claimed import evidence_of, finding, interval, is_known, measured, of_claim, threshold_of
+from sinkscope.verdict.claimed import finding, interval, is_known, measured, of_claim
 from sinkscope.verdict.markdown import Report
 
 SHOWN = (  # metrics of the whole model, in the order of the verdict's table
@@ -51,7 +48,7 @@ SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
 VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
 
 # Whose published sink rates they are, by input.
-WSE = {"natural": "W-1", "random": "W-2"}
+WSE = {"natural": SINK_RATES, "random": published_rates("random")}
 
 MOST_COORDINATES = 3  # of massive activations that are named
 MOST_TOKENS = 3  # of later sinks that are named
@@ -76,7 +73,7 @@ def overview(run: RunData) -> pd.DataFrame:
 
 def findings(run: RunData) -> list[Finding]:
     """Everything that the tables say. Reads no text and makes none."""
-    evidence = evidence_of(run)
+    evidence = Sequences(run)
     of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
     found = [one for part in of_claims for one in part(run, evidence)]
     return found + [one for part in (_eight_bits, _windows, _not_applicable) for one in part(run)]
@@ -121,7 +118,7 @@ def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
 # --- sections
 
 
-def _sink(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     rate = of_claim(evidence, "W-1")
     if "attention" not in run.tables or rate is None:
         return
@@ -131,7 +128,7 @@ def _sink(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     comparable = run.is_causal and (SETTING | lengths).items() <= (config | run.manifest["input"]).items()
     numbers = {"epsilon": config["epsilon"], "strong": STRONG, "layers": strong, "none": None if strong else STRONG}
     numbers |= {"few": ALMOST_NO_SINK, "weak_layers": _where(rates < ALMOST_NO_SINK) if strong else ()} | _alone(run)
-    published = CLAIMS[WSE[run.condition]].published if comparable and run.condition in WSE else ()
+    published = WSE.get(run.condition, ()) if comparable else ()
     yield finding("sink", SINK, rate, "W-1", published=published, numbers=numbers, is_headline=True)
     yield from _outside(run)
     yield from _attention_layers(run)
@@ -193,14 +190,14 @@ def _later_sinks(run: RunData) -> Finding:
     return Finding("later-sinks", SINK, Outcome.PRESENT, rate, threshold=NO_SINK, numbers=numbers)
 
 
-def _repeated(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _repeated(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     if run.condition != "repeated" or "attention" not in run.tables:
         return
     if run.bos == WITH:
         yield Finding("repeated-bos", SINK, Outcome.UNDECIDED, numbers={"token": run.manifest["input"]["token_zero"]})
         return
-    repeated = Evidence({ALONE: run})
-    bound = None if any(scope(repeated) for scope in CLAIMS["W-9"].scope) else of_claim(repeated, "W-9")
+    kinds, stay_equal = kinds_of_positions(run), not any(unequal(run).values())
+    bound = of_claim(evidence, "W-9") if stay_equal and "rotary" in kinds and kinds <= WITHIN_ATTENTION else None
     if bound is not None:
         numbers = {"mass": run.metric("sink_mass"), "bound": run.metric("repeated_bound")}
         yield finding("repeated-bound", SINK, bound, "W-9", numbers=numbers)
@@ -219,7 +216,7 @@ def _expected_on_repeated(run: RunData) -> Finding:
     return Finding("repeated", SINK, outcome, numbers={"positions": positions})
 
 
-def _massive(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     count = of_claim(evidence, "S-6")
     if count is None:
         return
@@ -269,7 +266,7 @@ def _all_alike(run: RunData, largest: pd.Series) -> Finding:
     return Finding("massive", MASSIVE, Outcome.UNDECIDED, value, numbers=numbers, is_headline=True)
 
 
-def _values(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     drain, having = of_claim(evidence, "GS-20"), of_claim(evidence, "GS-20", part=1)
     if drain is None or having is None or not is_known(drain):
         return
@@ -281,7 +278,7 @@ def _values(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     yield finding("value-drain", VALUES, drain, "GS-20", numbers=numbers)
 
 
-def _gradients(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     """Numbers alone: whether they make a gradient sink is decided by the same model with random weights (GS-6)."""
     value, key = (measured(partial(_ratio, pathway), evidence) for pathway in ("value", "key"))
     if value is not None and is_known(value):
@@ -291,7 +288,7 @@ def _gradients(run: RunData, evidence: Evidence) -> Iterator[Finding]:
         if (run.tables["gradient"]["pathway"] == "raw_value").any():
             yield Finding("gradient-behind", GRADIENTS, value=run.metric("value_gradient_ratio"))
         if run.is_causal:
-            yield Finding("gradient-null", GRADIENTS, value=threshold_of("GS-6"))
+            yield Finding("gradient-null", GRADIENTS, value=SPIKE)
     norms = of_claim(evidence, "GS-8")
     if norms is not None and is_known(norms):
         yield finding("gradient-norms", GRADIENTS, norms, "GS-8", outcome=Outcome.MEASURED)
@@ -304,11 +301,11 @@ def _gradients(run: RunData, evidence: Evidence) -> Iterator[Finding]:
         yield finding("compress", GRADIENTS, slope, "GS-17", outcome=Outcome.MEASURED, threshold=None, numbers=numbers)
 
 
-def _ratio(pathway: str, evidence: Evidence) -> Estimate:
+def _ratio(pathway: str, evidence: Sequences) -> Estimate:
     return gradient_ratio(evidence, pathway)
 
 
-def _query_bias(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _query_bias(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     apart = of_claim(evidence, "N-1")
     if apart is None or not is_known(apart):
         return

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from math import inf, isclose, isfinite
 from typing import Any
 
-from sinkscope.paper_claims.claim import NotDefined, estimated
-from sinkscope.paper_claims.claim import Outcome as Judged
-from sinkscope.paper_claims.evidence import MAIN, Evidence, Lacks
-from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.results.findings import Finding, Outcome
-from sinkscope.results.run import RunData
+from sinkscope.results.judgment import NotDefined, estimated
+from sinkscope.results.judgment import Outcome as Judged
+from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate
 
 OUTCOMES = {
@@ -20,34 +19,29 @@ OUTCOMES = {
 }
 
 
-def evidence_of(run: RunData) -> Evidence:
-    """One run by itself, whatever it reads."""
-    return Evidence({MAIN: run})
-
-
-def measured(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> Estimate | None:
+def measured(measure: Callable[[Sequences], Estimate], sequences: Sequences) -> Estimate | None:
     """None where the quantity does not exist, or the run lacks its table."""
     try:
-        return estimated(measure, evidence)
+        return estimated(measure, sequences)
     except (NotDefined, Lacks):
         return None
 
 
-def of_claim(evidence: Evidence, claim: str, part: int = 0) -> Estimate | None:
+def of_claim(sequences: Sequences, claim: str, part: int = 0) -> Estimate | None:
     """A number of a claim, of one run; None as for `measured`."""
-    return measured(CLAIMS[claim].parts[part].measure, evidence)
+    return measured(RUN_CLAIMS[claim].parts[part].measure, sequences)
 
 
 def threshold_of(claim: str, part: int = 0) -> float:
     """Of a test with a single one."""
-    test = CLAIMS[claim].parts[part].test
+    test = RUN_CLAIMS[claim].parts[part].test
     return test.most if test.least == -inf else test.least
 
 
 def finding(name: str, section: str, estimate: Estimate, claim: str = "", part: int = 0, **given: Any) -> Finding:
     """An estimate as a finding. With a claim the outcome is that of this number of it; `given` goes before."""
     if claim:
-        judged = OUTCOMES[CLAIMS[claim].parts[part].test.outcome(estimate)]
+        judged = OUTCOMES[RUN_CLAIMS[claim].parts[part].test.outcome(estimate)]
         given = {"outcome": judged, "threshold": threshold_of(claim, part), "claim": claim} | given
     ends: dict[str, Any] = interval(estimate)
     return Finding(name, section, value=estimate.value, **ends, **given)

@@ -12,8 +12,8 @@ import pandas as pd
 
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.summary import NO_POSITION
-from sinkscope.paper_claims.evidence import Lacks, Sequences, table_of
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import bootstrap, positive_jackknife, weighted_means
 
 

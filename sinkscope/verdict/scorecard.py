@@ -18,17 +18,20 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.errors import InputError, Known, unknown
-from sinkscope.paper_claims.claim import Outcome, Part
+from sinkscope.paper_claims.claim import Part
 from sinkscope.paper_claims.evidence import MAIN
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES_TITLE, measured_models, routes_text
-from sinkscope.paper_claims.routes import TABLE as ROUTES
 from sinkscope.paper_claims.studies import KINDS as STUDIES
-from sinkscope.paper_claims.table import COMMAND, NOT_JUDGED, TABLE, TABLES
+from sinkscope.paper_claims.table import NOT_JUDGED
+from sinkscope.results.judgment import Outcome
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.results.run import RunData
+from sinkscope.results.scorecard import CLAIM as TABLE
+from sinkscope.results.scorecard import COMMAND, TABLES
+from sinkscope.results.scorecard import ROUTE as ROUTES
 from sinkscope.results.statistics import LEVEL
 from sinkscope.results.tables import names_of, read_table
 from sinkscope.verdict.markdown import as_markdown

@@ -16,10 +16,10 @@ import sinkscope
 from sinkscope import Scorecard
 from sinkscope.measuring.experiment import Experiment
 from sinkscope.output.run import Run
-from sinkscope.paper_claims.claim import Outcome
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import routes_text
 from sinkscope.paper_claims.studies import KINDS as STUDIES
+from sinkscope.results.judgment import Outcome
 from sinkscope.retrofits import retrofit_model
 
 

@@ -9,9 +9,10 @@ from support.hand_made_runs import SEQUENCES, analysis, by_sequence, experiment,
 
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.paper_claims.arms import beyond_controls
-from sinkscope.paper_claims.claim import Judgment, Outcome, judge
+from sinkscope.paper_claims.claim import Judgment, judge
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.papers.nu import CLAIMS
+from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 
 LAYERS, WIDTH = 4, 300

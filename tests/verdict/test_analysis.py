@@ -8,8 +8,7 @@ import pytest
 from support.summarized_runs import summarized
 
 from sinkscope.output.run import Run
-from sinkscope.paper_claims.arms import SINK
-from sinkscope.results.findings import Finding, Outcome, Published
+from sinkscope.results.findings import SINK, Finding, Outcome, Published
 from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import quantized_source, settings
 from sinkscope.verdict.words import TEMPLATES, say, say_published, spans

@@ -7,12 +7,14 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
-from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
-from sinkscope.paper_claims.evidence import Evidence, Lacks
+from sinkscope.paper_claims.claim import Claim, Part, run_claim
+from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.over_seeds import metric, of_one, where_plain_has
 from sinkscope.paper_claims.scopes import causal
 from sinkscope.paper_claims.studies import PLAIN
 from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
+from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
+from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings, weighted_means
 
 BIASES = "key-bias:value=learned"
@@ -81,13 +83,6 @@ def _largest(evidence: Evidence, column: str) -> np.ndarray:
 
 def _ratio(evidence: Evidence) -> Estimate:
     return bootstrap(_largest(evidence, "ratio").max(1))
-
-
-def _count(evidence: Evidence) -> Estimate:
-    """Of one layer's output, as the paper counts them: the layer with most."""
-    table = evidence.table("natural", "massive")
-    counts = table.groupby(["sequence", "layer"])["is_massive"].sum().unstack(fill_value=0).to_numpy(float)
-    return bootstrap(weighted_means(counts, resamplings(len(counts))).max(1))
 
 
 def _onset(evidence: Evidence) -> Estimate:
@@ -184,9 +179,7 @@ CLAIMS = (
             between(0.95, 1.05)),), STREAMS, (causal, with_registers)),
     Claim("S-5", "Sun et al.", "Massive activations are huge.",
         (Part("largest entry ÷ median, mean over sequences", _ratio, at_least(1e4)),)),
-    Claim("S-6", "Sun et al.", "Massive activations are few.",
-        (Part("in the output of the layer with most, a sequence", _count, below(10.0)),
-         Part("and there are some", _count, above(0.0))), is_ours=False),
+    run_claim("S-6", is_ours=False),
     Claim("S-7", "Sun et al.", "They appear abruptly.",
         (Part("largest entry of a layer's output ÷ of the layer's before, largest step", _onset, at_least(10.0)),)),
     Claim("S-8", "Sun et al.", "They are gone at the end.",

@@ -6,10 +6,11 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from sinkscope.measuring.estimates import before_valves, by_head, in_sink_heads, layers_of_heads, norm_ratios
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.paper_claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
-from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, Test, above, at_least, at_most, below
-from sinkscope.paper_claims.evidence import MAIN, Evidence, Lacks, table_of
+from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part
+from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.over_seeds import (
     OfArm,
     correlation,
@@ -20,18 +21,12 @@ from sinkscope.paper_claims.over_seeds import (
     study_of,
     words_for_arms,
 )
-from sinkscope.paper_claims.quantities import (
-    HAS_SINK_HEADS,
-    by_head,
-    in_front_of_valves,
-    in_sink_heads,
-    layers_of_heads,
-    norm_ratios,
-)
 from sinkscope.paper_claims.scopes import causal, gated
 from sinkscope.paper_claims.studies import PLAIN, Arm, ArmStudy
 from sinkscope.results.bos import WITH
+from sinkscope.results.judgment import NotDefined, Test, above, at_least, at_most, below
 from sinkscope.results.papers import published
+from sinkscope.results.sequences import Lacks, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, exact, mean_of_runs, positive_jackknife, rank_correlation
 from sinkscope.training.tables import UNTOUCHED, sinking_layer
 
@@ -40,37 +35,39 @@ STRONG = 0.9  # mean attention to position 0 in the heads of V-3
 
 
 def _drain_follows(evidence: Evidence) -> Estimate:
-    mass = by_head(evidence, "attention_heads_by_sequence", "window_mass")[0]
-    first, later = (by_head(evidence, "geometry_by_sequence", name)[0] for name in ("value_norm", "value_norm_later"))
-    return rank_correlation(mass, first / later, layers_of_heads(evidence))
+    mass = by_head(evidence.natural, "attention_heads_by_sequence", "window_mass")[0]
+    first, later = (
+        by_head(evidence.natural, "geometry_by_sequence", name)[0] for name in ("value_norm", "value_norm_later")
+    )
+    return rank_correlation(mass, first / later, layers_of_heads(evidence.natural))
 
 
 def _peak(evidence: Evidence) -> Estimate:
-    return bootstrap(norm_ratios(evidence, "layer_out").max(1))
+    return bootstrap(norm_ratios(evidence.natural, "layer_out").max(1))
 
 
 def _starved(evidence: Evidence) -> Estimate:
     """Median over key/value heads that attend to position 0 alone."""
-    attention = evidence.table("natural", "attention")
+    attention = evidence.natural.table("attention")
     mass = attention[attention["position"] == 0].groupby(["layer", "kv_head"])["window_mass"].mean()
     strong = mass.index[mass > STRONG]
     if strong.empty:
         raise NotDefined(f"no head gives position 0 more than {STRONG} of its attention")
-    tables = [evidence.table("natural", "gradient")]
-    tables += [rows for _, rows in evidence.table("natural", "gradient_by_group").groupby("group")]
+    tables = [evidence.natural.table("gradient")]
+    tables += [rows for _, rows in evidence.natural.table("gradient_by_group").groupby("group")]
     ratios = np.array([_later_over_first(table, strong) for table in tables])
     return positive_jackknife(ratios).over(f"{len(strong)} key/value head{'s' * (len(strong) > 1)}")
 
 
 def _later_over_first(gradient: pd.DataFrame, heads: pd.MultiIndex) -> float:
-    gradient = in_front_of_valves(gradient)
+    gradient = before_valves(gradient)
     value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
     by_position = value.pivot(index=["layer", "head"], columns="position", values="grad_norm").loc[list(heads)]
     return float((by_position.iloc[:, LATER].mean(axis=1) / by_position[0]).median())
 
 
 def _gate_closes(evidence: Evidence) -> Estimate:
-    table = evidence.table("natural", "gate")
+    table = evidence.natural.table("gate")
     later = table["position"].between(LATER.start, LATER.stop - 1)
     return exact(table[table["position"] == 0]["gate"].mean() / table[later]["gate"].mean())
 
@@ -229,7 +226,7 @@ NOT_MORE: Test = at_most(COST)
 CLAIMS = (
     Claim("V-1", "§1", "Sinks are drained.",
         (Part("rank correlation over heads of window mass and value norm ÷ later", _drain_follows, below(0.0)),
-         Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "value_norm"),
+         Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "value_norm"),
             below(0.5)),
          HAS_SINK_HEADS)),
     Claim("V-2", "§1", "The residual stream peaks at the sink.",

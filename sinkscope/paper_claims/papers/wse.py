@@ -1,11 +1,23 @@
 """Claims of When Attention Sink Emerges in Language Models (WSE)."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
-import pandas as pd
 
+from sinkscope.measuring.estimates import (
+    RUN_CLAIMS,
+    attention,
+    by_head,
+    equal_tokens,
+    in_sink_heads,
+    massive_layers,
+    norm_ratios,
+    norms,
+    sink_heads,
+    sink_rates,
+)
 from sinkscope.measuring.observables.equal_tokens import CLOSED_FORMS
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.summary import clear_sinks
@@ -13,7 +25,6 @@ from sinkscope.models.varied_llama import MODEL_TYPE
 from sinkscope.paper_claims.arms import (
     LARGE_NORM,
     NO_COST,
-    SINK,
     falls,
     had_a_sink,
     of_arm,
@@ -21,8 +32,8 @@ from sinkscope.paper_claims.arms import (
     rates_over_steps,
     share_left,
 )
-from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, above, at_least, at_most, below, between
-from sinkscope.paper_claims.evidence import MAIN, POLICIES, RANDOM, REPEATED, WITHOUT_BOS, Evidence, Lacks, table_of
+from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, run_claim
+from sinkscope.paper_claims.evidence import MAIN, POLICIES, RANDOM, REPEATED, WITHOUT_BOS, Evidence
 from sinkscope.paper_claims.over_seeds import (
     PERCENT,
     Ends,
@@ -46,17 +57,6 @@ from sinkscope.paper_claims.over_seeds import (
     words_for,
 )
 from sinkscope.paper_claims.over_seeds import sink_rates as rates_over_seeds
-from sinkscope.paper_claims.quantities import (
-    HAS_SINK_HEADS,
-    attention,
-    by_head,
-    in_sink_heads,
-    massive_layers,
-    norm_ratios,
-    norms,
-    sink_heads,
-    sink_rates,
-)
 from sinkscope.paper_claims.scopes import (
     absolute_positions,
     causal,
@@ -79,10 +79,12 @@ from sinkscope.paper_claims.studies import (
     parameters,
 )
 from sinkscope.results.bos import WITH, WITHOUT
-from sinkscope.results.findings import Published
+from sinkscope.results.findings import SINK, Published
+from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.metrics import is_sink
-from sinkscope.results.papers import WSE_TABLE_1, published, published_rates
+from sinkscope.results.papers import SINK_RATES, WSE_TABLE_1, published, published_rates
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import (
     Estimate,
     bootstrap,
@@ -102,12 +104,6 @@ LENGTHS = (16, 32, 128)  # of the sequences, besides the run's own
 EPSILON, AROUND = 0.3, (0.2, 0.4)
 DOMAINS = ("code", "documentation")  # besides natural text
 
-SCRATCH = "T = 64 and ε = 0.3, trained from scratch"
-SINK_RATES = (
-    *published_rates("natural"),
-    Published("Llama 60M", 18.18, SCRATCH, "WSE §4"),
-    Published("Llama 1B", 45.11, SCRATCH, "WSE §7.4"),
-)
 ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value > 0)
 NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value == 0)
 
@@ -125,14 +121,17 @@ def _both_policies(evidence: Evidence, *inputs: str) -> str:
     for policy, words in ((WITH, "with a BOS"), (WITHOUT, "without")):
         roles = _policy_roles(inputs, (policy,))
         if all(evidence.has(role) for role in roles):
-            rates = [f"{'text' if name == MAIN else name} {sink_rates(evidence, role)[0]:.1f}"
+            rates = [f"{'text' if name == MAIN else name} {sink_rates(evidence.sequences(role))[0]:.1f}"
                      for name, role in zip(inputs, roles, strict=True)]  # fmt: skip
             said.append(f"{words} {', '.join(rates)} %")
     return "; ".join(said)
 
 
 def _sink_rate(evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence)).over(_both_policies(evidence, MAIN))
+    return bootstrap(sink_rates(evidence.natural)).over(_both_policies(evidence, MAIN))
+
+
+_AT_FIRST = replace(of_run(RUN_CLAIMS["W-1"].parts[0]), measure=_sink_rate)
 
 
 def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Estimate, str]:
@@ -146,10 +145,10 @@ def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Es
     for role in (text, other):
         if not evidence.has(role):
             raise NotDefined(reason) if (reason := evidence.inapplicable(role)) else Lacks(evidence.command(role))
-    words, before = _both_policies(evidence, MAIN, drawn), bootstrap(sink_rates(evidence, text))
+    words, before = _both_policies(evidence, MAIN, drawn), bootstrap(sink_rates(evidence.sequences(text)))
     if before.value <= SINK:
         raise NotDefined(f"its text has no sink {policy} a BOS, which is what counts here ({words})")
-    return bootstrap(sink_rates(evidence, other)), before, words
+    return bootstrap(sink_rates(evidence.sequences(other))), before, words
 
 
 def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate]:
@@ -173,21 +172,23 @@ def _on_repeated(evidence: Evidence) -> Estimate:
 
 def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
     """Raises NotDefined."""
-    ratios = norm_ratios(evidence, "layer_out")
-    layers = massive_layers(evidence)
+    ratios = norm_ratios(evidence.natural, "layer_out")
+    layers = massive_layers(evidence.natural)
     if not len(layers):
         raise NotDefined("no layer has massive activations at position 0")
     return bootstrap(np.median(ratios[:, layers], axis=1)).over(f"{len(layers)} layers")
 
 
 def _angle(evidence: Evidence) -> Estimate:
-    chosen, note = sink_heads(evidence)
-    first, later = (by_head(evidence, "geometry_by_sequence", name) for name in ("qk_cosine", "qk_cosine_later"))
+    chosen, note = sink_heads(evidence.natural)
+    first, later = (
+        by_head(evidence.natural, "geometry_by_sequence", name) for name in ("qk_cosine", "qk_cosine_later")
+    )
     return bootstrap((first > later)[:, chosen].mean(1)).over(note)
 
 
 def _early_blocks(evidence: Evidence) -> Estimate:
-    by_layer = 100 * attention(evidence, "sink_rate")[..., 0]
+    by_layer = 100 * attention(evidence.natural, "sink_rate")[..., 0]
     early = max(1, by_layer.shape[1] // 4)
     return bootstrap(by_layer[:, :early].mean(1) - by_layer[:, early:].mean(1))
 
@@ -198,14 +199,14 @@ def _early_blocks(evidence: Evidence) -> Estimate:
 def _domains(evidence: Evidence) -> Estimate:
     """The range of the domains' rates, each resampled by itself."""
     roles = ("natural", *(f"domain:{name}" for name in DOMAINS))
-    rates = [bootstrap(sink_rates(evidence, role)) for role in roles]
+    rates = [bootstrap(sink_rates(evidence.sequences(role))) for role in roles]
     note = ", ".join(f"{role.rpartition(':')[2]} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
     return range_of([first - second for first, second in combinations(rates, 2)]).over(note)
 
 
 def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:
     """log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), window = T."""
-    own = evidence.runs["natural"].manifest["config"]["seq_len"]
+    own = evidence.natural.run.manifest["config"]["seq_len"]
     roles = {own: "natural"} | {length: f"length:{length}" for length in LENGTHS}
     rates = []
     for role in roles.values():
@@ -256,18 +257,11 @@ TEXT, ALONE = f"{WITHOUT_BOS}:{MAIN}", f"{WITHOUT_BOS}:{REPEATED}"  # equal toke
 REPEATED_TOKENS = "T = 64 and ε = 0.3, repeated tokens"
 
 
-def _equal_tokens(evidence: Evidence) -> pd.DataFrame:
-    """Raises NotDefined."""
-    if "equal_tokens" not in evidence.run(ALONE).tables:
-        raise NotDefined("its sequences are not one token, repeated: something stands in front")
-    return evidence.table(ALONE, "equal_tokens")
-
-
 def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estimate]:
     """Over all layers and sequences, or the layers with positions of one kind. Raises NotDefined."""
 
     def measure(evidence: Evidence) -> Estimate:
-        table = _equal_tokens(evidence)
+        table = equal_tokens(evidence.sequences(ALONE))
         rows = (table if kind is None else table[table["positions"] == kind]).dropna(subset=[column])
         if not len(rows):
             raise NotDefined("a further term in its softmax's denominator takes part of the weight")
@@ -277,24 +271,17 @@ def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estim
     return measure
 
 
-def _within_bound(evidence: Evidence) -> Estimate:
-    table = _equal_tokens(evidence).dropna(subset=["bound_share"])
-    if not len(table):
-        raise NotDefined("its logits are not scaled products of queries and keys")
-    note = f"{len(table)} pairs of layer and sequence; a ÷ bound ≤ {table['bound_ratio'].max():.3g}"
-    return exact(table["bound_share"].min()).over(note)
-
-
 def _all_massive(evidence: Evidence) -> Estimate:
     """The smallest ratio of any layer. Raises NotDefined."""
-    _equal_tokens(evidence)
-    rate = sink_rates(evidence, TEXT)[0]
+    equal_tokens(evidence.sequences(ALONE))
+    rate = sink_rates(evidence.sequences(TEXT))[0]
     if rate <= SINK:
         raise NotDefined(f"its text has no sink without a BOS that could be dispersed ({rate:.1f} %)")
-    layers = massive_layers(evidence, TEXT)
+    layers = massive_layers(evidence.sequences(TEXT))
     if not len(layers):
         raise NotDefined(f"no layer has massive activations (above {THRESHOLD:.0f}) at position 0 without a BOS")
-    repeated, natural = norms(evidence, "layer_out", "norm_smallest", ALONE), norms(evidence, "layer_out", role=TEXT)
+    repeated = norms(evidence.sequences(ALONE), "layer_out", "norm_smallest")
+    natural = norms(evidence.sequences(TEXT), "layer_out")
     ratios = {layer: bootstrap(repeated[:, layer]) / bootstrap(natural[:, layer]) for layer in layers}
     weakest = min(ratios, key=lambda layer: ratios[layer].value)
     median = float(np.median([ratio.value for ratio in ratios.values()]))
@@ -322,15 +309,15 @@ def _post_norm(evidence: Evidence) -> str | None:
 
 
 def _post_norm_rate(evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence))
+    return bootstrap(sink_rates(evidence.natural))
 
 
 def _in_front(evidence: Evidence) -> Estimate:
-    return bootstrap(norm_ratios(evidence, "mid").max(1))
+    return bootstrap(norm_ratios(evidence.natural, "mid").max(1))
 
 
 def _behind(evidence: Evidence) -> Estimate:
-    return bootstrap(norm_ratios(evidence, "layer_out").max(1))
+    return bootstrap(norm_ratios(evidence.natural, "layer_out").max(1))
 
 
 # --- related models: sizes of a family, a chat model and its base
@@ -341,7 +328,7 @@ BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
 def _rates_of_run(run: RunData) -> np.ndarray:
-    return sink_rates(Evidence({MAIN: run}))
+    return sink_rates(Sequences(run))
 
 
 def _with_size(evidence: Evidence, role: str = "sizes") -> Estimate:
@@ -676,8 +663,7 @@ TUNED = f"retrofit:{PLAIN},{UNTOUCHED}"
 
 
 CLAIMS = (
-    Claim("W-1", "table 1", "There is a sink at the first token.",
-        (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal,), published=SINK_RATES,
+    Claim("W-1", "table 1", RUN_CLAIMS["W-1"].statement, (_AT_FIRST,), scope=(causal,), published=SINK_RATES,
         beside=_policy_roles((MAIN,))),
     Claim("W-2", "table 1", "The sink stays on random tokens.",
         (Part("sink rate on random tokens ÷ on text, with a BOS on both or on none", _against_text(RANDOM),
@@ -696,18 +682,19 @@ CLAIMS = (
         (Part("norm at 0 ÷ later, median over layers with massive activations", _norm_in_massive_layers, above(1.0)),),
         is_ours=False),
     Claim("W-14", "fig. 2", "The sink's key norm is smaller.",
-        (Part("key norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "key_norm"), below(1.0)),
+        (Part("key norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "key_norm"),
+            below(1.0)),
          HAS_SINK_HEADS),
         is_ours=False),
     Claim("W-15", "fig. 2", "The sink's value norm is smaller.",
-        (Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "value_norm"),
+        (Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "value_norm"),
             below(1.0)),
          HAS_SINK_HEADS), is_ours=False),
     Claim("W-16", "fig. 2", "The angle makes the sink.",
         (Part("share of sink heads whose query-key cosine is larger at 0 than later", _angle, at_least(0.9)),
          HAS_SINK_HEADS)),
     Claim("W-17", "fig. 2", "The product of norms does not.",
-        (Part("‖q‖‖k‖ at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "qk_norm_product"),
+        (Part("‖q‖‖k‖ at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "qk_norm_product"),
             below(1.0)),
          HAS_SINK_HEADS), is_ours=False),
     Claim("W-18", "appendix", "Early blocks have less of a sink.",
@@ -722,7 +709,7 @@ CLAIMS = (
             below(0.0))),
         ("natural", *(f"length:{length}" for length in LENGTHS)), (causal,), is_ours=False),
     Claim("W-21", "fig. 4", "Small models have a sink, too.",
-        (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal, small)),
+        (_AT_FIRST,), scope=(causal, small)),
     Claim("W-5", "eq. 10–17", "Equal tokens have equal states in every layer (positions not added to the embeddings).",
         (Part("largest ‖h_t − h_0‖ ÷ ‖h_0‖ over layers, tokens and sequences", _largest("state_difference"),
             below(1e-3), "{:.1e}"),),
@@ -738,10 +725,8 @@ CLAIMS = (
     Claim("W-8", "proposition 3", "With ALiBi, attention on repeated tokens is that of its biases alone.",
         (Part(_DIFFERENCE.format("e^g ÷ Σ e^g"), _largest("weight_difference", ALIBI), below(1e-4), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal, some_positions(ALIBI)), set_against=Null.THEOREM),
-    Claim("W-9", "proposition 4", "With rotary positions, attention to the first of repeated tokens is bounded.",
-        (Part("smallest share, over layers and sequences, of heads and queries within e^{2ξ} ÷ (e^{2ξ} + t)",
-            _within_bound, at_least(1.0)),),
-        (ALONE,), (equal_tokens_stay_equal, some_positions("rotary")), is_ours=False, set_against=Null.THEOREM),
+    run_claim("W-9", role=ALONE, needs=(ALONE,), scope=(equal_tokens_stay_equal, some_positions("rotary")),
+        is_ours=False, set_against=Null.THEOREM),
     Claim("W-10", "table 7", "Another vector in place of position 0's removes the sink on repeated tokens.",
         (Part("sink rate at position 0, after ÷ before", of_arm(share_left, REPLACED), at_most(0.5)),
          had_a_sink(REPLACED)),
