@@ -1,4 +1,4 @@
-"""The table `claim`: what the runs of a model say of every claim, a row for each number of a claim."""
+"""The table `claim`: the judgment of every claim on a model, one row for each number of a claim."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -27,20 +27,21 @@ NEEDS = tuple(need for claim in CLAIMS.values() for need in claim.reads)
 def evidence_of(
     runs: Iterable[RunData], model: str, skipped: Mapping[str, Mapping[str, str]] | None = None
 ) -> Evidence:
-    """What the runs of one model have to say of all claims; `skipped`: model → role → why it does not apply."""
+    """Find what all claims need among the runs of one model. `skipped`: model → role → why it does not apply."""
     found = with_studies(Evidence.of(runs, (*NEEDS, *ROUTE_ROLES), model), Given(model))
-    reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if not found.has(role)}
+    known = {need.name for need in (*found.runs, *found.studies)}
+    reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if role not in known}
     return replace(found, skipped={**reasons, **found.skipped})
 
 
 def with_studies(evidence: Evidence, given: Given) -> Evidence:
-    """The same with the studies among what was given, and the commands that would make the others."""
+    """Add the studies among what was given, and the commands that would make the others."""
     studies, commands = studies_of(given, NEEDS)
     return replace(evidence, studies=studies, commands=commands)
 
 
 def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
-    """The table `claim` of one model, by default called as its run calls it."""
+    """Return the table `claim` of one model, by default under the name that its run has."""
     run = evidence.any_run
     rows = [row for claim in CLAIMS.values() for row in _rows(judge(claim, evidence))]
     table = pd.DataFrame(rows, columns=names_of(CLAIM_COLUMNS))
@@ -78,7 +79,7 @@ def _published(claim: Claim) -> str:
 
 
 def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
-    """Model → its runs, in their order. Runs on random weights belong to the model whose architecture they have."""
+    """Group runs by model, in their order. Runs on random weights belong to the model of the same architecture."""
     found: dict[str, list[Measured]] = {}
     for run in runs:
         found.setdefault(run.model.removesuffix(AT_RANDOM), []).append(run)

@@ -1,6 +1,6 @@
-"""Findings: what a run's tables say, as data. Words are made of them in `verdict/words.py`, and nowhere else.
+"""Findings: what a run's tables say, as data. Only `verdict/words.py` puts them into words.
 
-Thresholds of claims stand with the claims (`claims`); every other that decides an outcome is a constant here.
+Thresholds of claims are with the claims; all others that decide an outcome are constants here.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ HARM = 0.05  # perplexity that changes by more than this share is not what it wa
 
 
 class Outcome(StrEnum):
-    """What the numbers of a finding amount to."""
+    """The outcome of a finding."""
 
     MEASURED = "measured"  # a number without a threshold
     PRESENT = "present"
@@ -46,7 +46,7 @@ class Outcome(StrEnum):
 
 
 class Published(NamedTuple):
-    """A published value, to be read beside a finding's."""
+    """A published value to compare with that of a finding."""
 
     name: str  # of the model
     value: float

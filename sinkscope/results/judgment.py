@@ -20,7 +20,7 @@ class Outcome(StrEnum):
     HOLDS = "holds"
     FAILS = "fails"
     INCONCLUSIVE = "inconclusive"  # the interval spans the threshold
-    NOT_ENOUGH_SEEDS = "not enough seeds"  # and it would, were the claim true
+    NOT_ENOUGH_SEEDS = "not enough seeds"  # inconclusive even if the claim is true
     DOES_NOT_APPLY = "does not apply"
     NOT_MEASURED = "not measured"
 
@@ -31,17 +31,17 @@ class NotDefined(Exception):
 
 @dataclass(frozen=True)
 class Test:
-    """The values with which a claim holds: from `least` to `most`, the ends themselves only where not `strict`."""
+    """The values with which a claim holds: from `least` to `most`, without the ends if `strict`."""
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # pytest does not collect it
 
     least: float = -inf
     most: float = inf
     strict: bool = False
 
     def outcome(self, estimate: Estimate) -> Outcome:
-        """By the whole interval and not by the point: each end misses the truth with 2.5 %, so that a claim whose truth
-        is at the threshold holds in 2.5 % of studies.
+        """Judge by the whole interval: each end misses the truth with 2.5 %, so that a claim whose truth is at the
+        threshold holds in 2.5 % of studies.
         """
         if isnan(estimate.value):
             return Outcome.INCONCLUSIVE
@@ -57,12 +57,12 @@ class Test:
         return self._above(estimate.low) and self._below(estimate.high)
 
     def power(self, estimate: Estimate) -> float:
-        """How probable it is that a study with as many seeds and this spread shows the claim, if it is true.
+        """The probability that a study with as many seeds and this spread shows the claim, if it is true.
 
-        True means: as far as the value at hand says, or for a range that all levels are alike.
+        The truth is taken to be the estimate's value, or for a range that all levels are alike.
 
         Returns:
-            NaN where the number is not over seeds, or its value speaks against the claim.
+            NaN where the number is not over seeds, or its value contradicts the claim.
         """
         truth = estimate.value if isnan(estimate.truest) else estimate.truest
         if not estimate.seeds or isnan(truth):
@@ -81,7 +81,7 @@ class Test:
         return float(max(0.0, 1 - sum(misses)))
 
     def separates(self, estimate: Estimate) -> bool:
-        """Whether each draw of the null is outside, or less far inside than the value; true if no draw has a value."""
+        """Whether every draw of the null is outside, or less far inside than the value; true if no draw has a value."""
         low, high = estimate.null_low, estimate.null_high
         if isnan(low):
             return True
@@ -107,7 +107,7 @@ class Test:
         return f"{least} to {most}"
 
 
-ENOUGH = 0.5  # power: with less, that a claim is not shown says nothing
+ENOUGH = 0.5  # power; with less, a claim that is not shown may well be true
 
 
 def at_least(threshold: float) -> Test:
@@ -136,7 +136,7 @@ class Number(Generic[Read]):
 
     Attributes:
         quantity: What is measured, in words.
-        measure: Makes the estimate from runs. Raises NotDefined.
+        measure: Makes the estimate from what it reads. Raises NotDefined.
         test: The values with which the claim holds.
         form: Format string of its values.
     """
@@ -148,6 +148,6 @@ class Number(Generic[Read]):
 
 
 def estimated(measure: Callable[[Read], Estimate], read: Read) -> Estimate:
-    """What is measured; of 0 ÷ 0 NaN, of which nothing is said."""
+    """Call a measure; 0 ÷ 0 gives NaN without a warning."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return measure(read)

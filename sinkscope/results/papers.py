@@ -75,7 +75,7 @@ WSE_TABLE_1: dict[str, dict[str, Published]] = {
 
 
 def published_rates(reads: str) -> tuple[Published, ...]:
-    """Of all models on one input."""
+    """Return the published rates of all models on one input."""
     return tuple(rates[reads] for rates in WSE_TABLE_1.values() if reads in rates)
 
 
@@ -127,7 +127,7 @@ WSE_TRAININGS: dict[str, Published] = {
 
 # --- NU tables 1 and 2
 
-DIGITS = 3  # behind the decimal point, as NU prints
+DIGITS = 3  # decimals, as NU prints
 
 # NU tables 1 and 2, of GPT-2: layer from 1 on → mean ± 2 standard deviations of |γ|, and |γ| at the coordinates at
 # which EPE_0 is massive.
@@ -158,8 +158,8 @@ def paper_tables(run: RunData) -> dict[str, pd.DataFrame]:
 
 
 def gamma_table(run: RunData) -> pd.DataFrame | None:
-    """NU tables 1 and 2: |γ| at the massive coordinates of EPE_0 beside all of its entries, mean ± 2 standard
-    deviations (population), a layer a row. The paper counts layers from 1. Of GPT-2 with what the paper prints beside.
+    """NU tables 1 and 2: |γ| at the massive coordinates of EPE_0 next to all of its entries, mean ± 2 standard
+    deviations (population), a layer a row. The paper counts layers from 1. For GPT-2 with the paper's values.
     None where there is no such coordinate.
     """
     gamma = run.tables.get("gamma")
@@ -171,7 +171,7 @@ def gamma_table(run: RunData) -> pd.DataFrame | None:
 
 
 def printed_gamma() -> pd.DataFrame:
-    """What NU prints of GPT-2; its misprint has the entry that the weights give behind it."""
+    """Return NU's values for GPT-2; its misprint is followed by the entry that the weights give."""
     rows = []
     for layer, (baseline, *entries) in PRINTED.items():
         printed = [f"{entry:g}" for entry in entries]

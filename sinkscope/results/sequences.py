@@ -11,11 +11,11 @@ from sinkscope.results.statistics import resamplings, weighted_means
 
 
 class Lacks(Exception):
-    """A run was not asked for what a claim reads; the message says which table."""
+    """A run lacks what a number is made of; the message says which table or option."""
 
 
 def table_of(run: RunData, name: str) -> pd.DataFrame:
-    """Raises Lacks."""
+    """Return a table of a run. Raises Lacks."""
     if name not in run.tables:
         raise Lacks(f"a run of `{run.command}` lacks the table '{name}'")
     return run.tables[name]
@@ -26,7 +26,7 @@ class Sequences:
     """One run's by-sequence tables under resamplings of its sequences."""
 
     run: RunData
-    condition: str | None = None  # of `intervene`: which arm
+    condition: str | None = None  # the arm of a run of `intervene`
     _pivoted: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
 
     def table(self, name: str) -> pd.DataFrame:
@@ -54,7 +54,7 @@ class Sequences:
     def losses(self) -> np.ndarray:
         """(1 + passages,): loss per predicted token, of the whole run and without each passage of the text.
 
-        Sequences of one passage are alike, and their losses are no independent draws.
+        Sequences of one passage are alike: their losses are not independent draws.
         """
         loss, predicted = (self.values("loss_by_sequence", column)[:, 0] for column in ("loss", "predicted"))
         passage = np.arange(len(loss)) // self.run.manifest["input"].get("per_passage", 1)

@@ -78,7 +78,7 @@ class Estimate:
 
 
 def exact(value: float) -> Estimate:
-    """Of a quantity of the weights alone."""
+    """Return the estimate of a quantity that depends only on the weights: it has no interval."""
     return Estimate(float(value), float(value), float(value))
 
 
@@ -271,7 +271,7 @@ def one_more_run(values: np.ndarray) -> Estimate:
 
 
 def one_more_factor(values: np.ndarray) -> Estimate:
-    """The same of what is positive, on the scale of logarithms: the geometric mean; from 0 on with fewer than two."""
+    """`one_more_run` of positive numbers on the scale of logarithms: the geometric mean; from 0 with fewer than two."""
     found = one_more_run(np.log(values))
     with np.errstate(over="ignore"):
         return Estimate(float(np.exp(found.value)), float(np.exp(found.low)), float(np.exp(found.high)))

@@ -19,10 +19,9 @@ import pandas as pd
 
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.paper_claims.claim import Part
-from sinkscope.paper_claims.evidence import MAIN
+from sinkscope.paper_claims.evidence import NATURAL
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES_TITLE, measured_models, routes_text
-from sinkscope.paper_claims.studies import KINDS as STUDIES
 from sinkscope.paper_claims.table import NOT_JUDGED
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
@@ -143,7 +142,7 @@ def scorecard_markdown(card: Scorecard) -> str:
 
 def _gamma_lines(card: Scorecard) -> list[str]:
     """NU tables 1 and 2: of models with such coordinates as computed; as printed, where none of them is GPT-2."""
-    runs = {model: own[MAIN] for model, own in card.runs.items() if MAIN in own}
+    runs = {model: own[NATURAL] for model, own in card.runs.items() if NATURAL in own}
     computed = {model: table for model, run in runs.items() if (table := gamma_table(run)) is not None}
     if not computed:
         return []
@@ -200,7 +199,7 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
     """What trainings, steps or related models decide, as a single model's scorecard may not have that, and what one of
     the models decides alone. What is the same of several, as of a setting in which they differ, stands there once.
     """
-    of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].partition(":")[0] in STUDIES]
+    of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].is_study]
     decided = _with_numbers(card.table)
     counts = decided.groupby("claim")["model"].nunique()
     rows = decided[decided["claim"].isin([*of_studies, *counts[counts == 1].index])]

@@ -47,7 +47,7 @@ def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Scorecard:
 def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) -> None:
     table = measured.table
     unmeasured = table[table["outcome"] == Outcome.NOT_MEASURED]
-    assert {CLAIMS[name].needs[0].partition(":")[0] for name in unmeasured["claim"]} <= set(STUDIES)
+    assert {CLAIMS[name].needs[0].kind for name in unmeasured["claim"]} <= set(STUDIES)
     reasons = table[table["outcome"] == Outcome.DOES_NOT_APPLY]["note"]
     assert (reasons.str.len() > 0).all()
     assert measured.outcome("W-1") == Outcome.FAILS

@@ -23,7 +23,8 @@ from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import uniform_mass
 from sinkscope.paper_claims.arms import NO_COST, onset, perplexity_ratio, rates_over_steps
 from sinkscope.paper_claims.claim import Claim, Null, Part, run_claim
-from sinkscope.paper_claims.evidence import NULL, Evidence
+from sinkscope.paper_claims.evidence import MAIN, NULL, Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import (
     PERCENT,
     OfArm,
@@ -55,7 +56,7 @@ from sinkscope.results.statistics import (
     weighted_means,
 )
 
-MASKED, RESCALED = "gradient-do:mask-sink", "gradient-do-alone:rescale-norm"
+MASKED, RESCALED = Need("gradient-do", "mask-sink"), Need("gradient-do-alone", "rescale-norm")
 APART = 2.0  # times the sink mass of uniform attention
 BRANCH = "gradient_ratio_by_sequence"
 
@@ -93,7 +94,7 @@ def _co_occurrence(evidence: Evidence) -> Estimate:
 # --- gradients (figure 2)
 
 
-def _above_null(pathway: str, role: str = "natural") -> Callable[[Evidence], Estimate]:
+def _above_null(pathway: str, role: Need = MAIN) -> Callable[[Evidence], Estimate]:
     def measure(evidence: Evidence) -> Estimate:
         found = gradient_ratio(evidence.sequences(role), pathway)
         null, drawn = _on_random_weights(lambda draw: gradient_ratio(draw.natural, pathway), evidence)
@@ -232,7 +233,7 @@ def _inverse(evidence: Evidence) -> Estimate:
     return bootstrap(factor * after[:, layer, 0] / before[:, layer, 0]).over(f"layer {layer}, factor {factor:g}")
 
 
-_BOTH = ("natural", "null")
+_BOTH = (MAIN, NULL)
 _RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random weights{1}"
 _OR_UNIFORM = " or under uniform attention, whichever is larger"
 
@@ -240,7 +241,7 @@ _OR_UNIFORM = " or under uniform attention, whichever is larger"
 # --- V-scale: an arm next to a plain training or fine-tune
 
 VALVE = "vscale"
-ARMS = f"arms:{PLAIN},{VALVE}"
+ARMS = Need("arms", f"{PLAIN},{VALVE}")
 
 
 def largest_norm(site: str) -> OfArm:
@@ -261,7 +262,7 @@ def _falls_more(arms: Mapping[str, Arm]) -> float:
 
 # --- the steps of a training: whether the gradient spike is there from the onset of the sink on
 
-STEPS = "steps"
+STEPS = Need("steps")
 
 
 def _gradient_ratios(run: RunData) -> np.ndarray:
@@ -351,11 +352,11 @@ CLAIMS = (
             _above_null("value", MASKED), below(2.0)),
          Part("the same as it is", _above_null("value"), at_least(SPIKE)),
          Part("the ratio with another position masked ÷ as it is", _beside_control, at_least(0.5))),
-        ("natural", "null", MASKED), (causal,)),
+        (*_BOTH, MASKED), (causal,)),
     Claim("GS-29", "§4", "The norm alone regulates gradients.",
         (Part("compress at 0 × the factor of the norm, after ÷ before", _inverse, between(0.9, 1.1)),
          Part("perplexity ÷ before", lambda evidence: perplexity_ratio(evidence, RESCALED), between(0.95, 1.05))),
-        ("natural", RESCALED)),
+        (MAIN, RESCALED)),
     Claim("GS-21", "fig. 5", "V-scale keeps the sink.",
         (Part("sink rate, V-scale − plain", difference(ARMS, metric("sink_rate"), VALVE), at_least(-0.05)),
          Part("sink rate of plain training in %", of_one(ARMS, metric("sink_rate", 100), PLAIN, ends=PERCENT),

@@ -10,14 +10,17 @@ from sinkscope.paper_claims.arms import controls as rates_under_controls
 from sinkscope.paper_claims.arms import falls, had_a_sink, of_arm, rate_after, share_left
 from sinkscope.paper_claims.claim import Claim, Part, of_run, run_claim
 from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.scopes import causal, learned_positions, query_bias
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.papers import GPT2_MASSIVE, PRINTED
 from sinkscope.results.statistics import Estimate, bootstrap, exact, jackknife, mean_of_controls
 
-NULLIFIED, COLUMNS, FIRST = "do:nullify-query-bias", "do:zero-key-columns", "do:nullify-first-embedding"
-REPLACED, EXCHANGED = "do:replace-epe:at=epe", "do:transplant-epe:at=epe"  # EPE as NU has it, not the vectors alone
+NULLIFIED, COLUMNS = Need("do", "nullify-query-bias"), Need("do", "zero-key-columns")
+FIRST = Need("do", "nullify-first-embedding")
+# of EPE after the first MLP, as NU defines it, and not of the position vectors alone
+REPLACED, EXCHANGED = Need("do", "replace-epe:at=epe"), Need("do", "transplant-epe:at=epe")
 SCOPE = (causal, query_bias, learned_positions)
 
 

@@ -11,6 +11,7 @@ from sinkscope.measuring.observables.observable import LATER
 from sinkscope.paper_claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
 from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part
 from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import (
     OfArm,
     correlation,
@@ -30,7 +31,8 @@ from sinkscope.results.sequences import Lacks, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, exact, mean_of_runs, positive_jackknife, rank_correlation
 from sinkscope.training.tables import UNTOUCHED, sinking_layer
 
-TO_ZERO, TO_MEAN = "loss-do:scale-sink-value:where=sinks", "loss-do-alone:mean-sink-value:where=sinks"
+TO_ZERO = Need("loss-do", "scale-sink-value:where=sinks")
+TO_MEAN = Need("loss-do-alone", "mean-sink-value:where=sinks")
 STRONG = 0.9  # mean attention to position 0 in the heads of V-3
 
 
@@ -88,9 +90,9 @@ def _no_op(evidence: Evidence) -> Estimate:
 # --- trained gates and register tokens next to plain arms
 
 GATE, REGISTERS = "vga", "register-tokens"
-ARMS = f"arms:{PLAIN},{GATE}"
+ARMS = Need("arms", f"{PLAIN},{GATE}")
 # tables 1 and 2 are of models that were trained so from random weights: a fine-tuned one says nothing of them
-FROM_SCRATCH, WITH_REGISTERS = f"train:{PLAIN},{GATE}", f"train:{PLAIN},{REGISTERS}"
+FROM_SCRATCH, WITH_REGISTERS = Need("train", f"{PLAIN},{GATE}"), Need("train", f"{PLAIN},{REGISTERS}")
 TRAINED = "trained from scratch"
 
 
@@ -154,8 +156,8 @@ def _new_parameters(evidence: Evidence) -> Estimate:
 
 # --- fine-tuning: a plain arm and VGA next to the model that both began from (table 3)
 
-TUNED = f"retrofit:{PLAIN},{UNTOUCHED}"
-GATED = f"retrofit:{PLAIN},{GATE},{UNTOUCHED}"
+TUNED = Need("retrofit", f"{PLAIN},{UNTOUCHED}")
+GATED = Need("retrofit", f"{PLAIN},{GATE},{UNTOUCHED}")
 NORM, KURTOSIS = metric("max_inf_norm"), metric("kurtosis")
 
 
@@ -163,9 +165,9 @@ NORM, KURTOSIS = metric("max_inf_norm"), metric("kurtosis")
 # triggers, in the layer in which the plain arm's attention goes most to <s>.
 
 INPUT_GATE = "iga"
-ALONE = f"backcopy:{PLAIN}"
-BOTH = f"backcopy:{PLAIN},{GATE}"
-ALL = f"backcopy:{PLAIN},{GATE},{INPUT_GATE}"
+ALONE = Need("backcopy", PLAIN)
+BOTH = Need("backcopy", f"{PLAIN},{GATE}")
+ALL = Need("backcopy", f"{PLAIN},{GATE},{INPUT_GATE}")
 COST = 0.02  # nats: a risk that differs by less is the same
 
 Course = Callable[[Arm], pd.Series]  # step → value
@@ -214,7 +216,7 @@ def _trend(arm: Arm) -> float:
     return float(stats.spearmanr(course.index, course)[0])
 
 
-def _claim(id: str, reference: str, statement: str, role: str, *parts: tuple) -> Claim:
+def _claim(id: str, reference: str, statement: str, role: Need, *parts: tuple) -> Claim:
     return Claim(id, reference, statement, tuple(Part(*part) for part in parts), (role,))
 
 
@@ -240,7 +242,7 @@ CLAIMS = (
         (Part("perplexity with v = 0 at position 0 in the heads with a sink ÷ with v = 0 there at others", _no_op,
             at_most(1.05)),
          HAS_SINK_HEADS),
-        ("natural", TO_ZERO), (causal,), beside=(TO_MEAN,)),
+        (MAIN, TO_ZERO), (causal,), beside=(TO_MEAN,)),
     Claim("V-13", "eq. 8", "The gradient is severed.",
         (Part("rank correlation over heads and positions of the gate and the value gradient in front of it ÷ behind",
             correlation(ARMS, _follows_gate, GATE), above(0.0)),

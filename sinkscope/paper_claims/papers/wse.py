@@ -33,7 +33,8 @@ from sinkscope.paper_claims.arms import (
     share_left,
 )
 from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, run_claim
-from sinkscope.paper_claims.evidence import MAIN, POLICIES, RANDOM, REPEATED, WITHOUT_BOS, Evidence
+from sinkscope.paper_claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import (
     PERCENT,
     Ends,
@@ -100,9 +101,9 @@ from sinkscope.retrofits import make_retrofit
 from sinkscope.retrofits.register_tokens import RegisterTokens
 from sinkscope.training.tables import UNTOUCHED
 
-LENGTHS = (16, 32, 128)  # of the sequences, besides the run's own
+OTHER_LENGTHS = {length: Need("length", str(length)) for length in (16, 32, 128)}  # than the run's own
 EPSILON, AROUND = 0.3, (0.2, 0.4)
-DOMAINS = ("code", "documentation")  # besides natural text
+OTHER_DOMAINS = tuple(Need("domain", name) for name in ("code", "documentation"))  # than natural text
 
 ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value > 0)
 NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value == 0)
@@ -111,8 +112,8 @@ NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.va
 # --- what inputs begin with: a comparison has one policy for all of them
 
 
-def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICIES) -> tuple[str, ...]:
-    return tuple(f"{POLICIES[policy]}:{name}" for policy in policies for name in inputs)
+def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICIES) -> tuple[Need, ...]:
+    return tuple(Need(POLICIES[policy], name) for policy in policies for name in inputs)
 
 
 def _both_policies(evidence: Evidence, *inputs: str) -> str:
@@ -121,14 +122,14 @@ def _both_policies(evidence: Evidence, *inputs: str) -> str:
     for policy, words in ((WITH, "with a BOS"), (WITHOUT, "without")):
         roles = _policy_roles(inputs, (policy,))
         if all(evidence.has(role) for role in roles):
-            rates = [f"{'text' if name == MAIN else name} {sink_rates(evidence.sequences(role))[0]:.1f}"
+            rates = [f"{'text' if name == NATURAL else name} {sink_rates(evidence.sequences(role))[0]:.1f}"
                      for name, role in zip(inputs, roles, strict=True)]  # fmt: skip
             said.append(f"{words} {', '.join(rates)} %")
     return "; ".join(said)
 
 
 def _sink_rate(evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence.natural)).over(_both_policies(evidence, MAIN))
+    return bootstrap(sink_rates(evidence.natural)).over(_both_policies(evidence, NATURAL))
 
 
 _AT_FIRST = replace(of_run(RUN_CLAIMS["W-1"].parts[0]), measure=_sink_rate)
@@ -141,11 +142,11 @@ def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Es
         NotDefined: the text has no sink under this policy, so that there is none to keep or to lose.
         Lacks: one of the runs is not there.
     """
-    text, other = _policy_roles((MAIN, drawn), (policy,))
+    text, other = _policy_roles((NATURAL, drawn), (policy,))
     for role in (text, other):
         if not evidence.has(role):
             raise NotDefined(reason) if (reason := evidence.inapplicable(role)) else Lacks(evidence.command(role))
-    words, before = _both_policies(evidence, MAIN, drawn), bootstrap(sink_rates(evidence.sequences(text)))
+    words, before = _both_policies(evidence, NATURAL, drawn), bootstrap(sink_rates(evidence.sequences(text)))
     if before.value <= SINK:
         raise NotDefined(f"its text has no sink {policy} a BOS, which is what counts here ({words})")
     return bootstrap(sink_rates(evidence.sequences(other))), before, words
@@ -198,16 +199,16 @@ def _early_blocks(evidence: Evidence) -> Estimate:
 
 def _domains(evidence: Evidence) -> Estimate:
     """The range of the domains' rates, each resampled by itself."""
-    roles = ("natural", *(f"domain:{name}" for name in DOMAINS))
+    roles = (MAIN, *OTHER_DOMAINS)
     rates = [bootstrap(sink_rates(evidence.sequences(role))) for role in roles]
-    note = ", ".join(f"{role.rpartition(':')[2]} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
+    note = ", ".join(f"{role.of or NATURAL} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
     return range_of([first - second for first, second in combinations(rates, 2)]).over(note)
 
 
 def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:
     """log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), window = T."""
     own = evidence.natural.run.manifest["config"]["seq_len"]
-    roles = {own: "natural"} | {length: f"length:{length}" for length in LENGTHS}
+    roles = {own: MAIN} | OTHER_LENGTHS
     rates = []
     for role in roles.values():
         sequences = evidence.sequences(role)
@@ -252,8 +253,8 @@ def _steeper(evidence: Evidence) -> Estimate:
 # --- repeated tokens: the propositions, and table 7
 
 NO_POSITIONS, ALIBI = CLOSED_FORMS
-REPLACED, EXCHANGED = "repeated-do:replace-epe", "repeated-do:transplant-epe"
-TEXT, ALONE = f"{WITHOUT_BOS}:{MAIN}", f"{WITHOUT_BOS}:{REPEATED}"  # equal tokens have no BOS in front of them
+REPLACED, EXCHANGED = Need("repeated-do", "replace-epe"), Need("repeated-do", "transplant-epe")
+TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens have no BOS in front of them
 REPEATED_TOKENS = "T = 64 and ε = 0.3, repeated tokens"
 
 
@@ -291,10 +292,6 @@ def _all_massive(evidence: Evidence) -> Estimate:
     )
 
 
-def _moved_sink(evidence: Evidence) -> Estimate:
-    return share_left(evidence, EXCHANGED, position=1)
-
-
 _DIFFERENCE = "largest |a[t,s] − {0}| over layers, heads, queries and keys"
 
 
@@ -305,35 +302,28 @@ WIRING = "post-norm"
 
 def _post_norm(evidence: Evidence) -> str | None:
     wiring = evidence.any_run.manifest["family"].get("wiring")
-    return None if wiring == WIRING else f"its norms do not stand behind the residual sum: its wiring is {wiring}"
+    return None if wiring == WIRING else f"its norms do not follow the residual sum: its wiring is {wiring}"
 
 
-def _post_norm_rate(evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence.natural))
-
-
-def _in_front(evidence: Evidence) -> Estimate:
+def _before_norm(evidence: Evidence) -> Estimate:
     return bootstrap(norm_ratios(evidence.natural, "mid").max(1))
 
 
-def _behind(evidence: Evidence) -> Estimate:
+def _after_norm(evidence: Evidence) -> Estimate:
     return bootstrap(norm_ratios(evidence.natural, "layer_out").max(1))
 
 
 # --- related models: sizes of a family, a chat model and its base
 
 ALIKE = 5.0  # points: as much as domains of text may differ by (W-19). One of the paper's four pairs differs by more
-HELLASWAG = "scores:hellaswag"
+SIZES, BASE, HELLASWAG = Need("sizes"), Need("base"), Need("scores", "hellaswag")
 BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
-def _rates_of_run(run: RunData) -> np.ndarray:
-    return sink_rates(Sequences(run))
-
-
-def _with_size(evidence: Evidence, role: str = "sizes") -> Estimate:
+def _with_size(evidence: Evidence, role: Need = SIZES) -> Estimate:
     runs = list(study_of(evidence, role, ModelStudy).runs.values())
-    counts, rates = np.array([parameters(run) for run in runs]), np.array([_rates_of_run(run)[0] for run in runs])
+    counts = np.array([parameters(run) for run in runs])
+    rates = np.array([sink_rates(Sequences(run))[0] for run in runs])
     words = ", ".join(f"{count / 1e6:.3g} M {rate:.1f} %" for count, rate in zip(counts, rates, strict=True))
     return rank_correlation(counts, rates).over(f"{words}; interval over models")
 
@@ -346,10 +336,10 @@ def _hellaswag_with_size(evidence: Evidence) -> Estimate:
     return rank_correlation(counts, scores).over(f"{words}; interval over models")
 
 
-def _beside_base(evidence: Evidence) -> Estimate:
-    """The sequences are resampled together where both models read the same tokens."""
-    base, chat = study_of(evidence, "base", ModelStudy).runs.values()
-    before, after = _rates_of_run(base), _rates_of_run(chat)
+def _against_base(evidence: Evidence) -> Estimate:
+    """The chat model − its base. Sequences are resampled together where both read the same tokens."""
+    base, chat = study_of(evidence, BASE, ModelStudy).runs.values()
+    before, after = sink_rates(Sequences(base)), sink_rates(Sequences(chat))
     words = f"{before[0]:.1f} → {after[0]:.1f} %"
     if base.manifest["input"].get("sha256") == chat.manifest["input"].get("sha256"):
         return bootstrap(after - before).over(words)
@@ -363,7 +353,7 @@ def _tuned_to_chat(evidence: Evidence) -> str | None:
 
 # --- models that see, or place, their tokens otherwise (§6, §7.1)
 
-POSITIONS = "factor:positions"
+POSITIONS = Need("factor", "positions")
 FAR_BELOW = 0.1  # a third of ε = 0.3: uniform attention over 16 tokens gives 0.0625
 SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE table 3
 
@@ -387,7 +377,7 @@ def _windowed(evidence: Evidence) -> str | None:
 
 
 def _within_prefix(evidence: Evidence) -> Estimate:
-    """The share of all sinks that are among the prefix, resampled by sequence; of keys that enough queries see."""
+    """The share of sinks that are in the prefix, among keys that enough queries see; resampled by sequence."""
     prefix = evidence.any_run.manifest["family"]["prefix"]
     sequences, sinks = evidence.sequences(MAIN), clear_sinks(evidence.table(MAIN, "sink_positions"))
     if sinks.empty:
@@ -405,7 +395,7 @@ def _at_the_edge(evidence: Evidence) -> Estimate:
 
 # --- trainings whose blocks begin in other ways (§5)
 
-RANDOM_TOKENS, FIXED_TOKEN = "factor:random-tokens", "factor:fixed-position"
+RANDOM_TOKENS, FIXED_TOKEN = Need("factor", "random-tokens"), Need("factor", "fixed-position")
 
 
 def rate_at(run: RunData, position: int) -> float:
@@ -458,9 +448,11 @@ def _above_others(run: RunData, position: int) -> float:
 # --- plain trainings that differ in one setting (§4 to §7)
 
 RATE, RATE_AND_STEPS, BATCH, DATA = (
-    f"factor:{name}" for name in ("learning-rate", "learning-rate-and-steps", "batch-size", "data")
+    Need("factor", name) for name in ("learning-rate", "learning-rate-and-steps", "batch-size", "data")
 )
-DECAY, WINDOW, FEED_FORWARD, HEADS = (f"factor:{name}" for name in ("weight-decay", "window", "feed-forward", "heads"))
+DECAY, WINDOW, FEED_FORWARD, HEADS = (
+    Need("factor", name) for name in ("weight-decay", "window", "feed-forward", "heads")
+)
 GOOD_DECAYS, LARGE_DECAY = (0.1, 2.0), 5.0
 
 Numbers = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
@@ -531,7 +523,7 @@ RANGE = "largest difference of two levels, in points"
 
 # --- the steps of a training
 
-COURSE = "course"
+COURSE = Need("course")
 BEGINNING = 1.0  # percent: fewer sinks are none
 
 
@@ -576,14 +568,16 @@ def _over(
 # --- trained sink tokens and biases, to which the sink moves or not (§7)
 
 TOKEN, BIAS, BIASES, VALUE = RegisterTokens.name, "key-bias:value=zero", "key-bias:value=learned", "value-bias"
-WITH_TOKEN, WITH_BIAS, WITH_BIASES, WITH_VALUE = (f"train:{PLAIN},{arm}" for arm in (TOKEN, BIAS, BIASES, VALUE))
+WITH_TOKEN, WITH_BIAS, WITH_BIASES, WITH_VALUE = (
+    Need("train", f"{PLAIN},{arm}") for arm in (TOKEN, BIAS, BIASES, VALUE)
+)
 # v* = m·e₁ of table 5, by m
 FIXED = {0.0: BIAS} | {float(norm): f"key-bias:value=axis,norm={norm}" for norm in (1, 5, 20)}
-WITH_FIXED = f"train:{','.join(FIXED.values())}"
+WITH_FIXED = Need("train", ",".join(FIXED.values()))
 
 
 def _moved(arm: Arm) -> float:
-    """S* − S₀ in points, S₀ that of the text's first token, which stands behind the register tokens."""
+    """S* − S₀ in points; S₀ is of the text's first token, which follows the register tokens."""
     registers = int(getattr(make_retrofit(arm.method, arm.parameters), "count", 0))
     table = table_of(arm.run, "attention_by_sequence")
     first = table[table["position"] == registers]["sink_rate"]
@@ -599,18 +593,18 @@ def norm_ratio(arm: Arm) -> float:
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
 
-def where_sinks_are(role: str, measure: Measure) -> Measure:
+def where_sinks_are(role: Need, measure: Measure) -> Measure:
     """Raises NotDefined where plain training has no sink that an arm could do without, or take."""
     return where_plain_has("sink: its sink rate in %", metric("sink_rate", 100), SINK, role, measure)
 
 
-def where_norms_are(role: str, measure: Measure) -> Measure:
+def where_norms_are(role: Need, measure: Measure) -> Measure:
     """Raises NotDefined where plain training has no token of a large norm."""
     return where_plain_has("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM, role, measure)
 
 
-def _moves(role: str, method: str) -> Measure:
-    """S* − S₀ of an arm, beside that of plain training."""
+def _moves(role: Need, method: str) -> Measure:
+    """S* − S₀ of an arm; the null is plain training."""
     return where_sinks_are(role, of_one(role, _moved, method, PLAIN))
 
 
@@ -624,8 +618,8 @@ def _arm(kind: str) -> str:
     return f"operation:kind={kind}"
 
 
-def _role(*arms: str) -> str:
-    return f"train:{','.join((PLAIN, *arms))}"
+def _role(*arms: str) -> Need:
+    return Need("train", ",".join((PLAIN, *arms)))
 
 
 SIGMOID, ELU, IDENTITY, MLP = (_arm(kind) for kind in ("sigmoid", "elu", "identity", "mlp-kernel"))
@@ -637,7 +631,7 @@ SCALED = {1.0: PLAIN} | {alpha: f"operation:kind=softmax,factor={alpha:g}" for a
 SCALES = _role(*(arm for arm in SCALED.values() if arm != PLAIN))
 
 
-RATES, DECAYS = (f"factor:{name},{SIGMOID}" for name in ("learning-rate", "weight-decay"))
+RATES, DECAYS = (Need("factor", f"{name},{SIGMOID}") for name in ("learning-rate", "weight-decay"))
 BILLION = 0.9e9  # parameters
 
 
@@ -647,8 +641,8 @@ def _largest_without(evidence: Evidence) -> Estimate:
     return over_levels(RATES, largest_rate)(evidence)
 
 
-def _rate_of_arm(role: str, method: str) -> Measure:
-    """The sink rate of an arm, beside softmax's."""
+def _rate_of_arm(role: Need, method: str) -> Measure:
+    """The sink rate of an arm; the null is softmax."""
     return where_sinks_are(role, of_one(role, SINK_RATE, method, PLAIN, PERCENT))
 
 
@@ -659,25 +653,25 @@ def _of_a_billion(evidence: Evidence) -> str | None:
 
 # --- fine-tuning (figure 30)
 
-TUNED = f"retrofit:{PLAIN},{UNTOUCHED}"
+TUNED = Need("retrofit", f"{PLAIN},{UNTOUCHED}")
 
 
 CLAIMS = (
     Claim("W-1", "table 1", RUN_CLAIMS["W-1"].statement, (_AT_FIRST,), scope=(causal,), published=SINK_RATES,
-        beside=_policy_roles((MAIN,))),
+        beside=_policy_roles((NATURAL,))),
     Claim("W-2", "table 1", "The sink stays on random tokens.",
         (Part("sink rate on random tokens ÷ on text, with a BOS on both or on none", _against_text(RANDOM),
             at_least(0.5)),),
-        (MAIN,), (causal,), published_rates("random"), beside=_policy_roles((MAIN, RANDOM))),
+        (MAIN,), (causal,), published_rates("random"), beside=_policy_roles((NATURAL, RANDOM))),
     Claim("W-3", "table 1", "On repeated tokens the sink vanishes (positions that leave equal tokens equal).",
         (Part("sink rate on repeated tokens in %, no BOS in front", _on_repeated, at_most(1.0)),),
-        _policy_roles((MAIN, REPEATED), (WITHOUT,)), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED,
-        beside=_policy_roles((MAIN, REPEATED), (WITH,))),
+        _policy_roles((NATURAL, REPEATED), (WITHOUT,)), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED,
+        beside=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-4", "tables 1 and 7", "On repeated tokens the sink stays (positions added to the embeddings).",
         (Part("sink rate on repeated tokens ÷ on text, no BOS on either", _against_text(REPEATED, WITHOUT),
             at_least(0.5)),),
-        _policy_roles((MAIN, REPEATED), (WITHOUT,)), (causal, absolute_positions), ON_REPEATED,
-        beside=_policy_roles((MAIN, REPEATED), (WITH,))),
+        _policy_roles((NATURAL, REPEATED), (WITHOUT,)), (causal, absolute_positions), ON_REPEATED,
+        beside=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
         (Part("norm at 0 ÷ later, median over layers with massive activations", _norm_in_massive_layers, above(1.0)),),
         is_ours=False),
@@ -702,12 +696,12 @@ CLAIMS = (
         scope=(causal, several_attention_layers), is_ours=False),
     Claim("W-19", "fig. 9", "The domain of the text hardly matters.",
         (Part("range of sink rates over domains, in points", _domains, at_most(5.0)),),
-        ("natural", *(f"domain:{name}" for name in DOMAINS)), (causal, with_tokenizer)),
+        (MAIN, *OTHER_DOMAINS), (causal, with_tokenizer)),
     Claim("W-20", "fig. 3", "The sink rate falls with the length of the text, more at larger ε (window = length).",
         (Part("slope on log₂ T at ε = 0.3, in points", _slope, below(0.0)),
          Part("slope of log₂ sink rate at ε = 0.4 − at ε = 0.2, over lengths with a sink at both", _steeper,
             below(0.0))),
-        ("natural", *(f"length:{length}" for length in LENGTHS)), (causal,), is_ours=False),
+        (MAIN, *OTHER_LENGTHS.values()), (causal,), is_ours=False),
     Claim("W-21", "fig. 4", "Small models have a sink, too.",
         (_AT_FIRST,), scope=(causal, small)),
     Claim("W-5", "eq. 10–17", "Equal tokens have equal states in every layer (positions not added to the embeddings).",
@@ -735,25 +729,26 @@ CLAIMS = (
          Published("GPT2-XL", 0.20, f"lowest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 10.97, f"highest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"))),
     Claim("W-11", "table 7", "Exchanged with position t's, the vector takes the sink to t.",
-        (Part("sink rate at position 1 after ÷ at position 0 before", _moved_sink, at_least(0.5)),
+        (Part("sink rate at position 1 after ÷ at position 0 before", of_arm(share_left, EXCHANGED, position=1),
+            at_least(0.5)),
          falls(EXCHANGED),
          had_a_sink(EXCHANGED)),
         (EXCHANGED,), (causal, learned_positions),
         (Published("GPT2-XL", 50.22, f"lowest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 57.63, f"highest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"))),
     Claim("W-43", "§7.2", "Post-norm models have one, too.",
-        (Part("sink rate at position 0 in %", _post_norm_rate, above(SINK)),), scope=(causal, _post_norm),
+        (of_run(RUN_CLAIMS["W-1"].parts[0]),), scope=(causal, _post_norm),
         published=published("WSE §7.2", {"post-norm": 13.54})),
     Claim("W-44", "fig. 7", "There, states are massive before the norm, not behind it.",
-        (Part("norm at 0 ÷ later in front of the norm, layer with the largest", _in_front, at_least(LARGE_NORM)),
-         Part("behind it", _behind, below(LARGE_NORM))), scope=(causal, _post_norm)),
+        (Part("norm at 0 ÷ later in front of the norm, layer with the largest", _before_norm, at_least(LARGE_NORM)),
+         Part("behind it", _after_norm, below(LARGE_NORM))), scope=(causal, _post_norm)),
     Claim("W-12", "C7", "Chat models have the sink of their base.",
-        (Part("sink rate, chat model − base, in points", _beside_base, between(-ALIKE, ALIKE)),), ("base",),
+        (Part("sink rate, chat model − base, in points", _against_base, between(-ALIKE, ALIKE)),), (BASE,),
         (causal, _tuned_to_chat),
         published("WSE table 1", {name: round(WSE_TABLE_1[f"{name} chat"]["natural"].value
             - WSE_TABLE_1[name]["natural"].value, 2) for name in BASES}, "chat model − base, in points")),
     Claim("W-22", "fig. 4", "The sink grows with size within a family.",
-        (Part("rank correlation of the sink rate and the number of parameters", _with_size, above(0.0)),), ("sizes",),
+        (Part("rank correlation of the sink rate and the number of parameters", _with_size, above(0.0)),), (SIZES,),
         (causal,), is_ours=False),
     Claim("W-23", "fig. 10", "Size raises the sink and HellaSwag within a family.",
         (Part("rank correlation of the sink rate and the number of parameters",
