@@ -1,4 +1,4 @@
-"""What intervention arms do to sinks, in percent and points of the sink rate, and to perplexity; and their controls."""
+"""Effects of intervention arms and their controls: on the sink rate, in percent and points, and on perplexity."""
 
 from collections.abc import Callable, Mapping
 

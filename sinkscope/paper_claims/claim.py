@@ -89,7 +89,7 @@ class Claim:
         statement: The statement.
         parts: The numbers that decide it; all have to pass.
         needs: The runs that the parts read (`evidence.py`).
-        beside: Further runs that the parts read where they exist.
+        also_reads: Further runs that the parts read where they exist.
         scope: Conditions that a model has to meet.
         published: The paper's numbers.
         is_ours: Whether the thresholds are ours rather than the paper's.
@@ -104,13 +104,13 @@ class Claim:
     scope: tuple[Scope, ...] = ()
     published: tuple[Published, ...] = ()
     is_ours: bool = True
-    beside: tuple[Need, ...] = ()
+    also_reads: tuple[Need, ...] = ()
     set_against: Null | None = None
 
     @property
     def reads(self) -> tuple[Need, ...]:
         """All runs that the parts read."""
-        return (*self.needs, *self.beside)
+        return (*self.needs, *self.also_reads)
 
     @property
     def null(self) -> Null:

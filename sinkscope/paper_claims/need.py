@@ -1,4 +1,4 @@
-"""What a claim needs: a run of the model, or a study, which is several runs that are read together."""
+"""Needs of claims: a run of the model, or a study, which is several runs that are read together."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -283,7 +283,7 @@ def _rate_times_steps(training: Training) -> float:
 
 
 def _window(training: Training) -> Level:
-    """In tokens; ∞ where all earlier ones are seen."""
+    """The window in tokens; ∞ where all earlier ones are seen."""
     return training.settings.get("sliding_window") or inf
 
 
@@ -350,8 +350,8 @@ def family_of(name: str) -> str:
 
 
 def sizes(name: str, naturals: Mapping[str, RunData]) -> dict[str, RunData]:
-    """Of the runs of all models those of this model's family that were measured alike, from the smallest model on;
-    none where there are too few.
+    """Return the runs of this model's family that were measured alike, from the smallest model on; none if they are too
+    few.
     """
     if name not in naturals:
         return {}
@@ -388,7 +388,7 @@ def with_base(name: str, naturals: Mapping[str, RunData]) -> dict[str, RunData]:
 
 
 def base_of(name: str) -> str | None:
-    """What the model was called before it was tuned to chat; None if its name says of no tuning."""
+    """Return the name of a chat model's base; None if the name does not say that it was tuned."""
     base = _CHAT.sub("", name)
     return base if base != name else None
 
@@ -547,8 +547,8 @@ def _of_one_setting(
 def _with_most(
     found: Sequence[tuple[list[Training], Found]], but: Container[str] = ()
 ) -> tuple[list[Training], Found, str]:
-    """Of groups of trainings, each with what was found in it, those in which most was found, and of these the one whose
-    plain models end with most sinks; and which setting that is, in words. `but`: settings that differ within each.
+    """Choose among groups of trainings, each with what was found in it: among those with the most the one whose plain
+    models end with most sinks. Also say which setting that is. `but`: settings that differ within each.
     """
     most = max(len(own) for _, own in found)
     found = [(group, own) for group, own in found if len(own) == most]
@@ -599,7 +599,7 @@ def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
 
 
 def _named(of: str) -> tuple[str, str]:
-    """A factor, and the arm whose runs are read: `learning-rate` of plain trainings, or behind it another arm's,
+    """Split a factor and the arm whose runs are read: `learning-rate` for plain trainings, or with another arm,
     `learning-rate,operation:kind=sigmoid`.
     """
     name, *arm = wanted_arms(of)
@@ -607,7 +607,7 @@ def _named(of: str) -> tuple[str, str]:
 
 
 def _find_factor(given: Given, of: str) -> FactorStudy | None:
-    """Of those among which this model is the one with most levels; of several, as `_of_one_setting` has it."""
+    """Find the group with most levels that this model is in; among several choose as `_of_one_setting` does."""
     name, arm = _named(of)
     factor = FACTORS[name]
     fresh = [training for training in given.trainings if training.command == "train"]
@@ -707,7 +707,7 @@ def _find_base(given: Given, _: str) -> ModelStudy | None:
 
 
 def _analyze_base(given: Given, _: str) -> str:
-    """By its name on the hub; a file's name does not say where its base is."""
+    """Name the base as on the hub; a file's name does not say where its base is."""
     base = base_of(given.name)
     return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, its base, called {base}"
 

@@ -1,4 +1,4 @@
-"""What the papers print: every published number once, and tables in the papers' layout made from a run's own.
+"""Published numbers, each of them once, and tables in the papers' layout made from a run's own tables.
 
 WSE is When Attention Sink Emerges in Language Models, NU is Attention Sink Mechanisms Are Not Universal.
 """
@@ -38,7 +38,7 @@ def published(
 # --- WSE table 1: sink rates of pretrained models, in percent, as far as its values are available. A model of a sweep
 # that names one of these (`paper: GPT2-XL`) is shown next to it.
 
-SETTING = {"window": 64, "epsilon": 0.3}  # with which it was measured, besides sequences of LENGTH tokens
+SETTING = {"window": 64, "epsilon": 0.3}  # with which it was measured, and with sequences of LENGTH tokens
 LENGTH = 64
 PRETRAINED, CHAT = "T = 64 and ε = 0.3, pretrained", "T = 64 and ε = 0.3, chat models"
 TABLE_1, TABLE_7 = "WSE table 1", "WSE table 7"
@@ -182,7 +182,7 @@ def printed_gamma() -> pd.DataFrame:
 
 
 def _is_gpt2(gamma: pd.DataFrame) -> bool:
-    """By shape and massive coordinates: copies of GPT-2 have other names."""
+    """Recognize GPT-2 by shape and massive coordinates: its copies have other names."""
     massive = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))
     shape = (gamma["layer"].nunique(), gamma["coordinate"].nunique())
     return massive == GPT2_MASSIVE and shape == (GPT2_LAYERS, GPT2_WIDTH)

@@ -33,7 +33,7 @@ def of_claim(sequences: Sequences, claim: str, part: int = 0) -> Estimate | None
 
 
 def threshold_of(claim: str, part: int = 0) -> float:
-    """Of a test with a single one."""
+    """Return the threshold of a test that has only one."""
     test = RUN_CLAIMS[claim].parts[part].test
     return test.most if test.least == -inf else test.least
 

@@ -191,7 +191,7 @@ def _bloat_by_branch(evidence: Evidence) -> Estimate:
 
 
 def _owns_bloat(evidence: Evidence) -> Estimate:
-    """As many points as layers: if token 0 owned them all, they would be its own."""
+    """Token 0's share of the largest points. There are as many as layers, so that all could be token 0's."""
     bloat = branch_ratios(evidence.natural, "bloat")
     replicates, layers, positions = bloat.shape
     order = np.argsort(-np.nan_to_num(bloat).reshape(replicates, -1), axis=1)[:, :layers]
@@ -208,7 +208,7 @@ def _unchanged(evidence: Evidence) -> Estimate:
 
 
 def _beside_control(evidence: Evidence) -> Estimate:
-    """What masking another position leaves of the ratio."""
+    """The ratio with another position masked ÷ without a mask."""
     label = evidence.label(MASKED)
     table = before_valves(table_of(evidence.run(MASKED), "gradient"))
     rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
@@ -255,7 +255,7 @@ def largest_norm(site: str) -> OfArm:
 
 
 def _falls_more(arms: Mapping[str, Arm]) -> float:
-    """By how much more of their norm MLP outputs lose than attention outputs."""
+    """The share of their norm that MLP outputs lose − the share that attention outputs lose."""
     left = [largest_norm(site)(arms[VALVE]) / largest_norm(site)(arms[PLAIN]) for site in ("mlp_out", "attn_out")]
     return (1 - left[0]) - (1 - left[1])
 
@@ -272,7 +272,7 @@ def _gradient_ratios(run: RunData) -> np.ndarray:
 
 
 def _least_spike(evidence: Evidence) -> Estimate:
-    """Over the steps from the onset on; the null is step 0, else random weights."""
+    """The smallest ratio over the steps from the onset on; the null is step 0, or else random weights."""
     found = []
     for runs in study_of(evidence, STEPS, StepStudy).each:
         steps, rates = rates_over_steps(runs)

@@ -28,7 +28,7 @@ SCOPE = (causal, query_bias, learned_positions)
 
 
 def _without_its_mechanism(evidence: Evidence) -> str | None:
-    """What NU sets its own model against: no query bias, or no learned positions."""
+    """Require a model without a query bias or without learned positions, unlike NU's own."""
     if learned_positions(evidence):
         return None
     reason = query_bias(evidence)
@@ -46,7 +46,7 @@ def _with_a_bos(evidence: Evidence) -> str | None:
 
 
 def _gamma(evidence: Evidence) -> pd.DataFrame:
-    """With |γ|, the mean and standard deviation of its layer's, and its rank there from 1 on."""
+    """Return γ with its magnitude, the mean + 2 standard deviations of its layer, and its rank there from 1 on."""
     table = evidence.natural.table("gamma")
     magnitude = table["gamma"].abs()
     by_layer = magnitude.groupby(table["layer"])
@@ -58,7 +58,7 @@ def _gamma(evidence: Evidence) -> pd.DataFrame:
 
 
 def _massive(evidence: Evidence) -> pd.DataFrame:
-    """The rows of γ at massive coordinates of EPE_0. Raises NotDefined."""
+    """Return the rows of γ at massive coordinates of EPE_0. Raises NotDefined."""
     gamma = _gamma(evidence)
     rows = gamma[gamma["is_massive_epe"]]
     if not len(rows):
@@ -92,7 +92,7 @@ def _rank(evidence: Evidence) -> Estimate:
 
 
 def _share_of_delta(evidence: Evidence) -> Estimate:
-    """Of the gaps' means over layers from the second on, which alone read EPE. Raises NotDefined."""
+    """Δ's part of the gaps' means over layers from the second on; the first reads no EPE. Raises NotDefined."""
     if "logit_terms_by_sequence" not in evidence.natural.run.tables:
         raise NotDefined("its queries and keys are not what its projections give, or its attention has a window")
     sequences = evidence.natural

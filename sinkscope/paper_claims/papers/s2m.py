@@ -50,7 +50,7 @@ def _streamed(keep: int, against: int | None) -> Callable[[Evidence], Estimate]:
 
 
 def _registers_alone(evidence: Evidence) -> Estimate:
-    """Against three first tokens of the text besides."""
+    """Only the register tokens kept ÷ three first tokens of the text kept as well."""
     count = _registers(evidence)
     alone, more = (_perplexities(evidence, keep) for keep in (count, count + 3))
     return positive_jackknife(alone / more).over(f"{count} register token{'s' * (count > 1)}")
@@ -68,7 +68,7 @@ def with_registers(evidence: Evidence) -> str | None:
 
 
 def _massive(evidence: Evidence) -> pd.DataFrame:
-    """Raises NotDefined where there is none."""
+    """Return the massive activations. Raises NotDefined where there is none."""
     table = evidence.natural.table("massive")
     found = table[table["is_massive"]]
     if found.empty:
@@ -152,7 +152,7 @@ def _attracts(evidence: Evidence) -> Estimate:
 
 
 def _outlier_features(evidence: Evidence) -> Estimate:
-    """Reads every sequence, at the layer with the largest activation: an outlier feature would stand out at most tokens
+    """Read every sequence at the layer with the largest activation: an outlier feature would be large at most tokens
     (Dettmers et al. 2022).
     """
     massive = _massive(evidence)

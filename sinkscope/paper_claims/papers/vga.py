@@ -96,11 +96,11 @@ FROM_SCRATCH, WITH_REGISTERS = Need("train", f"{PLAIN},{GATE}"), Need("train", f
 TRAINED = "trained from scratch"
 
 
-# --- the gradient in front of the gate
+# --- the gradient before the gate
 
 
 def _gated_gradients(arm: Arm) -> pd.DataFrame:
-    """Of each layer, key/value head and position: its gate, and its value gradient in front of it ÷ behind it.
+    """Return, by layer, key/value head and position, the gate and the value gradient before it ÷ after it.
 
     Raises:
         NotDefined: the gates are not on values.
@@ -130,7 +130,7 @@ def _left_at_sink(arm: Arm) -> float:
 
 
 def _against_best(evidence: Evidence) -> Estimate:
-    """Against the best of all other methods that were trained beside it, of each seed."""
+    """The gate − the best of all other methods that were trained with it, for each seed."""
     study = study_of(evidence, FROM_SCRATCH, ArmStudy)
     others = sorted(set.intersection(*(set(arms) for arms in study.by_seed)) - {GATE, UNTOUCHED})
     cost = metric("perplexity_increase")
@@ -242,7 +242,7 @@ CLAIMS = (
         (Part("perplexity with v = 0 at position 0 in the heads with a sink ÷ with v = 0 there at others", _no_op,
             at_most(1.05)),
          HAS_SINK_HEADS),
-        (MAIN, TO_ZERO), (causal,), beside=(TO_MEAN,)),
+        (MAIN, TO_ZERO), (causal,), also_reads=(TO_MEAN,)),
     Claim("V-13", "eq. 8", "The gradient is severed.",
         (Part("rank correlation over heads and positions of the gate and the value gradient in front of it ÷ behind",
             correlation(ARMS, _follows_gate, GATE), above(0.0)),

@@ -163,7 +163,7 @@ def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate
 
 
 def _on_repeated(evidence: Evidence) -> Estimate:
-    """Without a BOS: the propositions are about equal tokens from position 0 on."""
+    """The sink rate on repeated tokens without a BOS: the propositions are about equal tokens from position 0 on."""
     after, _, words = _on_drawn(evidence, REPEATED, WITHOUT)
     return after.over(words)
 
@@ -172,7 +172,7 @@ def _on_repeated(evidence: Evidence) -> Estimate:
 
 
 def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
-    """Raises NotDefined."""
+    """The ratio of norms in layers with massive activations. Raises NotDefined where there is none."""
     ratios = norm_ratios(evidence.natural, "layer_out")
     layers = massive_layers(evidence.natural)
     if not len(layers):
@@ -225,7 +225,7 @@ def _slope_on(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _slope(evidence: Evidence) -> Estimate:
-    """Raises NotDefined where no length has a sink that a longer text could lose."""
+    """The slope over lengths. Raises NotDefined where no length has a sink that a longer text could lose."""
     x, rates = _by_length(evidence, EPSILON)
     if rates[0].max() <= SINK:
         raise NotDefined(f"at no length is a sink rate above {SINK:g} %")
@@ -259,7 +259,7 @@ REPEATED_TOKENS = "T = 64 and ε = 0.3, repeated tokens"
 
 
 def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estimate]:
-    """Over all layers and sequences, or the layers with positions of one kind. Raises NotDefined."""
+    """The largest entry of a column over all layers, or over those with positions of one kind. Raises NotDefined."""
 
     def measure(evidence: Evidence) -> Estimate:
         table = equal_tokens(evidence.sequences(ALONE))
@@ -492,8 +492,8 @@ def _highest_elsewhere(rates: np.ndarray) -> np.ndarray:
 
 
 def _over_windows(of: Numbers, ends: Ends | None = None) -> Measure:
-    """As `over_levels`. Raises Lacks where a window is shorter than what the sink rate is averaged over: queries that
-    do not see the first token count as those that do not attend to it.
+    """`over_levels` for windows. Raises Lacks where a window is shorter than what the sink rate averages over: queries
+    that do not see the first token count as those that do not attend to it.
     """
     measure = over_levels(WINDOW, of, ends)
 
@@ -594,12 +594,12 @@ def norm_ratio(arm: Arm) -> float:
 
 
 def where_sinks_are(role: Need, measure: Measure) -> Measure:
-    """Raises NotDefined where plain training has no sink that an arm could do without, or take."""
+    """Restrict a measure to models whose plain training has a sink that an arm could prevent or take over."""
     return where_plain_has("sink: its sink rate in %", metric("sink_rate", 100), SINK, role, measure)
 
 
 def where_norms_are(role: Need, measure: Measure) -> Measure:
-    """Raises NotDefined where plain training has no token of a large norm."""
+    """Restrict a measure to models whose plain training has a token of a large norm."""
     return where_plain_has("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM, role, measure)
 
 
@@ -636,7 +636,7 @@ BILLION = 0.9e9  # parameters
 
 
 def _largest_without(evidence: Evidence) -> Estimate:
-    """Over learning rates. Raises NotDefined where softmax has no sink at any, which sigmoid could lack."""
+    """The largest rate over learning rates. Raises NotDefined where softmax has no sink at any of them."""
     with_a_sink(rates_over_seeds(study_of(evidence, RATE, FactorStudy))[1])
     return over_levels(RATES, largest_rate)(evidence)
 
@@ -658,20 +658,20 @@ TUNED = Need("retrofit", f"{PLAIN},{UNTOUCHED}")
 
 CLAIMS = (
     Claim("W-1", "table 1", RUN_CLAIMS["W-1"].statement, (_AT_FIRST,), scope=(causal,), published=SINK_RATES,
-        beside=_policy_roles((NATURAL,))),
+        also_reads=_policy_roles((NATURAL,))),
     Claim("W-2", "table 1", "The sink stays on random tokens.",
         (Part("sink rate on random tokens ÷ on text, with a BOS on both or on none", _against_text(RANDOM),
             at_least(0.5)),),
-        (MAIN,), (causal,), published_rates("random"), beside=_policy_roles((NATURAL, RANDOM))),
+        (MAIN,), (causal,), published_rates("random"), also_reads=_policy_roles((NATURAL, RANDOM))),
     Claim("W-3", "table 1", "On repeated tokens the sink vanishes (positions that leave equal tokens equal).",
         (Part("sink rate on repeated tokens in %, no BOS in front", _on_repeated, at_most(1.0)),),
         _policy_roles((NATURAL, REPEATED), (WITHOUT,)), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED,
-        beside=_policy_roles((NATURAL, REPEATED), (WITH,))),
+        also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-4", "tables 1 and 7", "On repeated tokens the sink stays (positions added to the embeddings).",
         (Part("sink rate on repeated tokens ÷ on text, no BOS on either", _against_text(REPEATED, WITHOUT),
             at_least(0.5)),),
         _policy_roles((NATURAL, REPEATED), (WITHOUT,)), (causal, absolute_positions), ON_REPEATED,
-        beside=_policy_roles((NATURAL, REPEATED), (WITH,))),
+        also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
         (Part("norm at 0 ÷ later, median over layers with massive activations", _norm_in_massive_layers, above(1.0)),),
         is_ours=False),
