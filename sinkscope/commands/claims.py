@@ -38,15 +38,17 @@ from sinkscope.models.in_memory import fingerprint
 from sinkscope.options.measuring import AnalyzeOptions, ClaimsOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
 from sinkscope.output.run import Run
-from sinkscope.paper_claims.evidence import LONG, MAIN, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_role
+from sinkscope.paper_claims.evidence import LONG, MAIN, NATURAL, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_need
+from sinkscope.paper_claims.need import ALONE, Need
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.paper_claims.routes import routes_of_models
-from sinkscope.paper_claims.table import COMMAND, TABLES, evidence_of, judged, models_of
+from sinkscope.paper_claims.table import evidence_of, judged, models_of
 from sinkscope.results.bos import OPTIONS as BOS_OPTIONS
 from sinkscope.results.bos import WITHOUT
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 from sinkscope.results.run import RunData
+from sinkscope.results.scorecard import COMMAND, TABLES
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.verdict.scorecard import Scorecard
 
@@ -54,7 +56,7 @@ STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
 STREAM = 512  # tokens of a text that is streamed, where the model takes so many
 STREAMS = 8  # such texts, over which intervals are
 # what claims read of each input besides the model as it is; of equal tokens more where no BOS is in front
-OF_INPUTS = {MAIN: ("attention", "activation", "massive"), RANDOM: ("attention",), REPEATED: ("attention",)}
+OF_INPUTS = {NATURAL: ("attention", "activation", "massive"), RANDOM: ("attention",), REPEATED: ("attention",)}
 OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
 # of random weights: what claims read of them, without what follows other observables and draws pictures
 OF_NULL = (
@@ -160,14 +162,14 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
         failed=failed,
         skipped_roles={name: one.skipped for name, one in evidence.items()},
     )
-    runs = {name: one.runs for name, one in evidence.items()}
+    runs = {name: {role.name: run for role, run in one.runs.items()} for name, one in evidence.items()}
     return Scorecard(manifest, table, routes_of_models(evidence), runs)
 
 
 def _used(evidence: Evidence) -> dict[str, str]:
     """Role → where its runs stand."""
-    runs = {role: _source(run.folder) for role, run in evidence.runs.items()}
-    return runs | {role: "; ".join(map(_source, study.folders)) for role, study in evidence.studies.items()}
+    runs = {role.name: _source(run.folder) for role, run in evidence.runs.items()}
+    return runs | {role.name: "; ".join(map(_source, study.folders)) for role, study in evidence.studies.items()}
 
 
 def _source(folder: Path | None) -> str:
@@ -195,7 +197,7 @@ class Bench:
         main = evidence_of(runs, self.name).runs.get(MAIN)
         if main is None:
             print_line(self.console, "the model as it is")
-            self.analyzed = self._keep(self._analyzed(self.subject, {}), MAIN)
+            self.analyzed = self._keep(self._analyzed(self.subject, {}), MAIN.name)
             runs.append(self.analyzed)
         elif any(main is run for run in self.earlier):
             self.analyzed = main
@@ -205,12 +207,13 @@ class Bench:
         for number, (kind, named) in enumerate(wanted.items(), 1):
             print_part(self.console, kind, number, len(wanted))
             for run, roles in WAYS[kind](self, named):
+                names = [role.name for role in roles]
                 try:
-                    runs.append(self._keep(run(), roles[0]))
+                    runs.append(self._keep(run(), names[0]))
                 except InputError as error:  # it does not apply to this model
-                    self._skip(dict.fromkeys(roles, one_line(error)))
+                    self._skip(dict.fromkeys(names, one_line(error)))
                 except SinkscopeError as error:  # nothing of the other runs is lost
-                    self.failed |= dict.fromkeys(roles, one_line(error))
+                    self.failed |= dict.fromkeys(names, one_line(error))
                 if self.interrupt is not None:
                     raise self.interrupt
         found = evidence_of(runs, self.name, {self.name: {**skipped.get(self.subject.loaded.name, {}), **self.skipped}})
@@ -229,16 +232,15 @@ class Bench:
     def name(self) -> str:
         return self.config.model or self.subject.loaded.name
 
-    def _wanted(self, evidence: Evidence) -> dict[str, list[str]]:
+    def _wanted(self, evidence: Evidence) -> dict[str, list[Need]]:
         """Way → the roles that no run plays and that routes need, or claims which speak of this model."""
         speaking = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
-        found: dict[str, list[str]] = defaultdict(list)
+        found: dict[str, list[Need]] = defaultdict(list)
         needs = dict.fromkeys(need for claim in speaking for need in claim.reads)
-        nulls = [null_role(draw) for draw in range(self.config.nulls)] if MAIN in needs else []
+        nulls = [null_need(draw) for draw in range(self.config.nulls)] if MAIN in needs else []
         for role in dict.fromkeys((*needs, *nulls, *ROUTE_ROLES)):
-            kind = role.partition(":")[0]
-            way = WITH.get(kind, kind)
-            if way in WAYS and not (evidence.has(role) or evidence.inapplicable(role) or role in self.skipped):
+            way = WITH.get(role.kind, role.kind)
+            if way in WAYS and not (evidence.has(role) or evidence.inapplicable(role) or role.name in self.skipped):
                 found[way].append(role)
         return found
 
@@ -246,8 +248,7 @@ class Bench:
         """Role → why its intervention cannot be done to this model, known before a text is made for it."""
         target = Target(self.subject.loaded.model, self.subject.family, seams={})
         needs = {need for claim in CLAIMS.values() for need in claim.reads} | set(ROUTE_ROLES)
-        roles = {need for need in needs if need.partition(":")[0] in ARMS}
-        done = {role: parse(_behind_colon(role)) for role in roles} | {"streaming": parse(STREAMED)}
+        done = {need.name: parse(need.of) for need in needs if need.is_intervention} | {"streaming": parse(STREAMED)}
         return {role: why for role, part in done.items() if (why := part.inapplicable(target))}
 
     # --- the runs
@@ -269,7 +270,7 @@ class Bench:
             InputError: there is no BOS, or the text is token ids, which are taken as they are.
         """
         of_text = {key: getattr(self.config, key) for key in ("input", "dataset", "prompt")}
-        given = {**(of_text if name == MAIN else {"input": name}), "bos": BOS_OPTIONS[policy]}
+        given = {**(of_text if name == NATURAL else {"input": name}), "bos": BOS_OPTIONS[policy]}
         equal = name == REPEATED and policy == WITHOUT
         run = self.input(given, OF_EQUAL_TOKENS if equal else OF_INPUTS[name])
         if run.bos != policy:
@@ -291,14 +292,14 @@ class Bench:
             run = self._analyzed(subject, {"skip_parity": True, "observables": applying})
         return Run(run.manifest | {"draw": draw}, run.tables)
 
-    def arms(self, roles: Iterable[str], **given: Any) -> Run:
+    def arms(self, roles: Iterable[Need], **given: Any) -> Run:
         """Interventions, each by itself, with what the claims need of them: a loss, random controls."""
         kinds: dict[str, set[str]] = defaultdict(set)
         for role in roles:
-            kinds[_behind_colon(role)].add(role.partition(":")[0])
+            kinds[role.of].add(role.kind)
         subject = self.subject if given.keys() <= {"observables", "draws"} else None
         without_loss = {name for name, some in kinds.items() if not any(kind.startswith("loss") for kind in some)}
-        alone = {name for name, some in kinds.items() if all(kind.endswith("alone") for kind in some)}
+        alone = {name for name, some in kinds.items() if all(kind in ALONE for kind in some)}
         return self._experiment(subject, {"arms": {name: (name,) for name in kinds}, **given}, alone, without_loss)
 
     def streamed(self) -> Run:
@@ -349,33 +350,29 @@ class Bench:
         return Subject(self.subject.loaded, self.subject.family, inputs)
 
 
-Runs = Iterator[tuple[Callable[[], Run], list[str]]]  # each with the roles that it plays
+Runs = Iterator[tuple[Callable[[], Run], list[Need]]]  # each with the roles that it plays
 
 
-def _behind_colon(role: str) -> str:
-    return role.partition(":")[2]
-
-
-def _one(run: Callable[[Bench], Run]) -> Callable[[Bench, list[str]], Runs]:
+def _one(run: Callable[[Bench], Run]) -> Callable[[Bench, list[Need]], Runs]:
     return lambda bench, roles: iter([(partial(run, bench), roles)])
 
 
-def _each(run: Callable[[Bench, str], Run]) -> Callable[[Bench, list[str]], Runs]:
-    return lambda bench, roles: ((partial(run, bench, _behind_colon(role)), [role]) for role in roles)
+def _each(run: Callable[[Bench, str], Run]) -> Callable[[Bench, list[Need]], Runs]:
+    return lambda bench, roles: ((partial(run, bench, role.of), [role]) for role in roles)
 
 
 def _under_policy(policy: str, bench: Bench, name: str) -> Run:
     return bench.under_policy(policy, name)
 
 
-def _together(**given: Any) -> Callable[[Bench, list[str]], Runs]:
+def _together(**given: Any) -> Callable[[Bench, list[Need]], Runs]:
     return lambda bench, roles: iter([(partial(bench.arms, roles, **given), roles)])
 
 
 # kind of role → how its runs are measured; roles of other kinds are played by models that are trained for them
-WAYS: dict[str, Callable[[Bench, list[str]], Runs]] = {
+WAYS: dict[str, Callable[[Bench, list[Need]], Runs]] = {
     **{kind: _each(partial(_under_policy, policy)) for policy, kind in POLICIES.items()},
-    NULL: _each(lambda bench, draw: bench.null(int(draw or 0))),
+    NULL.kind: _each(lambda bench, draw: bench.null(int(draw or 0))),
     "length": _each(lambda bench, tokens: bench.length(int(tokens))),
     "domain": _each(lambda bench, name: bench.input({"input": name})),
     "do": _together(),
@@ -385,4 +382,3 @@ WAYS: dict[str, Callable[[Bench, list[str]], Runs]] = {
 }
 # kinds of roles that are measured together with others
 WITH = {"loss-do": "do", "loss-do-alone": "do", "gradient-do-alone": "gradient-do"}
-ARMS = ("do", "gradient-do", "repeated-do", *WITH)  # kinds of roles whose names are interventions

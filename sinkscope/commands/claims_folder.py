@@ -16,10 +16,10 @@ from sinkscope.output.drawing import save_figures
 from sinkscope.output.outputs import write_run
 from sinkscope.output.run import Run
 from sinkscope.output.scorecard import FIGURES, WORDS
-from sinkscope.paper_claims.table import COMMAND
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
 from sinkscope.results.run import RunData
+from sinkscope.results.scorecard import COMMAND
 from sinkscope.results.swap import new_file
 from sinkscope.results.tables import write_tables
 from sinkscope.verdict.scorecard import Scorecard

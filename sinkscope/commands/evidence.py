@@ -21,11 +21,12 @@ from sinkscope.output.trained import Trained
 from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.studies import OPTIONS, PLAIN, Given, Steps, Training, variants, wanted_arms
-from sinkscope.paper_claims.table import COMMAND, evidence_of, models_of, with_studies
+from sinkscope.paper_claims.table import evidence_of, models_of, with_studies
 from sinkscope.results.cells import CELLS
 from sinkscope.results.cells import COMMAND as SWEEP
 from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
 from sinkscope.results.run import RunData
+from sinkscope.results.scorecard import COMMAND
 from sinkscope.results.scores import COLUMNS as SCORES_COLUMNS
 from sinkscope.results.scores import COMMAND as SCORES
 from sinkscope.results.scores import TABLE as SCORES_TABLE
@@ -36,9 +37,9 @@ CHECKPOINTS = "checkpoints"  # the folder of an arm's steps
 Skipped = Mapping[str, Mapping[str, str]]  # model → role → why it does not apply
 
 
-def told_apart() -> set[str]:
-    """Methods of which claims name the parameters: their arms are judged under one name."""
-    arms = (arm for claim in CLAIMS.values() for need in claim.needs for arm in wanted_arms(need.partition(":")[2]))
+def methods_with_fixed_parameters() -> set[str]:
+    """Return the methods whose parameters claims name: their arms are judged under one name."""
+    arms = (arm for claim in CLAIMS.values() for need in claim.needs for arm in wanted_arms(need.of))
     return {method for method, colon, _ in (arm.partition(":") for arm in arms) if colon}
 
 
@@ -77,7 +78,9 @@ class Collection:
         """Of further arms of the same methods, without the runs on which these have no bearing."""
         own = [training for training in self.trainings if training.model == name]
         labels = {(arm.method, arm.variant): arm.label for training in own for arm in training.arms}
-        known = {method: kinds for method, kinds in variants(own).items() if method not in told_apart()}
+        known = {
+            method: kinds for method, kinds in variants(own).items() if method not in methods_with_fixed_parameters()
+        }
         found = {}
         for variant in range(1, max(map(len, known.values()), default=0)):
             called = [labels[method, of[variant]] for method, of in known.items() if variant < len(of)]

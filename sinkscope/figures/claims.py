@@ -12,9 +12,9 @@ from matplotlib.patches import Patch
 from sinkscope.figures.axes import shade_rows
 from sinkscope.figures.labels import escape, heading, model_name, wrapped
 from sinkscope.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
-from sinkscope.paper_claims.claim import Outcome
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
+from sinkscope.results.judgment import Outcome
 from sinkscope.verdict.scorecard import Scorecard, headline, value_text
 
 # --- Every claim that was decided on one model: a line for each number, with its interval and the threshold

@@ -28,7 +28,7 @@ from sinkscope.figures.style import (
     line_looks,
     new_figure,
 )
-from sinkscope.paper_claims.arms import SINK as SINK_RATE
+from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
 from sinkscope.text.sources import DRAWN

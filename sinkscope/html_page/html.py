@@ -12,11 +12,12 @@ from typing import Any
 
 from sinkscope.html_page.compact import DIGITS, as_json, compact_tables
 from sinkscope.html_page.contents import PAGE, Contents
-from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
 from sinkscope.results.folders import FileList
 from sinkscope.results.metrics import METRICS, PAPERS
+from sinkscope.results.papers import paper_of
 from sinkscope.results.swap import new_file, remove
 from sinkscope.verdict.report import published_lines
 
@@ -131,7 +132,7 @@ def page_data(contents: Contents) -> str:
 
 
 def _as_data(finding: Finding) -> dict[str, Any]:
-    claim = CLAIMS.get(finding.claim)
+    claim = RUN_CLAIMS.get(finding.claim)
     return {
         "section": finding.section,
         "sentence": finding.sentence,
@@ -140,7 +141,7 @@ def _as_data(finding: Finding) -> dict[str, Any]:
         "headline": finding.is_headline,
         "claim": finding.claim,
         "statement": claim.statement if claim else "",
-        "paper": f"{claim.paper}, {claim.reference}" if claim else "",
+        "paper": f"{paper_of(finding.claim)}, {claim.reference}" if claim else "",
     }
 
 

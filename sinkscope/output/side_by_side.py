@@ -30,11 +30,13 @@ from sinkscope.output.drawing import save_figures
 from sinkscope.output.run import Run
 from sinkscope.output.scorecard import write_scorecard
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.routes import ROLES, ROUTES_TITLE, TABLE, routes_of_models, routes_text
-from sinkscope.paper_claims.table import COMMAND as CLAIMS
-from sinkscope.paper_claims.table import TABLES, models_of
+from sinkscope.paper_claims.routes import ROLES, ROUTES_TITLE, routes_of_models, routes_text
+from sinkscope.paper_claims.table import models_of
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, folder_of, make_manifest, read_manifest, write_manifest
+from sinkscope.results.scorecard import COMMAND as CLAIMS
+from sinkscope.results.scorecard import ROUTE as TABLE
+from sinkscope.results.scorecard import TABLES
 from sinkscope.results.tables import write_tables
 from sinkscope.verdict.scorecard import Scorecard
 from sinkscope.verdict.table_formats import Tabular, as_markdown

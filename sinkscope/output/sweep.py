@@ -22,13 +22,13 @@ from sinkscope.figures.spec import draw_all
 from sinkscope.html_page import Contents, write_page
 from sinkscope.options.sweep_file import SweepContent
 from sinkscope.output.drawing import save_figures
-from sinkscope.paper_claims.arms import SINK
-from sinkscope.paper_claims.routes import TABLE as ROUTES
-from sinkscope.paper_claims.table import TABLE as CLAIMS
 from sinkscope.results.cells import COMMAND
+from sinkscope.results.findings import SINK
 from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
+from sinkscope.results.scorecard import CLAIM as CLAIMS
+from sinkscope.results.scorecard import ROUTE as ROUTES
 from sinkscope.results.tables import read_table, write_tables
 from sinkscope.verdict.factor_study import PAPER, summary
 from sinkscope.verdict.factor_study import TABLE as STUDY

@@ -1,4 +1,4 @@
-"""What papers say happens, as data, and the judgment of a model's runs. Reads tables and runs no model.
+"""Claims of papers as data, and their judgment by a model's runs. Reads tables and runs no model.
 
 A new claim is an entry of `CLAIMS` in its paper's file in `papers/`; the files are listed in `register.py`.
 """

@@ -1,36 +1,39 @@
-"""What intervention arms do to sinks, in percent and points of the sink rate, and to perplexity; and their controls."""
+"""Effects of intervention arms and their controls: on the sink rate, in percent and points, and on perplexity."""
 
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from sinkscope.measuring.estimates import sink_rates
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.paper_claims.claim import NotDefined, Part, above, below
-from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.quantities import sink_rates
+from sinkscope.paper_claims.claim import Part
+from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.need import Need
+from sinkscope.results.findings import SINK
+from sinkscope.results.judgment import NotDefined, above, below
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, mean_of_controls, one_more_run, positive_jackknife
 
-SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
 NO_COST = 0.02  # nats of loss, or 2 % of perplexity: less is no cost; a margin, so that a difference of 0 can hold
 LARGE_NORM = 2.0  # times that of later positions
 
 
-def before_and_after(evidence: Evidence, role: str, position: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(R,) each: the sink rate at position 0 of the model as it is, and the arm's at `position`.
+def before_and_after(evidence: Evidence, role: Need, position: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(R,) each: the sink rate at position 0 without the intervention, and the arm's at `position`.
 
-    Both are under the same resamplings: an arm reads the same sequences.
+    Both use the same resamplings: an arm reads the same sequences.
     """
-    return sink_rates(evidence, role, condition=BEFORE), sink_rates(evidence, role, position)
+    return sink_rates(evidence.sequences(role, BEFORE)), sink_rates(evidence.sequences(role), position)
 
 
-def controls(evidence: Evidence, role: str) -> np.ndarray:
+def controls(evidence: Evidence, role: Need) -> np.ndarray:
     """(draws,): the sink rate at position 0 under each of an arm's random controls."""
     conditions = evidence.controls(role)
-    return np.array([sink_rates(evidence, role, condition=condition)[0] for condition in conditions])
+    return np.array([sink_rates(evidence.sequences(role, condition))[0] for condition in conditions])
 
 
-def beyond_controls(evidence: Evidence, role: str) -> Estimate:
+def beyond_controls(evidence: Evidence, role: Need) -> Estimate:
     """The arm's change of the sink rate at position 0, minus what a further random control would change it by."""
     before, after = before_and_after(evidence, role)
     drawn = controls(evidence, role)
@@ -39,34 +42,34 @@ def beyond_controls(evidence: Evidence, role: str) -> Estimate:
     return (bootstrap(after - before) - one_more_run(drawn - before[0])).over(note)
 
 
-def share_left(evidence: Evidence, role: str, position: int = 0) -> Estimate:
+def share_left(evidence: Evidence, role: Need, position: int = 0) -> Estimate:
     """The arm's sink rate at `position` ÷ that of the model as it is at position 0."""
     before, after = before_and_after(evidence, role, position)
     with np.errstate(divide="ignore", invalid="ignore"):
         return bootstrap(after / before).over(f"{before[0]:.1f} → {after[0]:.1f} %")
 
 
-def rate_after(evidence: Evidence, role: str) -> Estimate:
+def rate_after(evidence: Evidence, role: Need) -> Estimate:
     before, after = before_and_after(evidence, role)
     return bootstrap(after).over(f"before: {before[0]:.1f} %")
 
 
-def of_arm(measure: Callable[..., Estimate], role: str, **given: int) -> Callable[[Evidence], Estimate]:
-    """One of the functions above, as a part of a claim has it."""
+def of_arm(measure: Callable[..., Estimate], role: Need, **given: int) -> Callable[[Evidence], Estimate]:
+    """Bind one of the functions above to an arm, for a part of a claim."""
     return lambda evidence: measure(evidence, role, **given)
 
 
-def had_a_sink(role: str) -> Part:
-    """Of a claim on what becomes of a sink: without one it fails."""
+def had_a_sink(role: Need) -> Part:
+    """Require a sink: a claim on what becomes of it fails without one."""
     return Part("sink rate at position 0 before, in %", of_arm(_rate_before, role), above(SINK))
 
 
-def _rate_before(evidence: Evidence, role: str) -> Estimate:
+def _rate_before(evidence: Evidence, role: Need) -> Estimate:
     return bootstrap(before_and_after(evidence, role)[0])
 
 
-def falls(role: str) -> Part:
-    """Of a claim that a sink falls by an arm, and not by random changes of the same kind."""
+def falls(role: Need) -> Part:
+    """Require that the sink falls by an arm, more than by random changes of the same kind."""
     quantity = "change of the sink rate at position 0, in points, beyond a random control's"
     return Part(quantity, of_arm(beyond_controls, role), below(0.0))
 
@@ -74,19 +77,19 @@ def falls(role: str) -> Part:
 # --- perplexity
 
 
-def losses(evidence: Evidence, role: str, condition: str) -> np.ndarray:
-    """(1 + passages,): loss per predicted token under one arm, or `before`, of the whole run and without a passage."""
+def losses(evidence: Evidence, role: Need, condition: str) -> np.ndarray:
+    """(1 + passages,): loss per predicted token under an arm or `before`, of the whole run and without each passage."""
     return evidence.sequences(role, condition).losses
 
 
-def perplexity_ratio(evidence: Evidence, role: str) -> Estimate:
-    """Perplexity under an intervention ÷ without; both without the same passage."""
+def perplexity_ratio(evidence: Evidence, role: Need) -> Estimate:
+    """Perplexity with an intervention ÷ without; both leave out the same passage."""
     after = evidence.label(role) or ""
     return positive_jackknife(np.exp(losses(evidence, role, after) - losses(evidence, role, BEFORE)))
 
 
-def perplexity_of_controls(evidence: Evidence, role: str) -> Estimate:
-    """The same under random controls, their mean and spread.
+def perplexity_of_controls(evidence: Evidence, role: Need) -> Estimate:
+    """Perplexity under random controls ÷ without, their mean and spread.
 
     Raises:
         NotDefined: the arm has no controls.
@@ -105,11 +108,11 @@ Course = Mapping[int, RunData]  # step → run
 
 def rates_over_steps(runs: Course) -> tuple[list[int], np.ndarray]:
     """Steps, and (R, steps): the sink rate at position 0 in percent; the same sequences at every step."""
-    columns = [sink_rates(Evidence({MAIN: run})) for run in runs.values()]
+    columns = [sink_rates(Sequences(run)) for run in runs.values()]
     return list(runs), np.stack(columns, axis=1)
 
 
 def onset(rates: np.ndarray) -> int | None:
-    """The place of the first step with a sink."""
+    """Return the index of the first step with a sink."""
     found = np.flatnonzero(rates[0] > SINK)
     return int(found[0]) if len(found) else None

@@ -1,19 +1,23 @@
-"""What a claim is, and how an estimate is judged by it."""
+"""Claims of papers, and their judgment by the runs of a model and by the runs of a null."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import inf, isfinite, isnan, nan
+from math import isnan, nan
+from typing import Any
 
 import numpy as np
-from scipy import stats
 
-from sinkscope.paper_claims.evidence import Evidence, Lacks
-from sinkscope.paper_claims.studies import ARMS, PLAIN, Arm, ArmStudy
-from sinkscope.paper_claims.studies import KINDS as STUDIES
-from sinkscope.results import metrics
+from sinkscope.measuring.estimates import HAS_SINK_HEADS as SINK_HEADS_OF_RUN
+from sinkscope.measuring.estimates import RUN_CLAIMS
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.need import ARMS, Need
+from sinkscope.paper_claims.studies import PLAIN, Arm, ArmStudy
 from sinkscope.results.findings import Published
-from sinkscope.results.statistics import LEVEL, Estimate
+from sinkscope.results.judgment import NotDefined, Number, Outcome, estimated
+from sinkscope.results.papers import paper_of
+from sinkscope.results.sequences import Lacks, Sequences
+from sinkscope.results.statistics import Estimate
 from sinkscope.training.tables import UNTOUCHED
 
 # --- Nulls of claims: data in which there is nothing to find, on which the test of a claim should not pass.
@@ -22,29 +26,28 @@ from sinkscope.training.tables import UNTOUCHED
 class Null(StrEnum):
     """The kinds of data in which there is nothing to find."""
 
-    RANDOM_WEIGHTS = "random weights"  # each draw in the place of the model, and judged against the other draws
-    CONTROLS = "random controls"  # each of an intervention's controls in the place of the intervention
-    PLAIN = "plain training"  # of another seed, in the place of the method
-    THEOREM = "theorem"  # or an identity: it holds of any weights, and tests the code
-    NONE = "none"  # nothing is measured that could be put in the place
+    RANDOM_WEIGHTS = "random weights"  # each draw takes the place of the model, and is judged against the other draws
+    CONTROLS = "random controls"  # each random control takes the place of its intervention
+    PLAIN = "plain training"  # of another seed takes the place of the method
+    THEOREM = "theorem"  # or an identity: it holds for any weights, and tests the code
+    NONE = "none"  # nothing is measured that could take the place
 
 
-def usual_null(needs: Iterable[str]) -> Null:
-    """The null of a claim that reads these roles."""
-    kinds = {need.partition(":")[0] for need in needs}
-    if any(kind.endswith("do") for kind in kinds):
+def usual_null(needs: Collection[Need]) -> Null:
+    """Return the null of a claim that needs these runs."""
+    if any(need.has_controls for need in needs):
         return Null.CONTROLS
-    if kinds & STUDIES.keys():
-        return Null.PLAIN if kinds <= ARMS.keys() else Null.NONE
-    return Null.NONE if any(kind.endswith("alone") for kind in kinds) else Null.RANDOM_WEIGHTS
+    if any(need.is_study for need in needs):
+        return Null.PLAIN if all(need.kind in ARMS for need in needs) else Null.NONE
+    return Null.NONE if any(need.is_intervention for need in needs) else Null.RANDOM_WEIGHTS
 
 
-def draws_of(null: Null, needs: Iterable[str], evidence: Evidence) -> list[Evidence]:
-    """The evidence with the null in the place of what a claim speaks of, once for each draw that was measured."""
+def draws_of(null: Null, needs: Collection[Need], evidence: Evidence) -> list[Evidence]:
+    """Return, for each measured draw of a null, the evidence in which it replaces what a claim is about."""
     if null == Null.RANDOM_WEIGHTS:
         return evidence.nulls
     if null == Null.CONTROLS:
-        roles = [need for need in needs if need.partition(":")[0].endswith("do") and evidence.has(need)]
+        roles = [need for need in needs if need.has_controls and evidence.has(need)]
         counts = [len(evidence.controls(role)) for role in roles]
         return [evidence.as_control(draw) for draw in range(min(counts, default=0))]
     if null == Null.PLAIN:
@@ -55,7 +58,7 @@ def draws_of(null: Null, needs: Iterable[str], evidence: Evidence) -> list[Evide
 
 
 def _all_plain(study: object) -> ArmStudy | None:
-    """Each method's arm is the plain one of the next seed; None where there is no other, or no plain one."""
+    """Replace each method's arm by the plain arm of the next seed; None without another seed or a plain arm."""
     if not isinstance(study, ArmStudy) or len(study.by_seed) < 2 or any(PLAIN not in arms for arms in study.by_seed):
         return None
     following = (*study.by_seed[1:], study.by_seed[0])
@@ -67,188 +70,47 @@ def _all_plain(study: object) -> ArmStudy | None:
 
 
 def _methods(arms: Mapping[str, Arm]) -> set[str]:
-    """Those that were trained otherwise than plainly; what all arms began from is none."""
+    """Return the arms that a method was applied to: neither plain ones nor the model that all arms began from."""
     return {method for method, arm in arms.items() if arm.method not in (PLAIN, UNTOUCHED)}
 
 
-PAPERS = {  # first part of a claim's id → its paper
-    "GS": metrics.PAPERS["GS"],
-    "W": metrics.PAPERS["WSE"],
-    "S": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
-    "N": metrics.PAPERS["NU"],
-    "V": metrics.PAPERS["VGA"],
-}
-
-
-class Outcome(StrEnum):
-    """The outcome of a claim on one model."""
-
-    HOLDS = "holds"
-    FAILS = "fails"
-    INCONCLUSIVE = "inconclusive"  # the interval spans the threshold
-    NOT_ENOUGH_SEEDS = "not enough seeds"  # and it would, were the claim true
-    DOES_NOT_APPLY = "does not apply"
-    NOT_MEASURED = "not measured"
-
-
-class NotDefined(Exception):
-    """A claim's quantity does not exist on this model; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class Test:
-    """The values with which a claim holds: from `least` to `most`, the ends themselves only where not `strict`."""
-
-    __test__ = False  # no test of pytest's
-
-    least: float = -inf
-    most: float = inf
-    strict: bool = False
-
-    def outcome(self, estimate: Estimate) -> Outcome:
-        """By the whole interval and not by the point: each end misses the truth with 2.5 %, so that a claim whose truth
-        is at the threshold holds in 2.5 % of studies.
-        """
-        if isnan(estimate.value):
-            return Outcome.INCONCLUSIVE
-        if self.holds(estimate):
-            return Outcome.HOLDS
-        outside = not self._above(estimate.high) or not self._below(estimate.low)
-        if outside:
-            return Outcome.FAILS
-        return Outcome.NOT_ENOUGH_SEEDS if self.power(estimate) < ENOUGH else Outcome.INCONCLUSIVE
-
-    def holds(self, estimate: Estimate) -> bool:
-        """Whether all of the interval is inside."""
-        return self._above(estimate.low) and self._below(estimate.high)
-
-    def power(self, estimate: Estimate) -> float:
-        """How probable it is that a study with as many seeds and this spread shows the claim, if it is true.
-
-        True means: as far as the value at hand says, or for a range that all levels are alike.
-
-        Returns:
-            NaN where the number is not over seeds, or its value speaks against the claim.
-        """
-        truth = estimate.value if isnan(estimate.truest) else estimate.truest
-        if not estimate.seeds or isnan(truth):
-            return nan
-        if not (isfinite(estimate.low) and isfinite(estimate.high)) or estimate.seeds < 2:
-            return 0.0
-        if not (self._above(truth) and self._below(truth)):
-            return nan
-        freedom = estimate.seeds - 1
-        reach = stats.t.ppf((1 + LEVEL) / 2, freedom)
-        below, above = estimate.value - estimate.low, estimate.high - estimate.value
-        sides = [(truth - self.least, below), (self.most - truth, above)]
-        if not isnan(estimate.truest):  # a range is the size of a difference, which has two signs
-            sides *= 2
-        misses = [stats.norm.sf(reach * (room / side - 1)) for room, side in sides if isfinite(room) and side]
-        return float(max(0.0, 1 - sum(misses)))
-
-    def separates(self, estimate: Estimate) -> bool:
-        """Whether each draw of the null is outside, or less far inside than the value; true if no draw has a value."""
-        low, high = estimate.null_low, estimate.null_high
-        if isnan(low):
-            return True
-        if isfinite(self.least) and isfinite(self.most):
-            return not (self._above(high) and self._below(low))
-        if isfinite(self.least):
-            return high < estimate.value or not self._above(high)
-        return low > estimate.value or not self._below(low)
-
-    def _above(self, x: float) -> bool:
-        return x > self.least if self.strict and self.least != -inf else x >= self.least
-
-    def _below(self, x: float) -> bool:
-        return x < self.most if self.strict and self.most != inf else x <= self.most
-
-    def text(self, form: str = "{:.3g}") -> str:
-        """«≥ 0.5», «< 1», «0.5 to 2»."""
-        least, most = (form.format(end) for end in (self.least, self.most))
-        if self.most == inf:
-            return f"{'>' if self.strict else '≥'} {least}"
-        if self.least == -inf:
-            return f"{'<' if self.strict else '≤'} {most}"
-        return f"{least} to {most}"
-
-
-ENOUGH = 0.5  # power: with less, that a claim is not shown says nothing
-
-
-def at_least(threshold: float) -> Test:
-    return Test(least=threshold)
-
-
-def at_most(threshold: float) -> Test:
-    return Test(most=threshold)
-
-
-def above(threshold: float) -> Test:
-    return Test(least=threshold, strict=True)
-
-
-def below(threshold: float) -> Test:
-    return Test(most=threshold, strict=True)
-
-
-def between(least: float, most: float) -> Test:
-    return Test(least, most)
-
-
-# Why a claim does not speak of a model; None where it does.
+# Returns why a claim does not apply to a model, or None.
 Scope = Callable[[Evidence], str | None]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One number of a claim, and the values with which the claim holds.
-
-    Attributes:
-        quantity: What is measured, in words.
-        measure: Makes the estimate from runs. Raises NotDefined.
-        test: The values with which the claim holds.
-        form: Format string of its values.
-    """
-
-    quantity: str
-    measure: Callable[[Evidence], Estimate]
-    test: Test
-    form: str = "{:.3g}"
+Part = Number[Evidence]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says happens, and how that is decided.
+    """A statement of a paper, and the numbers that decide it.
 
     Attributes:
         id: Paper and number: GS-6.
-        reference: Where the paper says so.
-        statement: What it says.
+        reference: The place in the paper.
+        statement: The statement.
         parts: The numbers that decide it; all have to pass.
-        needs: Names of the runs that the parts read (`evidence.py`).
-        beside: Names of further runs that the parts read where they are there.
-        scope: Which models the claim speaks of: all conditions have to be met.
-        published: What the paper measured.
-        is_ours: Whether the thresholds are ours and not the paper's.
-        set_against: What its test should not pass; None: the usual null of what it needs.
+        needs: The runs that the parts read (`evidence.py`).
+        also_reads: Further runs that the parts read where they exist.
+        scope: Conditions that a model has to meet.
+        published: The paper's numbers.
+        is_ours: Whether the thresholds are ours rather than the paper's.
+        set_against: The null, which should not pass the tests; by default `usual_null(needs)`.
     """
 
     id: str
     reference: str
     statement: str
     parts: tuple[Part, ...]
-    needs: tuple[str, ...] = ("natural",)
+    needs: tuple[Need, ...] = (MAIN,)
     scope: tuple[Scope, ...] = ()
     published: tuple[Published, ...] = ()
     is_ours: bool = True
-    beside: tuple[str, ...] = ()
+    also_reads: tuple[Need, ...] = ()
     set_against: Null | None = None
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """The names of all runs that the parts read."""
-        return (*self.needs, *self.beside)
+    def reads(self) -> tuple[Need, ...]:
+        """All runs that the parts read."""
+        return (*self.needs, *self.also_reads)
 
     @property
     def null(self) -> Null:
@@ -256,19 +118,41 @@ class Claim:
 
     @property
     def paper(self) -> str:
-        return PAPERS[self.id.partition("-")[0]]
+        return paper_of(self.id)
+
+
+def of_run(part: Number[Sequences], role: Need = MAIN) -> Part:
+    """Make a number of one run a part of a claim."""
+    return Part(part.quantity, lambda evidence: part.measure(evidence.sequences(role)), part.test, part.form)
+
+
+HAS_SINK_HEADS = of_run(SINK_HEADS_OF_RUN)
+
+
+def run_claim(id: str, *more: Part, role: Need = MAIN, **others: Any) -> Claim:
+    """Make a claim of an entry of `RUN_CLAIMS`.
+
+    Args:
+        id: The key of the entry.
+        *more: Parts that read further runs.
+        role: The run that the entry's numbers are of.
+        **others: The claim's other attributes.
+    """
+    claim = RUN_CLAIMS[id]
+    parts = (*(of_run(part, role) for part in claim.parts), *more)
+    return Claim(id, claim.reference, claim.statement, parts, **others)
 
 
 @dataclass(frozen=True)
 class Judgment:
-    """What runs of a model say of a claim.
+    """The judgment of one claim on one model.
 
     Attributes:
-        claim: Which.
-        outcome: Of all its parts together.
-        estimates: One a part; none where nothing was measured.
+        claim: The claim.
+        outcome: The outcome of all parts together.
+        estimates: One for each part; none where nothing was measured.
         reason: Why it does not apply, or the command that would measure it.
-        null_passes: The share of the null's draws of which the claim would hold; NaN where that is not known.
+        null_passes: The share of the null's draws for which the claim would hold; NaN where that is not known.
     """
 
     claim: Claim
@@ -279,10 +163,10 @@ class Judgment:
 
     @property
     def tells(self) -> str:
-        """Whether the claim tells the model from its null: «yes», «no», «theorem», or «» if that is not known.
+        """Whether the claim distinguishes the model from its null: «yes», «no», «theorem», or «» if that is not known.
 
-        It does only if no draw passes. Where few layers or heads make a wide interval, a draw that gives more than the
-        model may fail, too: one of the numbers has to separate the model from all draws besides.
+        It does only if no draw passes. With few layers or heads, intervals are wide, and a draw with a larger number
+        than the model's may fail as well: one of the numbers also has to separate the model from all draws.
         """
         if self.claim.null == Null.THEOREM:
             return str(Null.THEOREM)
@@ -294,14 +178,14 @@ class Judgment:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """One a part."""
+        """The outcome of each part."""
         return tuple(
             part.test.outcome(estimate) for part, estimate in zip(self.claim.parts, self.estimates, strict=False)
         )
 
 
 def judge(claim: Claim, evidence: Evidence) -> Judgment:
-    """What the runs say of one claim."""
+    """Judge one claim by the runs of a model."""
     for scope in claim.scope:
         if reason := scope(evidence):
             return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=reason)
@@ -318,17 +202,11 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
     except Lacks as reason:
         return Judgment(claim, Outcome.NOT_MEASURED, reason=str(reason))
     outcome = _together(Judgment(claim, Outcome.HOLDS, estimates).outcomes)
-    return _beside_null(Judgment(claim, outcome, estimates), evidence)
+    return _with_null(Judgment(claim, outcome, estimates), evidence)
 
 
-def estimated(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> Estimate:
-    """What is measured; of 0 ÷ 0 NaN, of which nothing is said."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return measure(evidence)
-
-
-def _beside_null(judgment: Judgment, evidence: Evidence) -> Judgment:
-    """The same with what the claim's null gives, in numbers and in the share of its draws that pass."""
+def _with_null(judgment: Judgment, evidence: Evidence) -> Judgment:
+    """Add the null's numbers to a judgment, and the share of its draws that pass."""
     claim = judgment.claim
     draws = draws_of(claim.null, claim.needs, evidence)
     values = np.full((len(draws), len(claim.parts)), nan)
@@ -337,17 +215,17 @@ def _beside_null(judgment: Judgment, evidence: Evidence) -> Judgment:
         passed.append(_passes(claim, draw, row))
     known = [each for each in passed if each is not None]
     share = float(np.mean(known)) if known else nan
-    beside = []
+    compared = []
     for estimate, own in zip(judgment.estimates, values.T, strict=True):
         own = own[np.isfinite(own)]
         if len(own):
             estimate = replace(estimate, null=float(own.mean()), null_low=float(own.min()), null_high=float(own.max()))
-        beside.append(estimate)
-    return replace(judgment, estimates=tuple(beside), null_passes=share)
+        compared.append(estimate)
+    return replace(judgment, estimates=tuple(compared), null_passes=share)
 
 
 def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
-    """Whether a claim holds of a draw of its null; None where no part fails and some cannot be read. Fills `values`."""
+    """Whether a claim holds for a draw of its null; None if no part fails and some cannot be read. Fills `values`."""
     if any(scope(draw) for scope in claim.scope):
         return False
     outcomes = set()
@@ -367,6 +245,6 @@ def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
 
 
 def _together(outcomes: tuple[Outcome, ...]) -> Outcome:
-    """Of a claim whose parts all have to pass."""
+    """Return the outcome of a claim, whose parts all have to pass."""
     worst = (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS)
     return next((outcome for outcome in worst if outcome in outcomes), Outcome.HOLDS)

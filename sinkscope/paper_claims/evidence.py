@@ -1,30 +1,29 @@
-"""The runs of one model that claims are judged by, each known by its role, and how claims read their tables."""
+"""The runs of one model that claims are judged by, found among all that was given, and how claims read them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
-from sinkscope.paper_claims.studies import KINDS as STUDIES
+from sinkscope.paper_claims.need import Kind, Need
 from sinkscope.paper_claims.studies import Study
 from sinkscope.results.bos import OPTIONS, WITH, WITHOUT
 from sinkscope.results.run import RunData
-from sinkscope.results.statistics import resamplings, weighted_means
+from sinkscope.results.sequences import Lacks, Sequences
 
-MAIN, NULL = "natural", "null"  # roles: the model as it is, and with random weights (further draws: null_role)
+NATURAL = "natural"  # the text that a model is measured on
+MAIN, NULL = Need("natural"), Need("null")  # the model as it is, and with random weights (further draws: null_need)
 LONG = 256  # tokens of a text that is streamed
-RANDOM, REPEATED = OTHER_INPUTS = ("random", "repeated")  # than the text that a model is measured on
-WITH_BOS, WITHOUT_BOS = "with-bos", "without-bos"  # kinds of roles: with-bos:natural, without-bos:repeated
-POLICIES = {WITH: WITH_BOS, WITHOUT: WITHOUT_BOS}
+RANDOM, REPEATED = OTHER_INPUTS = ("random", "repeated")
+POLICIES: dict[str, Kind] = {WITH: "with-bos", WITHOUT: "without-bos"}
 
 
-def null_role(draw: int) -> str:
-    """The role of one of the draws of random weights."""
-    return f"{NULL}:{draw}" if draw else NULL
+def null_need(draw: int) -> Need:
+    """One of the draws of random weights."""
+    return Need("null", str(draw) if draw else "")
 
 
 class Role(NamedTuple):
@@ -55,153 +54,79 @@ def _analysis(
 
 
 def _streams(run: RunData) -> bool:
-    """Over texts long enough to lose the first tokens from the window."""
+    """Recognize runs that streamed texts long enough for the first tokens to leave the window."""
     return run.command == "intervene" and "streaming" in run.tables and run.manifest["input"]["longest"] >= LONG
 
 
-def _arm(name: str, repeated: bool = False) -> Callable[[RunData], bool]:
+def _arm(name: str, repeated: bool = False, table: str | None = None) -> Callable[[RunData], bool]:
+    """Recognize runs of `intervene` that have an intervention as an arm. `table`: which they need to have."""
+
     def is_it(run: RunData) -> bool:
         reads = (run.condition == "repeated") == repeated and not (repeated and run.bos == WITH)
-        return run.command == "intervene" and reads and label_of(run, name) is not None
+        has_table = table is None or table in run.tables
+        return run.command == "intervene" and reads and has_table and label_of(run, name) is not None
 
     return is_it
 
 
 def label_of(run: RunData, name: str) -> str | None:
-    """Under which label a run of `intervene` has the arm that does this alone, with these parameters; None: it has not.
+    """Return the label of the arm of a run of `intervene` that does only this, with these parameters, or None.
 
-    An arm that says no more than its label does what that names.
+    In older runs an arm without the entry `asked` does what its label names.
     """
     arms = run.manifest.get("arms", {}).items()
     return next((label for label, arm in arms if arm.get("asked", [label]) == [name]), None)
 
 
-ROLES: dict[str, Role] = {
-    MAIN: Role(_analysis(), "sinkscope analyze {model}"),
-    NULL: Role(_analysis(weights_at_random=True), "sinkscope claims {model}"),
-    "streaming": Role(_streams, "sinkscope run streaming-perplexity --model {model}"),
-}
-
-
 def _of_length(length: str) -> Role:
     def is_it(run: RunData) -> bool:
-        given, natural = run.manifest["config"], ROLES[MAIN].is_it(run)
+        given, natural = run.manifest["config"], role_of(MAIN).is_it(run)
         return natural and given["seq_len"] == given["window"] == int(length)
 
     return Role(is_it, f"sinkscope analyze {{model}} --seq-len {length} --window {length} --observables attention")
 
 
-def _arm_with_loss(name: str) -> Role:
-    def is_it(run: RunData) -> bool:
-        return "loss_by_sequence" in run.tables and _arm(name)(run)
-
-    return Role(is_it, f"sinkscope intervene {{model}} --do {name}")
-
-
-def _arm_with_gradients(name: str) -> Role:
-    def is_it(run: RunData) -> bool:
-        return "gradient" in run.tables and _arm(name)(run)
-
-    return Role(is_it, f"sinkscope intervene {{model}} --do {name} --observables gradient")
-
-
 def _under_policy(bos: str) -> Callable[[str], Role]:
-    """The text that the model is measured on, or drawn tokens, with a BOS in front of each sequence or without."""
+    """The text or drawn tokens, with or without a BOS in front of each sequence."""
 
     def role(name: str) -> Role:
-        words = "" if name == MAIN else f" --input {name}"
+        words = "" if name == NATURAL else f" --input {name}"
         command = f"sinkscope analyze {{model}}{words} --bos {OPTIONS[bos]}"
-        return Role(_analysis("" if name == MAIN else name, bos=bos), command)
+        return Role(_analysis("" if name == NATURAL else name, bos=bos), command)
 
     return role
 
 
-# kind → what is behind its colon → the role
-KINDS: dict[str, Callable[[str], Role]] = {
-    "do": lambda name: Role(_arm(name), f"sinkscope intervene {{model}} --do {name}"),
-    "loss-do": _arm_with_loss,
-    "gradient-do": _arm_with_gradients,
-    # of which the random controls are not needed
-    "loss-do-alone": _arm_with_loss,
-    "gradient-do-alone": _arm_with_gradients,
-    "repeated-do": lambda name: Role(
-        _arm(name, repeated=True), f"sinkscope intervene {{model}} --do {name} --input repeated --bos never"
-    ),
-    **{kind: _under_policy(policy) for policy, kind in POLICIES.items()},
+def _arm_role(accepts: Callable[[str], Callable[[RunData], bool]], options: str = "") -> Callable[[str], Role]:
+    return lambda name: Role(accepts(name), f"sinkscope intervene {{model}} --do {name}{options}")
+
+
+# kind → `Need.of` → the role
+KINDS: dict[Kind, Callable[[str], Role]] = {
+    "natural": lambda _: Role(_analysis(), "sinkscope analyze {model}"),
+    "null": lambda _: Role(_analysis(weights_at_random=True), "sinkscope claims {model}"),
+    "streaming": lambda _: Role(_streams, "sinkscope run streaming-perplexity --model {model}"),
+    "do": _arm_role(_arm),
+    "loss-do": _arm_role(partial(_arm, table="loss_by_sequence")),
+    "gradient-do": _arm_role(partial(_arm, table="gradient"), " --observables gradient"),
+    "repeated-do": _arm_role(partial(_arm, repeated=True), " --input repeated --bos never"),
+    "loss-do-alone": _arm_role(partial(_arm, table="loss_by_sequence")),
+    "gradient-do-alone": _arm_role(partial(_arm, table="gradient"), " --observables gradient"),
+    "with-bos": _under_policy(WITH),
+    "without-bos": _under_policy(WITHOUT),
     "length": _of_length,
     "domain": lambda name: Role(_analysis(name), "sinkscope claims {model}"),
 }
 
 
-def role_of(name: str) -> Role:
-    """The role of a name: of ROLES, or a kind and what is behind its colon."""
-    kind, _, of = name.partition(":")
-    return ROLES[name] if name in ROLES else KINDS[kind](of)
+def role_of(need: Need) -> Role:
+    """How a need's run is recognized and made."""
+    return KINDS[need.kind](need.of)
 
 
 def _control(arm: str, draw: int) -> str:
-    """As tables name the condition of an arm's random control."""
+    """Return the condition under which tables have an arm's random control."""
     return f"{arm} control {draw}"
-
-
-class Lacks(Exception):
-    """A run was not asked for what a claim reads; the message says which table."""
-
-
-def table_of(run: RunData, name: str) -> pd.DataFrame:
-    """Raises Lacks."""
-    if name not in run.tables:
-        raise Lacks(f"a run of `{run.command}` lacks the table '{name}'")
-    return run.tables[name]
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """One run's by-sequence tables under resamplings of its sequences."""
-
-    run: RunData
-    condition: str | None = None  # of `intervene`: which arm
-    _pivoted: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def weights(self) -> np.ndarray:
-        """(1 + draws, N)"""
-        return resamplings(self.run.manifest["input"]["sequences"])
-
-    def values(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
-        """(N, *by): each sequence's value, NaN where it has none. The axes are sorted as the columns `by` are."""
-        key = (table, column, by, *sorted(where.items()))
-        if key not in self._pivoted:
-            self._pivoted[key] = self._pivot(table, column, by, where)
-        return self._pivoted[key]
-
-    def means(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
-        """(1 + draws, *by): means over sequences, the first those of the run itself."""
-        return weighted_means(self.values(table, column, by, **where), self.weights)
-
-    @property
-    def losses(self) -> np.ndarray:
-        """(1 + passages,): loss per predicted token, of the whole run and without each passage of the text.
-
-        Sequences of one passage are alike, and their losses are no independent draws.
-        """
-        loss, predicted = (self.values("loss_by_sequence", column)[:, 0] for column in ("loss", "predicted"))
-        passage = np.arange(len(loss)) // self.run.manifest["input"].get("per_passage", 1)
-        weights = np.concatenate([np.ones((1, len(loss))), np.unique(passage)[:, None] != passage])
-        with np.errstate(invalid="ignore"):
-            return (weights @ np.nan_to_num(loss * predicted)) / (weights @ predicted)
-
-    def _pivot(self, table: str, column: str, by: tuple[str, ...], where: dict) -> np.ndarray:
-        rows = table_of(self.run, table)
-        if self.condition is not None:
-            where = {"condition": self.condition, **where}
-        for name, value in where.items():
-            rows = rows[rows[name] == value]
-        axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in by]
-        count = self.run.manifest["input"]["sequences"]
-        found = np.full((count, *(len(labels) for labels, _ in axes)), np.nan)
-        found[(rows["sequence"].to_numpy(), *(places for _, places in axes))] = rows[column].to_numpy(float)
-        return found
 
 
 @dataclass(frozen=True)
@@ -209,115 +134,117 @@ class Evidence:
     """Everything that was measured of one model.
 
     Attributes:
-        runs: By role.
-        skipped: Role → why it does not apply to this model.
-        failed: Role → how its run broke off.
+        runs: The runs that were found.
+        skipped: Role's name → why it does not apply to this model.
+        failed: Role's name → how its run broke off.
         model: How the model is named in commands.
-        studies: Role → runs that play it together (`studies.py`).
-        commands: Role → what would make a study that is not there.
-        example: A run that says what kind of model this is, where there is none on text.
-        others: All runs of the model that there are, with and without a role.
-        control: The random control that is in the place of each intervention; None: the intervention itself.
+        studies: The studies that were found (`studies.py`).
+        commands: The command that would make each study that was not found.
+        example: A run that says what kind of model this is, if there is none on text.
+        others: All runs of the model, needed or not.
+        control: The random control that replaces each intervention; None: the intervention itself.
     """
 
-    runs: dict[str, RunData]
+    runs: dict[Need, RunData]
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     model: str = "MODEL"
-    studies: Mapping[str, Study] = field(default_factory=dict)
-    commands: Mapping[str, str] = field(default_factory=dict)
+    studies: Mapping[Need, Study] = field(default_factory=dict)
+    commands: Mapping[Need, str] = field(default_factory=dict)
     example: RunData | None = None
     others: tuple[RunData, ...] = ()
-    control: int | None = None  # the random control that is in the place of each intervention
-    _sequences: dict[tuple[str, str | None], Sequences] = field(default_factory=dict, repr=False)
+    control: int | None = None
+    _sequences: dict[tuple[Need, str | None], Sequences] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, runs: Iterable[RunData], needs: Iterable[str], model: str = "MODEL") -> "Evidence":
-        """Find the runs that play the roles in `needs`; of several the one with most tables."""
+    def of(cls, runs: Iterable[RunData], needs: Iterable[Need], model: str = "MODEL") -> "Evidence":
+        """Find the runs that are needed; among several the one with most tables."""
         runs = list(runs)
-        found: dict[str, RunData] = {}
+        found: dict[Need, RunData] = {}
         skipped: dict[str, str] = {}
         for need in dict.fromkeys(needs):
-            if need.partition(":")[0] in STUDIES:
+            if need.is_study:
                 continue
             fitting = [run for run in runs if role_of(need).is_it(run)]
             if need == NULL:
-                by_draw = {null_role(run.manifest.get("draw", 0)): run for run in fitting}
-                found |= dict(sorted(by_draw.items()))
+                by_draw = {null_need(run.manifest.get("draw", 0)): run for run in fitting}
+                found |= dict(sorted(by_draw.items(), key=lambda item: item[0].name))
                 continue
             if fitting:
                 found[need] = max(fitting, key=lambda run: len(run.tables))
                 continue
-            arm = need.partition(":")[2]
+            arm = need.of
             reasons = [run.manifest["skipped"][arm] for run in runs if arm in run.manifest.get("skipped", {})]
             if arm and reasons:
-                skipped[need] = reasons[-1]
+                skipped[need.name] = reasons[-1]
         return cls(found, skipped, model=model, others=tuple(runs))
 
-    def has(self, role: str) -> bool:
+    def has(self, role: Need) -> bool:
         return role in self.runs or role in self.studies
 
-    def inapplicable(self, role: str) -> str | None:
-        """Why there is no such run, where that lies in the model."""
-        return self.skipped.get(role)
+    def inapplicable(self, role: Need) -> str | None:
+        """Return why the model cannot have such a run, or None."""
+        return self.skipped.get(role.name)
 
-    def command(self, role: str) -> str:
-        """What would measure it, or how it failed."""
-        if role in self.failed:
-            return f"failed: {self.failed[role]}"
+    def command(self, role: Need) -> str:
+        """Return the command that would measure it, or how it failed."""
+        if role.name in self.failed:
+            return f"failed: {self.failed[role.name]}"
         command = self.commands[role] if role in self.commands else role_of(role).command
         return command.replace("{model}", self.model)
 
-    def run(self, role: str) -> RunData:
-        """Raises Lacks: there is none, as there is none of random weights but on text."""
+    def run(self, role: Need) -> RunData:
+        """Return a run. Raises Lacks: there is none; random weights, for one, are measured on text only."""
         if role not in self.runs:
-            raise Lacks(f"there is no run '{role}'")
+            raise Lacks(f"there is no run '{role.name}'")
         return self.runs[role]
 
-    def table(self, role: str, name: str) -> pd.DataFrame:
-        """One table of a run; of a role "do:NAME" the rows of that arm."""
-        table, label = table_of(self.run(role), name), self.label(role)
-        return table[table["condition"] == label] if label else table
+    def table(self, role: Need, name: str) -> pd.DataFrame:
+        """One table of a run; of an intervention the rows of its arm."""
+        return self.sequences(role).table(name)
 
-    def sequences(self, role: str, condition: str | None = None) -> Sequences:
-        """By-sequence tables of a run; of `intervene` those of one arm, by default the role's own."""
+    @property
+    def natural(self) -> Sequences:
+        """The tables of the model as it is."""
+        return self.sequences(MAIN)
+
+    def sequences(self, role: Need, condition: str | None = None) -> Sequences:
+        """Return the tables of a run; for an intervention those of its arm, or of another `condition`."""
         label = self.label(role)
         key = role, (condition or label) if label else None
         if key not in self._sequences:
             self._sequences[key] = Sequences(self.run(role), key[1])
         return self._sequences[key]
 
-    def label(self, role: str) -> str | None:
-        """The condition of the arm that a role "do:NAME" is; None for other roles."""
+    def label(self, role: Need) -> str | None:
+        """The condition of an intervention's arm; None for other runs."""
         arm = self._arm(role)
-        has_controls = not role.partition(":")[0].endswith("alone")
-        return _control(arm, self.control) if arm and has_controls and self.control is not None else arm
+        return _control(arm, self.control) if arm and role.has_controls and self.control is not None else arm
 
-    def controls(self, role: str) -> list[str]:
-        """The conditions of an arm's random controls; without the one that is in the place of the arm."""
+    def controls(self, role: Need) -> list[str]:
+        """Return the conditions of an arm's random controls, except for the one that replaces the arm."""
         arm = self._arm(role)
         drawn = self.run(role).manifest["arms"][arm]["controls"]
         return [_control(str(arm), draw) for draw in range(len(drawn)) if draw != self.control]
 
-    def _arm(self, role: str) -> str | None:
-        kind, _, name = role.partition(":")
-        return label_of(self.run(role), name) if name and kind != NULL else None
+    def _arm(self, role: Need) -> str | None:
+        return label_of(self.run(role), role.of) if role.is_intervention else None
 
     def as_control(self, draw: int) -> "Evidence":
-        """A random control in the place of each intervention."""
+        """Replace each intervention by one of its random controls."""
         return replace(self, control=draw)
 
     @cached_property
     def nulls(self) -> list["Evidence"]:
-        """Each draw of random weights in the place of the model, beside the other draws."""
-        runs = [run for role, run in self.runs.items() if role.partition(":")[0] == NULL]
+        """For each draw of random weights the evidence in which it replaces the model, and the others are nulls."""
+        runs = [run for role, run in self.runs.items() if role.kind == NULL.kind]
         return [
-            Evidence({MAIN: run, **{null_role(at): other for at, other in enumerate(runs[:draw] + runs[draw + 1 :])}})
+            Evidence({MAIN: run, **{null_need(at): other for at, other in enumerate(runs[:draw] + runs[draw + 1 :])}})
             for draw, run in enumerate(runs)
         ]
 
     @property
     def any_run(self) -> RunData:
-        """The run on text, where there is one: it says what kind of model this is."""
+        """The run on text if there is one, else another run: it says what kind of model this is."""
         known = [*self.runs.values(), *filter(None, [self.example]), *self.others]
         return self.runs.get(MAIN, known[0])

@@ -13,10 +13,12 @@ from typing import TypeVar
 import numpy as np
 from scipy import stats
 
-from sinkscope.paper_claims.arms import SINK
-from sinkscope.paper_claims.claim import NotDefined
-from sinkscope.paper_claims.evidence import Evidence, Lacks
+from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.studies import PLAIN, Arm, ArmStudy, FactorStudy, Level, Study
+from sinkscope.results.findings import SINK
+from sinkscope.results.judgment import NotDefined
+from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, largest_of, least_of, mean_of_rates, mean_of_runs, range_of
 
 Kind = TypeVar("Kind")
@@ -44,20 +46,20 @@ def mean_of_ratios(ratios: np.ndarray) -> Estimate:
 
 
 def words_for(seeds: int, scale: str = "") -> str:
-    """How an interval was made: «3 seeds, Student's t»."""
+    """Say how an interval was made: «3 seeds, Student's t»."""
     if seeds == 1:
         return "one seed, so that the spread over seeds is not known: train with --seeds 3"
     return f"{seeds} seeds, Student's t{scale}"
 
 
 def words_for_arms(study: ArmStudy, scale: str = "") -> str:
-    """The same and how long was trained: «6000 steps, 3 seeds, Student's t»."""
+    """Say how an interval over arms was made: «6000 steps, 3 seeds, Student's t»."""
     training = next(iter(study.by_seed[0].values())).training
     return with_setting(study, f"{training.settings['steps']} steps, {words_for(len(study.by_seed), scale)}")
 
 
 def with_setting(study: Study, words: str) -> str:
-    """Behind the setting that is read, where there are several."""
+    """Prefix the setting that is read, if several were trained."""
     return f"{study.setting}; {words}" if study.setting else words
 
 
@@ -67,15 +69,15 @@ LOGARITHMS = " of logarithms"
 # --- arms against each other
 
 
-def study_of(evidence: Evidence, role: str, kind: type[Kind]) -> Kind:
-    """The study that plays a role."""
+def study_of(evidence: Evidence, role: Need, kind: type[Kind]) -> Kind:
+    """Return a study of a known kind."""
     study = evidence.studies[role]
     assert isinstance(study, kind)
     return study
 
 
 def metric(name: str, scale: float = 1.0) -> OfArm:
-    """A metric of an arm's whole model. Raises Lacks where it was not measured."""
+    """Read a metric of an arm's whole model. Raises Lacks where it was not measured."""
 
     def of(arm: Arm) -> float:
         value = arm.metric(name)
@@ -86,24 +88,24 @@ def metric(name: str, scale: float = 1.0) -> OfArm:
     return of
 
 
-def of_one(role: str, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None) -> Measure:
-    """The mean over seeds of one arm's number, and that of another, its null. `ends`: between which the number is."""
+def of_one(role: Need, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None) -> Measure:
+    """The mean over seeds of one arm's number, and of a null arm's. `ends`: the range of possible numbers."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = study_of(evidence, role, ArmStudy)
         found = _mean(_values(study, of, method), ends)
-        beside = nan if null is None else float(np.mean(_values(study, of, null)))
-        return found.against(beside).over(f"{_label(study, method)}; {words_for_arms(study)}")
+        of_null = nan if null is None else float(np.mean(_values(study, of, null)))
+        return found.against(of_null).over(f"{_label(study, method)}; {words_for_arms(study)}")
 
     return measure
 
 
-def correlation(role: str, of: OfArm, method: str) -> Measure:
+def correlation(role: Need, of: OfArm, method: str) -> Measure:
     """The mean over seeds of one arm's correlation."""
     return of_one(role, of, method, ends=CORRELATION)
 
 
-def difference(role: str, of: OfArm, method: str, against: str = PLAIN) -> Measure:
+def difference(role: Need, of: OfArm, method: str, against: str = PLAIN) -> Measure:
     """The mean over seeds of one arm's number − another's of the same seed."""
 
     def measure(evidence: Evidence) -> Estimate:
@@ -114,7 +116,7 @@ def difference(role: str, of: OfArm, method: str, against: str = PLAIN) -> Measu
     return measure
 
 
-def ratio(role: str, of: OfArm, method: str, against: str = PLAIN) -> Measure:
+def ratio(role: Need, of: OfArm, method: str, against: str = PLAIN) -> Measure:
     """The geometric mean over seeds of one arm's number ÷ another's of the same seed."""
 
     def measure(evidence: Evidence) -> Estimate:
@@ -127,7 +129,7 @@ def ratio(role: str, of: OfArm, method: str, against: str = PLAIN) -> Measure:
     return measure
 
 
-def together(role: str, of: Callable[[Mapping[str, Arm]], float], *methods: str, ends: Ends | None = None) -> Measure:
+def together(role: Need, of: Callable[[Mapping[str, Arm]], float], *methods: str, ends: Ends | None = None) -> Measure:
     """The mean over seeds of a number that is made of several arms."""
 
     def measure(evidence: Evidence) -> Estimate:
@@ -139,9 +141,10 @@ def together(role: str, of: Callable[[Mapping[str, Arm]], float], *methods: str,
     return measure
 
 
-def where_plain_has(what: str, of: OfArm, least: float, role: str, measure: Measure) -> Measure:
-    """A measure of arms that end or move what plain training has. Raises NotDefined where plain training has none of
-    it: on average over seeds no more than `least`.
+def where_plain_has(what: str, of: OfArm, least: float, role: Need, measure: Measure) -> Measure:
+    """Restrict a measure to models whose plain training has what the arms remove or move.
+
+    The measure raises NotDefined if plain training has no more than `least` of it, on average over seeds.
     """
 
     def within(evidence: Evidence) -> Estimate:
@@ -167,7 +170,7 @@ def _both(study: ArmStudy, method: str, first: np.ndarray, against: str, second:
     return f"{means}; {words_for_arms(study, scale)}"
 
 
-def ranked(role: str, of: OfArm, levels: Mapping[float, str]) -> Measure:
+def ranked(role: Need, of: OfArm, levels: Mapping[float, str]) -> Measure:
     """The mean over seeds of the rank correlation of arms' numbers and their levels. `levels`: level → arm."""
 
     def found(arms: Mapping[str, Arm]) -> float:
@@ -181,7 +184,7 @@ def ranked(role: str, of: OfArm, levels: Mapping[float, str]) -> Measure:
 
 
 def common_seeds(study: FactorStudy) -> list[int]:
-    """Those that all levels have. Raises Lacks where there are none."""
+    """Return the seeds that all levels have. Raises Lacks where there are none."""
     seeds = sorted(set.intersection(*(set(runs) for runs in study.by_level.values())))
     if not seeds:
         raise Lacks("no --seed is that of all these trainings")
@@ -200,14 +203,14 @@ def sink_rates(study: FactorStudy) -> tuple[list[Level], np.ndarray]:
 
 
 def over_levels(
-    role: str, of: Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate], ends: Ends | None = None
+    role: Need, of: Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate], ends: Ends | None = None
 ) -> Measure:
     """A number that is made of all levels: its mean over seeds, or an estimate itself.
 
     Args:
-        role: Of the study.
-        of: Makes (seeds,) or an estimate of the levels' numbers (levels,) and the sink rates (seeds, levels).
-        ends: Between which the number is.
+        role: The study.
+        of: Makes (seeds,) or an estimate from the levels (levels,) and the sink rates (seeds, levels).
+        ends: The range of possible numbers.
     """
 
     def measure(evidence: Evidence) -> Estimate:
@@ -237,7 +240,7 @@ def range_of_rates(levels: np.ndarray, rates: np.ndarray) -> Estimate:
 
 
 def by_level(study: FactorStudy, levels: Iterable[Level], rates: np.ndarray) -> str:
-    """«0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t», behind the setting that is read, where there are several."""
+    """«0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t», after the setting that is read, if several were trained."""
     means = ", ".join(
         f"{level if isinstance(level, str) else format(level, '.10g')}: {rate:.1f}"
         for level, rate in zip(levels, rates.mean(0), strict=True)
@@ -246,7 +249,7 @@ def by_level(study: FactorStudy, levels: Iterable[Level], rates: np.ndarray) -> 
 
 
 def with_a_sink(rates: np.ndarray) -> np.ndarray:
-    """Rates in percent (seeds, levels) as they are. Raises NotDefined where no level has a sink, on average."""
+    """Return rates in percent (seeds, levels) unchanged. Raises NotDefined where no level has a sink, on average."""
     if rates.mean(0).max() <= SINK:
         raise NotDefined(f"no sink rate is above {SINK:g} %")
     return rates

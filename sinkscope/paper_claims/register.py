@@ -1,9 +1,10 @@
 """All claims by id, paper after paper."""
 
-from sinkscope.paper_claims.claim import PAPERS, Claim
+from sinkscope.paper_claims.claim import Claim
 from sinkscope.paper_claims.papers import gs, nu, s2m, vga, wse
+from sinkscope.results.papers import CLAIMS_PAPERS
 
-_PAPERS = list(PAPERS)
+_PAPERS = list(CLAIMS_PAPERS)
 
 
 def _place(claim: Claim) -> tuple[int, int]:

@@ -9,18 +9,20 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.paper_claims.arms import SINK, before_and_after, beyond_controls, controls, share_left
-from sinkscope.paper_claims.evidence import Evidence, Lacks
-from sinkscope.results.findings import HALF
+from sinkscope.paper_claims.arms import before_and_after, beyond_controls, controls, share_left
+from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.need import Need
+from sinkscope.results.findings import HALF, SINK
+from sinkscope.results.scorecard import ROUTE_COLUMNS
+from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, bootstrap, one_more_run
-from sinkscope.results.tables import Column, names_of
+from sinkscope.results.tables import names_of
 
-TABLE = "route"
 PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
 
 
 class Effect(StrEnum):
-    """What becomes of the sink without a route."""
+    """The effect of cutting a route on the sink."""
 
     GOES = "goes"  # falls, and less than half of it is left
     FALLS = "falls"  # beyond what one more random control would do
@@ -37,60 +39,40 @@ class Route:
     """A part of the model by which the first token may become a sink.
 
     Attributes:
-        name: What it is.
-        cut: How it is cut.
-        roles: The runs that cut it; of several the first that there is.
-        published: What NU says becomes of GPT-2's sink, and where; "": it does not cut this route.
-        published_effect: The same in one word.
+        name: The part.
+        cut: How it is cut, in words.
+        role: The run that cuts it.
+        published: The effect on GPT-2's sink according to NU; "" if NU does not cut this route.
+        published_effect: The same as one of `Effect`.
     """
 
     name: str
     cut: str
-    roles: tuple[str, ...]
+    role: Need
     published: str = ""
     published_effect: Effect = Effect.NOT_MEASURED
 
 
 ROUTES = (
-    Route("query bias", "b_Q = 0", ("do:nullify-query-bias",), "diminishes (fig. 3b)", Effect.FALLS),
+    Route("query bias", "b_Q = 0", Need("do", "nullify-query-bias"), "diminishes (fig. 3b)", Effect.FALLS),
     # two edits: of the vector p₀ itself, which the first attention layer reads, and of EPE₀ = MLP(p₀) + p₀ after it
-    Route("position vector", "p₀ = another's", ("do:replace-epe",)),
-    Route("effective position", "EPE₀ = another's", ("do:replace-epe:at=epe",), "disappears (fig. 3c)", Effect.GOES),
-    Route("first embedding", "token's vector = 0", ("do:nullify-first-embedding",), "persists (fig. 3e)",
+    Route("position vector", "p₀ = another's", Need("do", "replace-epe")),
+    Route("effective position", "EPE₀ = another's", Need("do", "replace-epe:at=epe"), "disappears (fig. 3c)",
+        Effect.GOES),
+    Route("first embedding", "token's vector = 0", Need("do", "nullify-first-embedding"), "persists (fig. 3e)",
         Effect.STAYS),
-    Route("key columns", "W_k's massive inputs = 0", ("do:zero-key-columns",), "is reduced (fig. 3f)", Effect.FALLS),
-    Route("massive activation", "= 0 where it appears", ("do:zero-massive",)),
+    Route("key columns", "W_k's massive inputs = 0", Need("do", "zero-key-columns"), "is reduced (fig. 3f)",
+        Effect.FALLS),
+    Route("massive activation", "= 0 where it appears", Need("do", "zero-massive")),
 )  # fmt: skip
-ROLES = tuple(role for route in ROUTES for role in route.roles)
-
-
-COLUMNS = (
-    Column("route", "a part of the model by which the first token may become a sink", kind="text"),
-    Column("do", "the intervention that cuts it", kind="text"),
-    Column("before", "sink rate at position 0 of the model as it is", "%"),
-    Column("before_low", "lower end of its 95 % interval over sequences", "%"),
-    Column("before_high", "upper end", "%"),
-    Column("after", "sink rate at position 0 without the route", "%"),
-    Column("after_low", "lower end of its 95 % interval over sequences", "%"),
-    Column("after_high", "upper end", "%"),
-    Column("draws", "random controls", kind="whole"),
-    Column("control", "mean sink rate under them", "%"),
-    Column("control_low", "lower end of the interval in which one more would fall with 95 %", "%"),
-    Column("control_high", "upper end", "%"),
-    Column("beyond", "change of the sink rate beyond a control's", "points"),
-    Column("beyond_low", "lower end of its 95 % interval, over sequences and controls", "points"),
-    Column("beyond_high", "upper end", "points"),
-    Column("effect", "goes, falls, rises, stays (by that interval), undecided, no sink, does not apply, not measured",
-        kind="text"),
-    Column("note", "why it does not apply, or the command to measure it", kind="text"),
-)  # fmt: skip
+ROLES = tuple(route.role for route in ROUTES)
 
 
 def routes_of(evidence: Evidence) -> pd.DataFrame:
     """The table `route` of one model: a row for each route."""
     rows = [_row(route, evidence) for route in ROUTES]
-    table = pd.DataFrame(rows).reindex(columns=names_of(COLUMNS))
-    table = table.astype({"draws": int} | {column.name: float for column in COLUMNS if column.kind == "number"})
+    table = pd.DataFrame(rows).reindex(columns=names_of(ROUTE_COLUMNS))
+    table = table.astype({"draws": int} | {column.name: float for column in ROUTE_COLUMNS if column.kind == "number"})
     run = evidence.any_run
     for name, value in (("layer", WHOLE_MODEL), ("condition", run.condition), ("model", run.model)):
         table.insert(0, name, value)
@@ -104,8 +86,8 @@ def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:
 
 
 def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
-    role = next((role for role in route.roles if evidence.has(role)), route.roles[0])
-    row: dict[str, Any] = {"route": route.name, "do": role.partition(":")[2], "draws": 0, "note": ""}
+    role = route.role
+    row: dict[str, Any] = {"route": route.name, "do": role.of, "draws": 0, "note": ""}
     if not evidence.has(role):
         reason = evidence.inapplicable(role)
         effect = Effect.DOES_NOT_APPLY if reason else Effect.NOT_MEASURED
@@ -125,7 +107,7 @@ def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
 
 
 def _effect(before: Estimate, beyond: Estimate, left: Estimate) -> Effect:
-    """By the whole interval."""
+    """Judge by the whole interval."""
     if before.value <= SINK:
         return Effect.NO_SINK
     if not np.isfinite([beyond.low, beyond.high]).all():
@@ -169,6 +151,6 @@ def _text(row: Any) -> str:
 
 
 def measured_models(table: pd.DataFrame) -> list[str]:
-    """Models of which at least one route was cut, or is not there."""
+    """Return the models of which at least one route was cut or does not exist."""
     known = table[table["effect"] != Effect.NOT_MEASURED]
     return list(dict.fromkeys(known["model"]))

@@ -1,4 +1,4 @@
-"""Of which models claims speak: each function gives the reason why a model is not among them, or None."""
+"""Conditions on models: each function returns the reason why a claim does not apply to a model, or None."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def learned_positions(evidence: Evidence) -> str | None:
 
 
 def some_positions(kind: str) -> Callable[[Evidence], str | None]:
-    """Of models with layers whose positions are of one kind."""
+    """Require layers whose positions are of one kind."""
 
     def scope(evidence: Evidence) -> str | None:
         return None if kind in kinds_of_positions(evidence.any_run) else f"its positions are {_positions(evidence)}"
@@ -40,7 +40,9 @@ def some_positions(kind: str) -> Callable[[Evidence], str | None]:
 
 
 def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
-    """Attention alone mixes tokens, gives them all its weight, and nothing tells equal ones apart (WSE §3.3)."""
+    """Require that only attention mixes tokens, that its weights sum to 1, and that equal tokens differ in nothing
+    (WSE §3.3).
+    """
     run = evidence.any_run
     for reason, of in unequal(run).items():
         if of:

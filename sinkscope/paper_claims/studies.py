@@ -1,12 +1,12 @@
-"""Studies: runs that claims read together, since none of them decides alone.
+"""Studies: several runs that a claim reads together.
 
 - arms of a training against each other, over its seeds;
 - trainings, plain ones or those of one arm, that differ in one setting, over their seeds;
 - the steps of a training, as they were measured or as the training logged them;
-- models of one family in several sizes, and a chat model beside its base.
+- models of one family in several sizes, and a chat model with its base.
 
-Each is found among everything that was given; where it is not, the command is named that would make it. Arms and steps
-are of trainings with the same settings; where several settings were trained, those of one, which claims name.
+Each is found among everything that was given; for one that is not found, the command that would make it is named. Arms
+and steps are of trainings with the same settings; if several settings were trained, claims read one and name it.
 """
 
 import json
@@ -25,6 +25,8 @@ import pandas as pd
 from sinkscope.options.option import Options, flag
 from sinkscope.options.spec import parse_spec
 from sinkscope.options.training import RetrofitOptions, TrainOptions, tokens_a_step
+from sinkscope.paper_claims.need import ARMS, Need
+from sinkscope.paper_claims.need import Kind as NeedKind
 from sinkscope.results.run import RunData
 from sinkscope.results.scores import Scores
 from sinkscope.retrofits import make_retrofit
@@ -34,19 +36,19 @@ from sinkscope.training.tables import UNTOUCHED
 
 PLAIN = "none"  # the method of a plain training or fine-tune
 OPTIONS: dict[str, type[Options]] = {"retrofit": RetrofitOptions, "train": TrainOptions}
-# options that decide no number, and those by which trainings are repeated
-OF_NO_ACCOUNT = {"config", "device_map", "log_every", "method", "observables", "save_every", "seed", "seeds"}
+# options that do not affect results, and those that repetitions differ in
+IGNORED_OPTIONS = {"config", "device_map", "log_every", "method", "observables", "save_every", "seed", "seeds"}
 
 
 @dataclass(frozen=True)
 class Training:
-    """What one `retrofit` or `train` left.
+    """The folder of one `retrofit` or `train`.
 
     Attributes:
-        manifest: Of its folder.
+        manifest: The content of run.json.
         runs: Arm → its run on held-out text.
         tables: `training` and `retrofit`, of all arms.
-        folder: Where it stands.
+        folder: Its path.
     """
 
     manifest: Mapping[str, Any]
@@ -60,19 +62,19 @@ class Training:
 
     @property
     def model(self) -> str:
-        """The model's name: of `train` that of the configuration."""
+        """The model's name; for `train` that of the configuration."""
         return next(iter(self.runs.values())).model
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides its numbers, but for methods and seeds: trainings with the same settings are repetitions."""
-        options = {name: value for name, value in self.manifest["config"].items() if name not in OF_NO_ACCOUNT}
+        """All that affects its numbers except methods and seeds: trainings with the same settings are repetitions."""
+        options = {name: value for name, value in self.manifest["config"].items() if name not in IGNORED_OPTIONS}
         shape = {name: value for name, value in self.manifest.get("architecture", {}).items() if "version" not in name}
         return {"command": self.command, "processes": self.manifest.get("processes", 1), **options, **shape}
 
     @cached_property
     def arms(self) -> tuple["Arm", ...]:
-        """Those that were trained and measured, in their order."""
+        """The arms that were trained and measured, in their order."""
         return tuple(
             Arm(self, record["label"], record["seed"], self.runs[name], record["method"], record["parameters"])
             for name, record in self.manifest["arms"].items()
@@ -80,7 +82,7 @@ class Training:
         )
 
     def again(self, changed: Mapping[str, Any], into: Path | None = None) -> str:
-        """The command that trains so again, with other options."""
+        """Return the command that repeats the training with some options changed."""
         kind = OPTIONS[self.command]
         default = kind().model_dump(mode="json")
         given = {name: value for name, value in self.manifest["config"].items() if value != default.get(name)}
@@ -103,12 +105,12 @@ class Arm:
     """One method, trained once.
 
     Attributes:
-        training: That it is an arm of.
-        label: What it is called.
-        seed: Of its training.
-        run: On held-out text.
+        training: The training that it is an arm of.
+        label: Its name.
+        seed: The seed of the training.
+        run: Its run on held-out text.
         method: As `sinkscope list retrofits` names it.
-        parameters: Of the method, those that were given.
+        parameters: The given parameters of the method.
     """
 
     training: Training = field(repr=False)
@@ -124,13 +126,13 @@ class Arm:
         return make_retrofit(self.method, self.parameters).model_dump_json()
 
     def metric(self, name: str) -> float:
-        """Of the whole model, as the table `retrofit` has it, else as its run has; NaN if neither was measured."""
+        """A metric of the whole model from the table `retrofit`, or else from its run; NaN if neither has it."""
         rows = self._rows(self.training.tables["retrofit"])
         found = rows[rows["metric"] == name]["value"]
         return float(found.iloc[0]) if len(found) else self.run.metric(name)
 
     def by_step(self, metric: str, layer: int = -1) -> pd.Series:
-        """Step → what was recorded in training."""
+        """Step → a metric that was recorded in training."""
         rows = self._rows(self.training.tables["training"])
         rows = rows[(rows["metric"] == metric) & (rows["layer"] == layer)]
         return rows.set_index("step")["value"].sort_index()
@@ -141,12 +143,12 @@ class Arm:
 
 @dataclass(frozen=True)
 class Steps:
-    """What one `analyze` over steps left: a run for each step of a training.
+    """The folder of one `analyze` over steps: a run for each step of a training.
 
     Attributes:
-        manifest: Of its folder.
+        manifest: The content of run.json.
         runs: Step → its run, in their order.
-        folder: Where it stands.
+        folder: Its path.
     """
 
     manifest: Mapping[str, Any]
@@ -155,22 +157,22 @@ class Steps:
 
     @property
     def of(self) -> Path:
-        """The model or the folder of checkpoints, as it was named."""
+        """The model or the folder of checkpoints, as it was given."""
         return Path(self.manifest["config"]["model"])
 
 
-OF_THE_START = {"deviation"}  # parameters of methods that say where a training begins, not what is trained
+START_PARAMETERS = {"deviation"}  # parameters of methods that say where a training begins, not what is trained
 
 
 def alike(
     trainings: Iterable[Training], but: Iterable[str] = (), fixed: Callable[[Training], Any] = lambda training: None
 ) -> list[list[Training]]:
-    """Trainings with the same settings together.
+    """Group trainings by their settings.
 
     Args:
-        trainings: Of any models.
+        trainings: Trainings of any models.
         but: Settings that may differ.
-        fixed: What has to be the same besides.
+        fixed: A further value that has to be the same.
     """
     found: dict[str, list[Training]] = {}
     for training in trainings:
@@ -180,7 +182,7 @@ def alike(
 
 
 def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
-    """Method → the variants that its arms are of, in their order; but for plain training, which has none."""
+    """Method → the variants of its arms, in their order; except for plain training, which has none."""
     found: dict[str, dict[str, None]] = {}
     for arm in (arm for training in trainings for arm in training.arms if arm.method != PLAIN):
         found.setdefault(arm.method, {})[arm.variant] = None
@@ -188,7 +190,7 @@ def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
 
 
 def wanted_arms(text: str) -> list[str]:
-    """Arms as they are typed, `none,key-bias:value=axis,norm=5`, one by one."""
+    """Split arms as they are typed, `none,key-bias:value=axis,norm=5`."""
     found: list[str] = []
     for part in text.split(","):
         if "=" in part and ":" not in part:  # a further parameter of the last one
@@ -236,7 +238,7 @@ def _is_wanted(arm: Arm, typed: str, meant: Mapping[str, str]) -> bool:
         return method == PLAIN or meant.get(method) == arm.variant
     own = make_retrofit(arm.method, arm.parameters)
     asked = make_retrofit(method, parameters)
-    return own.model_dump(exclude=OF_THE_START) == asked.model_dump(exclude=OF_THE_START)
+    return own.model_dump(exclude=START_PARAMETERS) == asked.model_dump(exclude=START_PARAMETERS)
 
 
 # --- the settings in which plain trainings differ
@@ -249,10 +251,10 @@ class Factor:
     """One setting.
 
     Attributes:
-        settings: The entries of `Training.settings` that may differ, and no others.
+        settings: The only entries of `Training.settings` that may differ.
         level: The setting's value; None where a folder does not say.
-        options: What has to be given to `train`, as it is typed.
-        fixed: What has to be the same besides.
+        options: The options that have to be given to `train`, as typed.
+        fixed: A further value that has to be the same.
     """
 
     settings: tuple[str, ...]
@@ -271,7 +273,7 @@ def _tokens_a_step(training: Training) -> Level:
 
 
 def _tokens(training: Training) -> Level | None:
-    """That are there to train on, each counted once."""
+    """The tokens of the training text, each counted once."""
     blocks = training.manifest.get("text_blocks")
     return None if blocks is None else blocks * training.settings["block_length"]
 
@@ -281,7 +283,7 @@ def _rate_times_steps(training: Training) -> float:
 
 
 def _window(training: Training) -> Level:
-    """In tokens; ∞ where all earlier ones are seen."""
+    """The window in tokens; ∞ where all earlier ones are seen."""
     return training.settings.get("sliding_window") or inf
 
 
@@ -348,8 +350,8 @@ def family_of(name: str) -> str:
 
 
 def sizes(name: str, naturals: Mapping[str, RunData]) -> dict[str, RunData]:
-    """Of the runs of all models those of this model's family that were measured alike, from the smallest model on;
-    none where there are too few.
+    """Return the runs of this model's family that were measured alike, from the smallest model on; none if they are too
+    few.
     """
     if name not in naturals:
         return {}
@@ -386,14 +388,14 @@ def with_base(name: str, naturals: Mapping[str, RunData]) -> dict[str, RunData]:
 
 
 def base_of(name: str) -> str | None:
-    """What the model was called before it was tuned to chat; None if its name says of no tuning."""
+    """Return the name of a chat model's base; None if the name does not say that it was tuned."""
     base = _CHAT.sub("", name)
     return base if base != name else None
 
 
 # --- studies
 
-SEEDS = 3  # that a command which is named trains with: two give hardly any interval
+SEEDS = 3  # in the commands that are suggested: two seeds give hardly any interval
 TASK = "bigram-backcopy"
 
 Found = TypeVar("Found", bound=Sized)
@@ -401,11 +403,11 @@ Found = TypeVar("Found", bound=Sized)
 
 @dataclass(frozen=True)
 class Study:
-    """Runs that are read together.
+    """Several runs that are read together.
 
     Attributes:
-        folders: Where they stand.
-        setting: Of several settings that were trained the one that is read, in words; empty where there is one.
+        folders: Their paths.
+        setting: The setting that is read, in words, if several were trained; else empty.
     """
 
     folders: tuple[Path | None, ...]
@@ -460,15 +462,15 @@ class ScoreStudy(ModelStudy):
 
 @dataclass(frozen=True)
 class Given:
-    """Everything that was given to be judged, and which model is spoken of.
+    """Everything that was given to be judged, and the model that is judged.
 
     Attributes:
-        name: Of the model.
-        trainings: Of all models.
-        series: Of this model's trainings.
-        naturals: Model → its run on text; of all models.
-        variant: Which arms are meant, where a method has several.
-        scores: What `benchmark` found of models.
+        name: The model's name.
+        trainings: The trainings of all models.
+        series: The measured steps of this model's trainings.
+        naturals: Model → its run on text, for all models.
+        variant: The index of the arm that is read, if a method has several.
+        scores: The results of `benchmark`.
     """
 
     name: str
@@ -480,7 +482,7 @@ class Given:
 
     @property
     def meant(self) -> dict[str, str]:
-        """Method → the variant that is meant, of those that have so many."""
+        """Method → the variant that is read, for methods with enough variants."""
         return {
             method: known[self.variant] for method, known in variants(self.own).items() if self.variant < len(known)
         }
@@ -491,7 +493,7 @@ class Given:
 
 
 class Kind(NamedTuple):
-    """How studies of a kind are found, and the command that makes one; by what stands behind the kind's colon."""
+    """How studies of a kind are found, and the command that makes one; both take `Need.of`."""
 
     find: Callable[[Given, str], Study | None]
     command: Callable[[Given, str], str]
@@ -501,7 +503,7 @@ class Kind(NamedTuple):
 
 
 def _arms(command: str = "", task: str = "") -> Kind:
-    """Of either command or of one; on any text, or on a task."""
+    """Arms of one command or of both, on any text or on a task."""
 
     def known(given: Given) -> list[Training]:
         fits = (command, task)
@@ -545,8 +547,8 @@ def _of_one_setting(
 def _with_most(
     found: Sequence[tuple[list[Training], Found]], but: Container[str] = ()
 ) -> tuple[list[Training], Found, str]:
-    """Of groups of trainings, each with what was found in it, those in which most was found, and of these the one whose
-    plain models end with most sinks; and which setting that is, in words. `but`: settings that differ within each.
+    """Choose among groups of trainings, each with what was found in it: among those with the most the one whose plain
+    models end with most sinks. Also say which setting that is. `but`: settings that differ within each.
     """
     most = max(len(own) for _, own in found)
     found = [(group, own) for group, own in found if len(own) == most]
@@ -583,7 +585,7 @@ def _plain_sinks(trainings: Iterable[Training]) -> float:
 
 
 def _with_methods(training: Training, wanted: str) -> str:
-    """Further arms of a folder; all of them in another one where it has a single seed."""
+    """Return the command that adds arms to a folder, or repeats all of it elsewhere if it has a single seed."""
     if training.manifest["config"].get("seeds", 1) > 1:
         return training.again({"method": wanted}, training.folder)
     return training.again({"method": wanted, "seeds": SEEDS})
@@ -597,7 +599,7 @@ def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
 
 
 def _named(of: str) -> tuple[str, str]:
-    """A factor, and the arm whose runs are read: `learning-rate` of plain trainings, or behind it another arm's,
+    """Split a factor and the arm whose runs are read: `learning-rate` for plain trainings, or with another arm,
     `learning-rate,operation:kind=sigmoid`.
     """
     name, *arm = wanted_arms(of)
@@ -605,7 +607,7 @@ def _named(of: str) -> tuple[str, str]:
 
 
 def _find_factor(given: Given, of: str) -> FactorStudy | None:
-    """Of those among which this model is the one with most levels; of several, as `_of_one_setting` has it."""
+    """Find the group with most levels that this model is in; among several choose as `_of_one_setting` does."""
     name, arm = _named(of)
     factor = FACTORS[name]
     fresh = [training for training in given.trainings if training.command == "train"]
@@ -705,19 +707,16 @@ def _find_base(given: Given, _: str) -> ModelStudy | None:
 
 
 def _analyze_base(given: Given, _: str) -> str:
-    """By its name on the hub; a file's name does not say where its base is."""
+    """Name the base as on the hub; a file's name does not say where its base is."""
     base = base_of(given.name)
     return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, its base, called {base}"
 
 
-ARMS = {
+KINDS: dict[NeedKind, Kind] = {
     "arms": _arms(),  # arms:none,vga
     "retrofit": _arms("retrofit"),
     "train": _arms("train"),
     "backcopy": _arms("train", TASK),
-}
-KINDS = {
-    **ARMS,
     "factor": Kind(_find_factor, _vary),  # factor:weight-decay
     "steps": Kind(_find_steps, _analyze_steps),
     "course": Kind(_find_course, _analyze_steps),  # of the sink rate alone, which trainings log
@@ -727,22 +726,20 @@ KINDS = {
 }
 
 
-def studies_of(given: Given, needs: Iterable[str]) -> tuple[dict[str, Study], dict[str, str]]:
-    """Role → the study that plays it; and of those that are not there role → the command that would make it."""
-    found: dict[str, Study] = {}
-    commands: dict[str, str] = {}
-    for need in dict.fromkeys(needs):
-        kind, _, of = need.partition(":")
-        if kind not in KINDS:
-            continue
-        study = KINDS[kind].find(given, of) if given.variant == 0 or _of_methods(kind, of) else None
+def studies_of(given: Given, needs: Iterable[Need]) -> tuple[dict[Need, Study], dict[Need, str]]:
+    """Return the studies that were found, and for each other study that is needed the command that would make it."""
+    found: dict[Need, Study] = {}
+    commands: dict[Need, str] = {}
+    for need in dict.fromkeys(need for need in needs if need.is_study):
+        study = KINDS[need.kind].find(given, need.of) if given.variant == 0 or _has_variants(need) else None
         if study is None:
-            commands[need] = KINDS[kind].command(given, of)
+            commands[need] = KINDS[need.kind].command(given, need.of)
         else:
             found[need] = study
     return found, commands
 
 
-def _of_methods(kind: str, of: str) -> bool:
-    """Whether a study has methods of which any parameters are wanted, so that there may be variants of it."""
-    return kind in ARMS and any(":" not in typed and typed not in (PLAIN, UNTOUCHED) for typed in wanted_arms(of))
+def _has_variants(need: Need) -> bool:
+    """Whether a study has methods of which any parameters are wanted."""
+    typed = wanted_arms(need.of) if need.kind in ARMS else []
+    return any(":" not in arm and arm not in (PLAIN, UNTOUCHED) for arm in typed)

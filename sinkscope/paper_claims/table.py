@@ -1,4 +1,4 @@
-"""The table `claim`: what the runs of a model say of every claim, a row for each number of a claim."""
+"""The table `claim`: the judgment of every claim on a model, one row for each number of a claim."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -7,78 +7,44 @@ from typing import TypeVar
 import pandas as pd
 
 from sinkscope.measuring.random_weights import AT_RANDOM
-from sinkscope.paper_claims.claim import Claim, Judgment, Outcome, Part, judge
+from sinkscope.paper_claims.claim import Claim, Judgment, Part, judge
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.paper_claims.routes import COLUMNS as ROUTE_COLUMNS
 from sinkscope.paper_claims.routes import ROLES as ROUTE_ROLES
-from sinkscope.paper_claims.routes import TABLE as ROUTES
 from sinkscope.paper_claims.studies import Given, studies_of
+from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
+from sinkscope.results.scorecard import CLAIM_COLUMNS
 from sinkscope.results.statistics import Estimate
-from sinkscope.results.tables import LEADING_COLUMNS, Column, names_of
+from sinkscope.results.tables import names_of
 
-TABLE = "claim"
-COLUMNS = (
-    Column("claim", "its id (`sinkscope list claims`)", kind="text"),
-    Column("paper", "whose claim it is", kind="text"),
-    Column("reference", "where the paper says so", kind="text"),
-    Column("statement", "what it says", kind="text"),
-    Column("part", "number of the claim's number, from 0 on", kind="whole"),
-    Column("quantity", "what is measured", kind="text"),
-    Column("value", "the quantity; NaN where it was not measured"),
-    Column("low", "lower end of its 95 % interval"),
-    Column("high", "upper end of its 95 % interval"),
-    Column("null", "the quantity where there is nothing to find, mean over draws; NaN where it was not measured"),
-    Column("null_low", "the same of the draw with the least", since=2),
-    Column("null_high", "the same of the draw with the most", since=2),
-    Column("test", "the values with which the claim holds", kind="text"),
-    Column("least", "the smallest of them"),
-    Column("most", "the largest of them"),
-    Column("is_ours", "whether the threshold is ours and not the paper's", kind="truth"),
-    Column("published", "what the paper measured, with its settings", kind="text"),
-    Column("passes", "outcome of this number", kind="text"),
-    Column("power", "how probable it is that so many seeds would show the claim, if it is true; NaN: not over seeds",
-        since=2),
-    Column("outcome",
-        "of the claim: holds, fails, inconclusive, not enough seeds, does not apply or not measured", kind="text"),
-    Column("set_against", "the claim's null: random weights, random controls, plain training, theorem or none",
-        kind="text", since=2),
-    Column("null_passes", "share of the null's draws of which the claim holds; NaN where that was not measured",
-        since=2),
-    Column("tells",
-        "whether the claim tells the model from its null: yes (no draw passes or gives as much), no, theorem, "
-        "or empty: not measured", kind="text", since=2),
-    Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
-)  # fmt: skip
 Measured = TypeVar("Measured", bound=RunData)
 
-COMMAND = "claims"
 NOT_JUDGED = (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED)
 NEEDS = tuple(need for claim in CLAIMS.values() for need in claim.reads)
-TABLES = {TABLE: (*LEADING_COLUMNS, *COLUMNS), ROUTES: (*LEADING_COLUMNS, *ROUTE_COLUMNS)}
 
 
 def evidence_of(
     runs: Iterable[RunData], model: str, skipped: Mapping[str, Mapping[str, str]] | None = None
 ) -> Evidence:
-    """What the runs of one model have to say of all claims; `skipped`: model → role → why it does not apply."""
+    """Find what all claims need among the runs of one model. `skipped`: model → role → why it does not apply."""
     found = with_studies(Evidence.of(runs, (*NEEDS, *ROUTE_ROLES), model), Given(model))
-    reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if not found.has(role)}
+    known = {need.name for need in (*found.runs, *found.studies)}
+    reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if role not in known}
     return replace(found, skipped={**reasons, **found.skipped})
 
 
 def with_studies(evidence: Evidence, given: Given) -> Evidence:
-    """The same with the studies among what was given, and the commands that would make the others."""
+    """Add the studies among what was given, and the commands that would make the others."""
     studies, commands = studies_of(given, NEEDS)
     return replace(evidence, studies=studies, commands=commands)
 
 
 def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
-    """The table `claim` of one model, by default called as its run calls it."""
+    """Return the table `claim` of one model, by default under the name that its run has."""
     run = evidence.any_run
     rows = [row for claim in CLAIMS.values() for row in _rows(judge(claim, evidence))]
-    table = pd.DataFrame(rows, columns=names_of(COLUMNS))
+    table = pd.DataFrame(rows, columns=names_of(CLAIM_COLUMNS))
     table.insert(0, "layer", -1)
     table.insert(0, "condition", run.condition)
     table.insert(0, "model", name or run.model)
@@ -113,7 +79,7 @@ def _published(claim: Claim) -> str:
 
 
 def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
-    """Model → its runs, in their order. Runs on random weights belong to the model whose architecture they have."""
+    """Group runs by model, in their order. Runs on random weights belong to the model of the same architecture."""
     found: dict[str, list[Measured]] = {}
     for run in runs:
         found.setdefault(run.model.removesuffix(AT_RANDOM), []).append(run)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 # --- thresholds
 
+SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
 NO_SINK = 0.01  # a sink rate below this is none
 ALMOST_NO_SINK = 0.05  # a layer with a sink rate below this has almost none
 STRONG = 0.5  # a layer has the sink when at least this share of its heads has it
@@ -29,7 +30,7 @@ HARM = 0.05  # perplexity that changes by more than this share is not what it wa
 
 
 class Outcome(StrEnum):
-    """What the numbers of a finding amount to."""
+    """The outcome of a finding."""
 
     MEASURED = "measured"  # a number without a threshold
     PRESENT = "present"
@@ -45,7 +46,7 @@ class Outcome(StrEnum):
 
 
 class Published(NamedTuple):
-    """A published value, to be read beside a finding's."""
+    """A published value to compare with that of a finding."""
 
     name: str  # of the model
     value: float

@@ -1,4 +1,4 @@
-"""What the papers print: every published number once, and tables in the papers' layout made from a run's own.
+"""Published numbers, each of them once, and tables in the papers' layout made from a run's own tables.
 
 WSE is When Attention Sink Emerges in Language Models, NU is Attention Sink Mechanisms Are Not Universal.
 """
@@ -8,9 +8,24 @@ from collections.abc import Callable, Mapping
 import pandas as pd
 
 from sinkscope.results.findings import Published
+from sinkscope.results.metrics import PAPERS
 from sinkscope.results.run import RunData
 
 SCRATCH = "60M model, 5 B tokens, sink rate at position 0 in %"  # the setting of most of WSE's trainings
+
+
+CLAIMS_PAPERS = {  # first part of a claim's id → its paper
+    "GS": PAPERS["GS"],
+    "W": PAPERS["WSE"],
+    "S": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
+    "N": PAPERS["NU"],
+    "V": PAPERS["VGA"],
+}
+
+
+def paper_of(claim: str) -> str:
+    """Return the paper of a claim, by its id."""
+    return CLAIMS_PAPERS[claim.partition("-")[0]]
 
 
 def published(
@@ -23,7 +38,7 @@ def published(
 # --- WSE table 1: sink rates of pretrained models, in percent, as far as its values are available. A model of a sweep
 # that names one of these (`paper: GPT2-XL`) is shown next to it.
 
-SETTING = {"window": 64, "epsilon": 0.3}  # with which it was measured, besides sequences of LENGTH tokens
+SETTING = {"window": 64, "epsilon": 0.3}  # with which it was measured, and with sequences of LENGTH tokens
 LENGTH = 64
 PRETRAINED, CHAT = "T = 64 and ε = 0.3, pretrained", "T = 64 and ε = 0.3, chat models"
 TABLE_1, TABLE_7 = "WSE table 1", "WSE table 7"
@@ -60,8 +75,16 @@ WSE_TABLE_1: dict[str, dict[str, Published]] = {
 
 
 def published_rates(reads: str) -> tuple[Published, ...]:
-    """Of all models on one input."""
+    """Return the published rates of all models on one input."""
     return tuple(rates[reads] for rates in WSE_TABLE_1.values() if reads in rates)
+
+
+FROM_SCRATCH = "T = 64 and ε = 0.3, trained from scratch"
+SINK_RATES = (
+    *published_rates("natural"),
+    Published("Llama 60M", 18.18, FROM_SCRATCH, "WSE §4"),
+    Published("Llama 1B", 45.11, FROM_SCRATCH, "WSE §7.4"),
+)
 
 
 # --- WSE's trainings: sink rates of models of 60 million parameters, in percent, by what differs from its default. A
@@ -104,7 +127,7 @@ WSE_TRAININGS: dict[str, Published] = {
 
 # --- NU tables 1 and 2
 
-DIGITS = 3  # behind the decimal point, as NU prints
+DIGITS = 3  # decimals, as NU prints
 
 # NU tables 1 and 2, of GPT-2: layer from 1 on → mean ± 2 standard deviations of |γ|, and |γ| at the coordinates at
 # which EPE_0 is massive.
@@ -135,8 +158,8 @@ def paper_tables(run: RunData) -> dict[str, pd.DataFrame]:
 
 
 def gamma_table(run: RunData) -> pd.DataFrame | None:
-    """NU tables 1 and 2: |γ| at the massive coordinates of EPE_0 beside all of its entries, mean ± 2 standard
-    deviations (population), a layer a row. The paper counts layers from 1. Of GPT-2 with what the paper prints beside.
+    """NU tables 1 and 2: |γ| at the massive coordinates of EPE_0 next to all of its entries, mean ± 2 standard
+    deviations (population), a layer a row. The paper counts layers from 1. For GPT-2 with the paper's values.
     None where there is no such coordinate.
     """
     gamma = run.tables.get("gamma")
@@ -148,7 +171,7 @@ def gamma_table(run: RunData) -> pd.DataFrame | None:
 
 
 def printed_gamma() -> pd.DataFrame:
-    """What NU prints of GPT-2; its misprint has the entry that the weights give behind it."""
+    """Return NU's values for GPT-2; its misprint is followed by the entry that the weights give."""
     rows = []
     for layer, (baseline, *entries) in PRINTED.items():
         printed = [f"{entry:g}" for entry in entries]
@@ -159,7 +182,7 @@ def printed_gamma() -> pd.DataFrame:
 
 
 def _is_gpt2(gamma: pd.DataFrame) -> bool:
-    """By shape and massive coordinates: copies of GPT-2 have other names."""
+    """Recognize GPT-2 by shape and massive coordinates: its copies have other names."""
     massive = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))
     shape = (gamma["layer"].nunique(), gamma["coordinate"].nunique())
     return massive == GPT2_MASSIVE and shape == (GPT2_LAYERS, GPT2_WIDTH)

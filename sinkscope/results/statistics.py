@@ -78,7 +78,7 @@ class Estimate:
 
 
 def exact(value: float) -> Estimate:
-    """Of a quantity of the weights alone."""
+    """Return the estimate of a quantity that depends only on the weights: it has no interval."""
     return Estimate(float(value), float(value), float(value))
 
 
@@ -191,14 +191,14 @@ def effective_size(x: np.ndarray, y: np.ndarray, layers: np.ndarray) -> float:
         z = (values - values.mean()) / values.std()
         sums = np.bincount(place, z)
         within = max((sums**2).sum() - (z**2).sum(), 0.0) / pairs if pairs else 1.0
-        beside = (sums[1:] * sums[:-1]).sum() / (counts[1:] * counts[:-1]).sum() if len(counts) > 1 else 0.0
-        return float(within), float(beside)
+        neighboring = (sums[1:] * sums[:-1]).sum() / (counts[1:] * counts[:-1]).sum() if len(counts) > 1 else 0.0
+        return float(within), float(neighboring)
 
-    within, beside = np.prod([likeness(values) for values in (x, y)], axis=0)
-    ratio = np.clip(beside / within, -0.99, 0.99) if within > 0 else 0.0
+    within, neighboring = np.prod([likeness(values) for values in (x, y)], axis=0)
+    ratio = np.clip(neighboring / within, -0.99, 0.99) if within > 0 else 0.0
     lags = np.arange(1, len(counts))
     apart = np.array([(counts[lag:] * counts[:-lag]).sum() for lag in lags])
-    total = len(x) + pairs * within + 2 * (apart * beside * ratio ** (lags - 1)).sum()
+    total = len(x) + pairs * within + 2 * (apart * neighboring * ratio ** (lags - 1)).sum()
     return float(np.clip(len(x) ** 2 / max(total, 1.0), 3, len(x)))
 
 
@@ -271,7 +271,7 @@ def one_more_run(values: np.ndarray) -> Estimate:
 
 
 def one_more_factor(values: np.ndarray) -> Estimate:
-    """The same of what is positive, on the scale of logarithms: the geometric mean; from 0 on with fewer than two."""
+    """`one_more_run` of positive numbers on the scale of logarithms: the geometric mean; from 0 with fewer than two."""
     found = one_more_run(np.log(values))
     with np.errstate(over="ignore"):
         return Estimate(float(np.exp(found.value)), float(np.exp(found.low)), float(np.exp(found.high)))

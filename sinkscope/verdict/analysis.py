@@ -16,17 +16,11 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.errors import counted
+from sinkscope.measuring.estimates import RUN_CLAIMS, SPIKE, delta_gaps, gradient_ratio, sink_heads
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
-from sinkscope.paper_claims.claim import NotDefined, estimated
-from sinkscope.paper_claims.claim import Outcome as Judged
-from sinkscope.paper_claims.evidence import MAIN, Evidence, Lacks
-from sinkscope.paper_claims.papers.nu import delta_gaps
-from sinkscope.paper_claims.papers.wse import ALONE
-from sinkscope.paper_claims.quantities import gradient_ratio, sink_heads
-from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.bos import WITH
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
@@ -41,10 +35,13 @@ from sinkscope.results.findings import (
     Finding,
     Outcome,
 )
+from sinkscope.results.judgment import NotDefined, estimated
+from sinkscope.results.judgment import Outcome as Judged
 from sinkscope.results.metrics import METRICS
-from sinkscope.results.papers import LENGTH, SETTING
+from sinkscope.results.papers import LENGTH, SETTING, SINK_RATES, published_rates
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import Column, names_of
 from sinkscope.verdict.report import Report, coordinates_text, interval_text, layers_text, span
@@ -74,8 +71,8 @@ HIDDEN_AT_ZERO = ("missing_mass",)  # 0 by definition for models without learned
 SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
 VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
 
-# input → the claim with the published sink rates for it
-WSE = {"natural": "W-1", "random": "W-2"}
+# input → WSE's published sink rates for it
+WSE = {"natural": SINK_RATES, "random": published_rates("random")}
 
 MOST_COORDINATES = 3  # coordinates of massive activations that are named
 MOST_TOKENS = 3  # tokens of later sinks that are named
@@ -108,7 +105,7 @@ def overview(run: RunData) -> pd.DataFrame:
 
 def findings(run: RunData) -> list[Finding]:
     """Return all findings of a run except its settings."""
-    evidence = Evidence({MAIN: run})
+    evidence = Sequences(run)
     of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
     found = [one for part in of_claims for one in part(run, evidence)]
     return found + [one for part in (_eight_bits, _windows, _not_applicable) for one in part(run)]
@@ -212,22 +209,22 @@ def _numbers(value: Any) -> Iterable[float]:
 # --- findings that are numbers of claims
 
 
-def measured(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> Estimate | None:
+def measured(measure: Callable[[Sequences], Estimate], sequences: Sequences) -> Estimate | None:
     """Return an estimate; None if the quantity is not defined for the model, or the run lacks its table."""
     try:
-        return estimated(measure, evidence)
+        return estimated(measure, sequences)
     except (NotDefined, Lacks):
         return None
 
 
-def of_claim(evidence: Evidence, claim: str, part: int = 0) -> Estimate | None:
+def of_claim(sequences: Sequences, claim: str, part: int = 0) -> Estimate | None:
     """Return a number of a claim, or None, as `measured` does."""
-    return measured(CLAIMS[claim].parts[part].measure, evidence)
+    return measured(RUN_CLAIMS[claim].parts[part].measure, sequences)
 
 
 def threshold_of(claim: str, part: int = 0) -> float:
     """Return the threshold of a test that has only one."""
-    test = CLAIMS[claim].parts[part].test
+    test = RUN_CLAIMS[claim].parts[part].test
     return test.most if test.least == -inf else test.least
 
 
@@ -237,7 +234,7 @@ def finding(name: str, section: str, estimate: Estimate, claim: str = "", part: 
     With a claim it also has the outcome and threshold of that number of the claim, unless `given` has others.
     """
     if claim:
-        judged = OUTCOMES[CLAIMS[claim].parts[part].test.outcome(estimate)]
+        judged = OUTCOMES[RUN_CLAIMS[claim].parts[part].test.outcome(estimate)]
         given = {"outcome": judged, "threshold": threshold_of(claim, part), "claim": claim} | given
     ends: dict[str, Any] = interval(estimate)
     return Finding(name, section, value=estimate.value, **ends, **given)
@@ -271,7 +268,7 @@ def _single(run: RunData) -> str:
 # --- sections
 
 
-def _sink(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     rate = of_claim(evidence, "W-1")
     if "attention" not in run.tables or rate is None:
         return
@@ -282,7 +279,7 @@ def _sink(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     comparable = run.is_causal and (SETTING | lengths).items() <= (config | run.manifest["input"]).items()
     numbers = {"epsilon": config["epsilon"], "strong": STRONG, "layers": strong, "none": None if strong else STRONG}
     numbers |= {"few": ALMOST_NO_SINK, "weak_layers": weak}
-    published = CLAIMS[WSE[run.condition]].published if comparable and run.condition in WSE else ()
+    published = WSE.get(run.condition, ()) if comparable else ()
     found = finding("sink", SINK, rate, "W-1", published=published, numbers=numbers, is_headline=True)
 
     interval = "" if isnan(found.low) else f"95 % interval {found.low:.1f} to {found.high:.1f}%, "
@@ -391,7 +388,7 @@ def _later_sinks(run: RunData) -> Finding:
     return Finding("later-sinks", SINK, Outcome.PRESENT, rate, threshold=NO_SINK, numbers=numbers, sentence=sentence)
 
 
-def _repeated(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _repeated(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     if run.condition != "repeated" or "attention" not in run.tables:
         return
     if run.bos == WITH:
@@ -402,8 +399,8 @@ def _repeated(run: RunData, evidence: Evidence) -> Iterator[Finding]:
         )
         yield Finding("repeated-bos", SINK, Outcome.UNDECIDED, numbers={"token": token}, sentence=sentence)
         return
-    repeated = Evidence({ALONE: run})
-    bound = None if any(scope(repeated) for scope in CLAIMS["W-9"].scope) else of_claim(repeated, "W-9")
+    kinds, stay_equal = kinds_of_positions(run), not any(unequal(run).values())
+    bound = of_claim(evidence, "W-9") if stay_equal and "rotary" in kinds and kinds <= WITHIN_ATTENTION else None
     if bound is None:
         yield _expected_on_repeated(run)
         return
@@ -447,7 +444,7 @@ def _expected_on_repeated(run: RunData) -> Finding:
     return Finding("repeated", SINK, outcome, numbers={"positions": positions}, sentence=sentence)
 
 
-def _massive(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     count = of_claim(evidence, "S-6")
     if count is None:
         return
@@ -526,7 +523,7 @@ def _all_alike(run: RunData, entry: pd.Series) -> Finding:
     )
 
 
-def _values(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     drain, having = of_claim(evidence, "GS-20"), of_claim(evidence, "GS-20", part=1)
     if drain is None or having is None or not is_known(drain):
         return
@@ -560,7 +557,7 @@ def _values(run: RunData, evidence: Evidence) -> Iterator[Finding]:
     yield replace(found, sentence=sentence)
 
 
-def _gradients(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     """Yield numbers only: comparison with the same model with random weights decides on a gradient sink (GS-6)."""
     value, key = (measured(partial(_ratio, pathway), evidence) for pathway in ("value", "key"))
     if value is not None and is_known(value):
@@ -588,7 +585,7 @@ def _gradients(run: RunData, evidence: Evidence) -> Iterator[Finding]:
             )
             yield Finding("gradient-behind", GRADIENTS, value=attended, sentence=sentence)
         if run.is_causal:
-            least = threshold_of("GS-6")
+            least = SPIKE
             sentence = (
                 "Whether that is a gradient sink is decided against the same model with random weights: it must be at "
                 f"least {least:g} × the ratio of that model (`sinkscope claims`, GS-6)."
@@ -625,7 +622,7 @@ def _gradients(run: RunData, evidence: Evidence) -> Iterator[Finding]:
         yield replace(found, sentence=sentence)
 
 
-def _ratio(pathway: str, evidence: Evidence) -> Estimate:
+def _ratio(pathway: str, evidence: Sequences) -> Estimate:
     return gradient_ratio(evidence, pathway)
 
 
@@ -633,7 +630,7 @@ def _gain(x: float) -> str:
     return f"× {x:,.0f}" if abs(x) >= 100 else f"× {x:.3g}"
 
 
-def _query_bias(run: RunData, evidence: Evidence) -> Iterator[Finding]:
+def _query_bias(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     apart = of_claim(evidence, "N-1")
     if apart is None or not is_known(apart):
         return

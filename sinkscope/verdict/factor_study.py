@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.paper_claims.arms import SINK
-from sinkscope.results.findings import Published
+from sinkscope.results.findings import SINK, Published
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import WSE_TRAININGS
 

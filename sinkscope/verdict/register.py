@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from sinkscope.measuring.tables import all_tables
-from sinkscope.paper_claims import routes, table
 from sinkscope.results import scores
 from sinkscope.results.run import RunData
+from sinkscope.results.scorecard import CLAIM, CLAIM_COLUMNS, ROUTE, ROUTE_COLUMNS
 from sinkscope.results.tables import Columns
 from sinkscope.verdict import analysis, effects, quantization
 from sinkscope.verdict.report import Report
@@ -21,4 +21,6 @@ REPORTS: dict[str, Callable[[RunData], Report]] = {
 
 def written_tables() -> dict[str, Columns]:
     """Return name → columns after the leading ones, of measured tables and of those of verdicts, claims and sweeps."""
-    return all_tables() | {made.TABLE: made.COLUMNS for made in (analysis, table, routes, scores)} | SWEEP_TABLES
+    of_reports = {made.TABLE: made.COLUMNS for made in (analysis, scores)}
+    of_claims = {CLAIM: CLAIM_COLUMNS, ROUTE: ROUTE_COLUMNS}
+    return all_tables() | of_reports | of_claims | SWEEP_TABLES

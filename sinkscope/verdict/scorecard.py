@@ -18,17 +18,19 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.errors import InputError, Known, unknown
-from sinkscope.paper_claims.claim import Outcome, Part
-from sinkscope.paper_claims.evidence import MAIN
+from sinkscope.paper_claims.claim import Part
+from sinkscope.paper_claims.evidence import NATURAL
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES_TITLE, measured_models, routes_text
-from sinkscope.paper_claims.routes import TABLE as ROUTES
-from sinkscope.paper_claims.studies import KINDS as STUDIES
-from sinkscope.paper_claims.table import COMMAND, NOT_JUDGED, TABLE, TABLES
+from sinkscope.paper_claims.table import NOT_JUDGED
+from sinkscope.results.judgment import Outcome
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.results.run import RunData
+from sinkscope.results.scorecard import CLAIM as TABLE
+from sinkscope.results.scorecard import COMMAND, TABLES
+from sinkscope.results.scorecard import ROUTE as ROUTES
 from sinkscope.results.statistics import LEVEL
 from sinkscope.results.tables import names_of, read_table
 from sinkscope.verdict.table_formats import Tabular, as_markdown
@@ -139,7 +141,7 @@ def scorecard_markdown(card: Scorecard) -> str:
 
 def _gamma_lines(card: Scorecard) -> list[str]:
     """Return NU tables 1 and 2 as computed for models with such coordinates, and as printed unless one is GPT-2."""
-    runs = {model: own[MAIN] for model, own in card.runs.items() if MAIN in own}
+    runs = {model: own[NATURAL] for model, own in card.runs.items() if NATURAL in own}
     computed = {model: table for model, run in runs.items() if (table := gamma_table(run)) is not None}
     if not computed:
         return []
@@ -194,7 +196,7 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
 
     A single model's scorecard may lack the former. Numbers that several models share are listed once.
     """
-    of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].partition(":")[0] in STUDIES]
+    of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].is_study]
     decided = _with_numbers(card.table)
     counts = decided.groupby("claim")["model"].nunique()
     rows = decided[decided["claim"].isin([*of_studies, *counts[counts == 1].index])]

@@ -16,10 +16,10 @@ import sinkscope
 from sinkscope import Scorecard
 from sinkscope.measuring.experiment import Experiment
 from sinkscope.output.run import Run
-from sinkscope.paper_claims.claim import Outcome
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import routes_text
 from sinkscope.paper_claims.studies import KINDS as STUDIES
+from sinkscope.results.judgment import Outcome
 from sinkscope.retrofits import retrofit_model
 
 
@@ -47,7 +47,7 @@ def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Scorecard:
 def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) -> None:
     table = measured.table
     unmeasured = table[table["outcome"] == Outcome.NOT_MEASURED]
-    assert {CLAIMS[name].needs[0].partition(":")[0] for name in unmeasured["claim"]} <= set(STUDIES)
+    assert {CLAIMS[name].needs[0].kind for name in unmeasured["claim"]} <= set(STUDIES)
     reasons = table[table["outcome"] == Outcome.DOES_NOT_APPLY]["note"]
     assert (reasons.str.len() > 0).all()
     assert measured.outcome("W-1") == Outcome.FAILS

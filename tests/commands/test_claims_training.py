@@ -15,7 +15,7 @@ from tiny import VOCAB, tiny_model
 import sinkscope
 from sinkscope import Scorecard
 from sinkscope.output.trained import Trained
-from sinkscope.paper_claims.claim import Outcome
+from sinkscope.results.judgment import Outcome
 from sinkscope.results.statistics import mean_of_rates
 
 SHORT: dict[str, Any] = {

@@ -16,7 +16,7 @@ import sinkscope
 from sinkscope.cli.app import app
 from sinkscope.errors import InputError
 from sinkscope.output.run import Run
-from sinkscope.paper_claims import table as scorecard
+from sinkscope.results import scorecard
 from sinkscope.results.manifest import FORMAT, read_manifest
 from sinkscope.results.tables import Column
 from sinkscope.verdict.scorecard import Scorecard

@@ -5,6 +5,7 @@ import sys
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,3 +116,17 @@ def test_only_the_file_of_a_figure_that_is_drawn_is_imported() -> None:
     code = "import sys, sinkscope.commands.analyze; print(*(name for name in sys.modules if '.figures.' in name))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {name.rpartition(".")[2] for name in done.stdout.split()} <= {"spec", "style", "labels"}
+
+
+def test_a_run_of_analyze_imports_no_claim(tmp_path: Path) -> None:
+    """Its verdict and its page show numbers and statements of claims."""
+    code = f"""
+import sys, transformers, sinkscope
+sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+run = sinkscope.analyze(model, out={str(tmp_path / "run")!r}, input="random", num_seqs=2, seq_len=32)
+assert "There is a sink at the first token." in (run.folder / "index.html").read_text(encoding="utf-8")
+print(*(name for name in sys.modules if "paper_claims" in name))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()

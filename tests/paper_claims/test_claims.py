@@ -9,11 +9,12 @@ from tiny import VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
+from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.output.run import Run
-from sinkscope.paper_claims.claim import Outcome, judge
-from sinkscope.paper_claims.evidence import WEIGHTS_AT_RANDOM
+from sinkscope.paper_claims.claim import judge
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.table import evidence_of, judged
+from sinkscope.results.judgment import Outcome
 
 BOS = 1
 # that a sink, a drain or a gradient sink is there

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sinkscope.paper_claims.claim import Outcome, above, at_least, at_most, below, between
+from sinkscope.results.judgment import Outcome, above, at_least, at_most, below, between
 from sinkscope.results.statistics import (
     Estimate,
     bootstrap,

@@ -10,10 +10,11 @@ from support.hand_made_runs import analysis, by_sequence, family
 from support.hand_made_trainings import SHAPE, rates, training
 
 from sinkscope.commands.evidence import Collection
-from sinkscope.paper_claims.claim import Judgment, Outcome, judge
+from sinkscope.paper_claims.claim import Judgment, judge
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.studies import Training
+from sinkscope.results.judgment import Outcome
 
 HOLDS, FAILS, INCONCLUSIVE, INAPPLICABLE = (
     Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.DOES_NOT_APPLY

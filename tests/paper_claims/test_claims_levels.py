@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.signal import lfilter
 
-from sinkscope.paper_claims.claim import Outcome, Test, above, at_most, below
+from sinkscope.results.judgment import Outcome, Test, above, at_most, below
 from sinkscope.results.statistics import (
     Estimate,
     effective_size,

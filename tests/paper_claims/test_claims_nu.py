@@ -9,9 +9,10 @@ from support.hand_made_runs import SEQUENCES, analysis, by_sequence, experiment,
 
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.paper_claims.arms import beyond_controls
-from sinkscope.paper_claims.claim import Judgment, Outcome, judge
-from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.papers.nu import CLAIMS
+from sinkscope.paper_claims.claim import Judgment, judge
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.papers.nu import CLAIMS, NULLIFIED
+from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 
 LAYERS, WIDTH = 4, 300
@@ -20,7 +21,7 @@ HOLDS, FAILS, NOT_APPLIES = Outcome.HOLDS, Outcome.FAILS, Outcome.DOES_NOT_APPLY
 
 
 def judged(claim: str, *runs: RunData) -> Judgment:
-    return judge(BY_ID[claim], Evidence.of(runs, ["natural", *BY_ID[claim].needs]))
+    return judge(BY_ID[claim], Evidence.of(runs, [MAIN, *BY_ID[claim].needs]))
 
 
 def gamma(massive: dict[int, float]) -> pd.DataFrame:
@@ -172,7 +173,7 @@ def test_a_fall_that_random_changes_bring_too_shows_nothing() -> None:
 
 def test_the_change_beyond_controls() -> None:
     run = experiment(BEFORE | {"after": [0.3, 0.05]} | QUIET, "nullify-query-bias")
-    found = beyond_controls(Evidence.of([run], ["do:nullify-query-bias"]), "do:nullify-query-bias")
+    found = beyond_controls(Evidence.of([run], [NULLIFIED]), NULLIFIED)
     assert found.value == pytest.approx(-30.2, abs=0.5)
     assert found.low < found.value < found.high < 0
 

@@ -7,12 +7,14 @@ from support.hand_made_runs import analysis, by_sequence, experiment
 from support.hand_made_trainings import training
 
 from sinkscope.commands.evidence import Collection
-from sinkscope.paper_claims.claim import Judgment, Null, Outcome, above, below, between, judge
-from sinkscope.paper_claims.evidence import WEIGHTS_AT_RANDOM, Sequences
+from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
+from sinkscope.paper_claims.claim import Judgment, Null, judge
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.table import evidence_of
 from sinkscope.paper_claims.table import judged as judged_table
+from sinkscope.results.judgment import Outcome, above, below, between
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate
 from sinkscope.text.inputs import build_inputs
 from sinkscope.verdict.scorecard import Scorecard, headline, scorecard_markdown

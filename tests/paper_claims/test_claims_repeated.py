@@ -7,9 +7,10 @@ import pandas as pd
 import pytest
 from support.hand_made_runs import NO_BOS, SEQUENCES, analysis, by_sequence, experiment, family
 
-from sinkscope.paper_claims.claim import Judgment, Outcome, judge
+from sinkscope.paper_claims.claim import Judgment, judge
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.papers.wse import CLAIMS
+from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 
 LAYERS = 3

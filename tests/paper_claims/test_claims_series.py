@@ -13,9 +13,10 @@ from support.hand_made_trainings import SHAPE, Tables, gradients, rates, steps, 
 
 from sinkscope.commands.evidence import Collection
 from sinkscope.errors import InputError
-from sinkscope.paper_claims.claim import Judgment, Outcome, judge
+from sinkscope.paper_claims.claim import Judgment, judge
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.studies import Steps, Training, base_of, family_of
+from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 from sinkscope.results.scores import Scores
 from sinkscope.results.statistics import Estimate

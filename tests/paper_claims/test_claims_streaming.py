@@ -5,9 +5,10 @@ import pandas as pd
 import pytest
 from support.hand_made_runs import analysis
 
-from sinkscope.paper_claims.claim import Judgment, Outcome, judge
+from sinkscope.paper_claims.claim import Judgment, judge
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 
 HOLDS, FAILS = Outcome.HOLDS, Outcome.FAILS

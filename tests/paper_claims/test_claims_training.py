@@ -13,10 +13,11 @@ from support.hand_made_trainings import Numbers, norms, rates, training
 
 from sinkscope.commands.evidence import Collection
 from sinkscope.figures.claims import _place
-from sinkscope.paper_claims.claim import Judgment, Outcome, judge
+from sinkscope.paper_claims.claim import Judgment, judge
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.studies import Training
 from sinkscope.paper_claims.table import judged as judged_table
+from sinkscope.results.judgment import Outcome
 from sinkscope.verdict.scorecard import Scorecard, scorecard_markdown
 
 HOLDS, FAILS, INCONCLUSIVE = Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE

@@ -17,6 +17,7 @@ from sinkscope.output.run import Run
 from sinkscope.output.side_by_side import Routes, compare
 from sinkscope.paper_claims.arms import beyond_controls
 from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.routes import ROLES, ROUTES, Effect, routes_of, routes_text
 from sinkscope.results.run import RunData
 
@@ -55,7 +56,7 @@ def test_the_whole_interval_decides_against_the_spread_of_the_controls(run: RunD
 def test_the_numbers_are_those_of_the_claims() -> None:
     run = cut(0.3)
     row = routes(run).loc["query bias"]
-    beyond = beyond_controls(Evidence.of([run], ROLES), f"do:{NAME}")
+    beyond = beyond_controls(Evidence.of([run], ROLES), Need("do", NAME))
     assert (row["beyond"], row["beyond_low"], row["beyond_high"]) == (beyond.value, beyond.low, beyond.high)
     assert row["before"] == pytest.approx(60, abs=0.5)
     assert row["after_low"] < row["after"] < row["after_high"]

@@ -9,8 +9,7 @@ from support.printed_numbers import FIXED
 from support.summarized_runs import summarized
 
 from sinkscope.output.run import Run
-from sinkscope.paper_claims.arms import SINK
-from sinkscope.results.findings import Finding, Outcome, Published
+from sinkscope.results.findings import SINK, Finding, Outcome, Published
 from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import quantized_source, settings
 from sinkscope.verdict.report import published_lines, spans

@@ -4,13 +4,27 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from sinkscope.measuring.estimates import (
+    AFTER_FIRST,
+    SPIKE,
+    before_valves,
+    branch_ratios,
+    gradient_ratio,
+    gradients,
+    later_positions,
+    norm_ratios,
+    norms,
+    value_over_key,
+)
+from sinkscope.measuring.estimates import attention as attention_by_position
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.gradient import ALL_HEADS
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import uniform_mass
-from sinkscope.paper_claims.arms import NO_COST, SINK, onset, perplexity_ratio, rates_over_steps
-from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, above, at_least, at_most, below, between
-from sinkscope.paper_claims.evidence import MAIN, NULL, Evidence, Lacks, table_of
+from sinkscope.paper_claims.arms import NO_COST, onset, perplexity_ratio, rates_over_steps
+from sinkscope.paper_claims.claim import Claim, Null, Part, run_claim
+from sinkscope.paper_claims.evidence import MAIN, NULL, Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import (
     PERCENT,
     OfArm,
@@ -23,21 +37,12 @@ from sinkscope.paper_claims.over_seeds import (
     together,
     words_for,
 )
-from sinkscope.paper_claims.quantities import (
-    BEHIND,
-    HAS_SINK_HEADS,
-    attention,
-    gradient_ratio,
-    gradients,
-    in_front_of_valves,
-    in_sink_heads,
-    later_positions,
-    norm_ratios,
-    norms,
-)
 from sinkscope.paper_claims.scopes import causal, in_float32
 from sinkscope.paper_claims.studies import PLAIN, Arm, StepStudy
+from sinkscope.results.findings import SINK
+from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import (
     Estimate,
     bootstrap,
@@ -51,9 +56,7 @@ from sinkscope.results.statistics import (
     weighted_means,
 )
 
-SPIKE = 2.0  # times the ratio of the null
-MASKED, RESCALED = "gradient-do:mask-sink", "gradient-do-alone:rescale-norm"
-FEWEST_POINTS = 3  # of a line that is fitted
+MASKED, RESCALED = Need("gradient-do", "mask-sink"), Need("gradient-do-alone", "rescale-norm")
 APART = 2.0  # times the sink mass of uniform attention
 BRANCH = "gradient_ratio_by_sequence"
 
@@ -63,44 +66,40 @@ BRANCH = "gradient_ratio_by_sequence"
 
 def _more_mass(evidence: Evidence) -> Estimate:
     """Uniform causal attention alone gives the first position most, so that its mass is the unit of each position's."""
-    by_layer = attention(evidence, "sink_mass")
-    length = evidence.runs["natural"].manifest["input"]["shortest"]
+    by_layer = attention_by_position(evidence.natural, "sink_mass")
+    length = evidence.natural.run.manifest["input"]["shortest"]
     times = by_layer / uniform_mass(length, by_layer.shape[-1])
-    return bootstrap(((times[..., 0] > times[..., BEHIND].max(-1)) & (times[..., 0] > APART)).mean(1))
+    return bootstrap(((times[..., 0] > times[..., AFTER_FIRST].max(-1)) & (times[..., 0] > APART)).mean(1))
 
 
 def _higher_rate(evidence: Evidence) -> Estimate:
-    by_layer = attention(evidence, "sink_rate")
-    return bootstrap((by_layer[..., 0] > by_layer[..., BEHIND].max(-1)).mean(1))
+    by_layer = attention_by_position(evidence.natural, "sink_rate")
+    return bootstrap((by_layer[..., 0] > by_layer[..., AFTER_FIRST].max(-1)).mean(1))
 
 
 def _elevated(evidence: Evidence) -> Estimate:
-    return bootstrap((norm_ratios(evidence, "layer_in") > 1).mean(1))
+    return bootstrap((norm_ratios(evidence.natural, "layer_in") > 1).mean(1))
 
 
 def _top_two_writers(evidence: Evidence) -> Estimate:
-    by_layer = np.sort(norms(evidence, "mlp_out"), axis=1)
+    by_layer = np.sort(norms(evidence.natural, "mlp_out"), axis=1)
     return bootstrap(by_layer[:, -2:].sum(1) / by_layer.sum(1))
 
 
 def _co_occurrence(evidence: Evidence) -> Estimate:
-    rates, sizes = attention(evidence, "sink_rate")[0, :, 0], norms(evidence, "layer_in")[0]
+    rates, sizes = attention_by_position(evidence.natural, "sink_rate")[0, :, 0], norms(evidence.natural, "layer_in")[0]
     return rank_correlation(rates, sizes, np.arange(len(rates)))
-
-
-def _drain(evidence: Evidence) -> Estimate:
-    return in_sink_heads(evidence, "value_norm")
 
 
 # --- gradients (figure 2)
 
 
-def _above_null(pathway: str, role: str = "natural") -> Callable[[Evidence], Estimate]:
+def _above_null(pathway: str, role: Need = MAIN) -> Callable[[Evidence], Estimate]:
     def measure(evidence: Evidence) -> Estimate:
-        found = gradient_ratio(evidence, pathway, role)
-        null, drawn = _on_random_weights(lambda draw: gradient_ratio(draw, pathway), evidence)
+        found = gradient_ratio(evidence.sequences(role), pathway)
+        null, drawn = _on_random_weights(lambda draw: gradient_ratio(draw.natural, pathway), evidence)
         note = f"{found.value:.1f} against {drawn} on random weights"
-        uniform = evidence.runs["natural"].metric("uniform_gradient_ratio") if pathway == "value" else 0.0
+        uniform = evidence.natural.run.metric("uniform_gradient_ratio") if pathway == "value" else 0.0
         if null.value < uniform:  # their attention is far from uniform, too
             note, null = f"{note} and {uniform:.1f} of uniform attention", exact(uniform)
         return (found / null).against(1.0).over(note)
@@ -121,29 +120,25 @@ def _on_random_weights(measure: Callable[[Evidence], Estimate], evidence: Eviden
     return one_more_factor(values), " to ".join(dict.fromkeys(ends))
 
 
-def _value_over_key(evidence: Evidence) -> Estimate:
-    value, key = (gradients(evidence, pathway).mean(1)[:, 0] for pathway in ("value", "key"))
-    return positive_jackknife(value / key)
-
-
 def _value_over_key_of_null(evidence: Evidence) -> Estimate:
-    found, (null, drawn) = _value_over_key(evidence), _on_random_weights(_value_over_key, evidence)
+    found = value_over_key(evidence.natural)
+    null, drawn = _on_random_weights(lambda draw: value_over_key(draw.natural), evidence)
     return (found / null).against(1.0).over(f"{found.value:.1f} against {drawn} on random weights")
 
 
 def _flat_queries(evidence: Evidence) -> Estimate:
-    by_position = gradients(evidence, "query").mean(1)[:, BEHIND]
+    by_position = gradients(evidence.natural, "query").mean(1)[:, AFTER_FIRST]
     return positive_jackknife(by_position.max(1) / np.median(by_position, axis=1))
 
 
 def _first_query(evidence: Evidence) -> Estimate:
-    table = evidence.table("natural", "gradient")
+    table = evidence.natural.table("gradient")
     measured = table[table["pathway"] == "query_measured"]["grad_norm"].mean()
-    return exact(measured / np.median(gradients(evidence, "query")[0].mean(0)[BEHIND]))
+    return exact(measured / np.median(gradients(evidence.natural, "query")[0].mean(0)[AFTER_FIRST]))
 
 
 def _drop(evidence: Evidence) -> Estimate:
-    by_position = gradients(evidence, "value").mean(1)
+    by_position = gradients(evidence.natural, "value").mean(1)
     return positive_jackknife(by_position[:, 1] / by_position[:, 0])
 
 
@@ -151,18 +146,18 @@ def _drop(evidence: Evidence) -> Estimate:
 
 
 def _identity(evidence: Evidence) -> Estimate:
-    return exact(evidence.table("natural", "gradient_check")["identity_residual"].max())
+    return exact(evidence.natural.table("gradient_check")["identity_residual"].max())
 
 
 def _theorem_one(evidence: Evidence) -> Estimate:
-    table = evidence.table("natural", "gradient_check")
+    table = evidence.natural.table("gradient_check")
     rows = table[table["position"] == 0]
     tight = (rows["measured"] / rows["upper_bound"]).median()
     return _over_units(rows["holds"].to_numpy(float)).over(f"median of measured ÷ upper bound {tight:.2g}")
 
 
 def _theorem_two(evidence: Evidence) -> Estimate:
-    rows = evidence.table("natural", "norm_bound").dropna(subset=["holds"])
+    rows = evidence.natural.table("norm_bound").dropna(subset=["holds"])
     return _over_units(rows["holds"].to_numpy(float)).over(f"measured ÷ bound {rows['tightness'].mean():.2g}")
 
 
@@ -174,10 +169,10 @@ def _over_units(x: np.ndarray) -> Estimate:
 
 
 def _column_strength(evidence: Evidence) -> Estimate:
-    attention = evidence.table("natural", "attention")
+    attention = evidence.natural.table("attention")
     first = attention[attention["position"] == 0]
     mass = first.groupby(["layer", "kv_head"])["sink_mass"].mean()
-    gradient = in_front_of_valves(evidence.table("natural", "gradient"))
+    gradient = before_valves(evidence.natural.table("gradient"))
     value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
     by_head = value.pivot(index=["layer", "head"], columns="position", values="grad_norm")
     ratio = by_head[0] / by_head.iloc[:, LATER].mean(axis=1)
@@ -189,54 +184,22 @@ def _column_strength(evidence: Evidence) -> Estimate:
 # --- how a branch reshapes gradients (figure 3)
 
 
-def _ratios(evidence: Evidence, column: str, branch: str = "attn", role: str = "natural") -> np.ndarray:
-    """(R, layers, positions). Raises NotDefined: gradients through this branch were read in no layer."""
-    found = evidence.sequences(role).means(BRANCH, column, ("layer", "position"), branch=branch)
-    if found.size == 0:
-        raise NotDefined(f"in no layer can the gradient's gain in the {branch} branch be told")
-    return found
-
-
 def _bloat_by_branch(evidence: Evidence) -> Estimate:
-    attn, mlp = (_ratios(evidence, "bloat", branch) for branch in ("attn", "mlp"))
+    attn, mlp = (branch_ratios(evidence.natural, "bloat", branch) for branch in ("attn", "mlp"))
     ratios = [np.nanmedian(x[..., 0] / np.nanmedian(later_positions(x), axis=-1), axis=1) for x in (attn, mlp)]
     return bootstrap(ratios[0] / ratios[1])
 
 
 def _owns_bloat(evidence: Evidence) -> Estimate:
-    """As many points as layers: if token 0 owned them all, they would be its own."""
-    bloat = _ratios(evidence, "bloat")
+    """Token 0's share of the largest points. There are as many as layers, so that all could be token 0's."""
+    bloat = branch_ratios(evidence.natural, "bloat")
     replicates, layers, positions = bloat.shape
     order = np.argsort(-np.nan_to_num(bloat).reshape(replicates, -1), axis=1)[:, :layers]
     return bootstrap((order % positions == 0).mean(1)).against(1 / positions)
 
 
-def _fit(evidence: Evidence, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Slope and r of log₁₀ compress on log₁₀‖h‖ over layers ≥ 1 and positions from `first` on, (R,) each.
-
-    Raises:
-        NotDefined: there are too few points.
-    """
-    x, y = (_ratios(evidence, name)[:, 1:, first:] for name in ("input_norm", "compress"))
-    known = (x > 0).all(0) & (y > 0).all(0)
-    if known.sum() < FEWEST_POINTS:
-        raise NotDefined("too few layers and positions have the gain of a norm in front of the attention branch")
-    x, y = np.log10(x[:, known]), np.log10(y[:, known])
-    x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
-    covariance = (x * y).sum(1)
-    return covariance / (x**2).sum(1), covariance / np.sqrt((x**2).sum(1) * (y**2).sum(1))
-
-
-def _slope(evidence: Evidence) -> Estimate:
-    """The slope without position 0 is given next to it: few points with very large norms can make a slope alone."""
-    later = bootstrap(_fit(evidence, first=1)[0])
-    return bootstrap(_fit(evidence)[0]).over(
-        f"without position 0 {later.value:.3f} [{later.low:.3f}, {later.high:.3f}]"
-    )
-
-
 def _unchanged(evidence: Evidence) -> Estimate:
-    change = _ratios(evidence, "change")[:, 1:]
+    change = branch_ratios(evidence.natural, "change")[:, 1:]
     inside = np.where(np.isfinite(change), (change > 0.5) & (change < 2), np.nan)
     return bootstrap(np.nanmean(inside, axis=(1, 2)))
 
@@ -245,9 +208,9 @@ def _unchanged(evidence: Evidence) -> Estimate:
 
 
 def _beside_control(evidence: Evidence) -> Estimate:
-    """What masking another position leaves of the ratio."""
+    """The ratio with another position masked ÷ without a mask."""
     label = evidence.label(MASKED)
-    table = in_front_of_valves(table_of(evidence.run(MASKED), "gradient"))
+    table = before_valves(table_of(evidence.run(MASKED), "gradient"))
     rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
     rows = rows[rows["condition"].isin([BEFORE, *evidence.controls(MASKED)])]
     norms = rows.groupby(["condition", "position"])["grad_norm"].mean().unstack()
@@ -270,7 +233,7 @@ def _inverse(evidence: Evidence) -> Estimate:
     return bootstrap(factor * after[:, layer, 0] / before[:, layer, 0]).over(f"layer {layer}, factor {factor:g}")
 
 
-_BOTH = ("natural", "null")
+_BOTH = (MAIN, NULL)
 _RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random weights{1}"
 _OR_UNIFORM = " or under uniform attention, whichever is larger"
 
@@ -278,7 +241,7 @@ _OR_UNIFORM = " or under uniform attention, whichever is larger"
 # --- V-scale: an arm next to a plain training or fine-tune
 
 VALVE = "vscale"
-ARMS = f"arms:{PLAIN},{VALVE}"
+ARMS = Need("arms", f"{PLAIN},{VALVE}")
 
 
 def largest_norm(site: str) -> OfArm:
@@ -292,24 +255,24 @@ def largest_norm(site: str) -> OfArm:
 
 
 def _falls_more(arms: Mapping[str, Arm]) -> float:
-    """By how much more of their norm MLP outputs lose than attention outputs."""
+    """The share of their norm that MLP outputs lose − the share that attention outputs lose."""
     left = [largest_norm(site)(arms[VALVE]) / largest_norm(site)(arms[PLAIN]) for site in ("mlp_out", "attn_out")]
     return (1 - left[0]) - (1 - left[1])
 
 
 # --- the steps of a training: whether the gradient spike is there from the onset of the sink on
 
-STEPS = "steps"
+STEPS = Need("steps")
 
 
 def _gradient_ratios(run: RunData) -> np.ndarray:
     """(1 + groups,): the value gradient at position 0 ÷ later ones."""
-    by_position = gradients(Evidence({MAIN: run}), "value").mean(1)
+    by_position = gradients(Sequences(run), "value").mean(1)
     return by_position[:, 0] / later_positions(by_position).mean(1)
 
 
 def _least_spike(evidence: Evidence) -> Estimate:
-    """Over the steps from the onset on; the null is step 0, else random weights."""
+    """The smallest ratio over the steps from the onset on; the null is step 0, or else random weights."""
     found = []
     for runs in study_of(evidence, STEPS, StepStudy).each:
         steps, rates = rates_over_steps(runs)
@@ -357,9 +320,7 @@ CLAIMS = (
         (Part(_RATIO.format("v", _OR_UNIFORM), _above_null("value"), at_least(SPIKE)),), _BOTH, (causal,)),
     Claim("GS-7", "fig. 2", "The key gradient spikes at token 0.",
         (Part(_RATIO.format("k", ""), _above_null("key"), at_least(SPIKE)),), _BOTH, (causal,)),
-    Claim("GS-8", "§3.1, §5", "The value pathway is stronger than the key pathway.",
-        (Part("‖∇v₀‖ ÷ ‖∇k₀‖, means over layers", _value_over_key, at_least(2.0)),
-         Part("÷ the same on random weights", _value_over_key_of_null, above(1.0))), _BOTH),
+    run_claim("GS-8", Part("÷ the same on random weights", _value_over_key_of_null, above(1.0)), needs=_BOTH),
     Claim("GS-9", "fig. 2", "Query gradients are flat.",
         (Part("max ÷ median of ‖∇q‖ over positions 1–15", _flat_queries, at_most(2.0)),)),
     Claim("GS-10", "fig. 2", "The query gradient at token 0 vanishes.",
@@ -380,26 +341,22 @@ CLAIMS = (
     Claim("GS-16", "fig. 3", "Token 0 owns the high-bloat regime.",
         (Part("token 0's share of the largest points (layer, position), as many as layers", _owns_bloat,
             at_least(0.8)),)),
-    Claim("GS-17", "fig. 3", "Compression follows the norm, as RMSNorm alone makes it.",
-        (Part("slope of log compress on log ‖h‖", _slope, between(-1.15, -0.85)),
-         Part("their correlation", lambda evidence: bootstrap(_fit(evidence)[1]), at_most(-0.95)))),
+    run_claim("GS-17"),
     Claim("GS-18", "fig. 3", "The net change of gradients stays near 1.",
         (Part("share of (layer ≥ 1, position) with ½ < change < 2", _unchanged, at_least(0.95)),)),
     Claim("GS-19", "theorem 2", "The norm's gradient gain is within theorem 2's bound.",
         (Part("share of tokens", _theorem_two, at_least(0.999), "{:.4g}"),), is_ours=False, set_against=Null.THEOREM),
-    Claim("GS-20", "§5", "The sink's values are small.",
-        (Part("value norm at 0 ÷ later, median over sink heads", _drain, below(0.5)),
-         HAS_SINK_HEADS)),
+    run_claim("GS-20"),
     Claim("GS-28", "title", "Without a sink there is no gradient sink.",
         (Part(f"value-gradient ratio with position 0 masked ÷ that on random weights{_OR_UNIFORM}",
             _above_null("value", MASKED), below(2.0)),
          Part("the same as it is", _above_null("value"), at_least(SPIKE)),
          Part("the ratio with another position masked ÷ as it is", _beside_control, at_least(0.5))),
-        ("natural", "null", MASKED), (causal,)),
+        (*_BOTH, MASKED), (causal,)),
     Claim("GS-29", "§4", "The norm alone regulates gradients.",
         (Part("compress at 0 × the factor of the norm, after ÷ before", _inverse, between(0.9, 1.1)),
          Part("perplexity ÷ before", lambda evidence: perplexity_ratio(evidence, RESCALED), between(0.95, 1.05))),
-        ("natural", RESCALED)),
+        (MAIN, RESCALED)),
     Claim("GS-21", "fig. 5", "V-scale keeps the sink.",
         (Part("sink rate, V-scale − plain", difference(ARMS, metric("sink_rate"), VALVE), at_least(-0.05)),
          Part("sink rate of plain training in %", of_one(ARMS, metric("sink_rate", 100), PLAIN, ends=PERCENT),

@@ -3,21 +3,24 @@
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.estimates import RUN_CLAIMS, second_half, sink_rates
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.measuring.observables.query_bias import ALL_HEADS, DELTA, NO_QUERY_BIAS, WHOLE_RUN
-from sinkscope.paper_claims.arms import SINK, falls, had_a_sink, of_arm, rate_after, share_left
+from sinkscope.measuring.observables.query_bias import DELTA, NO_QUERY_BIAS, WHOLE_RUN
 from sinkscope.paper_claims.arms import controls as rates_under_controls
-from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
+from sinkscope.paper_claims.arms import falls, had_a_sink, of_arm, rate_after, share_left
+from sinkscope.paper_claims.claim import Claim, Part, of_run, run_claim
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.quantities import later_positions, sink_rates
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.scopes import causal, learned_positions, query_bias
-from sinkscope.results.findings import OUTLIER, Published
+from sinkscope.results.findings import SINK, Published
+from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.papers import GPT2_MASSIVE, PRINTED
-from sinkscope.results.statistics import Estimate, bootstrap, exact, jackknife, mean_of_controls, weighted_means
+from sinkscope.results.statistics import Estimate, bootstrap, exact, jackknife, mean_of_controls
 
-NULLIFIED, COLUMNS, FIRST = "do:nullify-query-bias", "do:zero-key-columns", "do:nullify-first-embedding"
-REPLACED, EXCHANGED = "do:replace-epe:at=epe", "do:transplant-epe:at=epe"  # EPE as NU has it, not the vectors alone
-BY_SEQUENCE = "query_bias_by_sequence"
+NULLIFIED, COLUMNS = Need("do", "nullify-query-bias"), Need("do", "zero-key-columns")
+FIRST = Need("do", "nullify-first-embedding")
+# of EPE after the first MLP, as NU defines it, and not of the position vectors alone
+REPLACED, EXCHANGED = Need("do", "replace-epe:at=epe"), Need("do", "transplant-epe:at=epe")
 SCOPE = (causal, query_bias, learned_positions)
 
 
@@ -25,7 +28,7 @@ SCOPE = (causal, query_bias, learned_positions)
 
 
 def _without_its_mechanism(evidence: Evidence) -> str | None:
-    """What NU sets its own model against: no query bias, or no learned positions."""
+    """Require a model without a query bias or without learned positions, unlike NU's own."""
     if learned_positions(evidence):
         return None
     reason = query_bias(evidence)
@@ -39,55 +42,12 @@ def _with_a_bos(evidence: Evidence) -> str | None:
     return None if token.startswith("bos") else f"position 0 is no BOS but {token}"
 
 
-# --- Δ, γ and the effective positional encodings
-
-
-def _deep(by_layer: np.ndarray) -> np.ndarray:
-    """(…,L) → the second half of the layers."""
-    return by_layer[..., by_layer.shape[-1] // 2 :]
-
-
-def delta_gaps(evidence: Evidence) -> np.ndarray:
-    """(R, L): how many standard deviations Δ of position 0 stands above the mean of later tokens. The deviation is over
-    all of these: within sequences and between them.
-    """
-    sequences = evidence.sequences("natural")
-    first, later = (sequences.means(BY_SEQUENCE, column) for column in ("delta", "delta_later"))
-    mean, spread = (sequences.values(BY_SEQUENCE, column) for column in ("delta_later", "delta_later_std"))
-    deviation = np.sqrt(weighted_means(spread**2 + mean**2, sequences.weights) - later**2)
-    # a bias of zeros has no Δ, and a single later token no deviation
-    return (first - later) / np.where(deviation > 0, deviation, np.nan)
-
-
-def _stands_out(evidence: Evidence) -> Estimate:
-    gaps = _deep(delta_gaps(evidence))
-    note = f"{gaps.shape[1]} layers, Δ₀ {' '.join(f'{gap:+.1f}' for gap in gaps[0])} deviations from the mean"
-    return bootstrap((gaps > OUTLIER).mean(1)).over(note)
-
-
-def _alignment(evidence: Evidence) -> np.ndarray:
-    """(positions, layers): cos(W_k EPE, b_Q), all heads together."""
-    table = evidence.table("natural", "query_bias")
-    rows = table[table["head"] == ALL_HEADS]
-    return rows.pivot(index="position", columns="layer", values="key_alignment").to_numpy()
-
-
-OF_WEIGHTS = "of the weights alone, so without an interval"
-
-
-def _first_alignment(evidence: Evidence) -> Estimate:
-    by_layer = _deep(_alignment(evidence))[0]
-    return exact(by_layer.mean()).over(f"{OF_WEIGHTS}; by layer {', '.join(f'{cosine:.2f}' for cosine in by_layer)}")
-
-
-def _later_alignment(evidence: Evidence) -> Estimate:
-    later = np.abs(later_positions(_deep(_alignment(evidence)).T))
-    return exact(later.mean()).over(f"{OF_WEIGHTS}; the largest {later.max():.2f}")
+# --- γ and the effective positional encodings
 
 
 def _gamma(evidence: Evidence) -> pd.DataFrame:
-    """With |γ|, the mean and standard deviation of its layer's, and its rank there from 1 on."""
-    table = evidence.table("natural", "gamma")
+    """Return γ with its magnitude, the mean + 2 standard deviations of its layer, and its rank there from 1 on."""
+    table = evidence.natural.table("gamma")
     magnitude = table["gamma"].abs()
     by_layer = magnitude.groupby(table["layer"])
     return table.assign(
@@ -98,7 +58,7 @@ def _gamma(evidence: Evidence) -> pd.DataFrame:
 
 
 def _massive(evidence: Evidence) -> pd.DataFrame:
-    """The rows of γ at massive coordinates of EPE_0. Raises NotDefined."""
+    """Return the rows of γ at massive coordinates of EPE_0. Raises NotDefined."""
     gamma = _gamma(evidence)
     rows = gamma[gamma["is_massive_epe"]]
     if not len(rows):
@@ -112,7 +72,7 @@ def _coordinates(rows: pd.DataFrame) -> str:
 
 
 def _massive_coordinates(evidence: Evidence) -> Estimate:
-    table = evidence.table("natural", "gamma")
+    table = evidence.natural.table("gamma")
     rows = table[table["is_massive_epe"]]
     return exact(rows["coordinate"].nunique()).over(_coordinates(rows) if len(rows) else "no gap among its entries")
 
@@ -124,7 +84,7 @@ def _large_gamma(evidence: Evidence) -> Estimate:
 
 def _rank(evidence: Evidence) -> Estimate:
     rows = _massive(evidence)
-    width = evidence.table("natural", "gamma")["coordinate"].nunique()
+    width = evidence.natural.table("gamma")["coordinate"].nunique()
     return exact(100 * rows["rank"].median() / width).over(f"{_coordinates(rows)} of {width}")
 
 
@@ -132,10 +92,10 @@ def _rank(evidence: Evidence) -> Estimate:
 
 
 def _share_of_delta(evidence: Evidence) -> Estimate:
-    """Of the gaps' means over layers from the second on, which alone read EPE. Raises NotDefined."""
-    if "logit_terms_by_sequence" not in evidence.runs["natural"].tables:
+    """Δ's part of the gaps' means over layers from the second on; the first reads no EPE. Raises NotDefined."""
+    if "logit_terms_by_sequence" not in evidence.natural.run.tables:
         raise NotDefined("its queries and keys are not what its projections give, or its attention has a window")
-    sequences = evidence.sequences("natural")
+    sequences = evidence.natural
     first, others = (
         sequences.means("logit_terms_by_sequence", column, ("layer", "term"))[:, 1:]
         for column in ("at_first", "at_others")
@@ -155,7 +115,7 @@ def _share_of_delta(evidence: Evidence) -> Estimate:
 
 
 def _random_columns(evidence: Evidence) -> Estimate:
-    before = sink_rates(evidence, COLUMNS, condition=BEFORE)[0]
+    before = sink_rates(evidence.sequences(COLUMNS, BEFORE))[0]
     rates = rates_under_controls(evidence, COLUMNS)
     if not len(rates) or not before:
         return Estimate(np.nan).over("no random controls" if before else "no sink before")
@@ -166,7 +126,7 @@ def _random_columns(evidence: Evidence) -> Estimate:
 
 
 def _first_order(evidence: Evidence) -> Estimate:
-    table = evidence.table("natural", "epe_by_group")
+    table = evidence.natural.table("epe_by_group")
     by_position = table.pivot(index="group", columns="position", values="cosine").sort_index()
     assert by_position.index[0] == WHOLE_RUN
     at_first, others = by_position.iloc[0, 0], by_position.iloc[0, 1:].mean()
@@ -174,32 +134,26 @@ def _first_order(evidence: Evidence) -> Estimate:
 
 
 def _rest(evidence: Evidence) -> Estimate:
-    sequences = evidence.sequences("natural")
-    whole = _deep(sequences.means("epe_rest_by_sequence", "cosine_whole"))[0].mean()
-    rest = _deep(sequences.means("epe_rest_by_sequence", "cosine")).mean(1)
+    sequences = evidence.natural
+    whole = second_half(sequences.means("epe_rest_by_sequence", "cosine_whole"))[0].mean()
+    rest = second_half(sequences.means("epe_rest_by_sequence", "cosine")).mean(1)
     return bootstrap(rest).over(f"of h₀ itself {whole:.2f}")
 
 
 def _elsewhere(evidence: Evidence) -> Estimate:
     reasons = filter(None, (learned_positions(evidence), query_bias(evidence)))
-    return bootstrap(sink_rates(evidence)).over("; ".join(reasons))
+    return bootstrap(sink_rates(evidence.natural)).over("; ".join(reasons))
 
 
 def _gpt2(source: str, *values: tuple[float, str]) -> tuple[Published, ...]:
     return tuple(Published("GPT-2", value, setting, source) for value, setting in values)
 
 
-_ALIGNED = Part("cos(W_k EPE₀, b_Q), mean over the second half of layers", _first_alignment, above(0.5))
 CLAIMS = (
-    Claim("N-1", "fig. 1, 4", "The query bias sets Δ of position 0 apart in most deep layers.",
-        (Part("share of the second half of layers with Δ₀ above the mean of later tokens by 2 standard deviations",
-            _stands_out, above(0.5)),), scope=SCOPE,
+    run_claim("N-1", scope=SCOPE,
         published=_gpt2("NU fig. 1", (100.0, "Δ of its token 1, its layer 10, about"),
             (-140.0, "Δ of other tokens, its layer 10, about"))),
-    Claim("N-2", "fig. 2, 5", "W_k EPE₀ is parallel to b_Q, and that of other positions is not.",
-        (_ALIGNED,
-         Part("magnitude of the same at positions 5–15, mean over them", _later_alignment, below(0.2))),
-        scope=SCOPE, published=_gpt2("NU fig. 2", (0.7, "its token 1, its layer 10, about"),
+    run_claim("N-2", scope=SCOPE, published=_gpt2("NU fig. 2", (0.7, "its token 1, its layer 10, about"),
             (0.0, "other tokens, its layer 10, about"))),
     Claim("N-3", "fig. 6", "EPE₀ is massive at a few coordinates.",
         (Part("coordinates isolated by a gap", _massive_coordinates, at_least(1.0), "{:.0f}"),), scope=SCOPE,
@@ -241,6 +195,7 @@ CLAIMS = (
         (Part("cosine of EPE with the mean state behind the first layer, mean over positions", _first_order,
             at_least(0.5)),), scope=SCOPE),
     Claim("N-14", "§4.2.2", "W_k EPE₀ is parallel to b_Q, and what EPE₀ leaves of position 0's state is not.",
-        (Part("cos(W_k(h₀ − EPE₀), b_Q), mean over the second half of layers", _rest, between(-0.2, 0.2)), _ALIGNED),
+        (Part("cos(W_k(h₀ − EPE₀), b_Q), mean over the second half of layers", _rest, between(-0.2, 0.2)),
+         of_run(RUN_CLAIMS["N-2"].parts[0])),
         scope=SCOPE),
 )  # fmt: skip

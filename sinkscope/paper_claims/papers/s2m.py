@@ -7,27 +7,32 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
-from sinkscope.paper_claims.claim import Claim, NotDefined, Part, above, at_least, at_most, below, between
-from sinkscope.paper_claims.evidence import Evidence, Lacks
+from sinkscope.paper_claims.claim import Claim, Part, run_claim
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import metric, of_one, where_plain_has
 from sinkscope.paper_claims.scopes import causal
 from sinkscope.paper_claims.studies import PLAIN
 from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
+from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
+from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings, weighted_means
 
 BIASES = "key-bias:value=learned"
-WITH_BIASES = f"train:{PLAIN},{BIASES}"
+WITH_BIASES = Need("train", f"{PLAIN},{BIASES}")
 DELIMITERS = set(".,;:!?\n\r")  # what a delimiter token is made of, but for spaces
 
 
 # --- streaming
+
+STREAM = Need("streaming")
 
 
 def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
     """(1 + N,): of the smallest window with the first `keep` tokens kept (None: dense), of all texts that were streamed
     and without each of them.
     """
-    table = evidence.table("streaming", "streaming_by_sequence")
+    table = evidence.table(STREAM, "streaming_by_sequence")
     if keep is None:
         rows = table[table["method"] == "dense"]
     else:
@@ -45,7 +50,7 @@ def _streamed(keep: int, against: int | None) -> Callable[[Evidence], Estimate]:
 
 
 def _registers_alone(evidence: Evidence) -> Estimate:
-    """Against three first tokens of the text besides."""
+    """Only the register tokens kept ÷ three first tokens of the text kept as well."""
     count = _registers(evidence)
     alone, more = (_perplexities(evidence, keep) for keep in (count, count + 3))
     return positive_jackknife(alone / more).over(f"{count} register token{'s' * (count > 1)}")
@@ -63,8 +68,8 @@ def with_registers(evidence: Evidence) -> str | None:
 
 
 def _massive(evidence: Evidence) -> pd.DataFrame:
-    """Raises NotDefined where there is none."""
-    table = evidence.table("natural", "massive")
+    """Return the massive activations. Raises NotDefined where there is none."""
+    table = evidence.natural.table("massive")
     found = table[table["is_massive"]]
     if found.empty:
         raise NotDefined("no entry is a massive activation")
@@ -73,7 +78,7 @@ def _massive(evidence: Evidence) -> pd.DataFrame:
 
 def _largest(evidence: Evidence, column: str) -> np.ndarray:
     """(R, layers): the largest entry of each layer's output in `column`, mean over sequences."""
-    table = evidence.table("natural", "massive")
+    table = evidence.natural.table("massive")
     by_layer = table[column].abs().groupby([table["sequence"], table["layer"]]).max().unstack()
     values = by_layer.to_numpy(float)
     return weighted_means(values, resamplings(len(values)))
@@ -81,13 +86,6 @@ def _largest(evidence: Evidence, column: str) -> np.ndarray:
 
 def _ratio(evidence: Evidence) -> Estimate:
     return bootstrap(_largest(evidence, "ratio").max(1))
-
-
-def _count(evidence: Evidence) -> Estimate:
-    """Of one layer's output, as the paper counts them: the layer with most."""
-    table = evidence.table("natural", "massive")
-    counts = table.groupby(["sequence", "layer"])["is_massive"].sum().unstack(fill_value=0).to_numpy(float)
-    return bootstrap(weighted_means(counts, resamplings(len(counts))).max(1))
 
 
 def _onset(evidence: Evidence) -> Estimate:
@@ -128,10 +126,10 @@ def _attracts(evidence: Evidence) -> Estimate:
     """How much more often (head, position) is a sink where the layer's input is massive. Of positions with enough
     queries to tell a sink, in all layers but the first.
     """
-    massive, sinks = _massive(evidence), evidence.table("natural", "sink_positions")
-    run = evidence.runs["natural"]
+    massive, sinks = _massive(evidence), evidence.natural.table("sink_positions")
+    run = evidence.natural.run
     count, longest = run.manifest["input"]["sequences"], run.manifest["input"]["longest"]
-    heads = evidence.table("natural", "attention_heads").groupby("layer")["head"].nunique()
+    heads = evidence.natural.table("attention_heads").groupby("layer")["head"].nunique()
     layers = heads.index[heads.index > 0]
     if longest <= FEWEST_QUERIES or not len(layers):
         raise NotDefined("the sequences are too short, or it has one layer")
@@ -154,12 +152,12 @@ def _attracts(evidence: Evidence) -> Estimate:
 
 
 def _outlier_features(evidence: Evidence) -> Estimate:
-    """Reads every sequence, at the layer with the largest activation: an outlier feature would stand out at most tokens
+    """Read every sequence at the layer with the largest activation: an outlier feature would be large at most tokens
     (Dettmers et al. 2022).
     """
     massive = _massive(evidence)
     layer = massive.loc[massive["ratio"].idxmax(), "layer"]
-    table = evidence.table("natural", "massive_elsewhere")
+    table = evidence.natural.table("massive_elsewhere")
     rows = table[table["layer"] == layer]
     shares = (rows["elsewhere"] / rows["largest"]).to_numpy(float)
     common = rows["coordinate"].mode().iloc[0]
@@ -168,25 +166,23 @@ def _outlier_features(evidence: Evidence) -> Estimate:
     )
 
 
-STREAMS = ("streaming",)
-TO_ZERO, TO_MEAN = "loss-do:zero-massive", "loss-do-alone:mean-massive"
+TO_ZERO, TO_MEAN = Need("loss-do", "zero-massive"), Need("loss-do-alone", "mean-massive")
 
 CLAIMS = (
     Claim("S-1", "StreamingLLM", "A bare window fails.",
-        (Part("perplexity with a window ÷ dense", _streamed(0, None), above(1.5)),), STREAMS, (causal,)),
+        (Part("perplexity with a window ÷ dense", _streamed(0, None), above(1.5)),), (STREAM,), (causal,)),
     Claim("S-2", "StreamingLLM", "Four kept tokens suffice.",
-        (Part("perplexity with four first tokens kept ÷ dense", _streamed(4, None), below(1.1)),), STREAMS, (causal,)),
+        (Part("perplexity with four first tokens kept ÷ dense", _streamed(4, None), below(1.1)),), (STREAM,),
+        (causal,)),
     Claim("S-3", "StreamingLLM", "One or two do not.",
         (Part("perplexity with one kept ÷ with four", _streamed(1, 4), above(1.05)),
-         Part("perplexity with two kept ÷ with four", _streamed(2, 4), above(1.05))), STREAMS, (causal,)),
+         Part("perplexity with two kept ÷ with four", _streamed(2, 4), above(1.05))), (STREAM,), (causal,)),
     Claim("S-4", "StreamingLLM", "A sink token that was trained with the model suffices alone.",
         (Part("perplexity with the register tokens kept ÷ with three first tokens besides", _registers_alone,
-            between(0.95, 1.05)),), STREAMS, (causal, with_registers)),
+            between(0.95, 1.05)),), (STREAM,), (causal, with_registers)),
     Claim("S-5", "Sun et al.", "Massive activations are huge.",
         (Part("largest entry ÷ median, mean over sequences", _ratio, at_least(1e4)),)),
-    Claim("S-6", "Sun et al.", "Massive activations are few.",
-        (Part("in the output of the layer with most, a sequence", _count, below(10.0)),
-         Part("and there are some", _count, above(0.0))), is_ours=False),
+    run_claim("S-6", is_ours=False),
     Claim("S-7", "Sun et al.", "They appear abruptly.",
         (Part("largest entry of a layer's output ÷ of the layer's before, largest step", _onset, at_least(10.0)),)),
     Claim("S-8", "Sun et al.", "They are gone at the end.",
@@ -198,10 +194,10 @@ CLAIMS = (
     Claim("S-11", "Sun et al.", "Setting them to zero breaks the model.",
         (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_ZERO), at_least(COLLAPSE)),
          Part("of random coordinates ÷ before", lambda e: perplexity_of_controls(e, TO_ZERO),
-            between(0.9, 1.1))), ("natural", TO_ZERO)),
+            between(0.9, 1.1))), (MAIN, TO_ZERO)),
     Claim("S-12", "Sun et al.", "Setting them to their mean does not.",
         (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_MEAN), between(1 - HARM, 1 + HARM)),),
-        ("natural", TO_MEAN)),
+        (MAIN, TO_MEAN)),
     Claim("S-13", "Sun et al.", "They attract attention.",
         (Part("P(sink | massive input) ÷ P(sink)", _attracts, above(1.0)),), scope=(causal,), is_ours=False),
     Claim("S-15", "Sun et al.", "They are not outlier features: ordinary tokens do not have them.",

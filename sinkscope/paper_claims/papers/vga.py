@@ -6,10 +6,12 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from sinkscope.measuring.estimates import before_valves, by_head, in_sink_heads, layers_of_heads, norm_ratios
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.paper_claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
-from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, Test, above, at_least, at_most, below
-from sinkscope.paper_claims.evidence import MAIN, Evidence, Lacks, table_of
+from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import (
     OfArm,
     correlation,
@@ -20,57 +22,54 @@ from sinkscope.paper_claims.over_seeds import (
     study_of,
     words_for_arms,
 )
-from sinkscope.paper_claims.quantities import (
-    HAS_SINK_HEADS,
-    by_head,
-    in_front_of_valves,
-    in_sink_heads,
-    layers_of_heads,
-    norm_ratios,
-)
 from sinkscope.paper_claims.scopes import causal, gated
 from sinkscope.paper_claims.studies import PLAIN, Arm, ArmStudy
 from sinkscope.results.bos import WITH
+from sinkscope.results.judgment import NotDefined, Test, above, at_least, at_most, below
 from sinkscope.results.papers import published
+from sinkscope.results.sequences import Lacks, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, exact, mean_of_runs, positive_jackknife, rank_correlation
 from sinkscope.training.tables import UNTOUCHED, sinking_layer
 
-TO_ZERO, TO_MEAN = "loss-do:scale-sink-value:where=sinks", "loss-do-alone:mean-sink-value:where=sinks"
+TO_ZERO = Need("loss-do", "scale-sink-value:where=sinks")
+TO_MEAN = Need("loss-do-alone", "mean-sink-value:where=sinks")
 STRONG = 0.9  # mean attention to position 0 in the heads of V-3
 
 
 def _drain_follows(evidence: Evidence) -> Estimate:
-    mass = by_head(evidence, "attention_heads_by_sequence", "window_mass")[0]
-    first, later = (by_head(evidence, "geometry_by_sequence", name)[0] for name in ("value_norm", "value_norm_later"))
-    return rank_correlation(mass, first / later, layers_of_heads(evidence))
+    mass = by_head(evidence.natural, "attention_heads_by_sequence", "window_mass")[0]
+    first, later = (
+        by_head(evidence.natural, "geometry_by_sequence", name)[0] for name in ("value_norm", "value_norm_later")
+    )
+    return rank_correlation(mass, first / later, layers_of_heads(evidence.natural))
 
 
 def _peak(evidence: Evidence) -> Estimate:
-    return bootstrap(norm_ratios(evidence, "layer_out").max(1))
+    return bootstrap(norm_ratios(evidence.natural, "layer_out").max(1))
 
 
 def _starved(evidence: Evidence) -> Estimate:
     """Median over key/value heads that attend to position 0 alone."""
-    attention = evidence.table("natural", "attention")
+    attention = evidence.natural.table("attention")
     mass = attention[attention["position"] == 0].groupby(["layer", "kv_head"])["window_mass"].mean()
     strong = mass.index[mass > STRONG]
     if strong.empty:
         raise NotDefined(f"no head gives position 0 more than {STRONG} of its attention")
-    tables = [evidence.table("natural", "gradient")]
-    tables += [rows for _, rows in evidence.table("natural", "gradient_by_group").groupby("group")]
+    tables = [evidence.natural.table("gradient")]
+    tables += [rows for _, rows in evidence.natural.table("gradient_by_group").groupby("group")]
     ratios = np.array([_later_over_first(table, strong) for table in tables])
     return positive_jackknife(ratios).over(f"{len(strong)} key/value head{'s' * (len(strong) > 1)}")
 
 
 def _later_over_first(gradient: pd.DataFrame, heads: pd.MultiIndex) -> float:
-    gradient = in_front_of_valves(gradient)
+    gradient = before_valves(gradient)
     value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
     by_position = value.pivot(index=["layer", "head"], columns="position", values="grad_norm").loc[list(heads)]
     return float((by_position.iloc[:, LATER].mean(axis=1) / by_position[0]).median())
 
 
 def _gate_closes(evidence: Evidence) -> Estimate:
-    table = evidence.table("natural", "gate")
+    table = evidence.natural.table("gate")
     later = table["position"].between(LATER.start, LATER.stop - 1)
     return exact(table[table["position"] == 0]["gate"].mean() / table[later]["gate"].mean())
 
@@ -91,17 +90,17 @@ def _no_op(evidence: Evidence) -> Estimate:
 # --- trained gates and register tokens next to plain arms
 
 GATE, REGISTERS = "vga", "register-tokens"
-ARMS = f"arms:{PLAIN},{GATE}"
+ARMS = Need("arms", f"{PLAIN},{GATE}")
 # tables 1 and 2 are of models that were trained so from random weights: a fine-tuned one says nothing of them
-FROM_SCRATCH, WITH_REGISTERS = f"train:{PLAIN},{GATE}", f"train:{PLAIN},{REGISTERS}"
+FROM_SCRATCH, WITH_REGISTERS = Need("train", f"{PLAIN},{GATE}"), Need("train", f"{PLAIN},{REGISTERS}")
 TRAINED = "trained from scratch"
 
 
-# --- the gradient in front of the gate
+# --- the gradient before the gate
 
 
 def _gated_gradients(arm: Arm) -> pd.DataFrame:
-    """Of each layer, key/value head and position: its gate, and its value gradient in front of it ÷ behind it.
+    """Return, by layer, key/value head and position, the gate and the value gradient before it ÷ after it.
 
     Raises:
         NotDefined: the gates are not on values.
@@ -131,7 +130,7 @@ def _left_at_sink(arm: Arm) -> float:
 
 
 def _against_best(evidence: Evidence) -> Estimate:
-    """Against the best of all other methods that were trained beside it, of each seed."""
+    """The gate − the best of all other methods that were trained with it, for each seed."""
     study = study_of(evidence, FROM_SCRATCH, ArmStudy)
     others = sorted(set.intersection(*(set(arms) for arms in study.by_seed)) - {GATE, UNTOUCHED})
     cost = metric("perplexity_increase")
@@ -157,8 +156,8 @@ def _new_parameters(evidence: Evidence) -> Estimate:
 
 # --- fine-tuning: a plain arm and VGA next to the model that both began from (table 3)
 
-TUNED = f"retrofit:{PLAIN},{UNTOUCHED}"
-GATED = f"retrofit:{PLAIN},{GATE},{UNTOUCHED}"
+TUNED = Need("retrofit", f"{PLAIN},{UNTOUCHED}")
+GATED = Need("retrofit", f"{PLAIN},{GATE},{UNTOUCHED}")
 NORM, KURTOSIS = metric("max_inf_norm"), metric("kurtosis")
 
 
@@ -166,9 +165,9 @@ NORM, KURTOSIS = metric("max_inf_norm"), metric("kurtosis")
 # triggers, in the layer in which the plain arm's attention goes most to <s>.
 
 INPUT_GATE = "iga"
-ALONE = f"backcopy:{PLAIN}"
-BOTH = f"backcopy:{PLAIN},{GATE}"
-ALL = f"backcopy:{PLAIN},{GATE},{INPUT_GATE}"
+ALONE = Need("backcopy", PLAIN)
+BOTH = Need("backcopy", f"{PLAIN},{GATE}")
+ALL = Need("backcopy", f"{PLAIN},{GATE},{INPUT_GATE}")
 COST = 0.02  # nats: a risk that differs by less is the same
 
 Course = Callable[[Arm], pd.Series]  # step → value
@@ -217,7 +216,7 @@ def _trend(arm: Arm) -> float:
     return float(stats.spearmanr(course.index, course)[0])
 
 
-def _claim(id: str, reference: str, statement: str, role: str, *parts: tuple) -> Claim:
+def _claim(id: str, reference: str, statement: str, role: Need, *parts: tuple) -> Claim:
     return Claim(id, reference, statement, tuple(Part(*part) for part in parts), (role,))
 
 
@@ -229,7 +228,7 @@ NOT_MORE: Test = at_most(COST)
 CLAIMS = (
     Claim("V-1", "§1", "Sinks are drained.",
         (Part("rank correlation over heads of window mass and value norm ÷ later", _drain_follows, below(0.0)),
-         Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "value_norm"),
+         Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "value_norm"),
             below(0.5)),
          HAS_SINK_HEADS)),
     Claim("V-2", "§1", "The residual stream peaks at the sink.",
@@ -243,7 +242,7 @@ CLAIMS = (
         (Part("perplexity with v = 0 at position 0 in the heads with a sink ÷ with v = 0 there at others", _no_op,
             at_most(1.05)),
          HAS_SINK_HEADS),
-        ("natural", TO_ZERO), (causal,), beside=(TO_MEAN,)),
+        (MAIN, TO_ZERO), (causal,), also_reads=(TO_MEAN,)),
     Claim("V-13", "eq. 8", "The gradient is severed.",
         (Part("rank correlation over heads and positions of the gate and the value gradient in front of it ÷ behind",
             correlation(ARMS, _follows_gate, GATE), above(0.0)),

@@ -1,11 +1,23 @@
 """Claims of When Attention Sink Emerges in Language Models (WSE)."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
-import pandas as pd
 
+from sinkscope.measuring.estimates import (
+    RUN_CLAIMS,
+    attention,
+    by_head,
+    equal_tokens,
+    in_sink_heads,
+    massive_layers,
+    norm_ratios,
+    norms,
+    sink_heads,
+    sink_rates,
+)
 from sinkscope.measuring.observables.equal_tokens import CLOSED_FORMS
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.summary import clear_sinks
@@ -13,7 +25,6 @@ from sinkscope.models.varied_llama import MODEL_TYPE
 from sinkscope.paper_claims.arms import (
     LARGE_NORM,
     NO_COST,
-    SINK,
     falls,
     had_a_sink,
     of_arm,
@@ -21,8 +32,9 @@ from sinkscope.paper_claims.arms import (
     rates_over_steps,
     share_left,
 )
-from sinkscope.paper_claims.claim import Claim, NotDefined, Null, Part, above, at_least, at_most, below, between
-from sinkscope.paper_claims.evidence import MAIN, POLICIES, RANDOM, REPEATED, WITHOUT_BOS, Evidence, Lacks, table_of
+from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, run_claim
+from sinkscope.paper_claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import (
     PERCENT,
     Ends,
@@ -46,17 +58,6 @@ from sinkscope.paper_claims.over_seeds import (
     words_for,
 )
 from sinkscope.paper_claims.over_seeds import sink_rates as rates_over_seeds
-from sinkscope.paper_claims.quantities import (
-    HAS_SINK_HEADS,
-    attention,
-    by_head,
-    in_sink_heads,
-    massive_layers,
-    norm_ratios,
-    norms,
-    sink_heads,
-    sink_rates,
-)
 from sinkscope.paper_claims.scopes import (
     absolute_positions,
     causal,
@@ -79,10 +80,12 @@ from sinkscope.paper_claims.studies import (
     parameters,
 )
 from sinkscope.results.bos import WITH, WITHOUT
-from sinkscope.results.findings import Published
+from sinkscope.results.findings import SINK, Published
+from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.metrics import is_sink
-from sinkscope.results.papers import WSE_TABLE_1, published, published_rates
+from sinkscope.results.papers import SINK_RATES, WSE_TABLE_1, published, published_rates
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import (
     Estimate,
     bootstrap,
@@ -98,16 +101,10 @@ from sinkscope.retrofits import make_retrofit
 from sinkscope.retrofits.register_tokens import RegisterTokens
 from sinkscope.training.tables import UNTOUCHED
 
-LENGTHS = (16, 32, 128)  # of the sequences, besides the run's own
+OTHER_LENGTHS = {length: Need("length", str(length)) for length in (16, 32, 128)}  # than the run's own
 EPSILON, AROUND = 0.3, (0.2, 0.4)
-DOMAINS = ("code", "documentation")  # besides natural text
+OTHER_DOMAINS = tuple(Need("domain", name) for name in ("code", "documentation"))  # than natural text
 
-SCRATCH = "T = 64 and ε = 0.3, trained from scratch"
-SINK_RATES = (
-    *published_rates("natural"),
-    Published("Llama 60M", 18.18, SCRATCH, "WSE §4"),
-    Published("Llama 1B", 45.11, SCRATCH, "WSE §7.4"),
-)
 ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value > 0)
 NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value == 0)
 
@@ -115,8 +112,8 @@ NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.va
 # --- what inputs begin with: a comparison has one policy for all of them
 
 
-def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICIES) -> tuple[str, ...]:
-    return tuple(f"{POLICIES[policy]}:{name}" for policy in policies for name in inputs)
+def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICIES) -> tuple[Need, ...]:
+    return tuple(Need(POLICIES[policy], name) for policy in policies for name in inputs)
 
 
 def _both_policies(evidence: Evidence, *inputs: str) -> str:
@@ -125,14 +122,17 @@ def _both_policies(evidence: Evidence, *inputs: str) -> str:
     for policy, words in ((WITH, "with a BOS"), (WITHOUT, "without")):
         roles = _policy_roles(inputs, (policy,))
         if all(evidence.has(role) for role in roles):
-            rates = [f"{'text' if name == MAIN else name} {sink_rates(evidence, role)[0]:.1f}"
+            rates = [f"{'text' if name == NATURAL else name} {sink_rates(evidence.sequences(role))[0]:.1f}"
                      for name, role in zip(inputs, roles, strict=True)]  # fmt: skip
             said.append(f"{words} {', '.join(rates)} %")
     return "; ".join(said)
 
 
 def _sink_rate(evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence)).over(_both_policies(evidence, MAIN))
+    return bootstrap(sink_rates(evidence.natural)).over(_both_policies(evidence, NATURAL))
+
+
+_AT_FIRST = replace(of_run(RUN_CLAIMS["W-1"].parts[0]), measure=_sink_rate)
 
 
 def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Estimate, str]:
@@ -142,14 +142,14 @@ def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Es
         NotDefined: the text has no sink under this policy, so that there is none to keep or to lose.
         Lacks: one of the runs is not there.
     """
-    text, other = _policy_roles((MAIN, drawn), (policy,))
+    text, other = _policy_roles((NATURAL, drawn), (policy,))
     for role in (text, other):
         if not evidence.has(role):
             raise NotDefined(reason) if (reason := evidence.inapplicable(role)) else Lacks(evidence.command(role))
-    words, before = _both_policies(evidence, MAIN, drawn), bootstrap(sink_rates(evidence, text))
+    words, before = _both_policies(evidence, NATURAL, drawn), bootstrap(sink_rates(evidence.sequences(text)))
     if before.value <= SINK:
         raise NotDefined(f"its text has no sink {policy} a BOS, which is what counts here ({words})")
-    return bootstrap(sink_rates(evidence, other)), before, words
+    return bootstrap(sink_rates(evidence.sequences(other))), before, words
 
 
 def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate]:
@@ -163,7 +163,7 @@ def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate
 
 
 def _on_repeated(evidence: Evidence) -> Estimate:
-    """Without a BOS: the propositions are about equal tokens from position 0 on."""
+    """The sink rate on repeated tokens without a BOS: the propositions are about equal tokens from position 0 on."""
     after, _, words = _on_drawn(evidence, REPEATED, WITHOUT)
     return after.over(words)
 
@@ -172,22 +172,24 @@ def _on_repeated(evidence: Evidence) -> Estimate:
 
 
 def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
-    """Raises NotDefined."""
-    ratios = norm_ratios(evidence, "layer_out")
-    layers = massive_layers(evidence)
+    """The ratio of norms in layers with massive activations. Raises NotDefined where there is none."""
+    ratios = norm_ratios(evidence.natural, "layer_out")
+    layers = massive_layers(evidence.natural)
     if not len(layers):
         raise NotDefined("no layer has massive activations at position 0")
     return bootstrap(np.median(ratios[:, layers], axis=1)).over(f"{len(layers)} layers")
 
 
 def _angle(evidence: Evidence) -> Estimate:
-    chosen, note = sink_heads(evidence)
-    first, later = (by_head(evidence, "geometry_by_sequence", name) for name in ("qk_cosine", "qk_cosine_later"))
+    chosen, note = sink_heads(evidence.natural)
+    first, later = (
+        by_head(evidence.natural, "geometry_by_sequence", name) for name in ("qk_cosine", "qk_cosine_later")
+    )
     return bootstrap((first > later)[:, chosen].mean(1)).over(note)
 
 
 def _early_blocks(evidence: Evidence) -> Estimate:
-    by_layer = 100 * attention(evidence, "sink_rate")[..., 0]
+    by_layer = 100 * attention(evidence.natural, "sink_rate")[..., 0]
     early = max(1, by_layer.shape[1] // 4)
     return bootstrap(by_layer[:, :early].mean(1) - by_layer[:, early:].mean(1))
 
@@ -197,16 +199,16 @@ def _early_blocks(evidence: Evidence) -> Estimate:
 
 def _domains(evidence: Evidence) -> Estimate:
     """The range of the domains' rates, each resampled by itself."""
-    roles = ("natural", *(f"domain:{name}" for name in DOMAINS))
-    rates = [bootstrap(sink_rates(evidence, role)) for role in roles]
-    note = ", ".join(f"{role.rpartition(':')[2]} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
+    roles = (MAIN, *OTHER_DOMAINS)
+    rates = [bootstrap(sink_rates(evidence.sequences(role))) for role in roles]
+    note = ", ".join(f"{role.of or NATURAL} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
     return range_of([first - second for first, second in combinations(rates, 2)]).over(note)
 
 
 def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:
     """log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), window = T."""
-    own = evidence.runs["natural"].manifest["config"]["seq_len"]
-    roles = {own: "natural"} | {length: f"length:{length}" for length in LENGTHS}
+    own = evidence.natural.run.manifest["config"]["seq_len"]
+    roles = {own: MAIN} | OTHER_LENGTHS
     rates = []
     for role in roles.values():
         sequences = evidence.sequences(role)
@@ -223,7 +225,7 @@ def _slope_on(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _slope(evidence: Evidence) -> Estimate:
-    """Raises NotDefined where no length has a sink that a longer text could lose."""
+    """The slope over lengths. Raises NotDefined where no length has a sink that a longer text could lose."""
     x, rates = _by_length(evidence, EPSILON)
     if rates[0].max() <= SINK:
         raise NotDefined(f"at no length is a sink rate above {SINK:g} %")
@@ -251,23 +253,16 @@ def _steeper(evidence: Evidence) -> Estimate:
 # --- repeated tokens: the propositions, and table 7
 
 NO_POSITIONS, ALIBI = CLOSED_FORMS
-REPLACED, EXCHANGED = "repeated-do:replace-epe", "repeated-do:transplant-epe"
-TEXT, ALONE = f"{WITHOUT_BOS}:{MAIN}", f"{WITHOUT_BOS}:{REPEATED}"  # equal tokens have no BOS in front of them
+REPLACED, EXCHANGED = Need("repeated-do", "replace-epe"), Need("repeated-do", "transplant-epe")
+TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens have no BOS in front of them
 REPEATED_TOKENS = "T = 64 and ε = 0.3, repeated tokens"
 
 
-def _equal_tokens(evidence: Evidence) -> pd.DataFrame:
-    """Raises NotDefined."""
-    if "equal_tokens" not in evidence.run(ALONE).tables:
-        raise NotDefined("its sequences are not one token, repeated: something stands in front")
-    return evidence.table(ALONE, "equal_tokens")
-
-
 def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estimate]:
-    """Over all layers and sequences, or the layers with positions of one kind. Raises NotDefined."""
+    """The largest entry of a column over all layers, or over those with positions of one kind. Raises NotDefined."""
 
     def measure(evidence: Evidence) -> Estimate:
-        table = _equal_tokens(evidence)
+        table = equal_tokens(evidence.sequences(ALONE))
         rows = (table if kind is None else table[table["positions"] == kind]).dropna(subset=[column])
         if not len(rows):
             raise NotDefined("a further term in its softmax's denominator takes part of the weight")
@@ -277,24 +272,17 @@ def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estim
     return measure
 
 
-def _within_bound(evidence: Evidence) -> Estimate:
-    table = _equal_tokens(evidence).dropna(subset=["bound_share"])
-    if not len(table):
-        raise NotDefined("its logits are not scaled products of queries and keys")
-    note = f"{len(table)} pairs of layer and sequence; a ÷ bound ≤ {table['bound_ratio'].max():.3g}"
-    return exact(table["bound_share"].min()).over(note)
-
-
 def _all_massive(evidence: Evidence) -> Estimate:
     """The smallest ratio of any layer. Raises NotDefined."""
-    _equal_tokens(evidence)
-    rate = sink_rates(evidence, TEXT)[0]
+    equal_tokens(evidence.sequences(ALONE))
+    rate = sink_rates(evidence.sequences(TEXT))[0]
     if rate <= SINK:
         raise NotDefined(f"its text has no sink without a BOS that could be dispersed ({rate:.1f} %)")
-    layers = massive_layers(evidence, TEXT)
+    layers = massive_layers(evidence.sequences(TEXT))
     if not len(layers):
         raise NotDefined(f"no layer has massive activations (above {THRESHOLD:.0f}) at position 0 without a BOS")
-    repeated, natural = norms(evidence, "layer_out", "norm_smallest", ALONE), norms(evidence, "layer_out", role=TEXT)
+    repeated = norms(evidence.sequences(ALONE), "layer_out", "norm_smallest")
+    natural = norms(evidence.sequences(TEXT), "layer_out")
     ratios = {layer: bootstrap(repeated[:, layer]) / bootstrap(natural[:, layer]) for layer in layers}
     weakest = min(ratios, key=lambda layer: ratios[layer].value)
     median = float(np.median([ratio.value for ratio in ratios.values()]))
@@ -302,10 +290,6 @@ def _all_massive(evidence: Evidence) -> Estimate:
     return least_of(list(ratios.values())).over(
         f"layer {weakest}; median over {len(layers)} layers {median:.3g}; h_0 is of {token}"
     )
-
-
-def _moved_sink(evidence: Evidence) -> Estimate:
-    return share_left(evidence, EXCHANGED, position=1)
 
 
 _DIFFERENCE = "largest |a[t,s] − {0}| over layers, heads, queries and keys"
@@ -318,35 +302,28 @@ WIRING = "post-norm"
 
 def _post_norm(evidence: Evidence) -> str | None:
     wiring = evidence.any_run.manifest["family"].get("wiring")
-    return None if wiring == WIRING else f"its norms do not stand behind the residual sum: its wiring is {wiring}"
+    return None if wiring == WIRING else f"its norms do not follow the residual sum: its wiring is {wiring}"
 
 
-def _post_norm_rate(evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence))
+def _before_norm(evidence: Evidence) -> Estimate:
+    return bootstrap(norm_ratios(evidence.natural, "mid").max(1))
 
 
-def _in_front(evidence: Evidence) -> Estimate:
-    return bootstrap(norm_ratios(evidence, "mid").max(1))
-
-
-def _behind(evidence: Evidence) -> Estimate:
-    return bootstrap(norm_ratios(evidence, "layer_out").max(1))
+def _after_norm(evidence: Evidence) -> Estimate:
+    return bootstrap(norm_ratios(evidence.natural, "layer_out").max(1))
 
 
 # --- related models: sizes of a family, a chat model and its base
 
 ALIKE = 5.0  # points: as much as domains of text may differ by (W-19). One of the paper's four pairs differs by more
-HELLASWAG = "scores:hellaswag"
+SIZES, BASE, HELLASWAG = Need("sizes"), Need("base"), Need("scores", "hellaswag")
 BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
-def _rates_of_run(run: RunData) -> np.ndarray:
-    return sink_rates(Evidence({MAIN: run}))
-
-
-def _with_size(evidence: Evidence, role: str = "sizes") -> Estimate:
+def _with_size(evidence: Evidence, role: Need = SIZES) -> Estimate:
     runs = list(study_of(evidence, role, ModelStudy).runs.values())
-    counts, rates = np.array([parameters(run) for run in runs]), np.array([_rates_of_run(run)[0] for run in runs])
+    counts = np.array([parameters(run) for run in runs])
+    rates = np.array([sink_rates(Sequences(run))[0] for run in runs])
     words = ", ".join(f"{count / 1e6:.3g} M {rate:.1f} %" for count, rate in zip(counts, rates, strict=True))
     return rank_correlation(counts, rates).over(f"{words}; interval over models")
 
@@ -359,10 +336,10 @@ def _hellaswag_with_size(evidence: Evidence) -> Estimate:
     return rank_correlation(counts, scores).over(f"{words}; interval over models")
 
 
-def _beside_base(evidence: Evidence) -> Estimate:
-    """The sequences are resampled together where both models read the same tokens."""
-    base, chat = study_of(evidence, "base", ModelStudy).runs.values()
-    before, after = _rates_of_run(base), _rates_of_run(chat)
+def _against_base(evidence: Evidence) -> Estimate:
+    """The chat model − its base. Sequences are resampled together where both read the same tokens."""
+    base, chat = study_of(evidence, BASE, ModelStudy).runs.values()
+    before, after = sink_rates(Sequences(base)), sink_rates(Sequences(chat))
     words = f"{before[0]:.1f} → {after[0]:.1f} %"
     if base.manifest["input"].get("sha256") == chat.manifest["input"].get("sha256"):
         return bootstrap(after - before).over(words)
@@ -376,7 +353,7 @@ def _tuned_to_chat(evidence: Evidence) -> str | None:
 
 # --- models that see, or place, their tokens otherwise (§6, §7.1)
 
-POSITIONS = "factor:positions"
+POSITIONS = Need("factor", "positions")
 FAR_BELOW = 0.1  # a third of ε = 0.3: uniform attention over 16 tokens gives 0.0625
 SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE table 3
 
@@ -400,7 +377,7 @@ def _windowed(evidence: Evidence) -> str | None:
 
 
 def _within_prefix(evidence: Evidence) -> Estimate:
-    """The share of all sinks that are among the prefix, resampled by sequence; of keys that enough queries see."""
+    """The share of sinks that are in the prefix, among keys that enough queries see; resampled by sequence."""
     prefix = evidence.any_run.manifest["family"]["prefix"]
     sequences, sinks = evidence.sequences(MAIN), clear_sinks(evidence.table(MAIN, "sink_positions"))
     if sinks.empty:
@@ -418,7 +395,7 @@ def _at_the_edge(evidence: Evidence) -> Estimate:
 
 # --- trainings whose blocks begin in other ways (§5)
 
-RANDOM_TOKENS, FIXED_TOKEN = "factor:random-tokens", "factor:fixed-position"
+RANDOM_TOKENS, FIXED_TOKEN = Need("factor", "random-tokens"), Need("factor", "fixed-position")
 
 
 def rate_at(run: RunData, position: int) -> float:
@@ -471,9 +448,11 @@ def _above_others(run: RunData, position: int) -> float:
 # --- plain trainings that differ in one setting (§4 to §7)
 
 RATE, RATE_AND_STEPS, BATCH, DATA = (
-    f"factor:{name}" for name in ("learning-rate", "learning-rate-and-steps", "batch-size", "data")
+    Need("factor", name) for name in ("learning-rate", "learning-rate-and-steps", "batch-size", "data")
 )
-DECAY, WINDOW, FEED_FORWARD, HEADS = (f"factor:{name}" for name in ("weight-decay", "window", "feed-forward", "heads"))
+DECAY, WINDOW, FEED_FORWARD, HEADS = (
+    Need("factor", name) for name in ("weight-decay", "window", "feed-forward", "heads")
+)
 GOOD_DECAYS, LARGE_DECAY = (0.1, 2.0), 5.0
 
 Numbers = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
@@ -513,8 +492,8 @@ def _highest_elsewhere(rates: np.ndarray) -> np.ndarray:
 
 
 def _over_windows(of: Numbers, ends: Ends | None = None) -> Measure:
-    """As `over_levels`. Raises Lacks where a window is shorter than what the sink rate is averaged over: queries that
-    do not see the first token count as those that do not attend to it.
+    """`over_levels` for windows. Raises Lacks where a window is shorter than what the sink rate averages over: queries
+    that do not see the first token count as those that do not attend to it.
     """
     measure = over_levels(WINDOW, of, ends)
 
@@ -544,7 +523,7 @@ RANGE = "largest difference of two levels, in points"
 
 # --- the steps of a training
 
-COURSE = "course"
+COURSE = Need("course")
 BEGINNING = 1.0  # percent: fewer sinks are none
 
 
@@ -589,14 +568,16 @@ def _over(
 # --- trained sink tokens and biases, to which the sink moves or not (§7)
 
 TOKEN, BIAS, BIASES, VALUE = RegisterTokens.name, "key-bias:value=zero", "key-bias:value=learned", "value-bias"
-WITH_TOKEN, WITH_BIAS, WITH_BIASES, WITH_VALUE = (f"train:{PLAIN},{arm}" for arm in (TOKEN, BIAS, BIASES, VALUE))
+WITH_TOKEN, WITH_BIAS, WITH_BIASES, WITH_VALUE = (
+    Need("train", f"{PLAIN},{arm}") for arm in (TOKEN, BIAS, BIASES, VALUE)
+)
 # v* = m·e₁ of table 5, by m
 FIXED = {0.0: BIAS} | {float(norm): f"key-bias:value=axis,norm={norm}" for norm in (1, 5, 20)}
-WITH_FIXED = f"train:{','.join(FIXED.values())}"
+WITH_FIXED = Need("train", ",".join(FIXED.values()))
 
 
 def _moved(arm: Arm) -> float:
-    """S* − S₀ in points, S₀ that of the text's first token, which stands behind the register tokens."""
+    """S* − S₀ in points; S₀ is of the text's first token, which follows the register tokens."""
     registers = int(getattr(make_retrofit(arm.method, arm.parameters), "count", 0))
     table = table_of(arm.run, "attention_by_sequence")
     first = table[table["position"] == registers]["sink_rate"]
@@ -612,18 +593,18 @@ def norm_ratio(arm: Arm) -> float:
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
 
-def where_sinks_are(role: str, measure: Measure) -> Measure:
-    """Raises NotDefined where plain training has no sink that an arm could do without, or take."""
+def where_sinks_are(role: Need, measure: Measure) -> Measure:
+    """Restrict a measure to models whose plain training has a sink that an arm could prevent or take over."""
     return where_plain_has("sink: its sink rate in %", metric("sink_rate", 100), SINK, role, measure)
 
 
-def where_norms_are(role: str, measure: Measure) -> Measure:
-    """Raises NotDefined where plain training has no token of a large norm."""
+def where_norms_are(role: Need, measure: Measure) -> Measure:
+    """Restrict a measure to models whose plain training has a token of a large norm."""
     return where_plain_has("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM, role, measure)
 
 
-def _moves(role: str, method: str) -> Measure:
-    """S* − S₀ of an arm, beside that of plain training."""
+def _moves(role: Need, method: str) -> Measure:
+    """S* − S₀ of an arm; the null is plain training."""
     return where_sinks_are(role, of_one(role, _moved, method, PLAIN))
 
 
@@ -637,8 +618,8 @@ def _arm(kind: str) -> str:
     return f"operation:kind={kind}"
 
 
-def _role(*arms: str) -> str:
-    return f"train:{','.join((PLAIN, *arms))}"
+def _role(*arms: str) -> Need:
+    return Need("train", ",".join((PLAIN, *arms)))
 
 
 SIGMOID, ELU, IDENTITY, MLP = (_arm(kind) for kind in ("sigmoid", "elu", "identity", "mlp-kernel"))
@@ -650,18 +631,18 @@ SCALED = {1.0: PLAIN} | {alpha: f"operation:kind=softmax,factor={alpha:g}" for a
 SCALES = _role(*(arm for arm in SCALED.values() if arm != PLAIN))
 
 
-RATES, DECAYS = (f"factor:{name},{SIGMOID}" for name in ("learning-rate", "weight-decay"))
+RATES, DECAYS = (Need("factor", f"{name},{SIGMOID}") for name in ("learning-rate", "weight-decay"))
 BILLION = 0.9e9  # parameters
 
 
 def _largest_without(evidence: Evidence) -> Estimate:
-    """Over learning rates. Raises NotDefined where softmax has no sink at any, which sigmoid could lack."""
+    """The largest rate over learning rates. Raises NotDefined where softmax has no sink at any of them."""
     with_a_sink(rates_over_seeds(study_of(evidence, RATE, FactorStudy))[1])
     return over_levels(RATES, largest_rate)(evidence)
 
 
-def _rate_of_arm(role: str, method: str) -> Measure:
-    """The sink rate of an arm, beside softmax's."""
+def _rate_of_arm(role: Need, method: str) -> Measure:
+    """The sink rate of an arm; the null is softmax."""
     return where_sinks_are(role, of_one(role, SINK_RATE, method, PLAIN, PERCENT))
 
 
@@ -672,42 +653,42 @@ def _of_a_billion(evidence: Evidence) -> str | None:
 
 # --- fine-tuning (figure 30)
 
-TUNED = f"retrofit:{PLAIN},{UNTOUCHED}"
+TUNED = Need("retrofit", f"{PLAIN},{UNTOUCHED}")
 
 
 CLAIMS = (
-    Claim("W-1", "table 1", "There is a sink at the first token.",
-        (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal,), published=SINK_RATES,
-        beside=_policy_roles((MAIN,))),
+    Claim("W-1", "table 1", RUN_CLAIMS["W-1"].statement, (_AT_FIRST,), scope=(causal,), published=SINK_RATES,
+        also_reads=_policy_roles((NATURAL,))),
     Claim("W-2", "table 1", "The sink stays on random tokens.",
         (Part("sink rate on random tokens ÷ on text, with a BOS on both or on none", _against_text(RANDOM),
             at_least(0.5)),),
-        (MAIN,), (causal,), published_rates("random"), beside=_policy_roles((MAIN, RANDOM))),
+        (MAIN,), (causal,), published_rates("random"), also_reads=_policy_roles((NATURAL, RANDOM))),
     Claim("W-3", "table 1", "On repeated tokens the sink vanishes (positions that leave equal tokens equal).",
         (Part("sink rate on repeated tokens in %, no BOS in front", _on_repeated, at_most(1.0)),),
-        _policy_roles((MAIN, REPEATED), (WITHOUT,)), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED,
-        beside=_policy_roles((MAIN, REPEATED), (WITH,))),
+        _policy_roles((NATURAL, REPEATED), (WITHOUT,)), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED,
+        also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-4", "tables 1 and 7", "On repeated tokens the sink stays (positions added to the embeddings).",
         (Part("sink rate on repeated tokens ÷ on text, no BOS on either", _against_text(REPEATED, WITHOUT),
             at_least(0.5)),),
-        _policy_roles((MAIN, REPEATED), (WITHOUT,)), (causal, absolute_positions), ON_REPEATED,
-        beside=_policy_roles((MAIN, REPEATED), (WITH,))),
+        _policy_roles((NATURAL, REPEATED), (WITHOUT,)), (causal, absolute_positions), ON_REPEATED,
+        also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
         (Part("norm at 0 ÷ later, median over layers with massive activations", _norm_in_massive_layers, above(1.0)),),
         is_ours=False),
     Claim("W-14", "fig. 2", "The sink's key norm is smaller.",
-        (Part("key norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "key_norm"), below(1.0)),
+        (Part("key norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "key_norm"),
+            below(1.0)),
          HAS_SINK_HEADS),
         is_ours=False),
     Claim("W-15", "fig. 2", "The sink's value norm is smaller.",
-        (Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "value_norm"),
+        (Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "value_norm"),
             below(1.0)),
          HAS_SINK_HEADS), is_ours=False),
     Claim("W-16", "fig. 2", "The angle makes the sink.",
         (Part("share of sink heads whose query-key cosine is larger at 0 than later", _angle, at_least(0.9)),
          HAS_SINK_HEADS)),
     Claim("W-17", "fig. 2", "The product of norms does not.",
-        (Part("‖q‖‖k‖ at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e, "qk_norm_product"),
+        (Part("‖q‖‖k‖ at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "qk_norm_product"),
             below(1.0)),
          HAS_SINK_HEADS), is_ours=False),
     Claim("W-18", "appendix", "Early blocks have less of a sink.",
@@ -715,14 +696,14 @@ CLAIMS = (
         scope=(causal, several_attention_layers), is_ours=False),
     Claim("W-19", "fig. 9", "The domain of the text hardly matters.",
         (Part("range of sink rates over domains, in points", _domains, at_most(5.0)),),
-        ("natural", *(f"domain:{name}" for name in DOMAINS)), (causal, with_tokenizer)),
+        (MAIN, *OTHER_DOMAINS), (causal, with_tokenizer)),
     Claim("W-20", "fig. 3", "The sink rate falls with the length of the text, more at larger ε (window = length).",
         (Part("slope on log₂ T at ε = 0.3, in points", _slope, below(0.0)),
          Part("slope of log₂ sink rate at ε = 0.4 − at ε = 0.2, over lengths with a sink at both", _steeper,
             below(0.0))),
-        ("natural", *(f"length:{length}" for length in LENGTHS)), (causal,), is_ours=False),
+        (MAIN, *OTHER_LENGTHS.values()), (causal,), is_ours=False),
     Claim("W-21", "fig. 4", "Small models have a sink, too.",
-        (Part("sink rate at position 0 in %", _sink_rate, above(SINK)),), scope=(causal, small)),
+        (_AT_FIRST,), scope=(causal, small)),
     Claim("W-5", "eq. 10–17", "Equal tokens have equal states in every layer (positions not added to the embeddings).",
         (Part("largest ‖h_t − h_0‖ ÷ ‖h_0‖ over layers, tokens and sequences", _largest("state_difference"),
             below(1e-3), "{:.1e}"),),
@@ -738,10 +719,8 @@ CLAIMS = (
     Claim("W-8", "proposition 3", "With ALiBi, attention on repeated tokens is that of its biases alone.",
         (Part(_DIFFERENCE.format("e^g ÷ Σ e^g"), _largest("weight_difference", ALIBI), below(1e-4), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal, some_positions(ALIBI)), set_against=Null.THEOREM),
-    Claim("W-9", "proposition 4", "With rotary positions, attention to the first of repeated tokens is bounded.",
-        (Part("smallest share, over layers and sequences, of heads and queries within e^{2ξ} ÷ (e^{2ξ} + t)",
-            _within_bound, at_least(1.0)),),
-        (ALONE,), (equal_tokens_stay_equal, some_positions("rotary")), is_ours=False, set_against=Null.THEOREM),
+    run_claim("W-9", role=ALONE, needs=(ALONE,), scope=(equal_tokens_stay_equal, some_positions("rotary")),
+        is_ours=False, set_against=Null.THEOREM),
     Claim("W-10", "table 7", "Another vector in place of position 0's removes the sink on repeated tokens.",
         (Part("sink rate at position 0, after ÷ before", of_arm(share_left, REPLACED), at_most(0.5)),
          had_a_sink(REPLACED)),
@@ -750,25 +729,26 @@ CLAIMS = (
          Published("GPT2-XL", 0.20, f"lowest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 10.97, f"highest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"))),
     Claim("W-11", "table 7", "Exchanged with position t's, the vector takes the sink to t.",
-        (Part("sink rate at position 1 after ÷ at position 0 before", _moved_sink, at_least(0.5)),
+        (Part("sink rate at position 1 after ÷ at position 0 before", of_arm(share_left, EXCHANGED, position=1),
+            at_least(0.5)),
          falls(EXCHANGED),
          had_a_sink(EXCHANGED)),
         (EXCHANGED,), (causal, learned_positions),
         (Published("GPT2-XL", 50.22, f"lowest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 57.63, f"highest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"))),
     Claim("W-43", "§7.2", "Post-norm models have one, too.",
-        (Part("sink rate at position 0 in %", _post_norm_rate, above(SINK)),), scope=(causal, _post_norm),
+        (of_run(RUN_CLAIMS["W-1"].parts[0]),), scope=(causal, _post_norm),
         published=published("WSE §7.2", {"post-norm": 13.54})),
     Claim("W-44", "fig. 7", "There, states are massive before the norm, not behind it.",
-        (Part("norm at 0 ÷ later in front of the norm, layer with the largest", _in_front, at_least(LARGE_NORM)),
-         Part("behind it", _behind, below(LARGE_NORM))), scope=(causal, _post_norm)),
+        (Part("norm at 0 ÷ later in front of the norm, layer with the largest", _before_norm, at_least(LARGE_NORM)),
+         Part("behind it", _after_norm, below(LARGE_NORM))), scope=(causal, _post_norm)),
     Claim("W-12", "C7", "Chat models have the sink of their base.",
-        (Part("sink rate, chat model − base, in points", _beside_base, between(-ALIKE, ALIKE)),), ("base",),
+        (Part("sink rate, chat model − base, in points", _against_base, between(-ALIKE, ALIKE)),), (BASE,),
         (causal, _tuned_to_chat),
         published("WSE table 1", {name: round(WSE_TABLE_1[f"{name} chat"]["natural"].value
             - WSE_TABLE_1[name]["natural"].value, 2) for name in BASES}, "chat model − base, in points")),
     Claim("W-22", "fig. 4", "The sink grows with size within a family.",
-        (Part("rank correlation of the sink rate and the number of parameters", _with_size, above(0.0)),), ("sizes",),
+        (Part("rank correlation of the sink rate and the number of parameters", _with_size, above(0.0)),), (SIZES,),
         (causal,), is_ours=False),
     Claim("W-23", "fig. 10", "Size raises the sink and HellaSwag within a family.",
         (Part("rank correlation of the sink rate and the number of parameters",

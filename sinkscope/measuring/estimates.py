@@ -1,0 +1,295 @@
+"""Numbers of one run with their intervals, and the claims of papers that one run decides: verdicts judge by these too.
+
+Functions read a run's tables by sequence (`results/sequences.py`) and return replicates on the first axis
+(`results/statistics.py`), or an estimate.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.observables.query_bias import ALL_HEADS
+from sinkscope.measuring.summary import pathway_norms
+from sinkscope.results.findings import OUTLIER, SINK, USUAL
+from sinkscope.results.judgment import NotDefined, Number, above, at_least, at_most, below, between
+from sinkscope.results.metrics import is_sink
+from sinkscope.results.sequences import Lacks, Sequences
+from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings, weighted_means
+
+AFTER_FIRST = slice(1, LATER.stop)  # all positions that position 0 is compared with where none is left out
+
+
+# --- attention, by sequences
+
+
+def attention(sequences: Sequences, column: str) -> np.ndarray:
+    """(R, layers, positions): sink_rate, sink_mass or window_mass, means over heads and sequences."""
+    return sequences.means("attention_by_sequence", column, ("layer", "position"))
+
+
+def sink_rates(sequences: Sequences, position: int = 0) -> np.ndarray:
+    """(R,): S_k of the whole model, in percent."""
+    return 100 * attention(sequences, "sink_rate")[..., position].mean(1)
+
+
+def by_head(sequences: Sequences, table: str, column: str) -> np.ndarray:
+    """(R, all heads): means over sequences, head after head and layer after layer."""
+    means = sequences.means(table, column, ("layer", "head"))
+    # the axes are rectangular, but layers may have different numbers of heads
+    return means.reshape(len(means), -1)
+
+
+def layers_of_heads(sequences: Sequences) -> np.ndarray:
+    """(all heads,): the layer of each head, in the order of `by_head`."""
+    shape = sequences.values("attention_heads_by_sequence", "window_mass", ("layer", "head")).shape
+    return np.repeat(np.arange(shape[1]), shape[2])
+
+
+def _head_sinks(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
+    """(R, all heads): whether each head's mean window mass makes position 0 a sink; and which heads are measured."""
+    mass = by_head(sequences, "attention_heads_by_sequence", "window_mass")
+    return is_sink(mass, sequences.run.manifest["config"]["epsilon"]), np.isfinite(mass[0])
+
+
+def sink_heads(sequences: Sequences) -> tuple[np.ndarray, str]:
+    """Return which heads have their sink at position 0, (all heads,), and this in words. All heads if none has one."""
+    sinks, known = _head_sinks(sequences)
+    found = sinks[0]
+    if not found.any():
+        return known, "all heads, since none has a sink"
+    return found, f"{found.sum()} of {known.sum()} heads, those with a sink"
+
+
+def share_of_sink_heads(sequences: Sequences) -> Estimate:
+    """The share of heads with a sink at position 0."""
+    sinks, known = _head_sinks(sequences)
+    return bootstrap(sinks[:, known].mean(1))
+
+
+def in_sink_heads(sequences: Sequences, column: str) -> Estimate:
+    """Median over sink heads of a number at position 0 ÷ the same at later positions."""
+    chosen, note = sink_heads(sequences)
+    first, later = (by_head(sequences, "geometry_by_sequence", name) for name in (column, f"{column}_later"))
+    return bootstrap(np.median((first / later)[:, chosen], axis=1)).over(note)
+
+
+def share_within_bound(sequences: Sequences) -> Estimate:
+    """On repeated tokens: the smallest share of heads and queries whose weight is within WSE's bound.
+
+    Raises:
+        NotDefined: the bound is of no layer of the model.
+    """
+    table = equal_tokens(sequences).dropna(subset=["bound_share"])
+    if not len(table):
+        raise NotDefined("its logits are not scaled products of queries and keys")
+    note = f"{len(table)} pairs of layer and sequence; a ÷ bound ≤ {table['bound_ratio'].max():.3g}"
+    return exact(table["bound_share"].min()).over(note)
+
+
+def equal_tokens(sequences: Sequences) -> pd.DataFrame:
+    """Raises NotDefined: the run did not measure one repeated token."""
+    if "equal_tokens" not in sequences.run.tables:
+        raise NotDefined("its sequences are not one token, repeated: something stands in front")
+    return sequences.table("equal_tokens")
+
+
+# --- norms and massive activations
+
+
+def norms(sequences: Sequences, site: str, column: str = "norm") -> np.ndarray:
+    """(R, layers): L2 norms at a site, mean over sequences."""
+    return sequences.means("activation_by_sequence", column, ("layer",), site=site)
+
+
+def norm_ratios(sequences: Sequences, site: str) -> np.ndarray:
+    """(R, layers): norms at position 0 ÷ at later positions."""
+    return norms(sequences, site) / norms(sequences, site, "norm_later")
+
+
+def massive_layers(sequences: Sequences) -> np.ndarray:
+    """Layers whose output has massive activations at position 0 in at least half of the sequences."""
+    table = sequences.table("massive")
+    at_first = table[table["is_massive"] & (table["position"] == 0)]
+    count = sequences.run.manifest["input"]["sequences"]
+    share = at_first.groupby("layer")["sequence"].nunique() / count
+    return share.index[share >= USUAL].to_numpy()
+
+
+def massive_count(sequences: Sequences) -> Estimate:
+    """Massive activations in one layer's output, as the paper counts them: in the layer with the most."""
+    table = sequences.table("massive")
+    counts = table.groupby(["sequence", "layer"])["is_massive"].sum().unstack(fill_value=0).to_numpy(float)
+    return bootstrap(weighted_means(counts, resamplings(len(counts))).max(1))
+
+
+# --- gradients, by groups of sequences
+
+
+def gradients(sequences: Sequences, pathway: str) -> np.ndarray:
+    """(1 + groups, layers, positions): norms of all heads together; the first is of the whole run, each other one
+    leaves out one group of sequences. Where values have a gate or scale, gradients are those before it.
+    """
+    parts = [sequences.table("gradient").assign(group=-1), sequences.table("gradient_by_group")]
+    norms = pathway_norms(before_valves(pd.concat(parts, ignore_index=True)), pathway, by=("group",))
+    count = norms.index.get_level_values("group").nunique()
+    return norms.to_numpy().reshape(count, len(norms) // max(count, 1), norms.shape[1])
+
+
+def before_valves(gradient: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of `gradient` in which `value` is the raw value state wherever a gate or scale follows it: this is
+    the state that the papers mean (GS §5.1, VGA eq. 8).
+    """
+    is_raw = gradient["pathway"] == "raw_value"
+    after = (gradient["pathway"] == "value") & gradient["layer"].isin(gradient["layer"][is_raw].unique())
+    return gradient[~after].assign(pathway=gradient["pathway"].mask(is_raw, "value"))
+
+
+def gradient_ratio(sequences: Sequences, pathway: str) -> Estimate:
+    """Norms at position 0 ÷ at later positions, averaged over layers first (GS fig. 2).
+
+    Raises:
+        Lacks: fewer positions were measured than it divides by.
+    """
+    by_position = gradients(sequences, pathway).mean(1)
+    if by_position.shape[1] < min(LATER.stop, sequences.run.manifest["input"]["longest"]):
+        raise Lacks("needs positions 5–15: --positions 16 or more")
+    return positive_jackknife(by_position[:, 0] / later_positions(by_position).mean(1))
+
+
+def later_positions(x: np.ndarray) -> np.ndarray:
+    """(…, positions) → (…, those of positions 5–15 that were measured). Raises Lacks: none was."""
+    if x.shape[-1] <= LATER.start:
+        raise Lacks("needs positions 5–15: longer sequences, and --positions 16 or more")
+    return x[..., LATER]
+
+
+def value_over_key(sequences: Sequences) -> Estimate:
+    """The value gradient at position 0 ÷ the key gradient there."""
+    value, key = (gradients(sequences, pathway).mean(1)[:, 0] for pathway in ("value", "key"))
+    return positive_jackknife(value / key)
+
+
+def branch_ratios(sequences: Sequences, column: str, branch: str = "attn") -> np.ndarray:
+    """(R, layers, positions). Raises NotDefined: gradients through this branch were read in no layer."""
+    found = sequences.means("gradient_ratio_by_sequence", column, ("layer", "position"), branch=branch)
+    if found.size == 0:
+        raise NotDefined(f"in no layer can the gradient's gain in the {branch} branch be told")
+    return found
+
+
+FEWEST_POINTS = 3  # of a line that is fitted
+
+
+def compression_fit(sequences: Sequences, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Slope and r of log₁₀ compress on log₁₀‖h‖ over layers ≥ 1 and positions from `first` on, (R,) each.
+
+    Raises:
+        NotDefined: there are too few points.
+    """
+    x, y = (branch_ratios(sequences, name)[:, 1:, first:] for name in ("input_norm", "compress"))
+    known = (x > 0).all(0) & (y > 0).all(0)
+    if known.sum() < FEWEST_POINTS:
+        raise NotDefined("too few layers and positions have the gain of a norm in front of the attention branch")
+    x, y = np.log10(x[:, known]), np.log10(y[:, known])
+    x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
+    covariance = (x * y).sum(1)
+    return covariance / (x**2).sum(1), covariance / np.sqrt((x**2).sum(1) * (y**2).sum(1))
+
+
+def _compression_slope(sequences: Sequences) -> Estimate:
+    """The note gives the slope without position 0: few points with very large norms can make a slope alone."""
+    later = bootstrap(compression_fit(sequences, first=1)[0])
+    return bootstrap(compression_fit(sequences)[0]).over(
+        f"without position 0 {later.value:.3f} [{later.low:.3f}, {later.high:.3f}]"
+    )
+
+
+# --- the query bias; the paper counts layers from 1
+
+
+def second_half(by_layer: np.ndarray) -> np.ndarray:
+    """(…, L) → the second half of the layers."""
+    return by_layer[..., by_layer.shape[-1] // 2 :]
+
+
+def delta_gaps(sequences: Sequences) -> np.ndarray:
+    """(R, L): by how many standard deviations Δ of position 0 is above the mean of later tokens. The deviation is over
+    all of these: within sequences and between them.
+    """
+    table = "query_bias_by_sequence"
+    first, later = (sequences.means(table, column) for column in ("delta", "delta_later"))
+    mean, spread = (sequences.values(table, column) for column in ("delta_later", "delta_later_std"))
+    deviation = np.sqrt(weighted_means(spread**2 + mean**2, sequences.weights) - later**2)
+    # a bias of zeros has no Δ, and a single later token no deviation
+    return (first - later) / np.where(deviation > 0, deviation, np.nan)
+
+
+def _share_of_layers_apart(sequences: Sequences) -> Estimate:
+    gaps = second_half(delta_gaps(sequences))
+    note = f"{gaps.shape[1]} layers, Δ₀ {' '.join(f'{gap:+.1f}' for gap in gaps[0])} deviations from the mean"
+    return bootstrap((gaps > OUTLIER).mean(1)).over(note)
+
+
+def _alignment(sequences: Sequences) -> np.ndarray:
+    """(positions, layers): cos(W_k EPE, b_Q), all heads together."""
+    table = sequences.table("query_bias")
+    rows = table[table["head"] == ALL_HEADS]
+    return rows.pivot(index="position", columns="layer", values="key_alignment").to_numpy()
+
+
+OF_WEIGHTS = "of the weights alone, so without an interval"
+
+
+def _first_alignment(sequences: Sequences) -> Estimate:
+    by_layer = second_half(_alignment(sequences))[0]
+    return exact(by_layer.mean()).over(f"{OF_WEIGHTS}; by layer {', '.join(f'{cosine:.2f}' for cosine in by_layer)}")
+
+
+def _later_alignment(sequences: Sequences) -> Estimate:
+    later = np.abs(later_positions(second_half(_alignment(sequences)).T))
+    return exact(later.mean()).over(f"{OF_WEIGHTS}; the largest {later.max():.2f}")
+
+
+# --- claims that one run decides
+
+
+class RunClaim(NamedTuple):
+    """A claim whose numbers are of one run. `paper_claims/papers/` adds its scope and what was published."""
+
+    reference: str
+    statement: str
+    parts: tuple[Number[Sequences], ...]
+
+
+SPIKE = 2.0  # times the gradient ratio of random weights: the threshold of GS-6
+HAS_SINK_HEADS: Number[Sequences] = Number(  # a claim on heads with a sink fails where there are none
+    "share of heads with a sink at position 0", share_of_sink_heads, above(0.0)
+)
+
+RUN_CLAIMS: dict[str, RunClaim] = {
+    "W-1": RunClaim("table 1", "There is a sink at the first token.",
+        (Number("sink rate at position 0 in %", lambda run: bootstrap(sink_rates(run)), above(SINK)),)),
+    "W-9": RunClaim("proposition 4", "With rotary positions, attention to the first of repeated tokens is bounded.",
+        (Number("smallest share, over layers and sequences, of heads and queries within e^{2ξ} ÷ (e^{2ξ} + t)",
+            share_within_bound, at_least(1.0)),)),
+    "S-6": RunClaim("Sun et al.", "Massive activations are few.",
+        (Number("in the output of the layer with most, a sequence", massive_count, below(10.0)),
+         Number("and there are some", massive_count, above(0.0)))),
+    "GS-8": RunClaim("§3.1, §5", "The value pathway is stronger than the key pathway.",
+        (Number("‖∇v₀‖ ÷ ‖∇k₀‖, means over layers", value_over_key, at_least(2.0)),)),
+    "GS-17": RunClaim("fig. 3", "Compression follows the norm, as RMSNorm alone makes it.",
+        (Number("slope of log compress on log ‖h‖", _compression_slope, between(-1.15, -0.85)),
+         Number("their correlation", lambda run: bootstrap(compression_fit(run)[1]), at_most(-0.95)))),
+    "GS-20": RunClaim("§5", "The sink's values are small.",
+        (Number("value norm at 0 ÷ later, median over sink heads",
+            lambda run: in_sink_heads(run, "value_norm"), below(0.5)),
+         HAS_SINK_HEADS)),
+    "N-1": RunClaim("fig. 1, 4", "The query bias sets Δ of position 0 apart in most deep layers.",
+        (Number("share of the second half of layers with Δ₀ above the mean of later tokens by 2 standard deviations",
+            _share_of_layers_apart, above(0.5)),)),
+    "N-2": RunClaim("fig. 2, 5", "W_k EPE₀ is parallel to b_Q, and that of other positions is not.",
+        (Number("cos(W_k EPE₀, b_Q), mean over the second half of layers", _first_alignment, above(0.5)),
+         Number("magnitude of the same at positions 5–15, mean over them", _later_alignment, below(0.2)))),
+}  # fmt: skip

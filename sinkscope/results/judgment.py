@@ -1,0 +1,153 @@
+"""How a number is judged: the values with which a claim of a paper holds, and the outcomes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf, isfinite, isnan, nan
+from typing import Generic, TypeVar
+
+import numpy as np
+from scipy import stats
+
+from sinkscope.results.statistics import LEVEL, Estimate
+
+Read = TypeVar("Read")
+
+
+class Outcome(StrEnum):
+    """The outcome of a claim on one model."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    INCONCLUSIVE = "inconclusive"  # the interval spans the threshold
+    NOT_ENOUGH_SEEDS = "not enough seeds"  # inconclusive even if the claim is true
+    DOES_NOT_APPLY = "does not apply"
+    NOT_MEASURED = "not measured"
+
+
+class NotDefined(Exception):
+    """A claim's quantity does not exist on this model; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """The values with which a claim holds: from `least` to `most`, without the ends if `strict`."""
+
+    __test__ = False  # pytest does not collect it
+
+    least: float = -inf
+    most: float = inf
+    strict: bool = False
+
+    def outcome(self, estimate: Estimate) -> Outcome:
+        """Judge by the whole interval: each end misses the truth with 2.5 %, so that a claim whose truth is at the
+        threshold holds in 2.5 % of studies.
+        """
+        if isnan(estimate.value):
+            return Outcome.INCONCLUSIVE
+        if self.holds(estimate):
+            return Outcome.HOLDS
+        outside = not self._above(estimate.high) or not self._below(estimate.low)
+        if outside:
+            return Outcome.FAILS
+        return Outcome.NOT_ENOUGH_SEEDS if self.power(estimate) < ENOUGH else Outcome.INCONCLUSIVE
+
+    def holds(self, estimate: Estimate) -> bool:
+        """Whether all of the interval is inside."""
+        return self._above(estimate.low) and self._below(estimate.high)
+
+    def power(self, estimate: Estimate) -> float:
+        """The probability that a study with as many seeds and this spread shows the claim, if it is true.
+
+        The truth is taken to be the estimate's value, or for a range that all levels are alike.
+
+        Returns:
+            NaN where the number is not over seeds, or its value contradicts the claim.
+        """
+        truth = estimate.value if isnan(estimate.truest) else estimate.truest
+        if not estimate.seeds or isnan(truth):
+            return nan
+        if not (isfinite(estimate.low) and isfinite(estimate.high)) or estimate.seeds < 2:
+            return 0.0
+        if not (self._above(truth) and self._below(truth)):
+            return nan
+        freedom = estimate.seeds - 1
+        reach = stats.t.ppf((1 + LEVEL) / 2, freedom)
+        below, above = estimate.value - estimate.low, estimate.high - estimate.value
+        sides = [(truth - self.least, below), (self.most - truth, above)]
+        if not isnan(estimate.truest):  # a range is the size of a difference, which has two signs
+            sides *= 2
+        misses = [stats.norm.sf(reach * (room / side - 1)) for room, side in sides if isfinite(room) and side]
+        return float(max(0.0, 1 - sum(misses)))
+
+    def separates(self, estimate: Estimate) -> bool:
+        """Whether every draw of the null is outside, or less far inside than the value; true if no draw has a value."""
+        low, high = estimate.null_low, estimate.null_high
+        if isnan(low):
+            return True
+        if isfinite(self.least) and isfinite(self.most):
+            return not (self._above(high) and self._below(low))
+        if isfinite(self.least):
+            return high < estimate.value or not self._above(high)
+        return low > estimate.value or not self._below(low)
+
+    def _above(self, x: float) -> bool:
+        return x > self.least if self.strict and self.least != -inf else x >= self.least
+
+    def _below(self, x: float) -> bool:
+        return x < self.most if self.strict and self.most != inf else x <= self.most
+
+    def text(self, form: str = "{:.3g}") -> str:
+        """«≥ 0.5», «< 1», «0.5 to 2»."""
+        least, most = (form.format(end) for end in (self.least, self.most))
+        if self.most == inf:
+            return f"{'>' if self.strict else '≥'} {least}"
+        if self.least == -inf:
+            return f"{'<' if self.strict else '≤'} {most}"
+        return f"{least} to {most}"
+
+
+ENOUGH = 0.5  # power; with less, a claim that is not shown may well be true
+
+
+def at_least(threshold: float) -> Test:
+    return Test(least=threshold)
+
+
+def at_most(threshold: float) -> Test:
+    return Test(most=threshold)
+
+
+def above(threshold: float) -> Test:
+    return Test(least=threshold, strict=True)
+
+
+def below(threshold: float) -> Test:
+    return Test(most=threshold, strict=True)
+
+
+def between(least: float, most: float) -> Test:
+    return Test(least, most)
+
+
+@dataclass(frozen=True)
+class Number(Generic[Read]):
+    """One number of a claim, and the values with which the claim holds.
+
+    Attributes:
+        quantity: What is measured, in words.
+        measure: Makes the estimate from what it reads. Raises NotDefined.
+        test: The values with which the claim holds.
+        form: Format string of its values.
+    """
+
+    quantity: str
+    measure: Callable[[Read], Estimate]
+    test: Test
+    form: str = "{:.3g}"
+
+
+def estimated(measure: Callable[[Read], Estimate], read: Read) -> Estimate:
+    """Call a measure; 0 ÷ 0 gives NaN without a warning."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return measure(read)

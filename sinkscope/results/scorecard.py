@@ -1,0 +1,60 @@
+"""What `claims` writes: the tables `claim` and `route`, with their columns."""
+
+from sinkscope.results.tables import LEADING_COLUMNS, Column
+
+COMMAND = "claims"
+CLAIM = "claim"
+CLAIM_COLUMNS = (
+    Column("claim", "its id (`sinkscope list claims`)", kind="text"),
+    Column("paper", "whose claim it is", kind="text"),
+    Column("reference", "where the paper says so", kind="text"),
+    Column("statement", "what it says", kind="text"),
+    Column("part", "number of the claim's number, from 0 on", kind="whole"),
+    Column("quantity", "what is measured", kind="text"),
+    Column("value", "the quantity; NaN where it was not measured"),
+    Column("low", "lower end of its 95 % interval"),
+    Column("high", "upper end of its 95 % interval"),
+    Column("null", "the quantity where there is nothing to find, mean over draws; NaN where it was not measured"),
+    Column("null_low", "the same of the draw with the least", since=2),
+    Column("null_high", "the same of the draw with the most", since=2),
+    Column("test", "the values with which the claim holds", kind="text"),
+    Column("least", "the smallest of them"),
+    Column("most", "the largest of them"),
+    Column("is_ours", "whether the threshold is ours and not the paper's", kind="truth"),
+    Column("published", "what the paper measured, with its settings", kind="text"),
+    Column("passes", "outcome of this number", kind="text"),
+    Column("power", "how probable it is that so many seeds would show the claim, if it is true; NaN: not over seeds",
+        since=2),
+    Column("outcome",
+        "of the claim: holds, fails, inconclusive, not enough seeds, does not apply or not measured", kind="text"),
+    Column("set_against", "the claim's null: random weights, random controls, plain training, theorem or none",
+        kind="text", since=2),
+    Column("null_passes", "share of the null's draws of which the claim holds; NaN where that was not measured",
+        since=2),
+    Column("tells",
+        "whether the claim tells the model from its null: yes (no draw passes or gives as much), no, theorem, "
+        "or empty: not measured", kind="text", since=2),
+    Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
+)  # fmt: skip
+ROUTE = "route"
+ROUTE_COLUMNS = (
+    Column("route", "a part of the model by which the first token may become a sink", kind="text"),
+    Column("do", "the intervention that cuts it", kind="text"),
+    Column("before", "sink rate at position 0 of the model as it is", "%"),
+    Column("before_low", "lower end of its 95 % interval over sequences", "%"),
+    Column("before_high", "upper end", "%"),
+    Column("after", "sink rate at position 0 without the route", "%"),
+    Column("after_low", "lower end of its 95 % interval over sequences", "%"),
+    Column("after_high", "upper end", "%"),
+    Column("draws", "random controls", kind="whole"),
+    Column("control", "mean sink rate under them", "%"),
+    Column("control_low", "lower end of the interval in which one more would fall with 95 %", "%"),
+    Column("control_high", "upper end", "%"),
+    Column("beyond", "change of the sink rate beyond a control's", "points"),
+    Column("beyond_low", "lower end of its 95 % interval, over sequences and controls", "points"),
+    Column("beyond_high", "upper end", "points"),
+    Column("effect", "goes, falls, rises, stays (by that interval), undecided, no sink, does not apply, not measured",
+        kind="text"),
+    Column("note", "why it does not apply, or the command to measure it", kind="text"),
+)  # fmt: skip
+TABLES = {CLAIM: (*LEADING_COLUMNS, *CLAIM_COLUMNS), ROUTE: (*LEADING_COLUMNS, *ROUTE_COLUMNS)}

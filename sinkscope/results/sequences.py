@@ -1,0 +1,73 @@
+"""One run's tables by sequence, under resamplings of its sequences."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.results.run import RunData
+from sinkscope.results.statistics import resamplings, weighted_means
+
+
+class Lacks(Exception):
+    """A run lacks what a number is made of; the message says which table or option."""
+
+
+def table_of(run: RunData, name: str) -> pd.DataFrame:
+    """Return a table of a run. Raises Lacks."""
+    if name not in run.tables:
+        raise Lacks(f"a run of `{run.command}` lacks the table '{name}'")
+    return run.tables[name]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """One run's by-sequence tables under resamplings of its sequences."""
+
+    run: RunData
+    condition: str | None = None  # the arm of a run of `intervene`
+    _pivoted: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
+
+    def table(self, name: str) -> pd.DataFrame:
+        """One table of the run; of an arm its own rows. Raises Lacks."""
+        table = table_of(self.run, name)
+        return table if self.condition is None else table[table["condition"] == self.condition]
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """(1 + draws, N)"""
+        return resamplings(self.run.manifest["input"]["sequences"])
+
+    def values(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
+        """(N, *by): each sequence's value, NaN where it has none. The axes are sorted as the columns `by` are."""
+        key = (table, column, by, *sorted(where.items()))
+        if key not in self._pivoted:
+            self._pivoted[key] = self._pivot(table, column, by, where)
+        return self._pivoted[key]
+
+    def means(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
+        """(1 + draws, *by): means over sequences, the first those of the run itself."""
+        return weighted_means(self.values(table, column, by, **where), self.weights)
+
+    @property
+    def losses(self) -> np.ndarray:
+        """(1 + passages,): loss per predicted token, of the whole run and without each passage of the text.
+
+        Sequences of one passage are alike: their losses are not independent draws.
+        """
+        loss, predicted = (self.values("loss_by_sequence", column)[:, 0] for column in ("loss", "predicted"))
+        passage = np.arange(len(loss)) // self.run.manifest["input"].get("per_passage", 1)
+        weights = np.concatenate([np.ones((1, len(loss))), np.unique(passage)[:, None] != passage])
+        with np.errstate(invalid="ignore"):
+            return (weights @ np.nan_to_num(loss * predicted)) / (weights @ predicted)
+
+    def _pivot(self, table: str, column: str, by: tuple[str, ...], where: dict) -> np.ndarray:
+        rows = self.table(table)
+        for name, value in where.items():
+            rows = rows[rows[name] == value]
+        axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in by]
+        count = self.run.manifest["input"]["sequences"]
+        found = np.full((count, *(len(labels) for labels, _ in axes)), np.nan)
+        found[(rows["sequence"].to_numpy(), *(places for _, places in axes))] = rows[column].to_numpy(float)
+        return found
