@@ -15,9 +15,8 @@ from sinkscope.html_page.contents import PAGE, Contents
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
-from sinkscope.results.folders import FileList
 from sinkscope.results.metrics import METRICS, PAPERS
-from sinkscope.results.swap import new_file, remove
+from sinkscope.results.swap import new_file
 from sinkscope.verdict.words import say, say_published
 
 ASSETS = Path(__file__).parent / "assets"
@@ -93,15 +92,6 @@ def write_page(contents: Contents, folder: Path) -> None:
     """Write FOLDER/index.html."""
     with new_file(folder / PAGE) as fresh:
         fresh.write_text(page_of(contents).html, encoding="utf-8")
-
-
-def renew_page(contents: Contents, files: FileList, wanted: bool) -> None:
-    """The page of a folder that is written bit by bit; where none is wanted, an earlier one does not stay."""
-    if wanted:
-        files.add(PAGE)
-        write_page(contents, files.folder)
-    else:
-        remove(files.folder / PAGE)
 
 
 def page_data(contents: Contents) -> str:

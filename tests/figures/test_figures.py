@@ -20,7 +20,7 @@ from sinkscope.figures import COMMAND, KINDS, OF_RUNS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures.labels import LONGEST_TOKEN, shorten, title, token_label
 from sinkscope.figures.style import SETTINGS, TEXT, WIDE, Figure, new_figure
-from sinkscope.output.drawing import save_all
+from sinkscope.output.drawing import save_figures
 from sinkscope.output.run import Run
 
 # those of `analyze`; other commands' have files of their own
@@ -336,13 +336,13 @@ def test_a_missing_table_names_the_observable_to_run(run: Run) -> None:
         draw("attention-maps", only)
 
 
-def test_save_all_writes_png_and_pdf_with_truetype_fonts_and_no_date(
+def test_figures_are_saved_as_png_and_pdf_with_truetype_fonts_and_no_date(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = global_settings()
     monkeypatch.setitem(SETTINGS, "pdf.compression", 0)  # so that the fonts' names can be read
     rough_figures(monkeypatch)
-    save_all(run, tmp_path)
+    assert save_figures(run.drawings, tmp_path) == {}
     for name in FIGURES:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         pdf = (tmp_path / f"{name}.pdf").read_bytes()

@@ -150,8 +150,8 @@ def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str,
 
 
 def partly_failed(manifest: Mapping[str, Any]) -> str:
-    """Return the parts of a finished cell that failed: arms of `intervene`, runs of `claims`."""
-    failed = manifest.get("failed") or {}
+    """Return the parts of a finished cell that failed: arms of `intervene`, runs of `claims`, figures."""
+    failed = (manifest.get("failed") or {}) | (manifest.get("failed_figures") or {})
     return one_line("; ".join(f"{name}: {reason}" for name, reason in failed.items())) if failed else ""
 
 
