@@ -42,7 +42,8 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
     manifest = read_manifest(folder, None)
     if manifest["command"] in RUNS and is_undrawn(manifest):
         with alone_in(folder, option=""):
-            redrawn(Run.open(folder), manifest["recipe"]["content"]["figures"] if manifest.get("recipe") else None)
+            recipe = manifest.get("recipe")  # which draws its own figures only
+            redrawn(Run.open(folder), recipe["content"].get("figures", []) if recipe else None)
     if page.is_file() and not anew:
         return page
     contents = Contents.of_folder(folder)

@@ -99,7 +99,7 @@ def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, file
     folder = result.folder
     assert folder is not None
     if files is None:
-        files = FileList(folder, read_manifest(folder, None)["files"], record=lambda: None)
+        files = FileList(folder, read_manifest(folder, None).get("files"), record=lambda: None)
     manifest = {name: value for name, value in result.manifest.items() if name not in ("drawn", "failed_figures")}
     files.record = lambda: write_manifest(folder, {**manifest, "drawn": False, "files": files.names})
     kept = f"the tables in {folder} are complete"

@@ -146,7 +146,7 @@ def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str,
     found, why = folders.manifest(cell.name, cell.command, cell.config)
     if found is None or why or (why := changes(found.get("read"), reads.of(cell.options))):
         return None, why
-    return (found, "") if found["tables"] else (None, "")
+    return (found, "") if found["tables"] and found.get("drawn", True) else (None, "")
 
 
 def partly_failed(manifest: Mapping[str, Any]) -> str:
