@@ -85,7 +85,7 @@ def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, file
 
     Args:
         result: what was written.
-        drawings: the figures; None: all that the result has.
+        drawings: the figures; None: all that the result has; empty: figures are left as they are.
         page: whether to write index.html.
         files: the list of the folder's files, if it was written step by step.
 
@@ -104,8 +104,10 @@ def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, file
     files.record = lambda: write_manifest(folder, {**manifest, "drawn": False, "files": files.names})
     kept = f"the tables in {folder} are complete"
     try:
-        with files.new_folder(folder / FIGURES) as fresh:
-            failed = save_figures(result.drawings if drawings is None else drawings, fresh)
+        failed = {}
+        if drawings is None or drawings:
+            with files.new_folder(folder / FIGURES) as fresh:
+                failed = save_figures(result.drawings if drawings is None else drawings, fresh)
         failed |= _write_page(lambda: result.contents, files, page)
         if failed:
             manifest["failed_figures"] = failed

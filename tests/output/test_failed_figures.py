@@ -241,4 +241,4 @@ def test_an_interrupted_drawing_is_repaired_by_show(
     manifest = json.loads((tmp_path / "run" / "run.json").read_text())
     assert "drawn" not in manifest
     assert "index.html" in manifest["files"]
-    assert (tmp_path / "run" / "figures").is_dir()
+    assert (tmp_path / "run" / "index.html").is_file()
