@@ -220,10 +220,8 @@ class TrainingArms:
         arms = list(arms)
         self._claim(arms)
         print_notices(self.console, self.blocks.notices(self.plan.training.blocks_wanted(PartialState().num_processes)))
-        if untouched and self.is_main:
-            if not self._is_measured(UNTOUCHED):
-                self._measure_untouched()
-            self._draw(UNTOUCHED)
+        if untouched and self.is_main and not self._is_measured(UNTOUCHED):
+            self._measure_untouched()
         for place, arm in enumerate(arms, 1):
             print_part(self.console, arm.label, place, len(arms))
             self._finish(arm)
@@ -376,6 +374,9 @@ class TrainingArms:
     def _conclude(self) -> Trained:
         """Compare all arms that are measured."""
         labels = [label for label in (UNTOUCHED, *self.arms) if self._is_measured(label)]
+        if self.is_main:
+            for label in labels:  # also of arms of earlier calls
+                self._draw(label)
         runs = {label: Run.open(self.folder / label / "run") for label in labels}
         firsts = first_runs({"arms": self.arms}, runs)
         first_folders = [run.folder for run in firsts.values()]
