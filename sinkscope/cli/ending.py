@@ -61,7 +61,8 @@ def interruption(kind: type[Options]) -> Iterator[None]:
         if kind.resumable:
             left = ": what was reached is kept, and the same command goes on from there"
         else:
-            left = ": nothing was written" if kind.writes else ""
+            told = str(error) if isinstance(error, KeyboardInterrupt) else ""  # of figures, after the tables
+            left = f": {told or 'nothing was written'}" if kind.writes else ""
         raise SinkscopeError(f"interrupted{left}") from None
 
 

@@ -21,9 +21,10 @@ from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
-from sinkscope.output.outputs import finished
+from sinkscope.output.outputs import draw_run, finished, write_run
+from sinkscope.output.result import draw, figure_failure, write_data
 from sinkscope.output.run import Run
-from sinkscope.output.series import COMMAND, Series, name_of, series_manifest, series_table, write_series, written
+from sinkscope.output.series import COMMAND, Series, name_of, series_manifest, series_table
 from sinkscope.results.folders import new_folder, own_folder
 
 
@@ -31,9 +32,11 @@ def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
     if options.has_steps:
         given = {name: getattr(options, name) for name in options.model_fields_set - {"model", "revision"}}
         series = analyze_steps(options.model, options.revision, **output.where, **given)
-        return Result(series, numbers=series.headlines, notes=series.warnings, folder=output.out)
+        failure = figure_failure(series.manifest, *(run.manifest for run in series.runs.values()))
+        return Result(series, numbers=series.headlines, notes=series.warnings, folder=output.out, failure=failure)
     run = analyze(options.model, config=options, **output.where)
-    return Result(run, run.verdict, notes=differences(output.from_, run.manifest), folder=output.out)
+    notes, failure = differences(output.from_, run.manifest), figure_failure(run.manifest)
+    return Result(run, run.verdict, notes=notes, folder=output.out, failure=failure)
 
 
 def check(options: AnalyzeOptions) -> None:
@@ -127,24 +130,33 @@ def analyze_steps(
     with (
         together(configs[0].device_map) as members,
         own_folder(members.only_first(out), overwrite, (COMMAND,), reads=(model, configs[0].input)) as folder,
-        nullcontext() if folder is None else new_folder(folder) as fresh,
     ):
         console = members.console(quiet)
-        for place, (checkpoint, config) in enumerate(zip(checkpoints, configs, strict=True), 1):
-            console.print(f"step {checkpoint.step} ({place} of {len(checkpoints)})", highlight=False)
-            try:
-                run = analyze(config.model, config=config, quiet=quiet)
-            except SinkscopeError as error:
-                raise type(error)(f"at step {checkpoint.step}: {error}") from error
-            if folder is not None and fresh is not None:
-                run = written(replace(run, folder=folder / checkpoint.folder), fresh / checkpoint.folder, page)
-            runs[checkpoint.step] = run
-        series = Series(
-            series_manifest(model, checkpoints, configs[0], runs, start),
-            runs,
-            series_table(name_of(model), runs),
-            folder,
-        )
-        if fresh is not None:
-            write_series(series, fresh, page)
-    return series if folder is None else Series.open(folder)
+        with nullcontext() if folder is None else new_folder(folder) as fresh:
+            for place, (checkpoint, config) in enumerate(zip(checkpoints, configs, strict=True), 1):
+                console.print(f"step {checkpoint.step} ({place} of {len(checkpoints)})", highlight=False)
+                try:
+                    run = analyze(config.model, config=config, quiet=quiet)
+                except SinkscopeError as error:
+                    raise type(error)(f"at step {checkpoint.step}: {error}") from error
+                if folder is not None and fresh is not None:
+                    written = fresh / checkpoint.folder
+                    written.mkdir()
+                    write_run(replace(run, folder=folder / checkpoint.folder), written)
+                    run = Run.open(written)  # its tables leave the memory to the next step
+                runs[checkpoint.step] = run
+            series = Series(
+                series_manifest(model, checkpoints, configs[0], runs, start),
+                runs,
+                series_table(name_of(model), runs),
+                folder,
+            )
+            if fresh is not None:
+                write_data(series, fresh)
+        if folder is None:
+            return series
+        series = Series.open(folder)
+        for run in series.runs.values():
+            draw_run(run, page=page)
+        draw(series, page=page)
+    return Series.open(folder)

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
-from sinkscope.html_page import Contents, write_page
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, is_in_memory, load_model
@@ -27,10 +26,12 @@ from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.measuring import BenchmarkOptions
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
+from sinkscope.output.result import draw, figure_failure, write_data
+from sinkscope.output.scores import DrawnScores
 from sinkscope.results.folders import new_folder, own_folder
-from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.manifest import make_manifest
 from sinkscope.results.scores import COLUMNS, COMMAND, TABLE, Scores
-from sinkscope.results.tables import LEADING, names_of, write_tables
+from sinkscope.results.tables import LEADING, names_of
 
 PACKAGE = "lm_eval"
 DIFFERING = -1  # shots of a group
@@ -41,7 +42,8 @@ def command(options: BenchmarkOptions, output: OutputOptions) -> Result:
     shown = scores.main[["condition", "metric", "score", "error", "questions"]]
     shown = shown.rename(columns={"condition": "task"}).set_index("task")
     as_text = shown.assign(**{name: shown[name].map("{:.3f}".format) for name in ("score", "error")})
-    return Result(scores, tables={TABLE: as_text.reset_index()}, folder=output.out)
+    failure = figure_failure(scores.manifest)
+    return Result(scores, tables={TABLE: as_text.reset_index()}, folder=output.out, failure=failure)
 
 
 def check(options: BenchmarkOptions) -> None:
@@ -92,13 +94,12 @@ def benchmark(
             results = members.of_the_first(lambda: _asked(loaded, config, tasks))
         table = table_of(results, loaded.name, config.tasks)
         manifest = _manifest(config, start, loaded, results)
+        scores = DrawnScores(manifest, table, folder)
         if folder is not None:
             with new_folder(folder) as fresh:
-                write_tables({TABLE: table}, fresh)
-                if page:
-                    write_page(Contents(manifest, {TABLE: table}, folder=folder), fresh)
-                write_manifest(fresh, manifest)
-        return Scores(manifest, table, folder)
+                write_data(scores, fresh)
+            return draw(scores, {}, page)
+        return scores
 
 
 def _known_tasks(config: BenchmarkOptions) -> Any:

@@ -37,6 +37,7 @@ from sinkscope.measuring.subject import (
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.options.measuring import AnalyzeOptions, ClaimsOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
+from sinkscope.output.result import both, figure_failure
 from sinkscope.output.run import Run
 from sinkscope.paper_claims.evidence import LONG, MAIN, NATURAL, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_need
 from sinkscope.paper_claims.need import ALONE, Need
@@ -69,7 +70,8 @@ def command(options: ClaimsOptions, output: OutputOptions) -> Result:
     card = claims(options.model, config=options, **output.where)
     failed = card.manifest["failed"]
     failure = "; ".join(f"{role}: {reason}" for role, reason in failed.items())
-    return Result(card, card.markdown, folder=output.out, failure=failure and f"could not be measured: {failure}")
+    failure = both(failure and f"could not be measured: {failure}", figure_failure(card.manifest))
+    return Result(card, card.markdown, folder=output.out, failure=failure)
 
 
 def check(options: ClaimsOptions) -> None:

@@ -10,18 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sinkscope.html_page import Contents, renew_page
-from sinkscope.output import scorecard
-from sinkscope.output.drawing import save_figures
 from sinkscope.output.outputs import write_run
+from sinkscope.output.result import FIGURES, draw
 from sinkscope.output.run import Run
-from sinkscope.output.scorecard import FIGURES, WORDS
+from sinkscope.output.scorecard import DrawnScorecard
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
 from sinkscope.results.run import RunData
 from sinkscope.results.scorecard import COMMAND
-from sinkscope.results.swap import new_file
-from sinkscope.results.tables import write_tables
 from sinkscope.verdict.scorecard import Scorecard
 
 
@@ -70,7 +66,7 @@ class ScorecardFolder:
         """Write a run that plays a role."""
         target = self.folder / "runs" / role.replace(":", "-")
         with self._files.new_folder(target) as fresh:
-            write_run(Run(run.manifest, run.tables), fresh, figures=(), page=False)
+            write_run(Run(run.manifest, run.tables), fresh, is_drawn=False)
         return Run(run.manifest, run.tables, target)
 
     def skip(self, model: str, reasons: Mapping[str, str]) -> None:
@@ -82,17 +78,12 @@ class ScorecardFolder:
         """Write the scorecard, and the runs that were handed over. run.json comes last."""
         for role, run in card.measured.items():
             self.keep(run, role)
-        tables = card.tables
-        self._files.add(*(f"tables/{name}.parquet" for name in tables), WORDS)
-        write_tables(tables, self.folder)
-        with self._files.new_folder(self.folder / FIGURES) as fresh:
-            save_figures(scorecard.scorecard_figures(card), fresh)
-        with new_file(self.folder / WORDS) as fresh:
-            fresh.write_text(scorecard.scorecard_words(card), encoding="utf-8")
-        renew_page(Contents(card.manifest, tables, folder=self.folder), self._files, self.page)
-        manifest = {**card.manifest, **self._facts, "files": self._files.names}
-        write_manifest(self.folder, manifest)
-        return replace(card, manifest=manifest, folder=self.folder)
+        card = replace(card, manifest={**card.manifest, **self._facts}, folder=self.folder)
+        drawn = DrawnScorecard.of(card)
+        self._files.add(*(f"tables/{name}.parquet" for name in drawn.tables), *drawn.texts)
+        drawn.write_files(self.folder)
+        write_manifest(self.folder, {**card.manifest, "drawn": False, "files": self._files.names})
+        return draw(drawn, page=self.page, files=self._files)
 
     def _manifest(self) -> dict[str, Any]:
         facts: dict[str, Any] = {**self._facts, "skipped_roles": self.skipped, "files": self._files.names}

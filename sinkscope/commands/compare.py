@@ -12,6 +12,7 @@ from sinkscope.commands.result import Result
 from sinkscope.errors import InputError
 from sinkscope.options.output import CompareOptions, OutputOptions
 from sinkscope.output.comparison import Comparison, differing_lines
+from sinkscope.output.result import figure_failure
 from sinkscope.output.run import Run
 from sinkscope.output.series import COMMAND as SERIES
 from sinkscope.output.series import Series
@@ -42,12 +43,15 @@ def command(options: CompareOptions, output: OutputOptions) -> Result:
         parts = [formatted(table, options.format, title) for title, table in tables.items()]
         return Result(tables, text="\n\n".join(parts), notes=old)
     found = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
+    failure = figure_failure(found.manifest)
     text = "" if options.format == "text" else found.formatted(options.format)
     if isinstance(found, Comparison):
         numbers = None if text else found.table
-        return Result(found, text=text, numbers=numbers, notes=[*old, *found.warnings], folder=output.out)
+        return Result(
+            found, text=text, numbers=numbers, notes=[*old, *found.warnings], folder=output.out, failure=failure
+        )
     notes = [*old, *differing_lines(found.manifest["differing"])]
-    return Result(found, "" if text else found.markdown, text, notes=notes, folder=output.out)
+    return Result(found, "" if text else found.markdown, text, notes=notes, folder=output.out, failure=failure)
 
 
 def _older(folder: Path) -> str:

@@ -19,6 +19,7 @@ from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, o
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.output.outputs import finished
+from sinkscope.output.result import both, figure_failure
 from sinkscope.output.run import Run
 from sinkscope.results.folders import own_folder
 
@@ -28,7 +29,9 @@ Do = str | Intervention | Iterable[str | Intervention]
 def command(options: InterveneOptions, output: OutputOptions) -> Result:
     run = intervene(options.model, config=options, **output.where)
     notes = differences(output.from_, run.manifest)
-    return Result(run, run.verdict, notes=notes, folder=output.out, failure=_failure(run))
+    return Result(
+        run, run.verdict, notes=notes, folder=output.out, failure=both(_failure(run), figure_failure(run.manifest))
+    )
 
 
 def _failure(run: Run) -> str:

@@ -20,6 +20,7 @@ from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.output.outputs import finished
+from sinkscope.output.result import figure_failure
 from sinkscope.output.run import Run
 from sinkscope.quantization.grids import Precision
 from sinkscope.quantization.sites import INPUT, full_precision_modules, not_quantized
@@ -32,7 +33,8 @@ PRECISION = ("bits_weights", "bits_activations", "bits_kv_cache", "weights_per",
 
 def command(options: QuantizeOptions, output: OutputOptions) -> Result:
     run = quantize(options.model, config=options, **output.where)
-    return Result(run, run.verdict, notes=differences(output.from_, run.manifest), folder=output.out)
+    notes, failure = differences(output.from_, run.manifest), figure_failure(run.manifest)
+    return Result(run, run.verdict, notes=notes, folder=output.out, failure=failure)
 
 
 def check(options: QuantizeOptions) -> None:

@@ -28,7 +28,9 @@ from sinkscope.training.sharding import launched
 
 def command(options: RetrofitOptions, output: OutputOptions) -> Result:
     done = retrofit(options.model, config=options, record=output.record, **output.where)
-    return Result(done, done.verdict, notes=done.notes, folder=output.out) if done.is_main else Result(done)
+    if not done.is_main:
+        return Result(done)
+    return Result(done, done.verdict, notes=done.notes, folder=output.out, failure=done.failure)
 
 
 def check(options: RetrofitOptions) -> None:

@@ -24,8 +24,9 @@ from sinkscope.options import COMMANDS
 from sinkscope.options.option import Options, as_folder_name
 from sinkscope.options.output import OutputOptions, RunOptions
 from sinkscope.options.recipe import COMPARISON, Recipe, find_recipe, read_recipe
-from sinkscope.output.comparison import Comparison, compare
-from sinkscope.output.outputs import write_run
+from sinkscope.output.comparison import Comparison, compared
+from sinkscope.output.outputs import draw_run, write_run
+from sinkscope.output.result import both, draw, figure_failure, write_data
 from sinkscope.output.run import Run
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, make_manifest, write_manifest
@@ -57,10 +58,10 @@ def command(options: RunOptions, output: OutputOptions) -> Result:
     kind = COMMANDS[read_recipe(find_recipe(options.recipe)).content.command]
     try:
         done = run_recipe(options.recipe, **output.where, **given)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if kind.resumable:
             raise
-        raise SinkscopeError("interrupted: nothing was written") from None
+        raise SinkscopeError(f"interrupted: {str(interrupt) or 'nothing was written'}") from None
     if done.result is not None:
         return done.result
     if done.comparison is not None:
@@ -111,11 +112,18 @@ def run_recipe(
     with own_folder(folder, overwrite, replaced, reads):
         print_line(console, title)
         measured, failures = _measured(found, runs, folder, console)
+        comparison = None
         with new_folder(folder) as fresh:
-            comparison = _write_several(found, measured, folder, fresh, start, page) if found.content.runs else None
-            if comparison is None:
-                write_run(measured[""], fresh, found.content.figures, page)
-    return RecipeRun(found, measured, comparison, folder, failure="; ".join(failures))
+            if found.content.runs:
+                comparison = _write_several(found, measured, folder, fresh, start)
+            else:
+                write_run(measured[""], fresh)
+        measured = {name: draw_run(run, found.content.figures, page) for name, run in measured.items()}
+        undrawn = [run.manifest for run in measured.values()]
+        if comparison is not None:
+            comparison = draw(comparison, page=page)
+            undrawn.append(comparison.manifest)
+    return RecipeRun(found, measured, comparison, folder, failure=both(*failures, figure_failure(*undrawn)))
 
 
 def _own_out(recipe: Recipe) -> str | None:
@@ -183,14 +191,14 @@ def _one_command(recipe: Recipe, options: Options, folder: Path, overwrite: bool
     return RecipeRun(recipe, {}, None, folder, _module(recipe).command(options, output))
 
 
-def _write_several(
-    recipe: Recipe, runs: Mapping[str, Run], folder: Path, fresh: Path, start: float, page: bool
-) -> Comparison:
+def _write_several(recipe: Recipe, runs: Mapping[str, Run], folder: Path, fresh: Path, start: float) -> Comparison:
     """Write a folder for each run, their comparison, and at last the manifest."""
     for name, run in runs.items():
         (fresh / name).mkdir()
-        write_run(run, fresh / name, recipe.content.figures, page)
-    comparison = compare(*runs.values(), out=fresh / COMPARISON, page=page)
+        write_run(run, fresh / name)
+    comparison = replace(compared(list(runs.values()), time.time()), folder=folder / COMPARISON)
+    (fresh / COMPARISON).mkdir()
+    write_data(comparison, fresh / COMPARISON)
     manifest = make_manifest("run", recipe.content.options, start, recipe=recipe.record, runs=list(runs))
     write_manifest(fresh, manifest)
-    return replace(comparison, folder=folder / COMPARISON)
+    return comparison

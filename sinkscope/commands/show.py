@@ -11,8 +11,11 @@ from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.html_page import PAGE, Contents, Page, Paged, page_of, write_page
 from sinkscope.options.output import OutputOptions, ShowOptions
+from sinkscope.output.outputs import redrawn
+from sinkscope.output.result import is_undrawn
+from sinkscope.output.run import Run
 from sinkscope.results.folders import alone_in
-from sinkscope.results.manifest import folder_of, register, tables_folder
+from sinkscope.results.manifest import RUNS, folder_of, read_manifest, register, tables_folder
 from sinkscope.verdict.scorecard import Scorecard
 
 
@@ -24,7 +27,7 @@ def command(options: ShowOptions, output: OutputOptions) -> Result:
 
 
 def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
-    """The page of a folder, which is made where it is missing.
+    """Return the page of a folder. It is made if it is missing, and so are figures of a run that failed.
 
     Args:
         run: the folder of any command, or its run.json. Of one that holds runs alone, as of `sweep`, their comparison.
@@ -36,6 +39,11 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
     """
     folder = tables_folder(folder_of(run))
     page = folder / PAGE
+    manifest = read_manifest(folder, None)
+    if manifest["command"] in RUNS and is_undrawn(manifest):
+        with alone_in(folder, option=""):
+            recipe = manifest.get("recipe")  # which draws its own figures only
+            redrawn(Run.open(folder), recipe["content"].get("figures", []) if recipe else None)
     if page.is_file() and not anew:
         return page
     contents = Contents.of_folder(folder)

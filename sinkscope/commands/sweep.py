@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ from sinkscope.measuring.processes import team, together
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions, SweepOptions
 from sinkscope.options.sweep_file import TRAINING, Cell, Sweep, read_sweep
-from sinkscope.output.sweep import summary_tables, write_comparison
+from sinkscope.output.result import both, figure_failure, written
+from sinkscope.output.sweep import SweepComparison, summary_tables
 from sinkscope.results.cells import COMMAND, CellFolders
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.metrics import METRICS
@@ -73,16 +74,22 @@ class SweepRun(Paged, Tabular):
         plan: the cells of this shard in their final states.
         tables: the tables of all cells that are done; None after a dry run.
         folder: the folder of the sweep.
+        failed_figures: the figures of the comparison that could not be drawn, with the reasons.
     """
 
     sweep: Sweep
     plan: Sequence[Planned]
     tables: SweepTables | None
     folder: Path
+    failed_figures: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def failure(self) -> str:
-        """What failed, on one line; "" if nothing did."""
+        """Return on one line which cells and figures failed; "" if none did."""
+        return both(self._failed_cells, figure_failure({"failed_figures": self.failed_figures}))
+
+    @property
+    def _failed_cells(self) -> str:
         failed = [each for each in self.plan if each.state == State.FAILED or each.message]
         if not failed or self.tables is None:
             return ""
@@ -203,8 +210,9 @@ def _swept(
         failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console, leaving)
         folders.put_right({cell.name for cell in mine})  # what a worker that was killed has left
         plan = [_ended(each, failed) for each in planned(mine, folders, reads)]
-        tables = compared(found, folders, start, page, reads)
-    return SweepRun(found, plan, tables, folders.folder)
+        comparison = compared(found, folders, start, page, reads)
+    failed_figures = comparison.manifest.get("failed_figures", {})
+    return SweepRun(found, plan, comparison.compared, folders.folder, failed_figures)
 
 
 def check(found: Sweep) -> None:
@@ -288,7 +296,7 @@ def _ended(each: Planned, failed: Mapping[str, str]) -> Planned:
 
 def compared(
     found: Sweep, folders: CellFolders, start: float, page: bool = True, reads: Reads | None = None
-) -> SweepTables:
+) -> SweepComparison:
     """Compare all cells of the sweep that are done, of all shards, and write the comparison."""
     reads = reads or Reads()
     measured = [
@@ -296,7 +304,6 @@ def compared(
         for cell in found.cells
         if (manifest := done_cell(cell, folders, reads)[0]) is not None
     ]
-    tables = sweep_tables(measured)
-    with folders.new_comparison() as fresh:
-        write_comparison(tables, fresh, _record(found), start, page)
-    return tables
+    comparison = SweepComparison.of(sweep_tables(measured), _record(found), start, folders.comparison)
+    with folders.shared():
+        return written(comparison, page)

@@ -35,7 +35,9 @@ from sinkscope.training.tasks.backcopy import Opening
 
 def command(options: TrainOptions, output: OutputOptions) -> Result:
     done = train(options=options, record=output.record, **output.where)
-    return Result(done, done.verdict, notes=done.notes, folder=output.out) if done.is_main else Result(done)
+    if not done.is_main:
+        return Result(done)
+    return Result(done, done.verdict, notes=done.notes, folder=output.out, failure=done.failure)
 
 
 def check(options: TrainOptions) -> None:

@@ -35,7 +35,6 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
-from sinkscope.html_page import renew_page
 from sinkscope.measuring.console import print_notices, print_part, spinner
 from sinkscope.measuring.measure import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
@@ -48,9 +47,9 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.training import ArmOptions, TrainingConfig
-from sinkscope.output.comparison import compare, write_comparison
-from sinkscope.output.drawing import save_figures
-from sinkscope.output.outputs import write_run
+from sinkscope.output.comparison import compare
+from sinkscope.output.outputs import redrawn, write_run
+from sinkscope.output.result import draw, write_data
 from sinkscope.output.run import Run
 from sinkscope.output.trained import Trained, first_runs, retrofit_tables
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
@@ -270,6 +269,7 @@ class TrainingArms:
         if self.is_main:
             if not self._is_measured(arm.label):
                 self._measure_arm(arm.label, folder / "model")
+            self._draw(arm.label)
             if self.keep_checkpoints and (folder / "training").exists():
                 for checkpoint in checkpoints(folder / "training"):
                     self._save_tokenizer(checkpoint)
@@ -354,9 +354,13 @@ class TrainingArms:
         manifest = run_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
         target = self.folder / label / "run"
-        with spinner(self.console, "drawing the figures"), self.files.new_folder(target) as fresh:
-            figures = None if self.plan.figures else ()
-            write_run(Run.of_analysis(manifest, tables, target), fresh, figures, self.plan.page)
+        with self.files.new_folder(target) as fresh:
+            write_run(Run.of_analysis(manifest, tables, target), fresh)
+
+    def _draw(self, label: str) -> None:
+        """Draw the figures and the page of an arm's run that are not drawn yet."""
+        with spinner(self.console, "drawing the figures"):
+            redrawn(Run.open(self.folder / label / "run"), None if self.plan.figures else (), self.plan.page)
 
     def _calibration(self, subject: Subject) -> TokenInputs:
         """Return the text that W8A8 is calibrated on: the same training blocks for all arms."""
@@ -370,6 +374,9 @@ class TrainingArms:
     def _conclude(self) -> Trained:
         """Compare all arms that are measured."""
         labels = [label for label in (UNTOUCHED, *self.arms) if self._is_measured(label)]
+        if self.is_main:
+            for label in labels:  # also of arms of earlier calls
+                self._draw(label)
         runs = {label: Run.open(self.folder / label / "run") for label in labels}
         firsts = first_runs({"arms": self.arms}, runs)
         first_folders = [run.folder for run in firsts.values()]
@@ -383,24 +390,22 @@ class TrainingArms:
         if comparison is not None and self.is_main:
             comparison = replace(comparison, folder=self.folder / "comparison")
         done = Trained(self.folder, manifest, runs, comparison, tables)
-        if self.is_main:
-            with failures(self.folder):
-                self._write(done)
-        return done
+        if not self.is_main:
+            return done
+        with failures(self.folder):
+            return self._written(done)
 
-    def _write(self, done: Trained) -> None:
-        self._write_tables(done.tables, self.folder)
-        self.files.add("retrofit.md")
-        with new_file(self.folder / "retrofit.md") as fresh:
-            fresh.write_text(done.verdict, encoding="utf-8")
-        if self.plan.figures:
-            with self.files.new_folder(self.folder / "figures") as fresh:
-                save_figures(done.figures(), fresh)
-        if done.comparison is not None and done.comparison.folder is not None:
-            with self.files.new_folder(done.comparison.folder) as fresh:
-                write_comparison(done.comparison, fresh, page=self.plan.page)
-        renew_page(done.contents, self.files, self.plan.page)
-        write_manifest(self.folder, done.manifest | {"files": self.files.names})
+    def _written(self, done: Trained) -> Trained:
+        self.files.add(*(f"tables/{name}.parquet" for name in done.tables), *done.texts)
+        done.write_files(self.folder)
+        comparison = done.comparison
+        if comparison is not None and comparison.folder is not None:
+            with self.files.new_folder(comparison.folder) as fresh:
+                write_data(comparison, fresh)
+        write_manifest(self.folder, done.manifest | {"drawn": False, "files": self.files.names})
+        if comparison is not None:
+            done = replace(done, comparison=draw(comparison, page=self.plan.page))
+        return draw(done, None if self.plan.figures else {}, self.plan.page, self.files)
 
     def _write_tables(self, tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
         paths = [folder / "tables" / f"{name}.parquet" for name in tables]

@@ -156,7 +156,7 @@ def applicable(run: RunData) -> list[str]:
         for name, spec in FIGURES.items()
         if (_is_experiments(spec) or not run.is_experiment)
         and all(_has(run, table) for table in spec.tables)
-        and spec.lacking(run) is None
+        and spec.applies(run)
     ]
 
 

@@ -33,6 +33,13 @@ class FigureSpec(Generic[Data_contra]):
         lacking = self._function("lacking")
         return None if lacking is None else lacking(data)
 
+    def applies(self, data: Data_contra) -> bool:
+        """Return whether the data have something to draw. If the check itself fails, drawing raises the same error."""
+        try:
+            return self.lacking(data) is None
+        except Exception:
+            return True
+
     def __call__(self, data: Data_contra) -> Figure:
         """Draw the figure in sinkscope's style.
 
@@ -52,4 +59,4 @@ class FigureSpec(Generic[Data_contra]):
 
 def draw_all(specs: Mapping[str, FigureSpec[Data_contra]], data: Data_contra) -> dict[str, Figure]:
     """Draw the figures that the data allow, by name."""
-    return Known("figure", {name: spec(data) for name, spec in specs.items() if spec.lacking(data) is None})
+    return Known("figure", {name: spec(data) for name, spec in specs.items() if spec.applies(data)})

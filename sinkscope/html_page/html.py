@@ -15,10 +15,9 @@ from sinkscope.html_page.contents import PAGE, Contents
 from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
-from sinkscope.results.folders import FileList
 from sinkscope.results.metrics import METRICS, PAPERS
 from sinkscope.results.papers import paper_of
-from sinkscope.results.swap import new_file, remove
+from sinkscope.results.swap import new_file
 from sinkscope.verdict.report import published_lines
 
 ASSETS = Path(__file__).parent / "assets"
@@ -94,15 +93,6 @@ def write_page(contents: Contents, folder: Path) -> None:
     """Write FOLDER/index.html."""
     with new_file(folder / PAGE) as fresh:
         fresh.write_text(page_of(contents).html, encoding="utf-8")
-
-
-def renew_page(contents: Contents, files: FileList, wanted: bool) -> None:
-    """Write the page of a folder that is written step by step, or remove an earlier one if none is wanted."""
-    if wanted:
-        files.add(PAGE)
-        write_page(contents, files.folder)
-    else:
-        remove(files.folder / PAGE)
 
 
 def page_data(contents: Contents) -> str:

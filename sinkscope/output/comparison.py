@@ -21,16 +21,15 @@ from sinkscope.figures import OF_RUNS
 from sinkscope.figures.labels import labels
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
-from sinkscope.html_page import Contents, Paged, write_page
+from sinkscope.html_page import Contents
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.output.drawing import save_figures
+from sinkscope.output.drawing import Drawings, drawings_of
+from sinkscope.output.result import Result, written
 from sinkscope.output.run import Run
 from sinkscope.results.bos import policy_of
-from sinkscope.results.folders import new_folder, own_folder
-from sinkscope.results.manifest import make_manifest, write_manifest
-from sinkscope.results.tables import write_tables
+from sinkscope.results.folders import own_folder
+from sinkscope.results.manifest import make_manifest
 from sinkscope.verdict.report import span
-from sinkscope.verdict.table_formats import Tabular
 
 # What two runs must share for their numbers to be comparable, and where run.json has it.
 SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -51,19 +50,21 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @dataclass(frozen=True)
-class Comparison(Paged, Tabular):
+class Comparison(Result):
     """Runs side by side.
 
     table        rows metrics of the whole model, columns runs; of two runs also `difference` (second − first)
                  and `ratio` (second ÷ first)
     by_layer     model, condition, layer, run, metric, value
     differing    rows settings in which the runs differ, columns runs: these stand in the way of comparing
+    manifest     the content of run.json
     """
 
     runs: tuple[Run, ...]
     table: pd.DataFrame
     by_layer: pd.DataFrame = field(repr=False)
     differing: pd.DataFrame
+    manifest: dict[str, Any] = field(repr=False)
     folder: Path | None = None
 
     def figures(self) -> dict[str, Figure]:
@@ -76,24 +77,16 @@ class Comparison(Paged, Tabular):
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """As its folder has them."""
         return {"comparison": self.table.reset_index(), "comparison_by_layer": self.by_layer}
 
-    def manifest(self, start: float) -> dict[str, Any]:
-        """The content of run.json. `start`: when the command began."""
-        runs = [
-            {"label": name, "folder": run.folder and str(run.folder), "model": run.model, "condition": run.condition}
-            for run, name in zip(self.runs, _labels(self.runs), strict=True)
-        ]
-        config = {"runs": [run["folder"] for run in runs]}
-        differing = self.differing.to_dict(orient="index")
-        return make_manifest("compare", config, start, self.tables, runs=runs, differing=differing)
+    @property
+    def drawings(self) -> Drawings:
+        return drawings_of(OF_RUNS, self.runs)
 
     @property
     def contents(self) -> Contents:
-        """What its page shows."""
         parts = dict(zip(_labels(self.runs), self.runs, strict=True))
-        return Contents(self.manifest(time.time()), self.tables, parts, folder=self.folder)
+        return Contents(self.manifest, self.tables, parts, folder=self.folder)
 
     @property
     def warnings(self) -> list[str]:
@@ -120,11 +113,7 @@ def compare(
     start = time.time()
     check_count(runs)
     with own_folder(out, overwrite, ("compare",), reads=_folders(runs)) as folder:
-        comparison = replace(_compared(runs), folder=folder)
-        if folder is not None:
-            with new_folder(folder) as fresh:
-                write_comparison(comparison, fresh, start, page)
-        return comparison
+        return written(replace(compared(runs, start), folder=folder), page)
 
 
 def check_count(given: Sequence[object]) -> None:
@@ -137,7 +126,8 @@ def _folders(runs: tuple[Run | str | os.PathLike[str], ...]) -> list[str | os.Pa
     return [run.folder if isinstance(run, Run) else run for run in runs]
 
 
-def _compared(runs: tuple[Run | str | os.PathLike[str], ...]) -> Comparison:
+def compared(runs: Sequence[Run | str | os.PathLike[str]], start: float) -> Comparison:
+    """Compare runs in memory. `start`: when the command began."""
     opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
     for run in opened:
         if run.command != "analyze":
@@ -146,7 +136,14 @@ def _compared(runs: tuple[Run | str | os.PathLike[str], ...]) -> Comparison:
             )
     names = _labels(opened)
     differing = differing_settings([run.manifest for run in opened], names)
-    return Comparison(opened, _table(opened, names), _by_layer(opened, names), differing)
+    listed = [
+        {"label": name, "folder": run.folder and str(run.folder), "model": run.model, "condition": run.condition}
+        for run, name in zip(opened, names, strict=True)
+    ]
+    config, tables = {"runs": [run["folder"] for run in listed]}, ("comparison", "comparison_by_layer")
+    facts = {"runs": listed, "differing": differing.to_dict(orient="index")}
+    manifest = make_manifest("compare", config, start, tables, **facts)
+    return Comparison(opened, _table(opened, names), _by_layer(opened, names), differing, manifest)
 
 
 def differing_settings(manifests: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
@@ -199,13 +196,3 @@ def _by_layer(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
         summary = run.tables["summary"]
         parts.append(summary[summary["layer"] != WHOLE_MODEL].assign(run=name))
     return pd.concat(parts, ignore_index=True)[["model", "condition", "layer", "run", "metric", "value"]]
-
-
-def write_comparison(comparison: Comparison, folder: Path, start: float | None = None, page: bool = True) -> None:
-    """Tables, figures, page and manifest into an empty folder; the manifest last. `start`: when it began, or now."""
-    write_tables(comparison.tables, folder)
-    save_figures(comparison.figures(), folder / "figures")
-    manifest = comparison.manifest(start or time.time())
-    if page:
-        write_page(replace(comparison.contents, manifest=manifest, folder=folder), folder)
-    write_manifest(folder, manifest)

@@ -4,39 +4,83 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from sinkscope import figures
+from sinkscope.errors import described, was_interrupted
+from sinkscope.figures.spec import FigureSpec
 from sinkscope.figures.style import Figure
-from sinkscope.results.run import RunData
+
+Drawings = Mapping[str, Callable[[], Figure]]  # name → draws the figure
 
 FEWEST = 4  # pieces of work for which a process is started
-PATIENCE = 20.0  # seconds more, beside four times what half of the work took here, until the process is given up
+PATIENCE = 20.0  # seconds, in addition to four times what half of the work took here, until the process is given up
 
 
-def save_all(run: RunData, folder: Path) -> None:
-    """Save every applicable figure of a run, one drawn at a time, or two by two processes."""
+class _FailedFigure(Exception):
+    """A figure could not be drawn; the message says why."""
+
+
+def drawings_of(specs: Mapping[str, FigureSpec[Any]], data: Any) -> Drawings:
+    """Return the figures of a register that the data allow."""
+    return {name: partial(spec, data) for name, spec in specs.items() if spec.applies(data)}
+
+
+def save_figures(drawings: Drawings, folder: Path) -> dict[str, str]:
+    """Draw figures and save each as NAME.png and NAME.pdf, one at a time, or two by two processes.
+
+    Returns:
+        The figures that could not be drawn, each with the reason.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    shared_out(lambda name: save_figures({name: figures.draw(name, run)}, folder), figures.applicable(run))
+    failed: dict[str, str] = {}
+    here = os.getpid()
+
+    def save(name: str) -> None:
+        try:
+            _save(name, drawings[name], folder)
+        except _FailedFigure as error:
+            if os.getpid() != here:  # this process draws the figure again and records the reason
+                raise
+            failed[name] = str(error)
+
+    shared_out(save, list(drawings))
+    return dict(sorted(failed.items()))
 
 
-def save_figures(drawn: Mapping[str, Figure], folder: Path) -> None:
-    """Save each figure as NAME.png and NAME.pdf."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in drawn.items():
+def _save(name: str, draw: Callable[[], Figure], folder: Path) -> None:
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "pdf")]
+    try:
+        figure = draw()
         figure.lay_out()
-        for kind in ("png", "pdf"):
-            figure.savefig(folder / f"{name}.{kind}")
+    except Exception as error:  # a mistake in one figure must not cost the others
+        raise _failed(error) from error
+    try:
+        for path in paths:
+            figure.savefig(path)
+    except OSError:
+        raise
+    except Exception as error:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise _failed(error) from error
+
+
+def _failed(error: Exception) -> BaseException:
+    return KeyboardInterrupt() if was_interrupted(error) else _FailedFigure(described(error))
 
 
 def shared_out(work: Callable[[str], object], names: Sequence[str]) -> None:
-    """work(name) for every name, every other one in a second process, which has a copy of all that there is here.
+    """Call work(name) for every name, for every other one in a second process, a fork of this one.
 
-    Work there leaves nothing behind but files, and computes nothing with torch, whose threads it lacks. Where it fails,
-    or takes too long (a library's lock that another thread held at the fork is held there for ever), all of it is done
-    again here, so that its errors are raised here.
+    The work there may only write files, and compute nothing with torch, whose threads a fork lacks. Where it fails or
+    takes too long (a library's lock that another thread held at the fork is never released there), this process does
+    it again, and raises its errors.
     """
     if len(names) < FEWEST or not _has_second_core():
         for name in names:
@@ -59,12 +103,12 @@ def shared_out(work: Callable[[str], object], names: Sequence[str]) -> None:
 
 
 def _has_second_core() -> bool:
-    """Only on Linux: elsewhere there is no fork, or libraries do not stand it. A daemon may start no process."""
+    """Return whether a second process may draw: other systems than Linux have no safe fork, and a daemon may not."""
     return sys.platform == "linux" and (os.cpu_count() or 1) > 1 and not current_process().daemon
 
 
 def _work_and_exit(work: Callable[[str], object], names: Sequence[str], parent: int) -> NoReturn:
-    """Without a word, and no longer than the process lives that waits for it."""
+    """Do the work silently, and end when the process that waits for it has ended."""
     try:
         for name in names:
             if os.getppid() != parent:

@@ -1,16 +1,18 @@
-"""What a run folder holds, one function a kind of output, and how it is written.
+"""The files of a run folder, one function for each kind of output, and how they are written.
 
 A new kind of output is a file with a function `write(run, folder)`, and a line in OUTPUTS.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from sinkscope.html_page import write_page
+from sinkscope.errors import InputError, unknown
+from sinkscope.figures import FIGURES
 from sinkscope.measuring.console import spinner
-from sinkscope.output.drawing import save_all, save_figures
+from sinkscope.output.result import draw, is_undrawn
 from sinkscope.output.run import Run
 from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import write_manifest
@@ -33,7 +35,7 @@ def _verdict(run: Run, folder: Path) -> None:
     (folder / "verdict.md").write_text(run.verdict + "\n", encoding="utf-8")
 
 
-# in the order in which they are written; figures and the page come behind them, and run.json last
+# in the order in which they are written; run.json follows, then figures and the page
 OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "tables": _tables,
     "paper tables": _paper_tables,
@@ -42,29 +44,47 @@ OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
 }
 
 
-def write_run(run: Run, folder: Path, figures: Iterable[str] | None = None, page: bool = True) -> None:
-    """Write all outputs of a run into an empty folder.
+def write_run(run: Run, folder: Path, is_drawn: bool = True) -> None:
+    """Write all outputs of a run except figures and the page into an empty folder; `is_drawn`: `draw_run` follows."""
+    for write in OUTPUTS.values():
+        write(run, folder)
+    write_manifest(folder, run.manifest | ({"drawn": False} if is_drawn else {}))
+
+
+def draw_run(run: Run, figures: Iterable[str] | None = None, page: bool = True) -> Run:
+    """Draw figures and the page into the folder of a run that is written.
 
     Args:
         run: what was measured.
-        folder: where.
         figures: names of the figures to draw; None: all that apply.
         page: whether to write index.html.
+
+    Returns:
+        The run; its manifest names the figures that could not be drawn.
     """
-    for write in OUTPUTS.values():
-        write(run, folder)
-    if figures is None:
-        save_all(run, folder / "figures")
-    else:
-        save_figures({name: run.figure(name) for name in figures}, folder / "figures")
-    if page:
-        write_page(run.contents, folder)
-    write_manifest(folder, run.manifest)
+    return draw(run, None if figures is None else {name: partial(run.figure, name) for name in figures}, page)
+
+
+def redrawn(run: Run, figures: Iterable[str] | None = None, page: bool = True) -> Run:
+    """Draw what a run folder lacks because the command was killed, or a figure failed."""
+    return draw_run(run, figures, page) if is_undrawn(run.manifest) else run
 
 
 def finished(run: Run, console: Console, figures: Iterable[str] | None = None, page: bool = True) -> Run:
-    """The run, written to its folder if it has one. `figures` and `page` as for `write_run`."""
-    if run.folder is not None:
-        with spinner(console, "drawing the figures"), new_folder(run.folder) as fresh:
-            write_run(run, fresh, figures, page)
-    return run
+    """Return the run, written to its folder if it has one. `figures` and `page` as for `draw_run`."""
+    if figures is not None:
+        figures = tuple(figures)
+        check_known(figures)
+    if run.folder is None:
+        return run
+    with new_folder(run.folder) as fresh:
+        write_run(run, fresh)
+    with spinner(console, "drawing the figures"):
+        return draw_run(run, figures, page)
+
+
+def check_known(figures: Iterable[str]) -> None:
+    """Raise InputError for a figure of a run that does not exist."""
+    for name in figures:
+        if name not in FIGURES:
+            raise InputError(f"figure {unknown(name, FIGURES)}")

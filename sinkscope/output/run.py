@@ -1,7 +1,7 @@
 """A run with its figures and its verdict."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -9,10 +9,11 @@ import pandas as pd
 
 from sinkscope import figures
 from sinkscope.errors import Known
-from sinkscope.figures import applicable
 from sinkscope.figures.style import Figure
-from sinkscope.html_page import Contents, Paged
+from sinkscope.html_page import Contents
 from sinkscope.measuring.tables import all_tables
+from sinkscope.output.drawing import Drawings
+from sinkscope.output.result import Result
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import Columns
@@ -20,12 +21,11 @@ from sinkscope.verdict import analysis
 from sinkscope.verdict.quantization import spared_files
 from sinkscope.verdict.register import REPORTS
 from sinkscope.verdict.report import Report, report_markdown
-from sinkscope.verdict.table_formats import Tabular
 
 ACROSS = 4  # names in a line of the tree
 
 
-class Run(Paged, Tabular, RunData):
+class Run(RunData, Result):
     """What a command measured: `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`."""
 
     columns: ClassVar[Mapping[str, Columns]] = all_tables() | {analysis.TABLE: analysis.COLUMNS}
@@ -48,6 +48,10 @@ class Run(Paged, Tabular, RunData):
         """
         return figures.draw(name, self)
 
+    @property
+    def drawings(self) -> Drawings:
+        return {name: partial(self.figure, name) for name in figures.applicable(self)}
+
     @cached_property
     def report(self) -> Report:
         """What the tables say, as data."""
@@ -63,7 +67,6 @@ class Run(Paged, Tabular, RunData):
 
     @property
     def contents(self) -> Contents:
-        """What its page shows."""
         return Contents(self.manifest, self.tables, findings=self.report.findings, folder=self.folder)
 
     @property
@@ -78,11 +81,11 @@ class Run(Paged, Tabular, RunData):
 def _files(run: RunData, folder: Path) -> str:
     """The run folder as a tree."""
     recipe = run.manifest.get("recipe")  # which draws its own figures only
-    figures = recipe["content"].get("figures", []) if recipe else applicable(run)
+    drawn = recipe["content"].get("figures", []) if recipe else figures.applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
     first = ("run.json", "verdict.md", "index.html (but with --no-page)", *spared_files(run))
     lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *_columns(tables, "│   ")]
-    lines += ["└── figures/ (each as .png and .pdf)", *_columns(figures, "    ")]
+    lines += ["└── figures/ (each as .png and .pdf)", *_columns(drawn, "    ")]
     return "\n".join(lines)
 
 

@@ -1,32 +1,28 @@
-"""A scorecard is written: its tables, figures, words and page."""
+"""A scorecard with its words, figures and page, as it is written."""
 
-from pathlib import Path
+from collections.abc import Mapping
 
 from sinkscope.figures import OF_CLAIMS, OF_ROUTES
-from sinkscope.figures.spec import draw_all
-from sinkscope.figures.style import Figure
-from sinkscope.html_page import Contents, write_page
-from sinkscope.output.drawing import save_figures
-from sinkscope.results.manifest import write_manifest
-from sinkscope.results.tables import write_tables
+from sinkscope.output.drawing import Drawings, drawings_of
+from sinkscope.output.result import Result
 from sinkscope.verdict.scorecard import Scorecard, legend
 
-FIGURES, WORDS = "figures", "scorecard.md"
+
+class DrawnScorecard(Scorecard, Result):
+    """A scorecard that can be written."""
+
+    @classmethod
+    def of(cls, card: Scorecard) -> "DrawnScorecard":
+        return cls(card.manifest, card.table, card.routes, card.runs, card.folder)
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        return {"scorecard.md": f"{self.markdown}\n\n{legend()}\n"}
+
+    @property
+    def drawings(self) -> Drawings:
+        return scorecard_drawings(self)
 
 
-def write_scorecard(card: Scorecard, folder: Path, page: bool = True) -> None:
-    """Write a scorecard for which nothing was measured into an empty folder."""
-    write_tables(card.tables, folder)
-    save_figures(scorecard_figures(card), folder / FIGURES)
-    (folder / WORDS).write_text(scorecard_words(card), encoding="utf-8")
-    if page:
-        write_page(Contents(card.manifest, card.tables, folder=folder), folder)
-    write_manifest(folder, card.manifest)
-
-
-def scorecard_figures(card: Scorecard) -> dict[str, Figure]:
-    return draw_all(OF_CLAIMS, card) | draw_all(OF_ROUTES, card.routes)
-
-
-def scorecard_words(card: Scorecard) -> str:
-    return f"{card.markdown}\n\n{legend()}\n"
+def scorecard_drawings(card: Scorecard) -> Drawings:
+    return {**drawings_of(OF_CLAIMS, card), **drawings_of(OF_ROUTES, card.routes)}

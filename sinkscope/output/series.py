@@ -8,7 +8,7 @@ OUT/figures/training-*.png|pdf
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,16 @@ from sinkscope.errors import InputError, Known, one_line
 from sinkscope.figures import OF_STEPS
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
-from sinkscope.html_page import STEP, Contents, Paged, write_page
+from sinkscope.html_page import STEP, Contents
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import Checkpoint
 from sinkscope.options.option import Options
 from sinkscope.output.comparison import differing_settings
-from sinkscope.output.drawing import save_figures
-from sinkscope.output.outputs import write_run
+from sinkscope.output.drawing import Drawings, drawings_of
+from sinkscope.output.result import Result
 from sinkscope.output.run import Run
-from sinkscope.results.manifest import folder_of, format_of, make_manifest, read_manifest, write_manifest
-from sinkscope.results.tables import LEADING_COLUMNS, METRIC, VALUE, Column, read_table, write_tables
-from sinkscope.verdict.table_formats import Tabular
+from sinkscope.results.manifest import folder_of, format_of, make_manifest, read_manifest
+from sinkscope.results.tables import LEADING_COLUMNS, METRIC, VALUE, Column, read_table
 
 COMMAND = "analyze_steps"  # in the manifest
 COLUMNS = ["model", "condition", "step", "layer", "metric", "value"]
@@ -37,7 +36,7 @@ HEADLINES = ("sink_rate", "value_drain", "norm_ratio", "massive_count", "value_g
 
 
 @dataclass(frozen=True)
-class Series(Paged, Tabular):
+class Series(Result):
     """One model at several steps of its training, in their order.
 
     Attributes:
@@ -80,6 +79,14 @@ class Series(Paged, Tabular):
         return self.figures()[name]
 
     @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {"series": self.table}
+
+    @property
+    def drawings(self) -> Drawings:
+        return drawings_of(OF_STEPS, list(self.runs.items()))
+
+    @property
     def headlines(self) -> pd.DataFrame:
         """The best-known metrics of the whole model: rows steps, columns metrics."""
         whole = self.table[(self.table["layer"] == WHOLE_MODEL) & self.table["metric"].isin(HEADLINES)]
@@ -93,8 +100,7 @@ class Series(Paged, Tabular):
 
     @property
     def contents(self) -> Contents:
-        """What its page shows."""
-        return Contents(self.manifest, {"series": self.table}, self.runs, folder=self.folder, named_by=STEP)
+        return Contents(self.manifest, self.tables, self.runs, folder=self.folder, named_by=STEP)
 
     @property
     def warnings(self) -> list[str]:
@@ -136,19 +142,3 @@ def series_manifest(
         condition=runs[checkpoints[0].step].condition,
         steps=[{"step": at.step, "name": at.name, "folder": at.folder} for at in checkpoints],
     )
-
-
-def written(run: Run, folder: Path, page: bool = True) -> Run:
-    """Write a run, and open it from disk: its tables leave the memory to the next step."""
-    folder.mkdir()
-    write_run(run, folder, page=page)
-    return Run.open(folder)
-
-
-def write_series(series: Series, folder: Path, page: bool = True) -> None:
-    """Table, figures, page and manifest into a folder that holds the runs; the manifest last."""
-    write_tables({"series": series.table}, folder)
-    save_figures(series.figures(), folder / "figures")
-    if page:
-        write_page(replace(series.contents, folder=folder), folder)
-    write_manifest(folder, series.manifest)

@@ -12,7 +12,7 @@ OUT/routes.md, OUT/scorecard.md
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,30 +23,29 @@ from sinkscope.errors import InputError
 from sinkscope.figures import OF_ROUTES
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
-from sinkscope.html_page import Contents, Paged, write_page
 from sinkscope.output import comparison
 from sinkscope.output.comparison import Comparison, check_count, differing_settings
-from sinkscope.output.drawing import save_figures
+from sinkscope.output.drawing import Drawings, drawings_of
+from sinkscope.output.result import Result, written
 from sinkscope.output.run import Run
-from sinkscope.output.scorecard import write_scorecard
+from sinkscope.output.scorecard import DrawnScorecard
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.routes import ROLES, ROUTES_TITLE, routes_of_models, routes_text
 from sinkscope.paper_claims.table import models_of
-from sinkscope.results.folders import new_folder, own_folder
-from sinkscope.results.manifest import RUNS, folder_of, make_manifest, read_manifest, write_manifest
+from sinkscope.results.folders import own_folder
+from sinkscope.results.manifest import RUNS, folder_of, make_manifest, read_manifest
 from sinkscope.results.scorecard import COMMAND as CLAIMS
 from sinkscope.results.scorecard import ROUTE as TABLE
 from sinkscope.results.scorecard import TABLES
-from sinkscope.results.tables import write_tables
 from sinkscope.verdict.scorecard import Scorecard
-from sinkscope.verdict.table_formats import Tabular, as_markdown
+from sinkscope.verdict.table_formats import as_markdown
 
 Given = Run | Scorecard | str | os.PathLike[str]
 SETTINGS = ("input", "dataset", "num_seqs", "seq_len", "window", "epsilon", "dtype", "bos", "seed", "draws")
 
 
 @dataclass(frozen=True)
-class Routes(Paged, Tabular):
+class Routes(Result):
     """Interventions on several models side by side.
 
     Attributes:
@@ -70,9 +69,16 @@ class Routes(Paged, Tabular):
         return {ROUTES_TITLE: routes_text(self.table)}
 
     @property
-    def contents(self) -> Contents:
-        """What its page shows."""
-        return Contents(self.manifest, {TABLE: self.table}, folder=self.folder)
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {TABLE: self.table}
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        return {"routes.md": self.markdown + "\n"}
+
+    @property
+    def drawings(self) -> Drawings:
+        return drawings_of(OF_ROUTES, self.table)
 
     @property
     def markdown(self) -> str:
@@ -112,12 +118,8 @@ def compare(
         return comparison.compare(*runs, out=out, overwrite=overwrite, page=page)  # type: ignore[arg-type]
     start, folders = time.time(), [one.folder if isinstance(one, Run | Scorecard) else one for one in runs]
     with own_folder(out, overwrite, ("compare",), reads=folders) as folder:
-        found, write = _WAYS[commands[0]](runs, start)
-        found = replace(found, folder=folder)
-        if folder is not None:
-            with new_folder(folder) as fresh:
-                write(found, fresh, page)
-        return found
+        found = replace(_WAYS[commands[0]](runs, start), folder=folder)
+        return written(found, page)
 
 
 def _command(one: Given) -> str:
@@ -131,29 +133,20 @@ def _command(one: Given) -> str:
 # --- interventions
 
 
-def _routes(given: Sequence[Given], start: float) -> tuple[Routes, Callable[[Routes, Path, bool], None]]:
+def _routes(given: Sequence[Given], start: float) -> Routes:
     runs = [one if isinstance(one, Run) else Run.open(one) for one in given]  # type: ignore[arg-type]
     models = models_of(runs)
     table = routes_of_models({model: Evidence.of(own, ROLES, model) for model, own in models.items()})
     names = _distinct([run.model for run in runs], [run.folder for run in runs])
     differing = differing_settings([run.manifest for run in runs], names)
     manifest = _manifest(start, [TABLE], names, [run.folder for run in runs], differing)
-    return Routes(manifest, table, differing), _write_routes
-
-
-def _write_routes(routes: Routes, folder: Path, page: bool) -> None:
-    write_tables({TABLE: routes.table}, folder)
-    save_figures(routes.figures(), folder / "figures")
-    (folder / "routes.md").write_text(routes.markdown + "\n", encoding="utf-8")
-    if page:
-        write_page(replace(routes.contents, folder=folder), folder)
-    write_manifest(folder, routes.manifest)
+    return Routes(manifest, table, differing)
 
 
 # --- scorecards
 
 
-def _scorecards(given: Sequence[Given], start: float) -> tuple[Scorecard, Callable[[Scorecard, Path, bool], None]]:
+def _scorecards(given: Sequence[Given], start: float) -> DrawnScorecard:
     """One of all their models; those of one model are told apart by their folders."""
     cards = [one if isinstance(one, Scorecard) else Scorecard.open(one) for one in given]  # type: ignore[arg-type]
     if empty := [card.folder for card in cards if not card.models]:
@@ -169,7 +162,7 @@ def _scorecards(given: Sequence[Given], start: float) -> tuple[Scorecard, Callab
     names = [", ".join(own.values()) for _, own in renamed]
     differing = _differing_options(cards, names)
     manifest = _manifest(start, TABLES, names, [card.folder for card in cards], differing)
-    return Scorecard(manifest, table, routes), write_scorecard
+    return DrawnScorecard(manifest, table, routes)
 
 
 def _differing_options(cards: Sequence[Scorecard], names: list[str]) -> pd.DataFrame:
@@ -201,7 +194,7 @@ def _manifest(
     return make_manifest("compare", config, start, tables, runs=compared, differing=differing.to_dict(orient="index"))
 
 
-_WAYS: dict[str, Callable[[Sequence[Given], float], tuple[Any, Callable[[Any, Path, bool], None]]]] = {
+_WAYS: dict[str, Callable[[Sequence[Given], float], Routes | DrawnScorecard]] = {
     "intervene": _routes,
     CLAIMS: _scorecards,
 }

@@ -10,6 +10,7 @@ OUT/sweep.md                        sink rates by model and input, beside publis
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,19 @@ import pandas as pd
 from pydantic import ValidationError
 
 from sinkscope.errors import InputError, one_line
-from sinkscope.figures import OF_CLAIMS, OF_ROUTES, OF_SWEEP
-from sinkscope.figures.spec import draw_all
-from sinkscope.html_page import Contents, write_page
+from sinkscope.figures import OF_SWEEP
 from sinkscope.options.sweep_file import SweepContent
-from sinkscope.output.drawing import save_figures
+from sinkscope.output.drawing import Drawings, drawings_of
+from sinkscope.output.result import Result
+from sinkscope.output.scorecard import scorecard_drawings
 from sinkscope.results.cells import COMMAND
 from sinkscope.results.findings import SINK
-from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, write_manifest
+from sinkscope.results.manifest import folder_of, make_manifest, read_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
 from sinkscope.results.scorecard import CLAIM as CLAIMS
 from sinkscope.results.scorecard import ROUTE as ROUTES
-from sinkscope.results.tables import read_table, write_tables
+from sinkscope.results.tables import read_table
 from sinkscope.verdict.factor_study import PAPER, summary
 from sinkscope.verdict.factor_study import TABLE as STUDY
 from sinkscope.verdict.scorecard import Scorecard
@@ -50,27 +51,50 @@ TOTAL_WEIGHT = (
 MARKED = f" {TRANSCRIBED}: from a transcription of the paper."
 
 
-def write_comparison(
-    tables: SweepTables, folder: Path, record: Mapping[str, Any], start: float, page: bool = True
-) -> None:
-    """Tables, figures, words, page and manifest into an empty folder; the manifest last."""
-    write_tables(tables.tables, folder)
-    figures = draw_all(OF_SWEEP, tables)
-    if CLAIMS in tables.tables:
-        card = Scorecard({}, one_cell_each(tables.tables[CLAIMS]), one_cell_each(tables.tables[ROUTES]))
-        if len(card.models) > 1:
-            figures |= draw_all(OF_CLAIMS, card) | draw_all(OF_ROUTES, card.routes)
-    save_figures(figures, folder / "figures")
-    (folder / "sweep.md").write_text(words(tables, record) + "\n", encoding="utf-8")
-    cells = list(dict.fromkeys(cell for table in tables.tables.values() for cell in table["cell"]))
-    manifest = make_manifest(COMMAND, record, start, tables.tables, cells=cells)
-    if page:
-        write_page(Contents(manifest, tables.tables, folder=folder), folder)
-    write_manifest(folder, manifest)
+@dataclass(frozen=True)
+class SweepComparison(Result):
+    """All cells of a sweep that are done.
+
+    Attributes:
+        manifest: the content of run.json.
+        compared: the tables, with what they need to be shown.
+        folder: where it is written.
+    """
+
+    manifest: dict[str, Any]
+    compared: SweepTables
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, tables: SweepTables, record: Mapping[str, Any], start: float, folder: Path) -> "SweepComparison":
+        """Return the comparison of a sweep; `record` is the content of its file, and `start` when it began."""
+        cells = list(dict.fromkeys(cell for table in tables.tables.values() for cell in table["cell"]))
+        return cls(make_manifest(COMMAND, record, start, tables.tables, cells=cells), tables, folder)
+
+    @property
+    def tables(self) -> Mapping[str, pd.DataFrame]:
+        return self.compared.tables
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        return {"sweep.md": words(self.compared, self.manifest["config"]) + "\n"}
+
+    @property
+    def drawings(self) -> Drawings:
+        drawings = drawings_of(OF_SWEEP, self.compared)
+        if CLAIMS in self.tables:
+            card = Scorecard({}, one_cell_each(self.tables[CLAIMS]), one_cell_each(self.tables[ROUTES]))
+            if len(card.models) > 1:
+                return {**drawings, **scorecard_drawings(card)}
+        return drawings
+
+    @property
+    def summary_tables(self) -> Mapping[str, pd.DataFrame]:
+        return summary_tables(self.compared)
 
 
 def open_comparison(folder: str | os.PathLike[str]) -> SweepTables:
-    """What `write_comparison` wrote.
+    """Open the comparison of a sweep.
 
     Raises:
         InputError: it is no such folder, or it is damaged.

@@ -14,16 +14,17 @@ from sinkscope.figures import OF_ARMS
 from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
 from sinkscope.figures.training import Arms
-from sinkscope.html_page import Contents, Paged
+from sinkscope.html_page import Contents
 from sinkscope.measuring.tables import all_tables
 from sinkscope.output.comparison import Comparison
+from sinkscope.output.drawing import Drawings, drawings_of
+from sinkscope.output.result import Result, figure_failure
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import MANIFEST, folder_of, format_of, read_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
 from sinkscope.training.tables import UNTOUCHED, retrofit_table
 from sinkscope.verdict.analysis import quantized_source
-from sinkscope.verdict.table_formats import Tabular
 from sinkscope.verdict.trained import (
     backcopy_markdown,
     gates_moved,
@@ -36,7 +37,7 @@ COMMANDS = ("retrofit", "train")
 
 
 @dataclass(frozen=True)
-class Trained(Paged, Tabular):
+class Trained(Result):
     """The result of `retrofit` or `train`.
 
     Attributes:
@@ -93,8 +94,21 @@ class Trained(Paged, Tabular):
 
     @property
     def contents(self) -> Contents:
-        """What its page shows."""
         return Contents(self.manifest, self.tables, self.runs, self.findings, self.folder)
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        return {"retrofit.md": self.verdict}
+
+    @property
+    def drawings(self) -> Drawings:
+        return drawings_of(OF_ARMS, self._drawn)
+
+    @property
+    def failure(self) -> str:
+        """Return on one line which figures could not be drawn; "" if all could."""
+        parts = [*self.runs.values(), *([self.comparison] if self.comparison else [])]
+        return figure_failure(self.manifest, *(part.manifest for part in parts))
 
     @property
     def notes(self) -> list[str]:
@@ -103,7 +117,11 @@ class Trained(Paged, Tabular):
 
     def figures(self) -> dict[str, Figure]:
         """By name, those that the tables, and the runs' own, allow."""
-        return draw_all(OF_ARMS, Arms(self.tables, first_runs(self.manifest, self.runs)))
+        return draw_all(OF_ARMS, self._drawn)
+
+    @property
+    def _drawn(self) -> Arms:
+        return Arms(self.tables, first_runs(self.manifest, self.runs))
 
     @property
     def is_main(self) -> bool:

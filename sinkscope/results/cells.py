@@ -166,12 +166,6 @@ class CellFolders:
         """Delete the record of a failure: the cell is done, or is tried again."""
         remove(self.failure_file(name))
 
-    @contextmanager
-    def new_comparison(self) -> Iterator[Path]:
-        """Yield a temporary folder that replaces the comparison."""
-        with self.shared(), new_folder(self.comparison) as fresh:
-            yield fresh
-
 
 @contextmanager
 def _patiently(lock: Callable[[], AbstractContextManager], seconds: float = PATIENCE) -> Iterator[None]:

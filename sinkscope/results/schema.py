@@ -45,6 +45,8 @@ class Manifest(Part):
     config: dict[str, Any]
     tables: list[Name]
     files: list[Annotated[str, AfterValidator(_inside)]] | None = None
+    drawn: bool = True  # False until figures and the page are drawn
+    failed_figures: Reasons = {}  # also the page, index.html
     read: dict[str, str] | None = None  # of a cell of a sweep: what it read → digest
 
 

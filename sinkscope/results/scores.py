@@ -1,6 +1,5 @@
 """Scores on benchmarks: their table, and which of a task's metrics is the one that is compared."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ class Scores:
         folder: where it was written, if it was.
     """
 
-    manifest: Mapping[str, Any]
+    manifest: dict[str, Any]
     table: pd.DataFrame = field(repr=False)
     folder: Path | None = None
 

@@ -293,7 +293,7 @@ def test_two_processes_judge_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     Claims that need several kinds of runs: analyses of several inputs and of random weights, and experiments.
     """
-    monkeypatch.setattr("sinkscope.output.scorecard.scorecard_figures", lambda card: {})
+    monkeypatch.setattr("sinkscope.output.scorecard.scorecard_drawings", lambda card: {})
     claims = ("GS-28", "W-3", "N-9")
     only(monkeypatch, *claims)
     tiny_model("llama", spread=1.0).save_pretrained(tmp_path / "llama")

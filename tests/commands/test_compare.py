@@ -117,7 +117,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sinkscope.output.comparison.write_tables", full)
+    monkeypatch.setattr("sinkscope.output.result.write_tables", full)
     with pytest.raises(SinkscopeError, match=r"nothing of it is left: .* No space left on device"):
         compare(made_up(), made_up(), out=tmp_path / "deep" / "both")
     assert not list(tmp_path.iterdir())

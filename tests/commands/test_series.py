@@ -279,7 +279,7 @@ def test_a_disk_that_refuses(trained: Path, tmp_path: Path, monkeypatch: pytest.
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sinkscope.output.series.save_figures", full)
+    monkeypatch.setattr("sinkscope.output.result.write_tables", full)
     message = refused(trained, out=tmp_path / "out", error=SinkscopeError)
     assert message.startswith(f"writing {tmp_path / 'out'} failed, and nothing of it is left")
     assert not list(tmp_path.iterdir())

@@ -50,7 +50,7 @@ SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
 def make_quick(patch: pytest.MonkeyPatch) -> None:
     """Workers that need not import everything again, and no figures, which tests/figures draws."""
     patch.setattr(pools, "METHOD", "fork")
-    patch.setattr("sinkscope.output.sweep.draw_all", lambda specs, data: {})
+    patch.setattr("sinkscope.output.sweep.drawings_of", lambda specs, data: {})
 
 
 @pytest.fixture(autouse=True)
@@ -635,4 +635,4 @@ def test_five_hundred_cells_are_planned_in_seconds(models: Path, tmp_path: Path)
     }
     assert time.monotonic() - start < 10  # 2 s on an idle core
     few = replace(found, cells=found.cells[:20])
-    assert compared(few, folders, 0.0).rates["seed"].tolist() == list(range(20))
+    assert compared(few, folders, 0.0).compared.rates["seed"].tolist() == list(range(20))

@@ -36,8 +36,8 @@ SHAPE = {
 
 def make_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pools, "METHOD", "fork")
-    patch.setattr("sinkscope.output.sweep.draw_all", lambda specs, data: {})
-    patch.setattr("sinkscope.output.scorecard.scorecard_figures", lambda card: {})
+    patch.setattr("sinkscope.output.sweep.drawings_of", lambda specs, data: {})
+    patch.setattr("sinkscope.output.scorecard.scorecard_drawings", lambda card: {})
     skip_figures(patch)
 
 

@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of this process's making, which see the hub that it sees."""
     monkeypatch.setattr(pools, "METHOD", "fork")
-    monkeypatch.setattr("sinkscope.output.sweep.draw_all", lambda specs, data: {})
+    monkeypatch.setattr("sinkscope.output.sweep.drawings_of", lambda specs, data: {})
     monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, Trainer
 import sinkscope.commands.training_arms
 import sinkscope.figures
 import sinkscope.output.outputs
+import sinkscope.output.result
 from sinkscope.cli.app import app
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError
@@ -139,7 +140,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
         (sinkscope.commands.training_arms, "write_tables", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),
         (sinkscope.commands.training_arms, "write_run", full, "vga/run failed"),
-        (sinkscope.commands.training_arms, "save_figures", full, "figures failed, and nothing of it is left"),
+        (sinkscope.output.result, "save_figures", full, "figures failed, and nothing of it is left"),
     ]
     for place, name, fails, told in stages:
         with monkeypatch.context() as patched:

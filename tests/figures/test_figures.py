@@ -23,7 +23,7 @@ from sinkscope.figures import COMMAND, KINDS, OF_RUNS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures.labels import LONGEST_TOKEN, shorten, title, token_label
 from sinkscope.figures.style import SETTINGS, TEXT, WIDE, new_figure
-from sinkscope.output.drawing import save_all
+from sinkscope.output.drawing import save_figures
 from sinkscope.output.run import Run
 
 # those of `analyze`; other commands' have files of their own
@@ -320,13 +320,13 @@ def test_a_missing_table_names_the_observable_to_run(run: Run) -> None:
         draw("attention-maps", only)
 
 
-def test_save_all_writes_png_and_pdf_with_truetype_fonts_and_no_date(
+def test_figures_are_saved_as_png_and_pdf_with_truetype_fonts_and_no_date(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = global_settings()
     monkeypatch.setitem(SETTINGS, "pdf.compression", 0)  # so that the fonts' names can be read
     rough_figures(monkeypatch)
-    save_all(make_run(layers=2, heads=2), tmp_path)
+    assert save_figures(make_run(layers=2, heads=2).drawings, tmp_path) == {}
     for name in FIGURES:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         pdf = (tmp_path / f"{name}.pdf").read_bytes()

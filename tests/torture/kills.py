@@ -160,6 +160,8 @@ def trial(command: Command, old: Path, new: Path, folder: Path, unbroken: Unbrok
         if overwrite and not command.goes_on:
             sinkscope.Run.open(out)  # the old one or the new one, at any time
     found["clean errors"] += finished(command, out, errors, overwrite)
+    if not command.goes_on:
+        sinkscope.show(out)  # draws what a kill after the tables has left undrawn
     compare(out, new)
     left = [path.name for path in out.parent.iterdir() if path != out]
     left += [str(path) for path in out.rglob(".sinkscope-*")] + [str(path) for path in strangers(out)]

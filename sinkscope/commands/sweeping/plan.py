@@ -146,12 +146,12 @@ def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str,
     found, why = folders.manifest(cell.name, cell.command, cell.config)
     if found is None or why or (why := changes(found.get("read"), reads.of(cell.options))):
         return None, why
-    return (found, "") if found["tables"] else (None, "")
+    return (found, "") if found["tables"] and found.get("drawn", True) else (None, "")
 
 
 def partly_failed(manifest: Mapping[str, Any]) -> str:
-    """Return the parts of a finished cell that failed: arms of `intervene`, runs of `claims`."""
-    failed = manifest.get("failed") or {}
+    """Return the parts of a finished cell that failed: arms of `intervene`, runs of `claims`, figures."""
+    failed = (manifest.get("failed") or {}) | (manifest.get("failed_figures") or {})
     return one_line("; ".join(f"{name}: {reason}" for name, reason in failed.items())) if failed else ""
 
 

@@ -1,0 +1,244 @@
+"""A figure that cannot be drawn costs nothing else: tables, run.json and the other figures are written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.figures import skip_figures
+from tiny import tiny_model, tiny_tokens
+
+import sinkscope
+import sinkscope.commands.claims
+import sinkscope.paper_claims.table
+from sinkscope.cli.app import app
+from sinkscope.figures.spec import FigureSpec
+from sinkscope.figures.style import Figure
+from sinkscope.output import result as output
+from sinkscope.output.run import Run
+from sinkscope.paper_claims.register import CLAIMS
+
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2, "observables": "attention"}
+ANALYZE = ("analyze", "--input=random", "--num-seqs=2", "--seq-len=16", "--observables=attention", "--quiet")
+TRAINED: dict[str, Any] = {"steps": 2, "save_every": 1, "block_length": 16, "batch_size": 1, "num_seqs": 2}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "ids.npy"
+    np.save(path, tiny_tokens(12, 16).numpy())
+    return path
+
+
+@pytest.fixture
+def misspelled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """misspelled(name, …): drawing these figures raises KeyError; other figures are empty files."""
+    plain = FigureSpec.__call__
+
+    def fail(*names: str) -> None:
+        def draw(self: FigureSpec, data: Any) -> Figure:
+            if self.name in names:
+                raise KeyError("sink_rte")
+            return plain(self, data) if self.name == "sink-map" else Figure()
+
+        monkeypatch.setattr(FigureSpec, "__call__", draw)
+        monkeypatch.setattr(Figure, "lay_out", lambda figure: None)
+        monkeypatch.setattr(Figure, "savefig", lambda figure, fname, **rest: Path(fname).touch())
+
+    return fail
+
+
+def check(folder: Path, *names: str) -> None:
+    """Check the folder's tables, its files, and that run.json names the figures that failed."""
+    manifest = json.loads((folder / "run.json").read_text())
+    assert manifest["failed_figures"] == dict.fromkeys(names, "KeyError: 'sink_rte'")
+    assert "drawn" not in manifest
+    assert manifest["tables"]
+    for table in manifest["tables"]:
+        assert list(pd.read_parquet(folder / "tables" / f"{table}.parquet"))
+    drawn = {path.stem for path in (folder / "figures").iterdir()}
+    assert not drawn & set(names)
+    assert {f"figures/{name}.png" for name in drawn} <= set(manifest["files"])
+    assert (folder / "index.html").is_file()
+    assert not list(folder.rglob(".sinkscope-*"))
+
+
+WARNED = r"1 figure could not be drawn, and all else is written: {} \(KeyError: 'sink_rte'\)"
+
+
+def test_analyze(tiny: Path, tmp_path: Path, misspelled: Callable[..., None]) -> None:
+    misspelled("sink-positions")
+    with pytest.warns(UserWarning, match=WARNED.format("sink-positions")):
+        run = sinkscope.analyze(tiny, out=tmp_path / "run", **SMALL)
+    assert run.manifest["failed_figures"] == {"sink-positions": "KeyError: 'sink_rte'"}
+    check(tmp_path / "run", "sink-positions")
+    assert (tmp_path / "run" / "figures" / "sink-map.pdf").is_file()
+    opened = Run.open(tmp_path / "run")
+    pd.testing.assert_frame_equal(opened.tables["attention"], run.tables["attention"])
+
+
+def test_the_command_line_names_it_and_ends_with_1(
+    tiny: Path, tmp_path: Path, misspelled: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    misspelled("sink-map")
+    with pytest.raises(SystemExit) as ended:
+        app([*ANALYZE, str(tiny), "--out", str(tmp_path / "run")], prog_name="sinkscope")
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sinkscope: 1 figure could not be drawn, and all else is written: sink-map (KeyError:")
+    check(tmp_path / "run", "sink-map")
+
+
+def test_intervene_and_quantize(tiny: Path, tmp_path: Path, misspelled: Callable[..., None]) -> None:
+    misspelled("effects", "quantization-cost")
+    with pytest.warns(UserWarning, match=WARNED.format("effects")):
+        sinkscope.intervene(tiny, "mask-sink", out=tmp_path / "arms", draws=0, **SMALL)
+    check(tmp_path / "arms", "effects")
+    given = {name: value for name, value in SMALL.items() if name != "observables"}
+    with pytest.warns(UserWarning, match=WARNED.format("quantization-cost")):
+        sinkscope.quantize(tiny, out=tmp_path / "quantized", calibration=2, **given)
+    check(tmp_path / "quantized", "quantization-cost")
+
+
+def test_compare(tiny: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [sinkscope.analyze(tiny, seed=seed, **SMALL) for seed in (0, 1)]
+    misspelled("by-layer", "routes")
+    with pytest.warns(UserWarning, match=WARNED.format("by-layer")):
+        sinkscope.compare(*runs, out=tmp_path / "both")
+    check(tmp_path / "both", "by-layer")
+    monkeypatch.setattr(FigureSpec, "lacking", lambda spec, data: None)  # it needs two models
+    arms = [sinkscope.intervene(tiny, "mask-sink", draws=0, **SMALL | {"seed": seed}) for seed in (0, 1)]
+    with pytest.warns(UserWarning, match=WARNED.format("routes")):
+        found = sinkscope.compare(*arms, out=tmp_path / "routes")
+    check(tmp_path / "routes", "routes")
+    assert found.manifest["failed_figures"]
+
+
+def test_claims(
+    tiny: Path, text: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {name: CLAIMS[name] for name in ("W-1", "W-2")}
+    for part in (sinkscope.commands.claims, sinkscope.paper_claims.table):
+        monkeypatch.setattr(part, "CLAIMS", few)
+    monkeypatch.setattr(sinkscope.commands.claims, "ROUTE_ROLES", ())
+    misspelled("scorecard")
+    given = {"input": str(text), "seq_len": 16, "num_seqs": 4, "batch_size": 4, "draws": 1}
+    with pytest.warns(UserWarning, match=WARNED.format("scorecard")):
+        sinkscope.claims(tiny, out=tmp_path / "claims", **given)
+    check(tmp_path / "claims", "scorecard")
+    assert "drawn" not in json.loads((tmp_path / "claims" / "runs" / "natural" / "run.json").read_text())
+
+
+def test_retrofit_and_train_draw_again_what_failed(
+    tiny: Path, text: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def retrofit() -> Any:
+        return sinkscope.retrofit(tiny, "vga", text=text, out=tmp_path / "out", observables="attention", **TRAINED)
+
+    with monkeypatch.context():
+        misspelled("retrofit-bars", "sink-map", "by-layer")
+        with pytest.warns(UserWarning, match="could not be drawn"):
+            done = retrofit()
+        check(tmp_path / "out", "retrofit-bars")
+        check(tmp_path / "out" / "vga" / "run", "sink-map")
+        check(tmp_path / "out" / "comparison", "by-layer")
+        assert "sink-map" in done.failure
+        assert "retrofit-bars" in done.failure
+        config = tiny / "config.json"
+        with pytest.warns(UserWarning, match="could not be drawn"):
+            sinkscope.train(config, "none", text=text, out=tmp_path / "new", observables="attention", **TRAINED)
+        check(tmp_path / "new", "retrofit-bars")
+    misspelled()
+    assert retrofit().failure == ""
+    assert (tmp_path / "out" / "vga" / "run" / "figures" / "sink-map.png").is_file()
+    assert (tmp_path / "out" / "figures" / "retrofit-bars.png").is_file()
+
+
+def test_sweep(tiny: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    from sinkscope.commands.sweeping import pools
+
+    monkeypatch.setattr(pools, "METHOD", "fork")
+    file = tmp_path / "grid.yaml"
+    options = "{num-seqs: 2, seq-len: 12, observables: [attention]}"
+    file.write_text(f"title: A grid\nmodels: [{tiny}]\ninputs: [random]\nfigures: [sink-map]\noptions: {options}\n")
+    misspelled("sweep-inputs", "sink-map")
+    with pytest.warns(UserWarning, match=WARNED.format("sweep-inputs")):
+        done = sinkscope.sweep(file, out=tmp_path / "out", workers=1)
+    check(tmp_path / "out" / "comparison", "sweep-inputs")
+    assert "1 of 1 cells failed" in done.failure
+    assert "sink-map" in done.failure
+    assert "sweep-inputs" in done.failure
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_recipe(several: bool, tiny: Path, tmp_path: Path, misspelled: Callable[..., None]) -> None:
+    path = tmp_path / "mine.yaml"
+    options = "{num-seqs: 2, seq-len: 16, batch-size: 1, observables: [attention], input: random}"
+    runs = "runs: {a: {seed: 1}, b: {seed: 2}}\n" if several else ""
+    path.write_text(f"title: Mine\ncommand: analyze\noptions: {options}\nfigures: [sink-map]\n{runs}")
+    misspelled("sink-map", "by-layer")
+    with pytest.warns(UserWarning, match=WARNED.format("sink-map")):
+        done = sinkscope.run_recipe(path, tiny, out=tmp_path / "out")
+    assert "sink-map" in done.failure
+    for name in ("a", "b") if several else ("",):
+        check(tmp_path / "out" / name, "sink-map")
+    if several:
+        check(tmp_path / "out" / "comparison", "by-layer")
+
+
+def test_a_training_by_steps(tmp_path: Path, misspelled: Callable[..., None]) -> None:
+    for step in (5, 10):
+        tiny_model("llama").save_pretrained(tmp_path / "model" / f"checkpoint-{step}")
+    misspelled("training-by-step", "sink-map")
+    with pytest.warns(UserWarning, match="could not be drawn"):
+        series = sinkscope.analyze_steps(tmp_path / "model", out=tmp_path / "out", **SMALL)
+    assert series.manifest["failed_figures"]
+    check(tmp_path / "out", "training-by-step")
+    check(tmp_path / "out" / "step5", "sink-map")
+
+
+def test_a_page_that_fails(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(contents: Any) -> None:
+        raise KeyError("sink_rte")
+
+    skip_figures(monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(output, "page_of", fails)
+        with pytest.warns(UserWarning, match=WARNED.format("index.html")):
+            run = sinkscope.analyze(tiny, out=tmp_path / "run", **SMALL)
+    assert run.manifest["failed_figures"] == {"index.html": "KeyError: 'sink_rte'"}
+    sinkscope.show(tmp_path / "run")
+    assert (tmp_path / "run" / "index.html").is_file()
+
+
+def test_an_interrupted_drawing_is_repaired_by_show(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    skip_figures(monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(output, "save_figures", interrupted)
+        with pytest.raises(SystemExit):
+            app([*ANALYZE, str(tiny), "--out", str(tmp_path / "run")], prog_name="sinkscope")
+    told = f"sinkscope: interrupted: the tables in {tmp_path / 'run'} are complete, and its figures are not\n"
+    assert capsys.readouterr().err == told
+    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert manifest["drawn"] is False
+    assert len(Run.open(tmp_path / "run").tables["attention"])
+    sinkscope.show(tmp_path / "run")
+    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "drawn" not in manifest
+    assert "index.html" in manifest["files"]
+    assert (tmp_path / "run" / "index.html").is_file()
