@@ -171,6 +171,7 @@ def test_without_controls_an_expectation_is_undecided(expects: str) -> None:
     run = run_of({0: (0.7, 0.0, ()), 1: (0.0, 0.7, ())}, expects=expects)
     assert [found.outcome for found in findings_of(run, "x") if found.name == expects] == [Outcome.UNDECIDED]
     assert "too few controls to judge by" in finding(run, "x")
+    assert "70.0% → 0.0%." in finding(run, "x")
 
 
 def test_the_overview_has_a_row_for_each_arm_and_its_control() -> None:
