@@ -21,6 +21,7 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
+from support.every_model import tiny_of
 from support.retrofitted import each_pair
 from tiny import FORWARD, REPRESENTATIVE, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
@@ -46,10 +47,12 @@ from sinkscope.measuring.observables.gradient import (
     undefined_ratios,
 )
 from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.summary import gradient_summary
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import FAMILIES, find_family
+from sinkscope.models.family import Family
 from sinkscope.options.measuring import make_config
 from sinkscope.output.run import Run
 from sinkscope.results.metrics import TOKEN_GROUPS
@@ -85,10 +88,11 @@ def backward(
     names: Sequence[str] = ("gradient",),
     kernel: str = "sdpa",
     prepared: Callable[[PreTrainedModel], None] = lambda model: None,
+    family: Family | None = None,
 ) -> Backward:
     """Forward and backward over the batches; `prepared` runs between the preparation and the pass."""
     predicted = sum(int(batch.lengths.sum()) - len(batch.lengths) for batch in batches)
-    with open_tracer(model, find_family(model), kernel) as tracer:
+    with open_tracer(model, family or find_family(model), kernel) as tracer:
         observables = [OBSERVABLES[name](Settings(positions=positions, window=8)) for name in names]
         for observable in observables:
             observable.prepare(model, tracer.family, predicted)
@@ -1085,3 +1089,21 @@ def test_a_loss_that_depends_on_no_branch() -> None:
     tables = measuring.tables()
     assert tables["gradient_ratio"].empty
     assert "gradient_ratio_by_sequence" not in tables
+
+
+def test_a_branch_times_a_multiplier_has_the_gradients_of_one_with_larger_weights() -> None:
+    """Granite adds `residual_multiplier` times each branch; the same sum with that factor in the weights is equal."""
+    scaled, plain = tiny_of("granite", torch.float64), tiny_of("granite", torch.float64)
+    for layer in plain.model.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight.mul_(layer.residual_multiplier)
+        layer.residual_multiplier = 1.0
+    tables = []
+    for model in (scaled, plain):
+        family, _ = family_of(model)
+        multipliers = {term.scale for block in family.blocks for term in block.terms("attn_out")}
+        assert multipliers == ({0.22} if model is scaled else set())
+        with in_double(model):
+            tables.append(backward(model, batched(ragged_tokens(RAGGED), 2), family=family).tables)
+    for name in TABLES:
+        pd.testing.assert_frame_equal(tables[0][name], tables[1][name], rtol=TOLERANCE)
