@@ -321,7 +321,7 @@ def test_a_folder_gives_every_table(folder: Path) -> None:
     assert (maps["key"] > maps["query"]).any()
     assert np.allclose(maps.groupby(["layer", "head", "query"])["weight"].sum(), 1, atol=1e-5)
     assert set(run.tables["sink_positions"]["token"]) & {"[CLS]", "[SEP]", "."}
-    assert "both ways" in str(run.verdict)
+    assert "attends in both directions" in str(run.verdict)
 
 
 def test_quantizing_costs_masked_tokens_loss(folder: Path) -> None:

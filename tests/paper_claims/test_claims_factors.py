@@ -11,7 +11,7 @@ from support.hand_made_trainings import SHAPE, rates, training
 
 from sinkscope.commands.evidence import Collection
 from sinkscope.paper_claims.claim import Judgment, judge
-from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.studies import Training
 from sinkscope.results.judgment import Outcome
@@ -147,7 +147,7 @@ def test_a_model_whose_branch_has_no_gradient_gain() -> None:
 
     def bloat(table: pd.DataFrame) -> Judgment:
         run = analysis({"gradient_ratio_by_sequence": table})
-        return judge(CLAIMS["GS-15"], Evidence.of([run], ["natural"]))
+        return judge(CLAIMS["GS-15"], Evidence.of([run], [MAIN]))
 
     found = bloat(attn)
     assert found.outcome == INAPPLICABLE
@@ -159,5 +159,5 @@ def test_a_model_whose_branch_has_no_gradient_gain() -> None:
 def test_a_model_whose_norms_have_no_bound() -> None:
     """Post-norm models: theorem 2 is of a norm in front of a branch."""
     bound = pd.DataFrame({"layer": [0, 0], "position": [0, 1], "holds": [np.nan] * 2, "tightness": [np.nan] * 2})
-    found = judge(CLAIMS["GS-19"], Evidence.of([analysis({"norm_bound": bound})], ["natural"]))
+    found = judge(CLAIMS["GS-19"], Evidence.of([analysis({"norm_bound": bound})], [MAIN]))
     assert (found.outcome, found.reason) == (INAPPLICABLE, "the bound is of no layer of this model")

@@ -8,7 +8,7 @@ import pytest
 from support.hand_made_runs import NO_BOS, SEQUENCES, analysis, by_sequence, experiment, family, manifest
 
 from sinkscope.paper_claims.claim import Judgment, judge
-from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
@@ -18,7 +18,7 @@ BOS = {"sequences": SEQUENCES, "token_zero": "bos <s> (id 1)"}
 
 
 def judged(claim: str, *runs: RunData) -> Judgment:
-    return judge(CLAIMS[claim], Evidence.of(runs, ["natural", *CLAIMS[claim].reads]))
+    return judge(CLAIMS[claim], Evidence.of(runs, [MAIN, *CLAIMS[claim].reads]))
 
 
 def read(condition: str, rate: float, bos: bool, kind: str = "rotary", main: bool = False) -> RunData:

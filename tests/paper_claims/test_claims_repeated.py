@@ -8,7 +8,7 @@ import pytest
 from support.hand_made_runs import NO_BOS, SEQUENCES, analysis, by_sequence, experiment, family
 
 from sinkscope.paper_claims.claim import Judgment, judge
-from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.papers.wse import CLAIMS
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
@@ -20,7 +20,7 @@ HOLDS, FAILS, NOT_APPLIES = Outcome.HOLDS, Outcome.FAILS, Outcome.DOES_NOT_APPLY
 
 
 def judged(claim: str, *runs: RunData) -> Judgment:
-    return judge(BY_ID[claim], Evidence.of(runs, ["natural", *BY_ID[claim].reads]))
+    return judge(BY_ID[claim], Evidence.of(runs, [MAIN, *BY_ID[claim].reads]))
 
 
 def equal(kind: str, layers: int = LAYERS, **given: Any) -> pd.DataFrame:

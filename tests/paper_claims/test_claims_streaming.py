@@ -6,7 +6,8 @@ import pytest
 from support.hand_made_runs import analysis
 
 from sinkscope.paper_claims.claim import Judgment, judge
-from sinkscope.paper_claims.evidence import Evidence
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
@@ -32,7 +33,7 @@ def streamed(perplexities: dict[int | None, float]) -> RunData:
 def judged(claim: str, perplexities: dict[int | None, float], registers: int = 0) -> Judgment:
     natural = analysis({})
     natural.manifest["model"]["registers"] = registers
-    return judge(CLAIMS[claim], Evidence.of([natural, streamed(perplexities)], ["natural", "streaming"]))
+    return judge(CLAIMS[claim], Evidence.of([natural, streamed(perplexities)], [MAIN, Need("streaming")]))
 
 
 @pytest.mark.parametrize(

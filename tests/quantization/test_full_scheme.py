@@ -156,6 +156,6 @@ def test_the_command_says_what_it_quantized() -> None:
     parts = set(run.tables["quantization_sites"]["part"])
     assert parts == {"input", "weight", "output", SUM, SCORES, SOFTMAX}
     assert "simulated W8A4 (full)" in run.verdict
-    assert "besides them the weights and outputs of embeddings, residual sums" in run.verdict
-    assert "besides them" not in linear.verdict
+    assert "also the weights and outputs of embeddings, residual sums" in run.verdict
+    assert "residual sums" not in linear.verdict
     assert len(draw(run).axes) >= 2

@@ -262,7 +262,7 @@ def test_every_observable_measures_it(label: str) -> None:
     run = sinkscope.analyze(changed("llama", label).float(), input="random", seq_len=12, num_seqs=2)
     assert run.manifest["parity"] < 1e-5
     assert {"attention", "geometry", "gradient", "gradient_check", "norm_bound"} <= run.tables.keys()
-    assert (f"no softmax ({label}): weights are |sim| ÷ Σ|sim|, a proxy" in run.verdict) == (label in KINDS)
+    assert (f"not a softmax ({label}): its weights are |sim| ÷ Σ|sim|, a proxy" in run.verdict) == (label in KINDS)
     assert ("attention_outside" in run.tables) == (label == "kv-bias")
     weights = run.tables["attention_maps"].groupby(["layer", "head", "sequence", "query"])["weight"].sum()
     assert (weights < 1 + 1e-5).all()
