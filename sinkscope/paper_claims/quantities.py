@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.observables.gradient import ALL_HEADS
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import pathway_norms
 from sinkscope.paper_claims.claim import Part, above
@@ -100,7 +101,9 @@ def gradients(evidence: Evidence, pathway: str, role: str = "natural") -> np.nda
     """(1 + groups, layers, positions): norms of all heads together; the first of the whole run, the others without one
     group of sequences each. Of values in front of a gate or scale on them.
     """
-    parts = [evidence.table(role, "gradient").assign(group=-1), evidence.table(role, "gradient_by_group")]
+    tables = (evidence.table(role, "gradient").assign(group=-1), evidence.table(role, "gradient_by_group"))
+    columns = ["group", "layer", "pathway", "head", "position", "grad_norm"]
+    parts = [table.loc[table["head"] == ALL_HEADS, columns] for table in tables]  # most rows are of single heads
     norms = pathway_norms(in_front_of_valves(pd.concat(parts, ignore_index=True)), pathway, by=("group",))
     count = norms.index.get_level_values("group").nunique()
     return norms.to_numpy().reshape(count, len(norms) // max(count, 1), norms.shape[1])
