@@ -1,6 +1,8 @@
 # Everything from a fresh clone: `make demo`, `make test`, `make check`.
 PYTHON ?= python3
 BIN := .venv/bin
+# modules are compiled once, and not by every process that tests start, also where the environment says otherwise
+export PYTHONDONTWRITEBYTECODE :=
 MGM := .models/mgm --allow-pickle --input sampled
 
 .PHONY: install models gpu-wheels demo test fast torture golden mutations check format report report-models report-claims report-sweep report-training \

@@ -131,7 +131,9 @@ def gradients(sequences: Sequences, pathway: str) -> np.ndarray:
     """(1 + groups, layers, positions): norms of all heads together; the first is of the whole run, each other one
     leaves out one group of sequences. Where values have a gate or scale, gradients are those before it.
     """
-    parts = [sequences.table("gradient").assign(group=-1), sequences.table("gradient_by_group")]
+    tables = (sequences.table("gradient").assign(group=-1), sequences.table("gradient_by_group"))
+    columns = ["group", "layer", "pathway", "head", "position", "grad_norm"]
+    parts = [table.loc[table["head"] == ALL_HEADS, columns] for table in tables]  # most rows are of single heads
     norms = pathway_norms(before_valves(pd.concat(parts, ignore_index=True)), pathway, by=("group",))
     count = norms.index.get_level_values("group").nunique()
     return norms.to_numpy().reshape(count, len(norms) // max(count, 1), norms.shape[1])

@@ -123,11 +123,12 @@ class RunData:
         if name not in METRICS:
             raise InputError(f"metric {unknown(name, METRICS)}")
         kinds = self.manifest.get("family", {}).get("kinds") or ()  # of every layer, including those without a metric
-        last = int(max([*summary["layer"], len(kinds) - 1], default=-1))
+        layers, names, values = (summary[column].to_numpy() for column in ("layer", "metric", "value"))
+        last = max(int(layers.max(initial=-1)), len(kinds) - 1)
         if layer not in range(-1, last + 1):
             raise InputError(f"there is no layer {layer}: this run has 0 to {last}, and -1 for the whole model")
-        found = summary[(summary["metric"] == name) & (summary["layer"] == layer)]["value"]
-        return float(found.iloc[0]) if len(found) else float("nan")
+        found = values[(names == name) & (layers == layer)]
+        return float(found[0]) if len(found) else float("nan")
 
 
 class _TablesOnDisk(Mapping[str, pd.DataFrame]):

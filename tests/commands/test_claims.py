@@ -219,7 +219,7 @@ def test_there_has_to_be_something_to_judge() -> None:
 def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: Path) -> None:
     text, out, model = tmp_path / "ids.npy", tmp_path / "card", tiny_model("llama")
     np.save(text, np.random.default_rng(0).integers(3, VOCAB, size=(4, 32)))
-    given = {"input": str(text), "bos": "never", "num_seqs": 4, "seq_len": 32}
+    given = {"input": str(text), "bos": "never", "num_seqs": 4, "seq_len": 32, "nulls": 1}
 
     def judge(model: object, **more: object) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -245,7 +245,7 @@ def test_runs_of_another_model_are_said_to_be_of_no_use(text: Path, capsys: pyte
     other = sinkscope.analyze(tiny_model("llama"), observables=("attention",), **given)
     with pytest.MonkeyPatch.context() as patch:
         only(patch, "W-1")
-        sinkscope.claims(tiny_model("gpt2"), runs=[other], quiet=False, **given)
+        sinkscope.claims(tiny_model("gpt2"), runs=[other], quiet=False, nulls=1, **given)
     assert "note: the runs given are of LlamaForCausalLM: none is of GPT2LMHeadModel" in capsys.readouterr().err
 
 
@@ -298,7 +298,7 @@ def test_two_processes_judge_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     only(monkeypatch, *claims)
     tiny_model("llama", spread=1.0).save_pretrained(tmp_path / "llama")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 90, (6, 24)))
-    options = {"input": str(tmp_path / "ids.npy"), "seq_len": 24, "batch_size": 2, "draws": 1}
+    options = {"input": str(tmp_path / "ids.npy"), "seq_len": 24, "batch_size": 2, "draws": 1, "nulls": 2}
     alone = sinkscope.claims(tmp_path / "llama", out=tmp_path / "one", **options)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     runs = sorted((tmp_path / "two" / "runs").iterdir())

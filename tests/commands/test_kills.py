@@ -92,16 +92,16 @@ def _once(function: Callable[..., Any]) -> Callable[..., Any]:
     return remembered
 
 
-def killed_at_every(step: int, command: Any, events: tuple[str, ...], model: Path, folder: Path) -> int:
+def killed_at_every(step: int, command: Any, events: tuple[str, ...], model: Path, folder: Path, first: int = 1) -> int:
     """Replace a run by another one, killed before every step-th change, and then again. → The number of kills."""
     old, new = command(model, folder / "old" / "run", seed=0), command(model, folder / "new" / "run")
     out = folder / "killed" / "run"
-    for number in range(1, 1000, step):
+    for kills, number in enumerate(range(first, 1000, step)):
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(folder / "old" / "run", out)
         status = broken_off(number, out.parent, kill, events, lambda: command(model, out, overwrite=True))
         if status == 0:
-            return number // step
+            return kills
         assert status == -signal.SIGKILL
         left = Run.open(out)
         assert_same(left, new if left.manifest["seed"] else old)
@@ -112,22 +112,31 @@ def killed_at_every(step: int, command: Any, events: tuple[str, ...], model: Pat
 
 
 @pytest.mark.usefixtures("measured_once")
-def test_killed_before_every_third_change(tiny: Path, tmp_path: Path) -> None:
-    assert killed_at_every(3, analyze, CHANGES, tiny, tmp_path) > 10
-
-
-@pytest.mark.parametrize("command", [intervene, quantize])
-def test_killed_before_some_renames(command: Any, tiny: Path, tmp_path: Path) -> None:
-    assert killed_at_every(4, command, RENAMES, tiny, tmp_path) > 1
+def test_killed_before_every_tenth_change(tiny: Path, tmp_path: Path) -> None:
+    assert killed_at_every(10, analyze, CHANGES, tiny, tmp_path) > 5
 
 
 @pytest.mark.usefixtures("measured_once")
-def test_a_disk_that_is_full_at_every_other_write(tiny: Path, tmp_path: Path) -> None:
+def test_killed_before_every_rename_that_follows_the_tables(tiny: Path, tmp_path: Path) -> None:
+    """The page, the manifest, and the three that exchange the folders."""
+    tables = 8
+    assert killed_at_every(1, analyze, RENAMES, tiny, tmp_path, first=tables + 1) == 5
+    assert len(Run.open(tmp_path / "new" / "run").tables) == tables
+
+
+@pytest.mark.parametrize(("command", "step"), [(intervene, 12), (quantize, 4)])
+def test_killed_before_some_renames(command: Any, step: int, tiny: Path, tmp_path: Path) -> None:
+    """The first one, and one of those that exchange the folders."""
+    assert killed_at_every(step, command, RENAMES, tiny, tmp_path) == 2
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_a_disk_that_is_full_at_every_fourth_write(tiny: Path, tmp_path: Path) -> None:
     """What was there before stays, and is still there for the next command."""
     old, new = analyze(tiny, tmp_path / "old" / "run", seed=0), analyze(tiny, tmp_path / "new" / "run")
     out = tmp_path / "full" / "run"
     shutil.copytree(tmp_path / "old" / "run", out)
-    for number in range(1, 1000, 2):
+    for number in range(1, 1000, 4):
 
         def work() -> None:
             with pytest.raises(SinkscopeError, match=r"\A.*No space left on device.*\Z"):  # one line
@@ -145,7 +154,7 @@ def test_a_disk_that_is_full_at_every_other_write(tiny: Path, tmp_path: Path) ->
 def test_killed_where_nothing_was_before(tiny: Path, tmp_path: Path, measured_once: None) -> None:
     """Without --overwrite: a kill leaves no run, or all of it."""
     new, out = analyze(tiny, tmp_path / "new" / "run"), tmp_path / "deep" / "killed" / "run"
-    for number in range(1, 1000, 4):
+    for number in range(1, 1000, 7):
         shutil.rmtree(out, ignore_errors=True)
         if broken_off(number, tmp_path / "deep", kill, CHANGES, lambda: analyze(tiny, out)) == 0:
             break
@@ -170,7 +179,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def claims(model: Path, text: Path, out: Path) -> Scorecard:
-    return sinkscope.claims(model, input=str(text), out=out, seq_len=16, num_seqs=4, batch_size=4, draws=1)
+    sizes = {"seq_len": 16, "num_seqs": 4, "batch_size": 4, "draws": 1, "nulls": 2}
+    return sinkscope.claims(model, input=str(text), out=out, **sizes)
 
 
 def test_claims_killed_before_some_renames_go_on(
@@ -190,15 +200,16 @@ def test_claims_killed_before_some_renames_go_on(
     roles = {path.parent.name for path in (tmp_path / "new" / "run").glob("runs/[!.]*/run.json")}
     assert roles > {"natural", "null", "null-1", "gradient-do-mask-sink"}
     assert len(measured) == len(roles)
-    for number in (20, 60):
-        out = tmp_path / f"killed{number}" / "run"
-        status = broken_off(number, out.parent, kill, RENAMES, lambda out=out: claims(tiny, text, out))  # type: ignore[misc]
+    out, kept = tmp_path / "killed" / "run", dict[str, int]()
+    for _ in range(2):
+        status = broken_off(30, out.parent, kill, RENAMES, lambda: claims(tiny, text, out))
         assert status == -signal.SIGKILL
-        kept = {path.parent.name for path in out.glob("runs/[!.]*/run.json")}
-        measured.clear()
-        claims(tiny, text, out)
-        assert len(measured) == len(roles - kept)
-        assert_same_training(out, tmp_path / "new" / "run")
+        before, kept = kept, {path.parent.name: path.stat().st_mtime_ns for path in out.glob("runs/[!.]*/run.json")}
+        assert before.items() < kept.items()
+    measured.clear()
+    claims(tiny, text, out)
+    assert 0 < len(measured) == len(roles - set(kept))
+    assert_same_training(out, tmp_path / "new" / "run")
 
 
 def retrofit(model: Path, text: Path, out: Path, **options: Any) -> Trained:
@@ -228,21 +239,21 @@ def assert_same_training(out: Path, unbroken: Path) -> None:
     assert list(out.parent.iterdir()) == [out]
 
 
-@pytest.mark.parametrize(("command", "step"), [(retrofit, 15), (train, 27)])
+@pytest.mark.parametrize(("command", "step"), [(retrofit, 21), (train, 27)])
 def test_a_training_killed_before_some_renames_goes_on(
     command: Any, step: int, tiny: Path, text: Path, tmp_path: Path
 ) -> None:
+    """Each time it is killed again, some renames further on."""
     command(tiny, text, tmp_path / "new" / "run")
-    for number in range(1, 1000, step):
-        out = tmp_path / f"killed{number}" / "run"
-        status = broken_off(number, out.parent, kill, RENAMES, lambda out=out: command(tiny, text, out))  # type: ignore[misc]
-        if status != 0:
-            assert status == -signal.SIGKILL
-            command(tiny, text, out)
-        assert_same_training(out, tmp_path / "new" / "run")
+    out = tmp_path / "killed" / "run"
+    for kills in range(9):
+        status = broken_off(step if kills else 1, out.parent, kill, RENAMES, lambda: command(tiny, text, out))
         if status == 0:
             break
-    assert number > 3 * step
+        assert status == -signal.SIGKILL
+    assert status == 0
+    assert kills >= 3
+    assert_same_training(out, tmp_path / "new" / "run")
 
 
 def test_a_training_on_a_disk_that_fills_up_again_and_again_goes_on(tiny: Path, text: Path, tmp_path: Path) -> None:

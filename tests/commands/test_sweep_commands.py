@@ -70,7 +70,7 @@ def content(folder: Path) -> dict[str, Any]:
             "analyze": {"options": {"observables": ["attention"]}},
             "intervene": {"inputs": ["ids"], "options": {"do": "mask-sink", "draws": 2, "observables": ["attention"]}},
             "quantize": {"inputs": ["ids"], "settings": {}, "options": {"calibration": 2, "num-seqs": 3}},
-            "claims": {"inputs": ["ids"], "settings": {}, "options": {"draws": 2}},
+            "claims": {"inputs": ["ids"], "settings": {}, "options": {"draws": 2, "nulls": 2}},
             "retrofit": {"options": {"method": ["vga", "none"], **trained}, "settings": {"seed": [0, 1]}},
             "train": {"options": {"method": ["none"], **trained}, "settings": {"config": [str(folder / "small.json")]}},
         },

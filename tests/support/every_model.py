@@ -87,6 +87,7 @@ _LATENT = {"head_dim": SKIPPED, "num_key_value_heads": 4}
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
 _BLT = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "vocab_size": 260}
 _BLT |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": SKIPPED}
+_INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 32}
 # What a type needs instead of, or besides, what SMALL says
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -235,6 +236,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6, "max_position_embeddings": 256},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "inkling_text": _INKLING,
+    "inkling2_text": _INKLING,
     "ministral": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
@@ -264,6 +267,7 @@ OVERRIDES |= {  # encoders
     },
     "esmc": {"num_key_value_heads": SKIPPED},
     "funnel": {"num_hidden_layers": SKIPPED, "block_sizes": [2, 2], "d_head": 8, "n_head": 4, "d_inner": 48},
+    "luke": {"entity_vocab_size": VOCAB, "entity_emb_size": 32},
     "modernbert": {"local_attention": 8},
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": LAYERS},
 }

@@ -16,7 +16,8 @@ from sinkscope.measuring.observables.observable import (
     Reading,
     Settings,
     later_mean,
-    long_form,
+    long_columns,
+    one_table,
 )
 from sinkscope.results.tables import POSITION, SEQUENCE, SITE, Column
 from sinkscope.text.batch import Batch
@@ -83,15 +84,15 @@ class Activation(Observable):
         self.maximum.add((layer, site), norms.amax(0))
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        frames = [
-            long_form(
+        parts = [
+            long_columns(
                 {"layer": layer, "site": site, "position": range(self.settings.positions)},
                 {"norm_mean": self.mean[layer, site], "norm_max": self.maximum[layer, site].cpu().numpy()},
             )
             for layer, site in self.mean.keys()  # noqa: SIM118 (not a dict)
         ]
         return {
-            "activation": pd.concat(frames, ignore_index=True),
+            "activation": one_table(parts),
             "activation_by_sequence": self.by_sequence.table(),
         }
 

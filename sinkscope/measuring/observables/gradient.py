@@ -30,7 +30,8 @@ from sinkscope.measuring.observables.observable import (
     Observable,
     Settings,
     Sums,
-    long_form,
+    long_columns,
+    one_table,
 )
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.quantized import without_gradients
@@ -82,7 +83,7 @@ class GroupSums(Accumulator):
         whole = sum(self.predicted.values())
         others = [whole - sum(self.predicted[i] for i in self.predicted if i % GROUPS == g) for g in range(groups)]
         scales = torch.tensor([1 / count if count else math.nan for count in others], dtype=torch.float64)
-        frames = []
+        parts = []
         for (layer, pathway), sums in sorted(self.sums.items()):
             without = totals[layer, pathway] - sums[:groups].transpose(1, 2)
             norms = torch.linalg.vector_norm(without, dim=-1) * scales.to(without.device)[:, None, None]
@@ -91,8 +92,8 @@ class GroupSums(Accumulator):
             heads = [ALL_HEADS, *range(norms.shape[1])] if by_head else [ALL_HEADS]
             columns = torch.cat([together, norms], dim=1) if by_head else together
             axes = {"group": range(groups), "pathway": pathway, "head": heads, "position": range(norms.shape[2])}
-            frames.append(long_form({"layer": layer} | axes, {"grad_norm": columns.to(sums.dtype).cpu().numpy()}))
-        return pd.concat(frames, ignore_index=True)
+            parts.append(long_columns({"layer": layer} | axes, {"grad_norm": columns.to(sums.dtype).cpu().numpy()}))
+        return one_table(parts)
 
 
 def predicted_tokens(batch: Batch) -> torch.Tensor:
@@ -222,19 +223,19 @@ class TheoremOne(Accumulator):
                 _accumulate(self.moments[layer], **other.moments[layer])
 
     def table(self) -> pd.DataFrame:
-        frames = []
+        parts = []
         for layer, sums in sorted(self.sums.items()):
             residual = (sums["identity_error"] / sums["identity_size"]).sqrt()
             residual = residual.repeat_interleave(self.groups[layer], dim=0)
             columns = {"identity_residual": residual} | _bounds(self.moments[layer])
             heads, positions = residual.shape
-            frames.append(
-                long_form(
+            parts.append(
+                long_columns(
                     {"layer": layer, "head": range(heads), "position": range(positions)},
                     {name: value.cpu().numpy() for name, value in columns.items()},
                 )
             )
-        table = pd.concat(frames, ignore_index=True)
+        table = one_table(parts)
         lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
         slack = ROUND_OFF * upper
         return table.assign(holds=(lower - slack <= measured) & (measured <= upper + slack))
@@ -534,28 +535,28 @@ class Gradient(Observable):
         return tables
 
     def _pathway_table(self) -> pd.DataFrame:
-        frames = []
+        parts = []
         for (layer, pathway), total in sorted(self.pathways.items()):
             norms = torch.linalg.vector_norm(total, dim=-1) * self.loss_scale
             together = norms.square().sum(0, keepdim=True).sqrt()
             heads = [ALL_HEADS, *range(len(norms))]
-            frames.append(
-                long_form(
+            parts.append(
+                long_columns(
                     {"layer": layer, "pathway": pathway, "head": heads, "position": range(norms.shape[1])},
                     {"grad_norm": torch.cat([together, norms]).cpu().numpy()},
                 )
             )
-        return pd.concat(frames, ignore_index=True)
+        return one_table(parts)
 
     def _mean_table(self, means: dict[str, Mean]) -> pd.DataFrame:
         keys = next(iter(means.values())).keys()
         if not keys:
             return pd.DataFrame(columns=["layer", "branch", "position", *means])
-        frames = [
-            long_form(
+        parts = [
+            long_columns(
                 {"layer": layer, "branch": branch, "position": range(self.settings.positions)},
                 {name: mean[layer, branch] for name, mean in means.items()},
             )
             for layer, branch in keys
         ]
-        return pd.concat(frames, ignore_index=True)
+        return one_table(parts)

@@ -7,7 +7,7 @@ attribute of an observable that a batch changes permanently is an Accumulator, o
 from abc import ABC, abstractmethod
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -220,6 +220,11 @@ def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFr
         axes: column name → the labels of an axis, in the order of the arrays' axes, or a scalar for a constant column.
         columns: column name → array.
     """
+    return pd.DataFrame(long_columns(axes, columns))
+
+
+def long_columns(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the columns of `long_form`."""
     shape = next(iter(columns.values())).shape
     labels = [np.asarray(label) for label in axes.values() if not np.isscalar(label)]
     grids = iter(np.meshgrid(*labels, indexing="ij")) if labels else iter(())
@@ -227,7 +232,12 @@ def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFr
         name: np.full(int(np.prod(shape)), label) if np.isscalar(label) else next(grids).ravel()
         for name, label in axes.items()
     }
-    return pd.DataFrame(frame | {name: array.ravel() for name, array in columns.items()})
+    return frame | {name: array.ravel() for name, array in columns.items()}
+
+
+def one_table(parts: Sequence[Mapping[str, np.ndarray]]) -> pd.DataFrame:
+    """Make one table from the columns of several parts, in their order: faster than `pd.concat` of many tables."""
+    return pd.DataFrame({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
 class HeadMeans(Accumulator):
@@ -255,12 +265,12 @@ class HeadMeans(Accumulator):
 
     def table(self) -> pd.DataFrame:
         """Return a table with layer, head, kv_head and, for statistics (B,H,P), position."""
-        frames = []
+        parts = []
         for layer in sorted(self._groups):
             arrays = {name: mean[layer] for name, mean in self._means.items()}
             axes = zip(("head", "position"), next(iter(arrays.values())).shape, strict=False)
-            frames.append(long_form({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays))
-        return self.with_kv_head(pd.concat(frames, ignore_index=True))
+            parts.append(long_columns({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays))
+        return self.with_kv_head(one_table(parts))
 
     def with_kv_head(self, table: pd.DataFrame) -> pd.DataFrame:
         """Add a column with the key/value head that each query head reads to a table with `layer` and `head`."""
@@ -312,15 +322,15 @@ class BySequence(Accumulator):
 
     def table(self) -> pd.DataFrame:
         """Return the table sorted by labels, then by sequence, so that the order of batches has no effect."""
-        values, frames = np.frombuffer(self._values, np.float32), []
+        values, tables = np.frombuffer(self._values, np.float32), []
         for labels, parts in sorted(self._parts.items()):
             in_order = sorted(parts.items())
             arrays = np.concatenate([values[part].reshape(shape) for _, (part, shape) in in_order], axis=1)
             sequences = [first + at for first, (_, shape) in in_order for at in range(shape[1])]
             axes = {axis: range(size) for axis, size in zip(self._axes, arrays.shape[2:], strict=True)}
             columns = dict(zip(self._names, arrays, strict=True))
-            frames.append(long_form(dict(labels) | {"sequence": sequences} | axes, columns))
-        return pd.concat(frames, ignore_index=True)
+            tables.append(long_columns(dict(labels) | {"sequence": sequences} | axes, columns))
+        return one_table(tables)
 
 
 def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
