@@ -118,16 +118,16 @@ def test_killed_before_every_tenth_change(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("measured_once")
 def test_killed_before_every_rename_that_follows_the_tables(tiny: Path, tmp_path: Path) -> None:
-    """The page, the manifest, and the three that exchange the folders."""
+    """Texts and manifest, the three that exchange the folders, and those of the figures, the page and the manifest."""
     tables = 8
-    assert killed_at_every(1, analyze, RENAMES, tiny, tmp_path, first=tables + 1) == 5
+    assert killed_at_every(1, analyze, RENAMES, tiny, tmp_path, first=tables + 1) == 8
     assert len(Run.open(tmp_path / "new" / "run").tables) == tables
 
 
 @pytest.mark.parametrize(("command", "step"), [(intervene, 12), (quantize, 4)])
 def test_killed_before_some_renames(command: Any, step: int, tiny: Path, tmp_path: Path) -> None:
-    """The first one, and one of those that exchange the folders."""
-    assert killed_at_every(step, command, RENAMES, tiny, tmp_path) == 2
+    """The first one, one of those that exchange the folders, and what follows them."""
+    assert killed_at_every(step, command, RENAMES, tiny, tmp_path) in (2, 3)
 
 
 @pytest.mark.usefixtures("measured_once")
@@ -239,7 +239,7 @@ def assert_same_training(out: Path, unbroken: Path) -> None:
     assert list(out.parent.iterdir()) == [out]
 
 
-@pytest.mark.parametrize(("command", "step"), [(retrofit, 21), (train, 27)])
+@pytest.mark.parametrize(("command", "step"), [(retrofit, 29), (train, 33)])
 def test_a_training_killed_before_some_renames_goes_on(
     command: Any, step: int, tiny: Path, text: Path, tmp_path: Path
 ) -> None:
