@@ -230,8 +230,10 @@ def _table_differences(old: Path, new: Path) -> Iterator[str]:
     if list(ours.columns) != list(theirs.columns) or len(ours) != len(theirs):
         yield f"{new}: {ours.shape} {list(ours.columns)} became {theirs.shape} {list(theirs.columns)}"
         return
+    timed = _timed(ours) & _timed(theirs)
+    ours, theirs = ours[~timed], theirs[~timed]
     for name in ours.columns:
-        if re.search(TIMED_COLUMNS, name) or ("metric" in ours and name == "value" and _timed(ours)):
+        if re.search(TIMED_COLUMNS, name):
             continue
         if not ours[name].equals(theirs[name]):
             differing = ~((ours[name] == theirs[name]) | (ours[name].isna() & theirs[name].isna()))
@@ -240,8 +242,10 @@ def _table_differences(old: Path, new: Path) -> Iterator[str]:
             yield f"{new}: {name} differs in {differing.sum()} rows, the first {values}"
 
 
-def _timed(table: pd.DataFrame) -> bool:
-    return bool(table["metric"].astype(str).str.contains(TIMED_COLUMNS).any())
+def _timed(table: pd.DataFrame) -> pd.Series:
+    """Which rows are measurements of time or memory."""
+    named = [table[name].astype(str).str.contains(TIMED_COLUMNS) for name in ("metric", "quantity") if name in table]
+    return sum(named, pd.Series(False, index=table.index)).astype(bool)
 
 
 if __name__ == "__main__":
