@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import MASKED, AttentionCall, upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
-from sinkscope.models.discovery import first_floats
 from sinkscope.models.family import (
     NO_POSITIONS,
     NOT_RUN,
@@ -35,6 +34,7 @@ from sinkscope.models.family import (
     number_of_positions,
 )
 from sinkscope.models.in_memory import weight_in_memory
+from sinkscope.models.wiring import first_floats
 
 TOKENS = 24  # T5's buckets have a width of one token up to a distance of 15
 CLOSE = 1e-3  # vectors are equal up to this relative difference …

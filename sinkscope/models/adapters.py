@@ -25,31 +25,18 @@ NAME = "default"  # PEFT's name for a model's only adapter
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """An adapter whose files are on disk.
-
-    Attributes:
-        folder: the folder that holds them.
-        weights: the name of the weights' file.
-        source: the name that the user gave.
-        commit: the commit of the hub repository.
-        base: the model on which it was trained, according to its settings.
-    """
+    """An adapter whose files are on disk."""
 
     folder: Path
-    weights: str
-    source: str
-    commit: str | None
-    base: str | None
+    weights: str  # the name of their file in the folder
+    source: str  # the name that the user gave
+    commit: str | None  # of the hub repository
+    base: str | None  # the model on which it was trained, according to its settings
 
     @property
     def name(self) -> str:
         """The last part of its name, for messages."""
         return self.source if self.commit else self.folder.resolve().name
-
-    def record(self, method: str, merged: bool) -> dict[str, Any]:
-        """Return the adapter's entry in run.json."""
-        digest = hashlib.sha256((self.folder / self.weights).read_bytes()).hexdigest()
-        return {"source": self.source, "commit": self.commit, "method": method, "merged": merged, "sha256": digest}
 
 
 def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
@@ -93,15 +80,20 @@ def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
     return AdapterFiles(path, weights, adapter, commit, settings.get("base_model_name_or_path"))
 
 
-def with_adapter(model: PreTrainedModel, files: AdapterFiles) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the model with the adapter merged, or added to quantized weights, and the adapter's entry in run.json.
+def with_adapter(
+    model: PreTrainedModel, files: AdapterFiles
+) -> tuple[PreTrainedModel, dict[str, Any], tuple[str, ...]]:
+    """Merge the adapter into the model, or add it to quantized weights.
+
+    Returns:
+        The model, the adapter's entry in run.json, and notices for the user.
 
     Raises:
         InputError: the adapter does not fit the model, or is of a kind that cannot be merged.
     """
     import peft  # optional, and takes seconds
 
-    source = f"--adapter {files.source}"
+    source, own = f"--adapter {files.source}", str(model.config.name_or_path)
     try:
         config = peft.PeftConfig.from_pretrained(str(files.folder))
     except Exception as error:
@@ -113,19 +105,23 @@ def with_adapter(model: PreTrainedModel, files: AdapterFiles) -> tuple[PreTraine
         wrapped: Any = peft.get_peft_model(model, config, NAME)
         read = wrapped.load_adapter(files.folder, NAME, torch_device=str(model.device))
     except Exception as error:
-        raise InputError(f"{source} does not fit {model.config.name_or_path} [{described(error)}]") from error
+        raise InputError(f"{source} does not fit {own} [{described(error)}]") from error
     for what, names in (("lacks", read.missing_keys), ("has, and the model has no place for,", read.unexpected_keys)):
         if names:
-            raise InputError(
-                f"{source} does not fit {model.config.name_or_path}: it {what} {names[0]} ({len(names)} such)"
-            )
+            raise InputError(f"{source} does not fit {own}: it {what} {names[0]} ({len(names)} such)")
     try:
         network = wrapped.merge_and_unload(safe_merge=True) if merging else wrapped.get_base_model()
     except Exception as error:
-        raise InputError(
-            f"{source}: an adapter of its kind ({method}) cannot be merged [{described(error)}]"
-        ) from error
-    return network, files.record(method, merging)
+        problem = f"an adapter of its kind ({method}) cannot be merged [{described(error)}]"
+        raise InputError(f"{source}: {problem}") from error
+    digest = hashlib.sha256((files.folder / files.weights).read_bytes()).hexdigest()
+    record = {"source": files.source, "commit": files.commit, "method": method, "merged": merging, "sha256": digest}
+    became = "merged into the model's weights" if merging else "not merged, because the model's weights are quantized"
+    notices = (f"adapter {files.source}: {became}",)
+    if files.base and Path(files.base).name.casefold() != Path(own).name.casefold():
+        base = one_line(files.base)
+        notices += (f"the adapter says that it was trained on {base}, which may be another model than {own}",)
+    return network, record, notices
 
 
 def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
@@ -134,13 +130,3 @@ def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
     adapted = next((path for path, _ in model.named_modules() if path.endswith(kept)), None)
     if adapted is not None:
         raise InputError(f"{purpose} needs weights without a separate adapter ({adapted}): merge it first")
-
-
-def notices(files: AdapterFiles, model: PreTrainedModel, merged: bool) -> list[str]:
-    """Return notices for the user: whether the adapter was merged, and whether it was trained on another model."""
-    became = "merged into the model's weights" if merged else "not merged, because the model's weights are quantized"
-    lines = [f"adapter {files.source}: {became}"]
-    base, own = files.base, str(model.config.name_or_path)
-    if base and Path(base).name.casefold() != Path(own).name.casefold():
-        lines.append(f"the adapter says that it was trained on {one_line(base)}, which may be another model than {own}")
-    return lines

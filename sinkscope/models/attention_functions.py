@@ -32,24 +32,21 @@ Attend = Callable[..., Any]  # (module, query, key, value, mask, …) → mix (B
 
 INSTEAD = "_sinkscope_attends_by"  # module attribute: what to call in place of its attention function
 _lock = threading.Lock()
-_watching: dict[
-    int, tuple[type[AttentionInterface], int]
-] = {}  # id of a table → its class, and the number of open blocks
+# id of a table → its class, and the number of open blocks
+_watching: dict[int, tuple[type[AttentionInterface], int]] = {}
 
 
 @contextmanager
 def attending_by(model: nn.Module, instead: Callable[..., Any]) -> Iterator[None]:
     """Call `instead(own, module, query, …)` where a module of this model would call `own(module, query, …)` to attend.
 
-    Blocks may overlap, on one model or several, in one thread or several.
-
-    Args:
-        model: a model of transformers, whose modeling code may have its own table of attention functions.
-        instead: the replacement; with several open blocks, that of the innermost is called first.
+    Blocks may overlap, on one model or several, in one thread or several: the innermost is called first.
     """
     modules, entry = list(model.modules()), (instead,)  # the identity of this tuple marks the block
+    files = sorted({type(module).__module__ for module in modules} & sys.modules.keys())
+    tables = [ALL_ATTENTION_FUNCTIONS, *(vars(sys.modules[file]).get("ALL_ATTENTION_FUNCTIONS") for file in files)]
     with ExitStack() as stack:
-        for table in _tables(model):
+        for table in {id(table): table for table in tables if isinstance(table, AttentionInterface)}.values():
             stack.enter_context(_watched(table))
         try:
             for module in modules:
@@ -102,40 +99,21 @@ def _watched_kind(kind: type[AttentionInterface]) -> type[AttentionInterface]:
     return type(kind.__name__, (_Watched, kind), {})
 
 
-def _tables(model: nn.Module) -> list[AttentionInterface]:
-    """Return the tables in which the model's code looks up attention functions by name."""
-    files = {type(module).__module__ for module in model.modules()}
-    named = [vars(sys.modules[file]).get("ALL_ATTENTION_FUNCTIONS") for file in sorted(files) if file in sys.modules]
-    found = [ALL_ATTENTION_FUNCTIONS, *(table for table in named if isinstance(table, AttentionInterface))]
-    return list({id(table): table for table in found}.values())
-
-
 def unknown_code(attentions: Iterable[nn.Module]) -> str | None:
     """Return the name of the first function in the attention of these modules that is not transformers' own.
 
-    A user may have registered it, or replaced the forward of a module or a class by it.
-
-    Args:
-        attentions: attention modules.
-
-    Returns:
-        Its module and name; None if all are of transformers or sinkscope.
+    A user may have registered it, or replaced the forward of a module or a class by it. None if there is none.
     """
     for attention in attentions:
-        for function in (forward_of(attention), *_functions(attention)):
+        functions = [forward_of(attention)]
+        config, file = vars(attention).get("config"), sys.modules.get(type(attention).__module__)
+        table = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)  # None if it attends in its own code
+        if isinstance(config, PreTrainedConfig) and table is not None:
+            found = table.get(config._attn_implementation, getattr(file, "eager_attention_forward", None))
+            if isinstance(found, partial) and found.func is _attend:  # while the table is watched
+                found = found.args[0]
+            functions += [] if found is None else [found]
+        for function in functions:
             if not written_in(function).startswith(("transformers.", "sinkscope.")):
                 return name_of(function)
     return None
-
-
-def _functions(module: nn.Module) -> list[Attend]:
-    """Return the attention functions that the tables hold for this module; none if it attends in its own code."""
-    config = vars(module).get("config")
-    file: Any = sys.modules.get(type(module).__module__)
-    if not isinstance(config, PreTrainedConfig) or not hasattr(file, "ALL_ATTENTION_FUNCTIONS"):
-        return []
-    default = getattr(file, "eager_attention_forward", None)
-    found = file.ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation, default)
-    if isinstance(found, partial) and found.func is _attend:  # while the table is watched
-        found = found.args[0]
-    return [] if found is None else [found]

@@ -9,7 +9,6 @@ still be edited; values may not, because a norm would undo a scaling of them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,31 +22,13 @@ from sinkscope.models.attention_functions import MATMULS, SOFTMAXES, attending_b
 from sinkscope.models.family import Outputs, Role, embedding_weight, first_tensor, input_device
 
 
-@dataclass(frozen=True)
-class Attentions:
-    """The attention modules of the layers, and how they attend."""
+def find_attentions(
+    model: nn.Module, path: str, layers: list[nn.Module], inputs: Mapping[str, Any]
+) -> tuple[str, list[str]]:
+    """Find the attention module of every layer, for the list of layers at a path.
 
-    door: str  # see Family
-    paths: list[str]  # by layer; "" for a layer without attention
-
-
-@dataclass
-class Seen:
-    """The modules that attended, in the order in which they ran."""
-
-    through_interface: list[tuple[nn.Module, torch.Tensor]] = field(default_factory=list)  # with their mix (B,T,H,d)
-    in_own_code: list[nn.Module] = field(default_factory=list)
-    in_other_form: list[nn.Module] = field(default_factory=list)  # a softmax over keys that is not of a product
-
-
-def find_attentions(model: nn.Module, path: str, layers: list[nn.Module], inputs: Mapping[str, Any]) -> Attentions:
-    """Find the attention module of every layer.
-
-    Args:
-        model: the model to run.
-        path: the path of the list of layers.
-        layers: the entries of that list.
-        inputs: the model's inputs.
+    Returns:
+        The family's `door`, and the module's path by layer, "" for a layer without attention.
 
     Raises:
         InputError: a layer attends more than once, or in a form that is not measured.
@@ -79,41 +60,44 @@ def find_attentions(model: nn.Module, path: str, layers: list[nn.Module], inputs
         raise InputError(
             f"layer {index} attends {len(paths)} times and combines the results: no single softmax is its attention"
         )
-    return Attentions(door, [paths[0] if paths else "" for paths in chosen])
+    return door, [paths[0] if paths else "" for paths in chosen]
 
 
 @torch.no_grad()
-def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Seen:
+def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> "_Watch":
     """Run the model, and record which modules attend."""
-    seen = Seen()
-    own_code = _OwnCode(seen, inputs["input_ids"].shape[1])
+    watch = _Watch(inputs["input_ids"].shape[1])
 
     def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own_code.is_off = True
+        watch.is_off = True
         try:
             given = own(module, *args, **kwargs)
         finally:
-            own_code.is_off = False
-        seen.through_interface.append((module, given[0].detach().clone()))
+            watch.is_off = False
+        watch.through_interface.append((module, given[0].detach().clone()))
         return given
 
     with ExitStack() as stack:
         for module in model.modules():
             if next(module.parameters(), None) is not None:  # a dropout or a softmax is not an attention module
-                stack.enter_context(module.register_forward_pre_hook(own_code.enter))
-                stack.enter_context(module.register_forward_hook(own_code.leave))
+                stack.enter_context(module.register_forward_pre_hook(watch.enter))
+                stack.enter_context(module.register_forward_hook(watch.leave))
         stack.enter_context(attending_by(model, listening))
-        stack.enter_context(own_code)
+        stack.enter_context(watch)
         model(**inputs)
-    return seen
+    return watch
 
 
-class _OwnCode(TorchFunctionMode):
-    """Records the modules whose own code takes a softmax over keys."""
+class _Watch(TorchFunctionMode):
+    """Records the modules that attend, in the order in which they run: through transformers' interface, or by a
+    softmax over keys in their own code.
+    """
 
-    def __init__(self, seen: Seen, length: int) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__()
-        self.seen = seen
+        self.through_interface: list[tuple[nn.Module, torch.Tensor]] = []  # with their mix (B,T,H,d)
+        self.in_own_code: list[nn.Module] = []
+        self.in_other_form: list[nn.Module] = []  # a softmax over keys that is not of a product
         self.length = length  # T
         self.running: list[nn.Module] = []
         self.product = 0  # size of the last product of two batched tensors in the running module
@@ -133,10 +117,10 @@ class _OwnCode(TorchFunctionMode):
         if func in MATMULS:
             self.product = given.numel() if given.dim() > 2 else 0
         elif func is F.scaled_dot_product_attention and _attends_to_tokens(self.length, *args, **(kwargs or {})):
-            self.seen.in_own_code.append(self.running[-1])
+            self.in_own_code.append(self.running[-1])
         elif func in SOFTMAXES and given.dim() > 2 and given.shape[-2] == given.shape[-1] >= self.length:
             is_known = given.numel() == self.product
-            (self.seen.in_own_code if is_known else self.seen.in_other_form).append(self.running[-1])
+            (self.in_own_code if is_known else self.in_other_form).append(self.running[-1])
         return given
 
 
@@ -172,12 +156,7 @@ PROBES = 4  # sequences: two outputs that are equal in all of them are taken to 
 
 @torch.no_grad()
 def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[Role, Outputs], ...]:
-    """Find role → outputs of each attention module, without the roles that are not found.
-
-    Args:
-        model: a model that uses transformers' attention interface.
-        attending: its attention modules.
-    """
+    """Find role → outputs of each module that attends by transformers' interface, without the roles not found."""
     states: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
     given: dict[nn.Module, torch.Tensor] = {}
 
@@ -211,11 +190,16 @@ def _roles(
     found: dict[Role, Outputs] = {}
     roles: tuple[Role, ...] = ("query", "key", "value")
     for role, state in zip(roles, states, strict=False):
-        exact = [(path, _places(state, known)) for path, known in columns.items()]
-        normed = [(path, _normed_places(state, outputs)) for path, outputs in own.items()] if role != "value" else []
-        chosen = next(((path, places) for path, places in [*exact, *normed] if places is not None), None)
-        if chosen is not None:
-            found[role] = Outputs(*chosen)
+        heads, width = state.shape[1:]
+        entries, in_order = _entries(state.flatten(1)), list(range(heads * width))
+        # the outputs are found by their values, all of them and distinct, or else in order before a norm of each head
+        exact = [(path, [known[entry] for entry in entries if entry in known]) for path, known in columns.items()]
+        candidates = [(path, places) for path, places in exact if len(places) == len(set(places)) == len(entries)]
+        if role != "value":
+            candidates += [(path, in_order) for path, outputs in own.items() if _is_normed(state, outputs)]
+        if candidates:
+            path, places = candidates[0]
+            found[role] = Outputs(path, tuple(tuple(places[at : at + width]) for at in range(0, len(places), width)))
     return found
 
 
@@ -224,25 +208,11 @@ def _entries(x: torch.Tensor) -> list[bytes]:
     return [entry.tobytes() for entry in x.double().cpu().T.contiguous().numpy()]
 
 
-def _places(state: torch.Tensor, columns: Mapping[bytes, int]) -> tuple[tuple[int, ...], ...] | None:
-    """Return by head which outputs a state (B,heads,d) is; None unless all are found and distinct."""
-    places = [columns[entry] for entry in _entries(state.flatten(1)) if entry in columns]
-    width = state.shape[2]
-    if len(places) < state[0].numel() or len(set(places)) < len(places):
-        return None
-    return tuple(tuple(places[head * width : (head + 1) * width]) for head in range(state.shape[1]))
-
-
-def _normed_places(state: torch.Tensor, outputs: torch.Tensor) -> tuple[tuple[int, ...], ...] | None:
-    """Return the same for a state whose heads are normalized.
-
-    It is the outputs in their order, times one factor for each sequence and one for each channel.
-    """
-    batch, heads, width = state.shape
-    if outputs.shape[1] != heads * width:
-        return None
-    factors = state.double() / outputs.double().view(batch, heads, width)
+def _is_normed(state: torch.Tensor, outputs: torch.Tensor) -> bool:
+    """Return whether a state is the outputs in order, times one factor for each sequence and one for each channel."""
+    if outputs.shape[1] != state[0].numel():
+        return False
+    factors = state.double() / outputs.double().view(state.shape)
     by_sequence = factors.median(-1, keepdim=True).values
     by_channel = (factors / by_sequence).median(0, keepdim=True).values
-    is_product = ((factors - by_sequence * by_channel).abs() <= 0.05 * factors.abs()).double().mean() > 0.9
-    return tuple(tuple(range(head * width, (head + 1) * width)) for head in range(heads)) if is_product else None
+    return bool(((factors - by_sequence * by_channel).abs() <= 0.05 * factors.abs()).double().mean() > 0.9)

@@ -1,10 +1,8 @@
 """Finds how a model without a row in FAMILIES is built, by running it on a few tokens."""
 
 import inspect
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,30 +11,25 @@ from torch import nn
 
 from sinkscope.errors import InputError, described
 from sinkscope.models.attention_modules import find_attentions, find_projections, is_gated
-from sinkscope.models.discovery import ULPS, Event, Layer, first_floats, record
+from sinkscope.models.discovery import ULPS, Event, Layer, record
 from sinkscope.models.family import (
     ATTENTION,
     NO_POSITIONS,
     NOT_RUN,
     UNKNOWN_POSITIONS,
     Block,
-    Copies,
     Family,
     embedding_weight,
     find_copies,
 )
-from sinkscope.models.wiring import check_wiring, mlp_reads_attention, output_of
+from sinkscope.models.wiring import End, check_wiring, mlp_reads_attention, output_of, record_ends
 
 
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     """Make a row for an architecture that has none: find numerically what every layer adds to the residual stream.
 
-    Args:
-        model: a model whose type has no row.
-        token_ids: (B,T), a few tokens to run.
-
     Raises:
-        InputError: the model fails on these tokens, or attends in a form that is not measured.
+        InputError: the model fails on these tokens (B,T), or attends in a form that is not measured.
     """
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
     if getattr(model.config, "is_encoder_decoder", False):
@@ -47,7 +40,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise InputError(f"'{name}' fails on {token_ids.numel()} tokens [{described(error)}]") from error
     layers = list(model.get_submodule(path).children())
-    attentions = find_attentions(model, path, layers, inputs)
+    door, attention_paths = find_attentions(model, path, layers, inputs)
     records = record(model, layers, inputs)
     for layer, events in enumerate(records):  # layers that read pictures do not run
         if events and not any(event.address == "output" for event in events):
@@ -57,10 +50,17 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
             gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
             advice = "are its weights what they should be, and does it fit into its dtype?"
             raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
-    blocks = _blocks(model, layers, records, attentions.paths, inputs)
+    blocks = _blocks(model, layers, records, attention_paths, inputs)
     ran = [at for at, events in enumerate(records) if events]
-    copies = _copies(model, records[ran[0]][0].x, token_ids, blocks)
     known = [at for at in ran if blocks[at].wiring != "unknown"]
+    stream, tokens, copies = records[ran[0]][0].x, token_ids.shape, None
+    if not known or stream.shape[:-1] != tokens:
+        copies = find_copies(stream, tokens, getattr(model.config.get_text_config(), "hidden_size", stream.shape[-1]))
+        if copies is None and stream.shape[:-1] != tokens:
+            raise InputError(
+                f"'{name}': its layers take {tuple(stream.shape[:-1])} vectors for {tuple(tokens)} tokens, "
+                "so positions in its layers are not those of the text"
+            )
     first = next((at for at, block in enumerate(blocks) if block.attention), next(iter(known), 0))
     main, places = blocks[first], enumerate(blocks)
     attending = {at: layers[at].get_submodule(block.attention) for at, block in places if block.attention}
@@ -69,13 +69,13 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     if attending:
         modules = list(attending.values())
         attention_fields = {"positions": UNKNOWN_POSITIONS, **_projections(model, modules)}
-        if attentions.door == "interface":
+        if door == "interface":
             attention_fields["gated"] = is_gated(model, modules[0], attention_fields["output"], inputs)
             found = find_projections(model, modules)
             attention_fields["projections"] = dict(zip(attending, found, strict=True))
     bert = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
     usual = (("mlp",), ("fc1", "activation_fn", "fc2"), bert)
-    feed_forward = next((paths for paths in usual if all(_has(layers[first], at) for at in paths)), ())
+    feed_forward = next((paths for paths in usual if _has(layers[first], *paths)), None)
     address = main.sites.get("mlp_out", "")
     return Family(
         name=name,
@@ -83,7 +83,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         attention=main.attention,
         sites=main.sites,
         wiring=main.wiring,
-        door=attentions.door,
+        door=door,
         mlp=feed_forward or ((address.partition(".")[0],) if address else ()),
         blocks=() if are_alike else tuple(blocks),
         copies=copies,
@@ -91,24 +91,6 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         first_position=first_position(model, layers[ran[-1]], token_ids),
         **attention_fields,
     )
-
-
-def _copies(model: Any, stream: torch.Tensor, token_ids: torch.Tensor, blocks: list[Block]) -> Copies | None:
-    """Find the copies of the residual stream in the first layer's input.
-
-    Raises:
-        InputError: the stream is not in the order of the tokens.
-    """
-    tokens, config = token_ids.shape, model.config.get_text_config()
-    if any(block.wiring != "unknown" for block in blocks) and stream.shape[:-1] == tokens:
-        return None
-    copies = find_copies(stream, tokens, getattr(config, "hidden_size", stream.shape[-1]))
-    if copies is None and stream.shape[:-1] != tokens:
-        raise InputError(
-            f"'{config.model_type}': its layers take {tuple(stream.shape[:-1])} vectors for {tuple(tokens)} tokens, "
-            "so positions in its layers are not those of the text"
-        )
-    return copies
 
 
 def _blocks(
@@ -148,51 +130,40 @@ def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
     of other layers.
     """
     several, attention = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value")), attentions[0]
-    known = next((names for names in several if all(_has(other, name) for other in attentions for name in names)), None)
+    known = next((names for names in several if all(_has(other, *names) for other in attentions)), ())
     output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense", "wo") if _has(attention, name)), "")
     heads = model.config.get_text_config().num_attention_heads
-    if known is None:
-        return {"qkv": (), "fused": "", "output": output}
     widths = [getattr(attention.get_submodule(name), "out_features", 0) for name in known]
-    if not all(widths):  # a module is not a plain matrix
-        return {"qkv": (), "fused": "", "output": output}
-    is_plain = widths[0] % heads == 0 and widths[1] == widths[2] and widths[1] % (widths[0] // heads) == 0
-    taken = getattr(attention.get_submodule(output), "in_features", widths[0]) if output else widths[0]
-    return {"qkv": known if is_plain and taken == widths[0] else (), "fused": "", "output": output}
+    if widths and all(widths):  # else a module is not a plain matrix
+        query, key, value = widths
+        taken = getattr(attention.get_submodule(output), "in_features", query) if output else query
+        is_plain = query % heads == 0 and key == value and key % (query // heads) == 0 and taken == query
+        return {"qkv": known if is_plain else (), "fused": "", "output": output}
+    return {"qkv": (), "fused": "", "output": output}
 
 
-def _has(layer: nn.Module, path: str) -> bool:
-    """Return whether the submodule exists."""
+def _has(layer: nn.Module, *paths: str) -> bool:
+    """Return whether all these submodules exist."""
     try:
-        layer.get_submodule(path)
+        return all(layer.get_submodule(path) is not None for path in paths)
     except AttributeError:
         return False
-    return True
 
 
-Ends = dict[nn.Module, list[torch.Tensor]]  # module → its input and its output, for each time that it ran
+Ends = dict[nn.Module, list[End]]
 
 
-@torch.no_grad()
 def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> str:
     """Return the path of the ModuleList through which the residual stream passes.
 
-    Each entry reads the output of the one before, and the input of the first that runs depends on the tokens.
-
-    Args:
-        model: a model with one such list or, if it also reads pictures, several.
-        inputs: the model's inputs.
-        others: the same with other tokens.
-
-    Raises:
-        InputError: there is no such list.
+    Each entry reads the output of the one before, and the input of the first that runs depends on the tokens: `others`
+    are the same inputs of the model with other tokens. The largest of several lists is returned.
     """
     lists = {path: list(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     entries = {entry for entries in lists.values() for entry in entries}
-    ends = _ends(model, entries, inputs)
-    given = [(x, others[name]) for name, x in inputs.items() if isinstance(x, torch.Tensor)]
-    alike = all(torch.equal(x, other) for x, other in given)  # for a vocabulary of one token
-    ends_of_others = None if alike else _ends(model, entries, others)
+    ends = record_ends(model, entries, inputs)
+    alike = torch.equal(inputs["input_ids"], others["input_ids"])  # for a vocabulary of one token
+    ends_of_others = None if alike else record_ends(model, entries, others)
     chains = [path for path, layers in lists.items() if _pass_tokens(layers, ends, ends_of_others)]
     if not chains:
         runs = [{len(ends.get(layer, ())) // 2 for layer in layers} for layers in lists.values()]
@@ -202,24 +173,6 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
             f"'{model.config.model_type}': no list of layers through which the tokens pass one by one{why}"
         )
     return max(chains, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()))
-
-
-def _ends(model: Any, entries: Iterable[nn.Module], inputs: dict[str, Any]) -> Ends:
-    """Run the model, and return inputs and outputs of those of the modules that run."""
-    ends: Ends = {}
-    with ExitStack() as hooks:
-        for module in entries:
-            hooks.enter_context(module.register_forward_pre_hook(partial(_keep_end, ends), with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(partial(_keep_end, ends), with_kwargs=True))
-        model(**inputs)
-    return ends
-
-
-def _keep_end(ends: Ends, module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
-    """Keep a module's input (forward pre-hook) or output (forward hook)."""
-    x = first_floats(output[0] if output else (*args, *kwargs.values()))
-    if x is not None:
-        ends.setdefault(module, []).append(x.detach().clone())
 
 
 def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | None) -> bool:
@@ -237,9 +190,9 @@ def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | Non
     return ends_of_others is None or not _equal(ends[ran[0]][0], ends_of_others[ran[0]][0])
 
 
-def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+def _equal(a: End, b: End) -> bool:
     """Return whether tensors are equal bit for bit; NaN equals NaN."""
-    return x.shape == y.shape and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+    return a.x.shape == b.x.shape and torch.allclose(a.x, b.x, rtol=0, atol=0, equal_nan=True)
 
 
 @torch.no_grad()

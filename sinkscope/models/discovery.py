@@ -13,17 +13,16 @@ Sums are compared entry by entry up to round-off of the model's dtype, so that o
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import combinations, count
-from typing import Any
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from sinkscope.models.family import FEED_FORWARD, RESIDUAL_SITES, Block, Term
+from sinkscope.models.wiring import record_ends
 
 ULPS = 8  # of the larger term: a sum of three, each rounded
 
@@ -63,23 +62,18 @@ class Branch:
         scaled = any(scale != 1.0 for scale in self.scales)
         return (scaled, sum(event.depth for event in self.events), self.last.order)
 
-    @property
-    def terms(self) -> list[torch.Tensor]:
-        return [scale * event.x for scale, event in zip(self.scales, self.events, strict=True)]
-
     def covers(self, path: str) -> bool:
         """Return whether a module is one of these or part of one."""
         return any(_within(path, event.path) for event in self.events)
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The sums that make up a layer."""
 
     wiring: str
     attention: Branch | None
-    mid: Event | None = None
-    mlp: Branch | None = None
+    mid: Event | None
+    mlp: Branch | None
 
 
 class Layer:
@@ -94,35 +88,35 @@ class Layer:
         self.out = next(event for event in reversed(events) if event.address == "output")
         self.inner = [event for event in events if event.path]
         runs = Counter(event.address for event in self.inner)
-        inner = [
-            event for event in self.inner if runs[event.address] == 1
-        ]  # of several runs a hook would read the first
+        # of several runs a hook would read the first
+        inner = [event for event in self.inner if runs[event.address] == 1]
         self.inputs = [event for event in inner if event.end == "input"]
         self.outputs = [event for event in inner if event.end == "output"]
 
     def block(self) -> Block | None:
         """Return how this layer is built; None if none of the known sums fits."""
         found = self._sequential()
-        if found is None and (single := self._module(self.h.x, self.out.x)) is not None:
-            found = Found("single", None, mlp=single) if self.kind in FEED_FORWARD else Found("single", single)
+        if found is None and (single := self._module(self.h.x, self.out.x, self.outputs)) is not None:
+            is_mlp = self.kind in FEED_FORWARD
+            found = Found("single", None if is_mlp else single, None, single if is_mlp else None)
         found = found or self._parallel()
         if found is None:
             return None
+        wiring, attention, mid, mlp = found
         # a single branch needs no check: only it can contain the attention module
-        if self.attention and found.wiring != "single" and not self._carries_attention(found.attention):
+        if self.attention and wiring != "single" and not self._carries_attention(attention):
             return None
-        branches = {"attn_out": found.attention, "mlp_out": found.mlp}
-        mid, attention, mlp = found.mid, found.attention, found.mlp
+        branches = {"attn_out": attention, "mlp_out": mlp}
         addresses = {
             "layer_in": "input",
             "attn_norm": self._norm_before(self.h, attention) if attention else None,
             "attn_out": attention and attention.last.address,
             "mid": mid and mid.address,
-            "mlp_norm": self._norm_before(mid or self.h, mlp) if mlp and found.wiring != "post-norm" else None,
+            "mlp_norm": self._norm_before(mid or self.h, mlp) if mlp and wiring != "post-norm" else None,
             "mlp_out": mlp and mlp.last.address,
             "layer_out": "output",
         }
-        if found.wiring == "parallel" and addresses["mlp_norm"] == addresses["attn_norm"]:
+        if wiring == "parallel" and addresses["mlp_norm"] == addresses["attn_norm"]:
             addresses["mlp_norm"] = None
         sites = {site: address for site, address in addresses.items() if address}
         for site, branch in branches.items():
@@ -133,12 +127,10 @@ class Layer:
         return Block(
             attention=self.attention,
             sites=dict(sorted(sites.items(), key=lambda site: orders[site[1]])),
-            wiring=found.wiring,
+            wiring=wiring,
             kind=self.kind,
             sums={
-                site: tuple(
-                    Term(event.address, scale) for event, scale in zip(branch.events, branch.scales, strict=True)
-                )
+                site: tuple(map(Term, (event.address for event in branch.events), branch.scales))
                 for site, branch in branches.items()
                 if branch and branch.scales != (1.0,)
             },
@@ -158,8 +150,6 @@ class Layer:
             for site, parts in terms.items()
             if all(term.address in known for term in parts)
         }
-
-    # --- sums
 
     def _sequential(self) -> Found | None:
         """Find a branch followed by another, or by one inside a norm that ends the layer."""
@@ -212,16 +202,13 @@ class Layer:
     ) -> Branch | None:
         """Find the branch that makes the step from `start` to `end`: one module, or two children of the layer."""
         between = [event for event in self.outputs if after < event.order < before]
-        single = self._module(start, end, after, before)
+        single = self._module(start, end, between)
         return single or self._pair(start, end, [event for event in between if event.depth == 0])
 
-    def _module(
-        self, start: torch.Tensor, end: torch.Tensor, after: int = -1, before: float = float("inf")
-    ) -> Branch | None:
+    def _module(self, start: torch.Tensor, end: torch.Tensor, events: Sequence[Event]) -> Branch | None:
         """Find the single module that makes the step."""
-        between = [event for event in self.outputs if after < event.order < before]
         found = []
-        for event in between:
+        for event in events:
             for scale in (1.0, _one_scale(end - start, event.x)):
                 if scale and self._makes(end, (start, scale * event.x)):
                     found.append(Branch((event,), (scale,)))
@@ -235,17 +222,16 @@ class Layer:
         for first, second in combinations(others, 2):
             if _within(first.path, second.path) or _within(second.path, first.path):
                 continue
-            pair = Branch((first, second), _two_scales(end - start, first.x, second.x))
-            if 0.0 not in pair.scales and self._makes(end, (start, *pair.terms)):
-                found.append(pair)
+            s, t = _two_scales(end - start, first.x, second.x)
+            if s and t and self._makes(end, (start, s * first.x, t * second.x)):
+                found.append(Branch((first, second), (s, t)))
         return min(found, key=lambda pair: pair.rank, default=None)
 
-    def _makes(self, total: torch.Tensor, terms: Iterable[torch.Tensor]) -> bool:
+    def _makes(self, total: torch.Tensor, terms: Sequence[torch.Tensor]) -> bool:
         """Return whether the terms sum to the total up to round-off, and no term is itself only round-off."""
-        terms = tuple(terms)
         size = torch.stack([term.abs() for term in terms]).sum(0)
         allowed = ULPS * self.eps * (size + total.abs())
-        distance = (total - torch.stack(terms).sum(0)).abs()
+        distance = (total - torch.stack(list(terms)).sum(0)).abs()
         return bool((distance <= allowed).all()) and all(bool((term.abs() > allowed).any()) for term in terms[1:])
 
     def _is(self, a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -255,40 +241,32 @@ class Layer:
         """Return whether the attention module is in a branch, or its output is the input of the branch's modules."""
         if branch is None:
             return False
+        if branch.covers(self.attention) or any(_within(event.path, self.attention) for event in branch.events):
+            return True
         holders = [event for event in self.outputs if _within(self.attention, event.path)]
         takers = [event for event in self.inputs if branch.covers(event.path)]
-        is_part = any(_within(event.path, self.attention) for event in branch.events)
-        return (
-            is_part
-            or branch.covers(self.attention)
-            or any(torch.equal(holder.x, taker.x) for holder in holders for taker in takers)
-        )
-
-    # --- norms
+        return any(torch.equal(holder.x, taker.x) for holder in holders for taker in takers)
 
     def _norm_before(self, stream: Event, branch: Branch) -> str | None:
         """Find the norm that reads the stream for a branch: a module before the branch that has no matrix."""
         elsewhere = None
+        taken_by = {event.path: event for event in self.inputs}
+        top = branch.last.path.split(".")[0]
         for norm in self.outputs:
-            if norm.order >= branch.last.order or not self._is_norm_of(norm, stream):
+            taken = taken_by.get(norm.path)
+            if norm.order >= branch.last.order or taken is None or taken.order < stream.order:
+                continue
+            if not torch.equal(taken.x, stream.x) or self._is(norm.x, stream.x):
+                continue
+            if any(parameter.dim() > 1 for parameter in self.module.get_submodule(norm.path).parameters()):
                 continue
             takers = [event for event in self.inputs if norm.order < event.order and torch.equal(event.x, norm.x)]
-            if any(_top(taker.path) == _top(branch.last.path) for taker in takers):
+            readers = {taker.path.split(".")[0] for taker in takers}
+            if top in readers:
                 return norm.address
-            if elsewhere is None and any(_top(taker.path) != _top(norm.path) for taker in takers):
+            if elsewhere is None and readers - {norm.path.split(".")[0]}:
                 elsewhere = norm.address  # other modules than the branch's read the norm
         return elsewhere
-
-    def _is_norm_of(self, event: Event, stream: Event) -> bool:
-        taken = next((given for given in self.inputs if given.path == event.path), None)
-        if taken is None or taken.order < stream.order or not torch.equal(taken.x, stream.x):
-            return False
-        has_no_matrix = all(parameter.dim() < 2 for parameter in self.module.get_submodule(event.path).parameters())
-        return has_no_matrix and not self._is(event.x, stream.x)
-
-
-def _top(path: str) -> str:
-    return path.split(".")[0]
 
 
 def _within(path: str, other: str) -> bool:
@@ -311,36 +289,20 @@ def _two_scales(step: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[f
     return (1.0 if abs(s - 1) < 1e-3 else round(s, 6), 1.0 if abs(t - 1) < 1e-3 else round(t, 6))
 
 
-@torch.no_grad()
 def record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
-    """Run the model, and return inputs and outputs of every layer's modules that have the residual stream's size."""
-    records: list[list[Event]] = [[] for _ in layers]
-    order = count()
+    """Run the model, and return inputs and outputs of every layer's modules that have the residual stream's size.
 
-    def keep(events: list[Event], path: str, module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
-        x = first_floats(output[0] if output else (*args, *kwargs.values()))
-        if x is not None:
-            events.append(Event(next(order), path, "output" if output else "input", x.detach().clone()))
-
-    with ExitStack() as hooks:
-        for layer, events in zip(layers, records, strict=True):
-            for path, module in layer.named_modules():
-                hooks.enter_context(module.register_forward_pre_hook(partial(keep, events, path), with_kwargs=True))
-                hooks.enter_context(module.register_forward_hook(partial(keep, events, path), with_kwargs=True))
-        model(**inputs)
-    return [_stream_sized(events) for events in records]
-
-
-def first_floats(values: Any) -> torch.Tensor | None:
-    """Return the first floating-point tensor of several values, or of one; None if there is none."""
-    several = values if isinstance(values, tuple | list) else (values,)
-    return next((value for value in several if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
-
-
-def _stream_sized(events: Sequence[Event]) -> list[Event]:
-    """Return the events of the size of the layer's input, in its shape and in float64; none if it did not run."""
-    own = next((event.x for event in events if event.address == "input"), None)
-    if own is None:
-        return []
-    alike = [event for event in events if event.x.numel() == own.numel() and event.x.shape[-1] == own.shape[-1]]
-    return [Event(event.order, event.path, event.end, event.x.double().view(own.shape)) for event in alike]
+    They are in float64 and in the shape of the layer's input. A layer that does not run has none.
+    """
+    ends = record_ends(model, {module for layer in layers for module in layer.modules()}, inputs)
+    records: list[list[Event]] = []
+    for layer in layers:
+        own = next((end.x for end in ends.get(layer, ()) if end.end == "input"), None)
+        events = [
+            Event(order, path, end, x.double().view(own.shape))
+            for path, module in layer.named_modules()
+            for order, end, x in ends.get(module, ())
+            if own is not None and x.numel() == own.numel() and x.shape[-1] == own.shape[-1]
+        ]
+        records.append(sorted(events, key=lambda event: event.order))
+    return records

@@ -7,9 +7,8 @@ or a hook of the user may compute more than the module's weights say, so the che
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -51,10 +50,12 @@ def check_changes(name: str, edits: list[Edit]) -> None:
 @contextmanager
 def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
     """Let module(…) compute around(forward, …) for the length of the block, where `forward` is the module's own."""
-    own = vars(module).get("forward")  # set by accelerate or by another edit
+    own: Any = vars(module).get("forward")  # set by accelerate or by another edit
     forward, moves = module.forward, vars(module).pop(ACCELERATE, None)
     if moves is not None:
-        forward = _moved(module, moves)
+        # if nnsight finds accelerate's attribute, it runs the forward of the module's class in place of `wrapped`: so
+        # the attribute is removed, and the forward moves inputs and weights as accelerate's hook does
+        forward = partial(_moved, module, moves, module._old_forward)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return around(forward, *args, **kwargs)
@@ -70,19 +71,9 @@ def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[N
             vars(module)[ACCELERATE] = moves
 
 
-def _moved(module: Any, moves: Any) -> Callable[..., Any]:
-    """Return a forward that moves inputs and weights of a module as accelerate's hook does.
-
-    If nnsight finds accelerate's attribute, it runs the forward of the module's class in place of the module's own,
-    so that a wrapped forward would not run.
-    """
-    forward = module._old_forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = moves.pre_forward(module, *args, **kwargs)
-        return moves.post_forward(module, forward(*args, **kwargs))
-
-    return run
+def _moved(module: nn.Module, moves: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = moves.pre_forward(module, *args, **kwargs)
+    return moves.post_forward(module, forward(*args, **kwargs))
 
 
 def edited_output(
@@ -168,8 +159,7 @@ def check_parameters(module: nn.Module) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Beginning:
+class Beginning(NamedTuple):
     """A layer at which a forward pass on some inputs begins, with the output of the layers before it."""
 
     layer: int

@@ -9,15 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.models.family import RESIDUAL_SITES, Family
+from sinkscope.models.family import Family
 from sinkscope.models.model_types import base_type
 from sinkscope.models.towers import is_own, text_tower, within
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 
 
 def _sites(**addresses: str) -> dict[str, str]:
-    everywhere = {"layer_in": "input", "layer_out": "output"} | addresses
-    return {site: everywhere[site] for site in RESIDUAL_SITES if site in everywhere}
+    return {"layer_in": "input", **addresses, "layer_out": "output"}
 
 
 def _sequential(attn_norm: str, attention: str, mlp_norm: str, mlp: str) -> dict[str, str]:
@@ -36,15 +35,12 @@ def _parallel(norm: str, attention: str, mlp: str) -> dict[str, str]:
     return _sites(attn_norm=f"{norm}.output", attn_out=f"{attention}.output", mlp_out=f"{mlp}.output")
 
 
-_LLAMA = Family(
-    name="llama",
-    layers="model.layers",
-    attention="self_attn",
-    sites=_sequential("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
-)
+_TWO_NORMS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_LLAMA = Family(name="llama", layers="model.layers", attention="self_attn", sites=_sequential(*_TWO_NORMS))
 _LLAMA_PARALLEL = replace(_LLAMA, wiring="parallel", sites=_parallel("input_layernorm", "self_attn", "mlp"))
 _GEMMA = replace(
     _LLAMA,
+    name="gemma3",
     sites=_sites(
         attn_norm="input_layernorm.output",
         attn_out="post_attention_layernorm.output",
@@ -71,6 +67,26 @@ _GPT2 = Family(
     output="c_proj",
     sites=_sequential("ln_1", "attn", "ln_2", "mlp"),
 )
+_GPT_NEO = replace(
+    _GPT2,
+    name="gpt_neo",
+    attention="attn.attention",
+    door="interceptor",
+    qkv=_LLAMA.qkv,
+    fused="",
+    output="out_proj",
+    scaling=1.0,
+)
+_GPTJ = replace(
+    _GPT_NEO,
+    name="gptj",
+    attention="attn",
+    wiring="parallel",
+    positions="rotary",
+    position_embedding="",
+    scaling=None,
+    sites=_parallel("ln_1", "attn", "mlp"),
+)
 _GPT_NEOX = Family(
     name="gpt_neox",
     layers="gpt_neox.layers",
@@ -79,6 +95,7 @@ _GPT_NEOX = Family(
     fused="groups",
     output="dense",
     sites=_sequential("input_layernorm", "attention", "post_attention_layernorm", "mlp"),
+    when={"use_parallel_residual": False},
 )
 _OPT = Family(
     name="opt",
@@ -90,6 +107,7 @@ _OPT = Family(
     position_offset=2,
     output="out_proj",
     sites=_sequential("self_attn_layer_norm", "self_attn", "final_layer_norm", "fc2"),
+    when={"do_layer_norm_before": True},
 )
 _BLOOM = Family(
     name="bloom",
@@ -126,25 +144,11 @@ _MPT = Family(
     # the MLP adds the residual itself
     sites=_sequential("norm_1", "resid_attn_dropout", "norm_2", "ffn.down_proj"),
 )
-_GPT_NEO = replace(
-    _GPT2,
-    name="gpt_neo",
-    attention="attn.attention",
-    door="interceptor",
-    qkv=_LLAMA.qkv,
-    fused="",
-    output="out_proj",
-    scaling=1.0,
-)
-_GPTJ = replace(
-    _GPT_NEO,
-    name="gptj",
-    attention="attn",
-    wiring="parallel",
-    positions="rotary",
-    position_embedding="",
-    scaling=None,
-    sites=_parallel("ln_1", "attn", "mlp"),
+_VARIED = replace(
+    _LLAMA,
+    name=VARIED_LLAMA,
+    sites=_sequential("attention_norm", "self_attn", "mlp_norm", "mlp"),
+    when={"norm_placement": "pre"},
 )
 
 # model type (config.json) → its rows; the first row whose `when` holds is used.
@@ -154,8 +158,8 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
     },
     "gemma2": (replace(_GEMMA, name="gemma2"),),
-    "gemma3_text": (replace(_GEMMA, name="gemma3"),),
-    "gemma3": (replace(_GEMMA, name="gemma3", layers="model.language_model.layers"),),
+    "gemma3_text": (_GEMMA,),
+    "gemma3": (replace(_GEMMA, layers="model.language_model.layers"),),
     "olmo2": (_OLMO2,),
     "phi": (replace(_LLAMA_PARALLEL, name="phi", output="dense"),),
     "phi3": (replace(_LLAMA, name="phi3", qkv=("qkv_proj",), fused="blocks"),),
@@ -172,10 +176,10 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
             when={"use_parallel_residual": True},
             sites={site: address for site, address in _GPT_NEOX.sites.items() if site != "mid"},
         ),
-        replace(_GPT_NEOX, when={"use_parallel_residual": False}),
+        _GPT_NEOX,
     ),
     "opt": (
-        replace(_OPT, when={"do_layer_norm_before": True}),
+        _OPT,
         replace(  # OPT-350M
             _OPT,
             wiring="post-norm",
@@ -188,14 +192,12 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         replace(
             _FALCON,
             when={"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2},
-            sites={  # both norms run before attention does
-                "layer_in": "input",
-                "attn_norm": "ln_attn.output",
-                "mlp_norm": "ln_mlp.output",
-                "attn_out": "self_attention.output",
-                "mlp_out": "mlp.output",
-                "layer_out": "output",
-            },
+            sites=_sites(  # both norms run before attention does
+                attn_norm="ln_attn.output",
+                mlp_norm="ln_mlp.output",
+                attn_out="self_attention.output",
+                mlp_out="mlp.output",
+            ),
         ),
         _FALCON,
         replace(
@@ -209,15 +211,9 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "gptj": (_GPTJ,),
     "gpt_neo": (_GPT_NEO,),
     VARIED_LLAMA: (
+        _VARIED,
         replace(
-            _LLAMA,
-            name=VARIED_LLAMA,
-            when={"norm_placement": "pre"},
-            sites=_sequential("attention_norm", "self_attn", "mlp_norm", "mlp"),
-        ),
-        replace(
-            _LLAMA,
-            name=VARIED_LLAMA,
+            _VARIED,
             wiring="post-norm",
             when={"norm_placement": "post"},
             sites=_sites(attn_out="self_attn.output", mid="attention_norm.input", mlp_out="mlp.output"),

@@ -47,13 +47,7 @@ class Copies:
 
 
 def find_copies(x: torch.Tensor, tokens: torch.Size, width: int) -> Copies | None:
-    """Find the copies of the residual stream in a layer's input; None if there is only one.
-
-    Args:
-        x: the layer's input.
-        tokens: (B,T), the shape of the token ids.
-        width: D of the residual stream.
-    """
+    """Find the copies of a residual stream of this width in a layer's input for tokens (B,T); None if only one."""
     if x.dim() == 4 and x.shape == (*tokens, x.shape[2], width):
         return Copies(x.shape[2], "third")
     if x.dim() == 4 and x.shape == (x.shape[0], *tokens, width):
@@ -111,14 +105,10 @@ class Block:
 
     def reading_order(self, wanted: Container[str]) -> list[tuple[str, int]]:
         """Return the wanted sites with the index of a term, one entry per term, in the order of a forward pass."""
-        order = {address: place for place, address in enumerate(self.sites.values())}
-        steps = [
-            (site, at)
-            for site in RESIDUAL_SITES
-            if site in self.sites and site in wanted
-            for at in range(len(self.terms(site)))
-        ]
-        return sorted(steps, key=lambda step: order[self.terms(step[0])[step[1]].address])
+        order = {address: at for at, address in enumerate(self.sites.values())}
+        present = [site for site in RESIDUAL_SITES if site in self.sites and site in wanted]
+        steps = [(site, at, term.address) for site in present for at, term in enumerate(self.terms(site))]
+        return [(site, at) for site, at, address in sorted(steps, key=lambda step: order[step[2]])]
 
 
 @dataclass(frozen=True)
@@ -204,11 +194,7 @@ class Family:
 
 
 def embedding_weight(model: Any) -> torch.Tensor:
-    """Return the token embeddings (V,D).
-
-    Raises:
-        InputError: the model has none, or has several tables.
-    """
+    """Return the token embeddings (V,D); raise InputError if the model has none, or several tables."""
     embedding: Any = token_embedding(model)
     if embedding is None:
         raise InputError("it has no token embeddings")

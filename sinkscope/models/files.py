@@ -15,18 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from gguf import GGUFValueType, LlamaFileType
-from huggingface_hub import constants, get_cached_repo_tree, scan_cache_dir, snapshot_download
+from huggingface_hub import constants, errors, get_cached_repo_tree, scan_cache_dir, snapshot_download
 from huggingface_hub import logging as hub_logging
-from huggingface_hub.errors import (
-    CachedRepoTreeNotFoundError,
-    CacheNotFound,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
@@ -43,6 +33,10 @@ DEMO_NAMES = (Path(DEMO_REPO).name, Path(DEMO_FILE).stem)  # its names in help a
 
 ADAPTER_CONFIG = "adapter_config.json"
 FIRST_FILES = ["config.json", ADAPTER_CONFIG, "*.index.json"]  # they say which weights files are needed
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # the weights in one file; an index of shards is named alike
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # all files of the first kind that a repository has are read
+TWIN = "-hf"  # suffix of the converted twin of a repository in the original Llama layout
+SPARE = 1 << 28  # bytes that a download leaves free
 PAUSES = (1.0, 4.0)  # seconds before a download is tried again after an error of the hub
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # settings, tokenizer, model code
 
@@ -100,12 +94,7 @@ def quiet() -> Iterator[None]:
 
 
 def find_files(model: str | None, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    """Find the files of a model: an existing folder or file, or else a hub repository.
-
-    Raises:
-        InputError: there is no such model, or its files may not be read.
-        SinkscopeError: the hub cannot be reached, and the cache does not have the files.
-    """
+    """Find the files of a model: an existing folder or file, or else a hub repository. Raises as `fetch` does."""
     if model is None:
         return _find_demo(revision, gguf_file)
     path = user_path(model)
@@ -123,8 +112,7 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
 def find_settings(model: str | None, revision: str | None, gguf_file: str | None) -> ModelFiles:
     """Find the files as `find_files` does, but download only the config.json of a hub repository.
 
-    Raises:
-        InputError, SinkscopeError: as for `find_files`, or for a GGUF file on the hub, which contains its settings.
+    A GGUF file on the hub contains its settings, and raises InputError.
     """
     if model in DEMO_NAMES and kind_of(user_path(model)) is None:
         model = None
@@ -161,8 +149,8 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
     if revision is not None or gguf_file is not None:
         raise InputError("a revision or GGUF file was given, but no model to take it from: the demo has none")
     package = importlib.util.find_spec(DEMO_PACKAGE)
-    folders = package.submodule_search_locations or () if package else ()
-    for path in (Path(folder) / DEMO_FILE for folder in folders):
+    for folder in (package and package.submodule_search_locations) or ():
+        path = Path(folder) / DEMO_FILE
         if path.is_file():
             # named by its package instead of the path where that is installed
             return replace(_from_disk(path, None, allow_pickle=False), source=f"{DEMO_PACKAGE}/{DEMO_FILE}")
@@ -202,12 +190,9 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
         notices = (f"{asked} is in the original Llama layout; using {repo}",)
     weights = _choose_weights(repo, folder, present, gguf_file, allow_pickle)
     small = [name for name in present if "/" not in name and name.endswith(SMALL_FILES)]
-    check_room(repo, folder, [*small, *weights])
+    _check_room(repo, folder, {*small, *weights})
     folder, _ = fetch(repo, revision, [*small, *weights])
-    if gguf_file is not None:
-        name, source = Path(gguf_file).stem, f"{repo}/{gguf_file}"
-    else:
-        name, source = repo, repo
+    name, source = (repo, repo) if gguf_file is None else (Path(gguf_file).stem, f"{repo}/{gguf_file}")
     return ModelFiles(folder, weights, name, source, revision, commit=folder.name, notices=notices)
 
 
@@ -224,60 +209,52 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, s
         InputError: the repository or revision does not exist, or is gated.
         SinkscopeError: the hub cannot be reached, and the cache does not have the files.
     """
-    with _hub_errors(repo, revision):
-        for wait in (*PAUSES, None):
-            try:
-                folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
-                break
-            except Exception as error:
-                if wait is None or not _is_server_error(error):
-                    raise
-                time.sleep(wait)
+    for wait in (*PAUSES, None):
+        try:
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+            break
+        except Exception as error:
+            if wait is None or not _is_server_error(error):
+                raise _hub_error(repo, revision, error) from error
+            time.sleep(wait)
     try:
         return folder, {file.path for file in get_cached_repo_tree(repo, revision=folder.name)}
-    except CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: use what is there
+    except errors.CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: use what is there
         return folder, {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
 def _is_server_error(error: BaseException | None) -> bool:
     """Return whether an HTTP status 500 to 599 caused an error."""
     while error is not None:
-        if isinstance(error, HfHubHTTPError) and error.response.status_code >= 500:
+        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code >= 500:
             return True
         error = error.__cause__
     return False
 
 
-@contextmanager
-def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn the errors of a download into ours, which say what the user can do."""
+def _hub_error(repo: str, revision: str | None, error: Exception) -> SinkscopeError:
+    """Return the error to raise for a failed download, which says what the user can do."""
     hub, log_in = constants.ENDPOINT, "log in with `hf auth login` or set HF_TOKEN"
-    try:
-        yield
-    except HFValidationError as error:
-        raise InputError(f"{repo!r} is neither a folder, a .gguf file nor a hub id (org/name)") from error
-    except GatedRepoError as error:
-        raise InputError(f"{repo} is gated: accept its license on {hub}/{repo}, then {log_in}") from error
-    except RepositoryNotFoundError as error:
-        raise InputError(
-            f"{repo} is neither a folder here nor a repository on {hub} (if it is private, {log_in})"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise InputError(f"{repo} has no revision {revision!r}: look on {hub}/{repo}/commits") from error
-    except LocalEntryNotFoundError as error:
+    # the order matters: a gated repository is a RepositoryNotFoundError, and most of these are HfHubHTTPErrors
+    if isinstance(error, errors.HFValidationError):
+        return InputError(f"{repo!r} is neither a folder, a .gguf file nor a hub id (org/name)")
+    if isinstance(error, errors.GatedRepoError):
+        return InputError(f"{repo} is gated: accept its license on {hub}/{repo}, then {log_in}")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return InputError(f"{repo} is neither a folder here nor a repository on {hub} (if it is private, {log_in})")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return InputError(f"{repo} has no revision {revision!r}: look on {hub}/{repo}/commits")
+    if isinstance(error, errors.LocalEntryNotFoundError):
         away = f"{hub} cannot be reached [{described(error.__cause__ or error)}]"
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else away
-        raise SinkscopeError(
+        return SinkscopeError(
             f"{repo}{f' at revision {revision}' if revision else ''} is not, or not all, in the local cache, "
             f"and {why}: download it where there is a connection (`hf download {repo}`), or name a folder or "
             "a .gguf file"
-        ) from error
-    except HfHubHTTPError as error:
-        if error.response.status_code == 401:
-            raise InputError(f"{hub} refuses the token that it was given: {log_in}") from error
-        raise SinkscopeError(f"downloading {repo} failed [{described(error)}]") from error
-    except Exception as error:
-        raise SinkscopeError(f"downloading {repo} failed [{described(error)}]") from error
+        )
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
+        return InputError(f"{hub} refuses the token that it was given: {log_in}")
+    return SinkscopeError(f"downloading {repo} failed [{described(error)}]")
 
 
 def _choose_weights(
@@ -292,33 +269,32 @@ def _choose_weights(
     if "config.json" not in present:
         raise InputError(f"{label} is not a model in HuggingFace format: {_what_else(folder, present, ggufs)}")
     check_packages(label, read_settings(folder / "config.json"))
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        index = f"{single}.index.json"
-        if single in present:
-            weights: tuple[str, ...] = (single,)
-        elif index in present:
-            content = read_json(folder / index)
-            shards = content.get("weight_map") if isinstance(content, dict) else None
-            if not isinstance(shards, dict) or not shards:
-                raise InputError(f"{label}: {index} does not say in which shard each weight is (no weight_map)")
-            weights = tuple(sorted({str(shard) for shard in shards.values()}))
-            for name in weights:
-                if Path(name).anchor or ".." in Path(name).parts:  # Windows has paths that are relative to a drive
-                    raise InputError(f"{label}: {index} names weights outside the model's folder ({one_line(name)})")
-        else:
-            continue
-        if not allow_pickle and not all(name.endswith(".safetensors") for name in weights):
-            raise InputError(
-                f"{label} has its weights as pickles only ({weights[0]}), which can run code when read: "
-                "if you trust their maker, add --allow-pickle"
-            )
-        return weights
-    if ADAPTER_CONFIG in present:
+    forms = (name for single in SINGLE_FILES for name in (single, f"{single}.index.json") if name in present)
+    form = next(forms, None)
+    if form is None and ADAPTER_CONFIG in present:
         raise InputError(f"{label} has no weights of a whole model: {_what_else(folder, present, ggufs)}")
-    raise InputError(f"{label} has no weights to read: neither model.safetensors nor an index of shards")
+    if form is None:
+        raise InputError(f"{label} has no weights to read: neither model.safetensors nor an index of shards")
+    weights: tuple[str, ...] = (form,)
+    if form not in SINGLE_FILES:
+        content = read_json(folder / form)
+        shards = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(shards, dict) or not shards:
+            raise InputError(f"{label}: {form} does not say in which shard each weight is (no weight_map)")
+        weights = tuple(sorted({str(shard) for shard in shards.values()}))
+        for name in weights:
+            if Path(name).anchor or ".." in Path(name).parts:  # Windows has paths that are relative to a drive
+                raise InputError(f"{label}: {form} names weights outside the model's folder ({one_line(name)})")
+    if not allow_pickle and not all(name.endswith(".safetensors") for name in weights):
+        raise InputError(
+            f"{label} has its weights as pickles only ({weights[0]}), which can run code when read: "
+            "if you trust their maker, add --allow-pickle"
+        )
+    return weights
 
 
 def _what_else(folder: Path, present: set[str], ggufs: str) -> str:
+    """Describe what a folder without a usable model holds instead."""
     if ggufs:
         return f"choose one of its GGUF files with --gguf-file ({ggufs})"
     if _is_original_llama(present):
@@ -336,7 +312,7 @@ def _is_original_llama(present: set[str]) -> bool:
 
 
 def check_weights(files: ModelFiles) -> None:
-    """Raise InputError unless every weights file is present and, as far as its header tells, complete."""
+    """Raise InputError unless every weights file is present and, as far as its header says, complete."""
     kinds: set[str] = set()
     for name in files.weights:
         path = files.folder / name
@@ -359,15 +335,11 @@ def check_safetensors(source: str, path: Path) -> set[str]:
         with safe_open(path, framework="pt") as content:  # compares the file's length with its header
             return {content.get_slice(tensor).get_dtype() for tensor in content.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"{source}: {path.name} is damaged or cut short (or a git-lfs pointer without its file); download it "
-            f"again [{described(error)}]"
-        ) from error
+        damage = "is damaged or cut short (or a git-lfs pointer without its file); download it again"
+        raise InputError(f"{source}: {path.name} {damage} [{described(error)}]") from error
 
 
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # all files of the first kind that a repository has are read
-SPARE = 1 << 28  # bytes that a download leaves free
-TWIN = "-hf"  # suffix of the converted twin of a repository in the original Llama layout
+# --- the hub's cache
 
 
 def free_room() -> int:
@@ -377,29 +349,26 @@ def free_room() -> int:
     return shutil.disk_usage(existing).free
 
 
-def missing(repo: str, folder: Path, names: Iterable[str]) -> int:
-    """Return the bytes of these files that a snapshot does not have yet; 0 if their sizes are not known."""
-    wanted = {name for name in names if not (folder / name).exists()}
-    return sum(size for name, size in _sizes(repo, folder).items() if name in wanted)
+def _missing(repo: str, folder: Path) -> dict[str, int]:
+    """Return file → bytes of a repository that a snapshot does not have yet; {} if the sizes are not known."""
+    try:
+        tree = get_cached_repo_tree(repo, revision=folder.name)
+    except errors.CachedRepoTreeNotFoundError:  # offline, and other software filled the cache
+        return {}
+    return {file.path: 0 if (folder / file.path).exists() else file.size for file in tree}
 
 
 def missing_weights(repo: str, folder: Path) -> int:
     """Return the bytes of a repository's weights that are not in the cache yet."""
-    sizes = _sizes(repo, folder)
-    kinds = ([name for name in sizes if fnmatch(name, kind)] for kind in WEIGHTS)
-    return missing(repo, folder, next((names for names in kinds if names), ()))
+    sizes = _missing(repo, folder)
+    kinds = ([size for name, size in sizes.items() if fnmatch(name, kind)] for kind in WEIGHTS)
+    return sum(next((kind for kind in kinds if kind), ()))
 
 
-def _sizes(repo: str, folder: Path) -> dict[str, int]:
-    try:
-        return {file.path: file.size for file in get_cached_repo_tree(repo, revision=folder.name)}
-    except CachedRepoTreeNotFoundError:  # offline, and other software filled the cache
-        return {}
-
-
-def check_room(repo: str, folder: Path, names: Iterable[str]) -> None:
+def _check_room(repo: str, folder: Path, names: Iterable[str]) -> None:
     """Raise SinkscopeError before a download begins if the disk has not enough room."""
-    needed, free = missing(repo, folder, names), free_room()
+    sizes, free = _missing(repo, folder), free_room()
+    needed = sum(sizes.get(name, 0) for name in names)
     if needed and needed + SPARE > free:
         raise SinkscopeError(
             f"downloading {repo} takes {gigabytes(needed)}, and the disk of {constants.HF_HUB_CACHE} has "
@@ -412,14 +381,10 @@ def gigabytes(count: int) -> str:
 
 
 def evict(repo: str, revision: str | None) -> int:
-    """Remove a model at one revision from the cache, except files that another revision shares.
-
-    Returns:
-        The number of freed bytes.
-    """
+    """Remove a model at one revision from the cache, except files that another revision shares; return freed bytes."""
     try:
         cached = scan_cache_dir(constants.HF_HUB_CACHE)
-    except CacheNotFound:
+    except errors.CacheNotFound:
         return 0
     name, freed = revision or "main", 0
     for each in cached.repos:
@@ -430,6 +395,8 @@ def evict(repo: str, revision: str | None) -> int:
             freed += leaving.expected_freed_size
     return freed
 
+
+# --- settings
 
 Layers = Annotated[int, Field(ge=1, le=1000)]
 TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # some checkpoints have -1 for padding
@@ -457,11 +424,7 @@ class _Settings(BaseModel):
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a config.json or generation_config.json.
-
-    Raises:
-        InputError: the file cannot be read, or a checked entry is wrong.
-    """
+    """Read a config.json or generation_config.json; raise InputError if that fails, or a checked entry is wrong."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise InputError(f"{path} is JSON, but not an object")

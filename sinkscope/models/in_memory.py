@@ -39,13 +39,12 @@ def unwrapped(model: Any) -> PreTrainedModel:
     """
     kind = _kind(model)
     while not isinstance(model, PreTrainedModel):
-        inner = _inner(model)
-        if inner is None:
+        model = _inner(model)
+        if model is None:
             raise InputError(
                 f"{kind} is not a model: give a hub id, a folder, a .gguf file, or a model of transformers "
                 f"(also wrapped by {', '.join(WRAPPERS)})"
             )
-        model = inner
     if any(type(module).__module__.startswith(ADAPTION_PROMPT) for module in model.modules()):
         raise InputError(
             "PEFT's AdaptionPrompt adds a second attention to the model's own, which is not measured: give the model "
@@ -66,14 +65,11 @@ def _inner(model: Any) -> Any:
     """Return the content of a wrapper; None if the object is not a wrapper."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return model.module
-    if not isinstance(model, nn.Module):
-        return None
-    peft: Any = model
-    if hasattr(peft, "get_base_model"):  # adapters are modules of that model
-        if getattr(getattr(peft, "active_peft_config", None), "is_prompt_learning", False):
+    if isinstance(model, nn.Module) and hasattr(model, "get_base_model"):  # PEFT: adapters are modules of that model
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise InputError("a model with PEFT's prompts cannot be measured with them: give the model itself")
-        return peft.get_base_model()
-    return getattr(model, "_orig_mod", None)
+        return model.get_base_model()  # type: ignore[operator]
+    return getattr(model, "_orig_mod", None) if isinstance(model, nn.Module) else None
 
 
 def check_called_itself(model: Any) -> None:
@@ -178,8 +174,7 @@ def unchanged_after(model: nn.Module) -> Iterator[None]:
 
     Weights are not copied: code that changes their values has to restore them.
     """
-    # Name, value, and a copy of a dict, such as hooks and parameters. Most of the thousands of dicts are empty: those
-    # are not copied.
+    # name, value, and a copy of a dict, such as hooks and parameters, unless it is empty, as most of the thousands are
     before = [
         (vars(module), [(name, x, dict(x) if isinstance(x, dict) and x else None) for name, x in vars(module).items()])
         for module in model.modules()
@@ -201,15 +196,9 @@ NOT_DECISIVE = {"_name_or_path", "transformers_version"}  # entries of a configu
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a digest of a model's configuration, parameters and buffers, to compare whether two models are the same.
+    """Return a hexadecimal SHA-256 of a model's configuration, parameters and buffers: equal for equal models.
 
     Offloaded parameters enter by name and shape only, all others with their values.
-
-    Args:
-        model: a module with a transformers `config`.
-
-    Returns:
-        SHA-256 in hexadecimal digits.
     """
     settings = model.config.to_dict()  # type: ignore[union-attr,operator]
     decisive = {name: value for name, value in settings.items() if name not in NOT_DECISIVE}

@@ -6,9 +6,9 @@ downloads fail in one place only and transformers never falls back to pickled we
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,36 +17,13 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
-    AutoModelForMultimodalLM,
-    AutoTokenizer,
-    GgufConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import sinkscope.models.varied_llama  # noqa: F401  # registers its type
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, unknown
+from sinkscope.models import files as model_files
 from sinkscope.models.adapters import find_adapter, with_adapter
-from sinkscope.models.adapters import notices as adapter_notices
-from sinkscope.models.files import (
-    ADAPTER_CONFIG,
-    SMALL_FILES,
-    ModelFiles,
-    check_settings,
-    check_weights,
-    fetch,
-    find_files,
-    is_path,
-    quiet,
-    read_settings,
-)
+from sinkscope.models.files import ADAPTER_CONFIG, ModelFiles, check_settings, is_path, quiet, read_settings
 from sinkscope.models.in_memory import on_cpu_by_default, text_of
 from sinkscope.models.quantized import is_ordinary, unpacking
 from sinkscope.options.files import kind_of, names_in, user_path
@@ -121,41 +98,36 @@ def load(
     model = None if model is None else text_of(model)
     with quiet(), read_once(), on_cpu_by_default():
         change = None if adapter is None else find_adapter(text_of(adapter), allow_pickle)
-        files = find_files(model, revision, gguf_file, allow_pickle)
-        check_weights(files)
+        files = model_files.find_files(model, revision, gguf_file, allow_pickle)
+        model_files.check_weights(files)
         config = read_config(files, trust_remote_code)
-        if type(config) not in class_for(config, files.source)._model_mapping and not trust_remote_code:
+        is_known = type(config) in class_for(config, files.source)._model_mapping
+        if not is_known and not trust_remote_code:
             raise _needs_trust(files.source)
-        _check_size(files, config)
+        if is_known and not files.gguf:
+            _check_size(files, config)
         unpacking(config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
         tokenizer = _read_tokenizer(files, config, trust_remote_code)
+        name, record, notices = files.name, None, (*files.notices, *ignored)
+        if change is not None:
+            network, record, about = with_adapter(network, change)
+            name, notices = f"{name}+{change.name}", (*notices, *about)
     network.eval().requires_grad_(False)
-    notices, stored = (*files.notices, *ignored), files.stored
-    loaded = LoadedModel(network, tokenizer, files.name, files.source, files.revision, files.commit, notices, stored)
-    if change is None:
-        return loaded
-    with quiet():
-        network, record = with_adapter(network, change)
-    network.eval().requires_grad_(False)
-    notices = (*notices, *adapter_notices(change, network, record["merged"]))
-    return replace(loaded, model=network, name=f"{loaded.name}+{change.name}", notices=notices, adapter=record)
+    origin = (name, files.source, files.revision, files.commit)
+    return LoadedModel(network, tokenizer, *origin, notices, files.stored, record)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load only the tokenizer of a folder or a hub repository. Python code that comes with it is not run.
-
-    Raises:
-        InputError: there is no tokenizer, it does not load, or it needs code of its own.
-        SinkscopeError: the network fails.
-    """
-    path = user_path(source)
-    is_folder = bool(source) and kind_of(path) == "folder"
+    """Load only the tokenizer of a folder or a hub repository. Python code that comes with it is not run."""
+    folder = user_path(source)
+    is_folder = bool(source) and kind_of(folder) == "folder"
     if not is_folder and is_path(source):
         raise InputError(f"{source}: no such folder (and a hub id looks like org/name)")
     with quiet():
-        folder = path if is_folder else fetch(source, None, [f"*{ending}" for ending in SMALL_FILES])[0]
+        if not is_folder:
+            folder, _ = model_files.fetch(source, None, [f"*{ending}" for ending in model_files.SMALL_FILES])
         if not _has_tokenizer(folder):
             raise InputError(f"{source} has no tokenizer")
         try:
@@ -177,19 +149,19 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
                 files.folder, gguf_file=files.gguf, trust_remote_code=False
             )
         except Exception as error:
-            raise _gguf_error(files, error) from error
+            raise _build_error(files, error) from error
         check_settings(config.to_dict(), files.source)
         return config
     raw = read_settings(files.folder / "config.json")
     if kind_of(files.folder / GENERATION) is not None:
         read_settings(files.folder / GENERATION)
     kind, has_code = raw.get("model_type"), "AutoConfig" in (raw.get("auto_map") or {})
-    if kind not in CONFIG_MAPPING and not has_code:
+    if kind not in transformers.CONFIG_MAPPING and not has_code:
         raise InputError(
             f"{files.source}: transformers {transformers.__version__} does not know the architecture in its "
             f"config.json ({kind}); --trust-remote-code would not help, because it brings no code"
         )
-    if kind not in CONFIG_MAPPING and not trust_remote_code:
+    if kind not in transformers.CONFIG_MAPPING and not trust_remote_code:
         raise _needs_trust(files.source)
     if raw.get("transformers_weights"):
         raise InputError(f"{files.source}: weights under another name (transformers_weights) are not read")
@@ -206,8 +178,6 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 
     transformers allocates all parameters, also those that it then finds missing.
     """
-    if files.gguf or type(config) not in class_for(config, files.source)._model_mapping:
-        return
     bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
     try:
         count = count_parameters(config)
@@ -240,20 +210,20 @@ def _asks_for_trust(error: Exception) -> bool:
 
 
 def _build(
-    files: ModelFiles,
-    config: PreTrainedConfig,
-    dtype: str | None,
-    device_map: str | None,
-    trust_remote_code: bool,
-) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """Let transformers build the model; return it with notices on its weights."""
+    files: ModelFiles, config: PreTrainedConfig, dtype: str | None, device_map: str | None, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """Let transformers build the model; return it with notices on its weights.
+
+    Raises:
+        InputError: the checkpoint lacks weights, which transformers would only warn of, and make random.
+    """
     on_cpu = stays_on_cpu(device_map)
     if dtype is None:
         dtype = "float32" if on_cpu or files.gguf else "auto"  # a GGUF file is unpacked to float32 anyway
     options: dict[str, Any] = {"use_safetensors": files.weights[0].endswith(".safetensors")}
     if files.gguf:
         # dequantized: otherwise the model would count as quantized and refuse to be cast or saved
-        options = {"gguf_file": files.gguf, "quantization_config": GgufConfig(dequantize=True)}
+        options = {"gguf_file": files.gguf, "quantization_config": transformers.GgufConfig(dequantize=True)}
     try:
         built: Any = class_for(config, files.source).from_pretrained(
             files.folder,
@@ -275,44 +245,13 @@ def _build(
     model, report = built
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise SinkscopeError(f"{files.source} does not fit into memory here: part of it would stay on disk")
-    surplus = sorted(report["unexpected_keys"])
-    notices = [f"ignored weights that the model has no place for: {_some(surplus)}"] * bool(surplus)
-    if lacks_head(model, report["missing_keys"]):
-        model, report = model.base_model, report | {"missing_keys": ()}
+    surplus, missing, mismatched = (sorted(report[f"{kind}_keys"]) for kind in ("unexpected", "missing", "mismatched"))
+    notices = [f"ignored weights that the model has no place for: {_some(surplus)}"] if surplus else []
+    is_encoder = AutoModelForMaskedLM._model_mapping.get(type(model.config), None) is type(model)
+    # sentence encoders, classifiers and ELECTRA's discriminators lack only the head that predicts masked tokens
+    if is_encoder and missing and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
+        model, missing = model.base_model, []
         notices.append("saved without a head that predicts tokens: there is no loss, and no gradients are measured")
-    _check_report(files, report)
-    model.config.name_or_path = files.source
-    if not files.gguf and kind_of(files.folder / ADAPTER_CONFIG) is not None:
-        notices.append(f"ignored the adapter next to the weights: --adapter {files.source} applies it")
-    return model, tuple(notices)
-
-
-def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:
-    if isinstance(error, InputError):  # of a retrofit
-        return InputError(f"{files.source}: {error}")
-    if is_out_of_memory(error):
-        return SinkscopeError(
-            f"{files.source} does not fit into memory here; try --dtype bfloat16 or --device-map auto"
-        )
-    if files.gguf:
-        return _gguf_error(files, error)
-    if "conversion of the weights" in str(error):  # the details went to stderr
-        return SinkscopeError(
-            f"{files.source}: the model could not be put together from its weights: some are missing or "
-            "of another shape, or memory ran out"
-        )
-    return SinkscopeError(f"transformers could not load {files.source} [{described(error)}]")
-
-
-def _gguf_error(files: ModelFiles, error: Exception) -> InputError:
-    if "not supported" in str(error):
-        return InputError(f"{files.source}: transformers cannot read GGUF files of this kind [{described(error)}]")
-    return InputError(f"{files.source} is damaged or cut short; download it again [{described(error)}]")
-
-
-def _check_report(files: ModelFiles, report: dict[str, Any]) -> None:
-    """Raise InputError if the checkpoint lacks weights: transformers only warns, and makes them random."""
-    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
         raise InputError(
@@ -326,6 +265,29 @@ def _check_report(files: ModelFiles, report: dict[str, Any]) -> None:
         )
     if report.get("error_msgs"):
         raise InputError(f"{files.source}: some weights cannot be read [{report['error_msgs'][0]}]")
+    model.config.name_or_path = files.source
+    if not files.gguf and kind_of(files.folder / ADAPTER_CONFIG) is not None:
+        notices.append(f"ignored the adapter next to the weights: --adapter {files.source} applies it")
+    return model, notices
+
+
+def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:
+    """Return the error to raise when transformers fails to read or build a model."""
+    source, why = files.source, described(error)
+    if isinstance(error, InputError):  # of a retrofit
+        return InputError(f"{source}: {error}")
+    if is_out_of_memory(error):
+        return SinkscopeError(f"{source} does not fit into memory here; try --dtype bfloat16 or --device-map auto")
+    if files.gguf and "not supported" in str(error):
+        return InputError(f"{source}: transformers cannot read GGUF files of this kind [{why}]")
+    if files.gguf:
+        return InputError(f"{source} is damaged or cut short; download it again [{why}]")
+    if "conversion of the weights" in str(error):  # the details went to stderr
+        return SinkscopeError(
+            f"{source}: the model could not be put together from its weights: some are missing or "
+            "of another shape, or memory ran out"
+        )
+    return SinkscopeError(f"transformers could not load {source} [{why}]")
 
 
 def _some(names: list[str]) -> str:
@@ -374,11 +336,8 @@ def _read_tokenizer(
         ) from error
 
 
-def _tokenizer_in(folder: Path, *, trust_remote_code: bool, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a folder's tokenizer. With `trust_remote_code=None` transformers would ask on the terminal."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=trust_remote_code, **options
-    )
+def _tokenizer_in(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(folder, **options)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError("its vocabulary is empty")  # some classes load without their files
     return tokenizer
@@ -387,23 +346,19 @@ def _tokenizer_in(folder: Path, *, trust_remote_code: bool, **options: Any) -> P
 # The classes of transformers in the order in which a configuration is looked up, unless it names a class or is an
 # encoder's. Models of the last two also read pictures or sound; their text tower is measured (towers.py).
 AUTO_CLASSES: tuple[Any, ...] = (
-    AutoModelForCausalLM,
+    transformers.AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
+    transformers.AutoModelForImageTextToText,
+    transformers.AutoModelForMultimodalLM,
 )
 
 
 def class_for(config: PreTrainedConfig, name: str) -> Any:
-    """Return the one of AUTO_CLASSES for a configuration.
+    """Return the one of AUTO_CLASSES for a configuration; `name` begins the error's message.
 
     For an encoder it is AutoModelForMaskedLM: BERT and similar models also have a causal class, which they request by
     `is_decoder`. Otherwise it is the class whose model the configuration names in `architectures`, else the first that
     knows the configuration, or, for code that comes with a model, the first in its `auto_map`.
-
-    Args:
-        config: the checkpoint's configuration.
-        name: the checkpoint's name, for the error.
 
     Raises:
         InputError: there is no such class, or it is an encoder–decoder.
@@ -424,16 +379,6 @@ def class_for(config: PreTrainedConfig, name: str) -> Any:
     return (*meant, *known, *coded)[0]
 
 
-def lacks_head(model: PreTrainedModel, missing: Collection[str]) -> bool:
-    """Return whether an encoder's checkpoint lacks only the head that predicts masked tokens.
-
-    This is so for sentence encoders, classifiers and ELECTRA's discriminators.
-    """
-    kind, known = type(model.config), AutoModelForMaskedLM._model_mapping
-    is_encoder = kind in known and known[kind] is type(model)
-    return is_encoder and bool(missing) and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing)
-
-
 COUNTS: dict[str, Callable[[], int]] = {
     "cuda": torch.cuda.device_count,
     "xpu": torch.xpu.device_count,
@@ -442,11 +387,7 @@ COUNTS: dict[str, Callable[[], int]] = {
 
 
 def check_devices(device_map: str) -> None:
-    """Check that a model can compute on these devices, before anything is downloaded.
-
-    Raises:
-        InputError: the name is unknown, there is no such device, or it has no float64.
-    """
+    """Raise InputError if a device name is unknown, there is no such device, or it has no float64."""
     try:
         check_device_map(device_map)
     except ValueError as error:
@@ -485,15 +426,8 @@ def read_once() -> Iterator[None]:
     It would otherwise read the file three times, for configuration, weights and tokenizer, and spend half of the whole
     time on making the table of names again for every module.
     """
-    readers: dict[Path, _Reader] = {}
-
-    def reader(path: str | Path) -> _Reader:
-        place = Path(path)
-        if place not in readers:
-            readers[place] = _Reader(place)
-        return readers[place]
-
-    patched = {"GGUFReader": reader, "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
+    reader, names = cache(_Reader), cache(gguf.get_tensor_name_map)
+    patched = {"GGUFReader": lambda path: reader(Path(path)), "get_tensor_name_map": names}
     before = {name: getattr(gguf, name) for name in patched}
     try:
         vars(gguf).update(patched)

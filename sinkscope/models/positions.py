@@ -18,7 +18,9 @@ OUTLYING = 10.0  # … and this times the median
 
 def known_positions(model: PreTrainedModel, family: Family) -> int | None:
     """Return how many positions have a learned vector; None if positions are not learned."""
-    return len(_all_vectors(model, family)) if family.position_embedding else None
+    if not family.position_embedding:
+        return None
+    return len(weight_in_memory(model.get_submodule(family.position_embedding))) - family.position_offset
 
 
 def position_vectors(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
@@ -29,30 +31,21 @@ def position_vectors(model: PreTrainedModel, family: Family, count: int) -> torc
     """
     if not family.position_embedding:
         raise InputError(f"'{family.name}' has no learned positions (its positions: {family.positions})")
-    vectors = _all_vectors(model, family)
+    vectors = weight_in_memory(model.get_submodule(family.position_embedding))[family.position_offset :]
     if count > len(vectors):
         raise InputError(f"the model has {len(vectors)} positions, and {count} were asked for")
     return vectors[:count]
 
 
-def _all_vectors(model: PreTrainedModel, family: Family) -> torch.Tensor:
-    return weight_in_memory(model.get_submodule(family.position_embedding))[family.position_offset :]
-
-
 @torch.no_grad()
 def effective_positions(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
-    """Return effective positional encodings EPE_i = MLP⁽¹⁾(p_i) + p_i of the first `count` positions (NU §3.2.1).
+    """Return effective positional encodings EPE_i = MLP⁽¹⁾(p_i) + p_i, (count, D), of the first positions (NU §3.2.1).
 
     MLP⁽¹⁾ is the first layer's feed-forward network, applied to the positional vector without a norm.
-
-    Returns:
-        (count, D).
     """
-    vectors = position_vectors(model, family, count)
-    first = family.layer_modules(model)[0]
-    hidden = vectors
+    vectors = hidden = position_vectors(model, family, count)
     for name in family.mlp:
-        hidden = first.get_submodule(name)(hidden)
+        hidden = family.layer_modules(model)[0].get_submodule(name)(hidden)
     return vectors + hidden
 
 
@@ -62,14 +55,11 @@ def massive_coordinates(vector: torch.Tensor) -> list[int]:
     NU appendix C: sort |entries| in descending order; the gap is the largest ratio of one to the next among the first
     FIRST_PLACES. The entries before it are massive if the gap is at least GAP and the smallest of them is at least
     OUTLYING times the median.
-
-    Args:
-        vector: (D,).
     """
     magnitude, coordinates = vector.double().abs().sort(descending=True, stable=True)
     ratios = magnitude[:-1][:FIRST_PLACES] / magnitude[1:][:FIRST_PLACES]
     ratios = ratios.nan_to_num(nan=1.0)  # 0 ÷ 0
-    place = int(ratios.argmax())
-    if ratios[place] < GAP or magnitude[place] < OUTLYING * magnitude.median():
+    last = int(ratios.argmax())
+    if ratios[last] < GAP or magnitude[last] < OUTLYING * magnitude.median():
         return []
-    return sorted(coordinates[: place + 1].tolist())
+    return sorted(coordinates[: last + 1].tolist())

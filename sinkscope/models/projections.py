@@ -98,11 +98,7 @@ def check_ordinary(module: Any) -> None:
 
 
 def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
-    """Return the query, key and value projections of a layer, or those of them that were found numerically.
-
-    Raises:
-        InputError: their layout is not known, or a module does not say how many outputs it has.
-    """
+    """Return the query, key and value projections of a layer, or those of them that were found numerically."""
     if not family.qkv and not family.projections.get(layer):
         raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")
     named = _named(model, family, layer) if family.qkv else {}

@@ -50,12 +50,8 @@ def method_of(settings: Mapping[str, Any]) -> str | None:
 def check_packages(source: str, settings: Mapping[str, Any]) -> None:
     """Check that a quantized checkpoint can be loaded here, before anything is downloaded.
 
-    Args:
-        source: the checkpoint's name, which begins the message.
-        settings: the content of its config.json.
-
     Raises:
-        InputError: its method is unknown, or refused.
+        InputError: the method in the settings (config.json) is unknown, or refused.
         SinkscopeError: a package is not installed.
     """
     method = method_of(settings)
@@ -142,20 +138,18 @@ def without_gradients(model: PreTrainedModel) -> str | None:
     seen: set[tuple[type, type]] = set()
     for path, module in model.named_modules():
         kind = (type(module), type(getattr(module, "weight", None)))
+        tensor = next(chain(module.parameters(), module.buffers()), None)
         if kind in seen or not isinstance(getattr(module, "in_features", None), int):
             continue
         seen.add(kind)
-        if not _has_right_gradient(module, model.dtype):
+        if tensor is not None and not tensor.is_meta and not _has_right_gradient(module, tensor.device, model.dtype):
             return f"the gradient of its quantized layers ({path}) is not that of what they compute"
     return None
 
 
-def _has_right_gradient(module: Any, dtype: torch.dtype) -> bool:
-    tensor = next(chain(module.parameters(), module.buffers()), None)
-    if tensor is None or tensor.is_meta:
-        return True
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(1, module.in_features, generator=draw).to(tensor.device, dtype).requires_grad_()
+def _has_right_gradient(module: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    x = torch.randn(1, module.in_features, generator=torch.Generator().manual_seed(0))
+    x = x.to(device, dtype).requires_grad_()
     with torch.enable_grad():
         given = module(x)
         with torch.no_grad():

@@ -42,12 +42,10 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
             raise InputError(f"'{first}' is named twice: name each step once")
         if steps[first] == steps[second]:
             raise InputError(f"'{first}' and '{second}' are both step {steps[first]}: name each step once")
-    return [
-        Checkpoint(steps[name], name, str(Path(model) / name), None)
-        if folder.is_dir()
-        else Checkpoint(steps[name], name, model, name)
-        for name in sorted(names, key=steps.__getitem__)
-    ]
+    names.sort(key=steps.__getitem__)
+    if folder.is_dir():
+        return [Checkpoint(steps[name], name, str(Path(model) / name), None) for name in names]
+    return [Checkpoint(steps[name], name, model, name) for name in names]
 
 
 def step_of(name: str, among: Iterable[str] = ()) -> int:

@@ -31,10 +31,8 @@ def text_tower(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
     """Return path and module of the text tower; "" and the model if that is the whole model."""
     parts = embedding_path(model).split(".")
     outer = [".".join(parts[:count]) for count in range(len(parts))]
-    modules: list[tuple[str, Any]] = [(path, model.get_submodule(path)) for path in outer]
-    around = [(path, module) for path, module in modules if isinstance(module, PreTrainedModel)]  # from outside
-    innermost = around[-1][1]
-    return next((path, module) for path, module in around if module.config is innermost.config)
+    modules = [(path, module) for path in outer if isinstance(module := model.get_submodule(path), PreTrainedModel)]
+    return next((path, module) for path, module in modules if module.config is modules[-1][1].config)
 
 
 def token_embedding(model: PreTrainedModel) -> nn.Module:
@@ -71,10 +69,7 @@ def embedding_path(model: PreTrainedModel) -> str:
 def within(tower: nn.Module, at: str, path: str) -> str:
     """Return a path in the whole model for a path from the root of a language model with head.
 
-    Args:
-        tower: the language model, which may have no head.
-        at: its path in the whole model.
-        path: the path to convert.
+    `at` is the path of the tower, which is that language model, possibly without its head.
     """
     if not path:
         return ""

@@ -14,7 +14,7 @@ made once for all layers, and is the only tensor that grows with T × T: (1,H,T,
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
@@ -42,17 +42,11 @@ from sinkscope.errors import InputError, unknown
 BASE = 10_000.0  # of the wavelengths of sinusoidal positions (Vaswani et al. 2017)
 BUCKETS, MAX_DISTANCE = 32, 128  # of T5 (Raffel et al. 2020), as in WSE's code
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (B,T,d) each
-
 
 class PositionScheme(nn.Module):
-    """No positions at all (NoPE), and the base class of the other schemes.
+    """No positions at all (NoPE), and the base class of the other schemes."""
 
-    Attributes:
-        kind: The kind that attention/position_kinds.py finds.
-    """
-
-    kind: ClassVar[str] = "none"
+    kind: ClassVar[str] = "none"  # that attention/position_kinds.py finds
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -62,8 +56,8 @@ class PositionScheme(nn.Module):
         """Return what is added to token embeddings x (B,T,D) at positions (B|1,T): (B|1,T,D)."""
         return None
 
-    def rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> Rotation | None:
-        """Return the rotation of queries and keys, for the same arguments."""
+    def rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the cosines and sines (B,T,d) that rotate queries and keys, for the same arguments."""
         return None
 
     def bias(self, distance: torch.Tensor) -> torch.Tensor | None:
@@ -105,7 +99,7 @@ class Rotary(PositionScheme):
         super().__init__(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
-    def rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> Rotation:
+    def rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.rotary_emb(x, position_ids)
 
 
@@ -140,9 +134,7 @@ class Alibi(PositionScheme):
     kind: ClassVar[str] = "alibi"
 
     def bias(self, distance: torch.Tensor) -> torch.Tensor:
-        slopes = torch.tensor(
-            alibi_slopes(self.config.num_attention_heads), device=distance.device, dtype=torch.float64
-        )
+        slopes = distance.new_tensor(alibi_slopes(self.config.num_attention_heads), dtype=torch.float64)
         return -slopes[:, None, None] * distance[None]
 
 
@@ -190,21 +182,11 @@ FEED_FORWARDS: dict[str, tuple[bool, str]] = {
     "gelu": (False, "gelu"),
     "relu": (False, "relu"),
 }
-Branch = Callable[[torch.Tensor], torch.Tensor]
-
-
-def pre_norm(x: torch.Tensor, branch: Branch, norm: nn.Module) -> torch.Tensor:
-    return x + branch(norm(x))
-
-
-def post_norm(x: torch.Tensor, branch: Branch, norm: nn.Module) -> torch.Tensor:
-    return norm(x + branch(x))
-
-
-# name → how a branch and its norm update the residual stream
-NORM_PLACEMENTS: dict[str, Callable[[torch.Tensor, Branch, nn.Module], torch.Tensor]] = {
-    "pre": pre_norm,
-    "post": post_norm,
+CHOICES: dict[str, Collection[str]] = {
+    "position_scheme": POSITION_SCHEMES,
+    "norm_placement": ("pre", "post"),
+    "feed_forward": FEED_FORWARDS,
+    "head_mix": ("concatenated", "summed"),
 }
 
 
@@ -220,28 +202,16 @@ class SummedHeads(nn.Module):
         return self.projection(heads.unflatten(-1, (-1, self.head_dim)).sum(-2))
 
 
-def concatenated_heads(config: Any) -> nn.Module:
-    return nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
-
-
-HEAD_MIXES: dict[str, Callable[[Any], nn.Module]] = {"concatenated": concatenated_heads, "summed": SummedHeads}
-CHOICES: dict[str, Collection[str]] = {
-    "position_scheme": POSITION_SCHEMES,
-    "norm_placement": NORM_PLACEMENTS,
-    "feed_forward": FEED_FORWARDS,
-    "head_mix": HEAD_MIXES,
-}
-
-
 @strict
 class VariedLlamaConfig(LlamaConfig):
     """Llama's configuration with a name for each exchangeable part.
 
     Attributes:
         position_scheme: A key of POSITION_SCHEMES.
-        norm_placement: A key of NORM_PLACEMENTS; post-norm has no norm after the last layer.
+        norm_placement: Whether norms come before the branches ("pre"), or after their sum with the residual stream
+            ("post"), without a norm after the last layer.
         feed_forward: A key of FEED_FORWARDS, which also decides `hidden_act`; its width is always `intermediate_size`.
-        head_mix: A key of HEAD_MIXES.
+        head_mix: Whether the output projection reads all heads ("concatenated") or their sum ("summed").
         sliding_window: The number of tokens that a query sees, including its own; None: all earlier ones.
         prefix_length: The number of first tokens that are visible to all others (prefix LM).
         initializer_range: Standard deviation of all weights before training; None: that of WSE's released code.
@@ -291,10 +261,12 @@ class VariedLlamaAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
+        inputs = config.num_attention_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, inputs, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=False)
-        self.o_proj = HEAD_MIXES[config.head_mix](config)
+        is_summed = config.head_mix == "summed"
+        self.o_proj = SummedHeads(config) if is_summed else nn.Linear(inputs, config.hidden_size, bias=False)
 
     def forward(
         self,
@@ -342,15 +314,18 @@ class VariedLlamaLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: VariedLlamaConfig, layer_idx: int) -> None:
         super().__init__()
-        self.step = NORM_PLACEMENTS[config.norm_placement]
+        self.is_post_norm = config.norm_placement == "post"
         self.self_attn = VariedLlamaAttention(config, layer_idx)
         self.mlp = FeedForward(config)
         self.attention_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        mid = self.step(hidden_states, lambda x: self.self_attn(x, **kwargs)[0], self.attention_norm)
-        return self.step(mid, self.mlp, self.mlp_norm)
+        if self.is_post_norm:
+            mid = self.attention_norm(hidden_states + self.self_attn(hidden_states, **kwargs)[0])
+            return self.mlp_norm(mid + self.mlp(mid))
+        mid = hidden_states + self.self_attn(self.attention_norm(hidden_states), **kwargs)[0]
+        return mid + self.mlp(self.mlp_norm(mid))
 
 
 class VariedLlamaPreTrainedModel(LlamaPreTrainedModel):
@@ -378,9 +353,8 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.positions = POSITION_SCHEMES[config.position_scheme](config)
         self.layers = nn.ModuleList([VariedLlamaLayer(config, index) for index in range(config.num_hidden_layers)])
-        self.norm: nn.Module = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if config.norm_placement == "post":  # the last layer ends with a norm
-            self.norm = nn.Identity()
+        ends_normed = config.norm_placement == "post"
+        self.norm = nn.Identity() if ends_normed else LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -419,38 +393,35 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         position_ids: torch.Tensor,
         places: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return the mask, with the scheme's bias on the logits; `places` (T,) are the positions of the queries."""
+        """Return the mask, with the scheme's bias on the logits; `places` (T,) are the positions of the queries.
+
+        Raises:
+            InputError: a part of a prefix is in a cache, and has not seen the rest.
+        """
         inputs: dict[str, Any] = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
         inputs |= {"past_key_values": cache, "position_ids": position_ids}
         keys, first = cache.get_mask_sizes(len(places), 0) if cache is not None else (len(places), 0)
         bias = self.positions.bias(places[:, None] - first - torch.arange(keys, device=x.device))
-        if self.config.prefix_length:
-            inputs["or_mask_function"] = self._prefix(attention_mask, places)
+        prefix = self.config.prefix_length
+        if prefix:
+            start = None if attention_mask is None or attention_mask.dim() != 2 else attention_mask.int().argmax(1)
+            past = int(places[0]) - (0 if start is None else int(start.max()))
+            if 0 < past < prefix:
+                raise InputError(
+                    f"a prefix LM reads its {prefix} first tokens at once, and the cache holds {past}: "
+                    "give a longer text, or generate without a cache"
+                )
+
+            def is_of_prefix(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+                return key < prefix + (0 if start is None else start[batch])
+
+            inputs["or_mask_function"] = is_of_prefix
         make: Any = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
         mask = make(**inputs, allow_is_causal_skip=bias is None)
         if bias is None:
             return mask
         bias = bias.to(x.dtype)
         return bias.masked_fill(~mask, torch.finfo(x.dtype).min) if mask.dtype == torch.bool else bias + mask
-
-    def _prefix(self, attention_mask: torch.Tensor | None, places: torch.Tensor) -> Callable[..., torch.Tensor]:
-        """Return a function that says which keys are in the prefix, for `create_causal_mask`.
-
-        Raises:
-            InputError: a part of the prefix is in a cache, and has not seen the rest.
-        """
-        start = None if attention_mask is None or attention_mask.dim() != 2 else attention_mask.int().argmax(1)
-        past = int(places[0]) - (0 if start is None else int(start.max()))
-        if 0 < past < self.config.prefix_length:
-            raise InputError(
-                f"a prefix LM reads its {self.config.prefix_length} first tokens at once, and the cache holds {past}: "
-                "give a longer text, or generate without a cache"
-            )
-
-        def is_of_prefix(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-            return key < self.config.prefix_length + (0 if start is None else start[batch])
-
-        return is_of_prefix
 
 
 class VariedLlamaForCausalLM(VariedLlamaPreTrainedModel, LlamaForCausalLM):

@@ -1,57 +1,84 @@
 """Numerical checks of a family's row on a model: its residual-stream sites, and the equation between them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from sinkscope.models.family import RESIDUAL_SITES, Block, Family, first_tensor
+from sinkscope.models.family import RESIDUAL_SITES, Block, Family
+
+
+class End(NamedTuple):
+    """An input or output of a module in one of its runs."""
+
+    order: int  # counts all inputs and outputs in the order in which they appear
+    end: str  # input or output
+    x: torch.Tensor  # the first floating-point tensor of it
 
 
 @torch.no_grad()
-def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Read every residual-stream site of every layer, each (B,T,D), with torch's forward hooks and without nnsight.
+def record_ends(
+    model: nn.Module, modules: Iterable[nn.Module], inputs: Mapping[str, Any]
+) -> dict[nn.Module, list[End]]:
+    """Run the model, and return copies of the inputs and outputs of those of these modules that run.
 
-    Copies of all are kept, so inputs have to be small.
+    torch's forward hooks read them, without nnsight.
     """
-    records: list[dict[str, torch.Tensor]] = []
+    ends: dict[nn.Module, list[End]] = {}
+    order = count()
 
-    def keep(index: int, address: str, module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
-        x = first_tensor(output[0]) if output else (args[0] if args else next(iter(kwargs.values())))
-        if isinstance(x, torch.Tensor):
-            records[index][address] = x.detach().clone()
+    def keep(module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
+        x = first_floats(output[0] if output else (*args, *kwargs.values()))
+        if x is not None:
+            # a clone, because Falcon adds to its MLP's output in place
+            ends.setdefault(module, []).append(End(next(order), "output" if output else "input", x.detach().clone()))
 
     with ExitStack() as hooks:
-        for index, layer in enumerate(family.layer_modules(model)):
-            records.append({})
-            for address in {"input", *family.block(index).sites.values()}:
-                path, _, end = address.rpartition(".")
-                module = layer.get_submodule(path)
-                register = module.register_forward_pre_hook if end == "input" else module.register_forward_hook
-                hooks.enter_context(register(partial(keep, index, address), with_kwargs=True))
-        model(token_ids, use_cache=False)
-    layers: list[dict[str, torch.Tensor]] = []
-    for index, record in enumerate(records):
-        layers.append({})
-        block = family.block(index)
-        for site in (site for site in RESIDUAL_SITES if site in block.sites):  # none if the layer does not run
-            shape = family.stream(record["input"]).shape
-            parts = [(term.scale, family.stream(record[term.address]).view(shape)) for term in block.terms(site)]
-            rest = (x if scale == 1.0 else scale * x for scale, x in parts[1:])
-            layers[index][site] = sum(rest, start=parts[0][0] * parts[0][1])
-    return layers
+        for module in set(modules):
+            hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(keep, with_kwargs=True))
+        model(**inputs)
+    return ends
+
+
+def first_floats(values: Any) -> torch.Tensor | None:
+    """Return the first floating-point tensor of several values, or of one; None if there is none."""
+    several = values if isinstance(values, tuple | list) else (values,)
+    return next((value for value in several if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
 
 def output_of(module: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Run the model, and return a module's output in its last run."""
-    kept: list[torch.Tensor] = []
-    # a clone, because Falcon adds to its MLP's output in place
-    with module.register_forward_hook(lambda module, args, output: kept.append(first_tensor(output).clone())):
-        model(**inputs)
-    return kept[-1]
+    return record_ends(model, [module], inputs)[module][-1].x
+
+
+def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """Read every residual-stream site of every layer, each (B,T,D); all are kept, so inputs have to be small."""
+    layers = []
+    for at, layer in enumerate(family.layer_modules(model)):
+        wanted = {"input", *family.block(at).sites.values()}
+        layers.append({address: layer.get_submodule(address.rpartition(".")[0]) for address in wanted})
+    modules = [module for addresses in layers for module in addresses.values()]
+    ends = record_ends(model, modules, {"input_ids": token_ids, "use_cache": False})
+    read: list[dict[str, torch.Tensor]] = []
+    for at, addresses in enumerate(layers):
+        block, sites = family.block(at), {}
+        found = {
+            address: end.x
+            for address, module in addresses.items()
+            for end in ends.get(module, ())
+            if address.endswith(end.end)
+        }
+        for site in (site for site in RESIDUAL_SITES if site in block.sites):  # none if the layer does not run
+            shape = family.stream(found["input"]).shape
+            parts = [(term.scale, family.stream(found[term.address]).view(shape)) for term in block.terms(site)]
+            rest = (x if scale == 1.0 else scale * x for scale, x in parts[1:])
+            sites[site] = sum(rest, start=parts[0][0] * parts[0][1])
+        read.append(sites)
+    return read
 
 
 @torch.no_grad()
@@ -68,7 +95,6 @@ def mlp_reads_attention(model: nn.Module, layer: nn.Module, block: Block, inputs
     return bool((after - before).abs().max() > 1e-3 * before.abs().max())
 
 
-@torch.no_grad()
 def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str, Any]) -> torch.Tensor:
     """Return a layer's output (B,T,D) for these inputs of the model, on the CPU."""
     path, _, _ = family.block(layer).sites["layer_out"].rpartition(".")
@@ -78,12 +104,7 @@ def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str,
 
 
 def check_wiring(block: Block, sites: dict[str, torch.Tensor]) -> float:
-    """Return the error of a layer's wiring equation (head of family.py): largest error ÷ largest entry.
-
-    Args:
-        block: the block that gives the equation.
-        sites: the sites of one layer, from `read_sites`.
-    """
+    """Return the error of a layer's wiring equation (head of family.py) at its sites: largest error ÷ largest entry."""
     if block.wiring == "unknown" or not sites:
         return 0.0
     stream = sites["layer_in"].double()

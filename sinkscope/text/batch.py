@@ -132,11 +132,11 @@ class Batch:
         """
         asked = (positions, window, causal, prefix)
         if asked not in self._queries:  # the same for every layer
-            place = torch.arange(positions, device=self.lengths.device)
+            position = torch.arange(positions, device=self.lengths.device)
             within = int(self.lengths.max()) if window is None else window
-            later = (self.lengths[:, None] - place).clamp(min=1, max=within)
-            earlier = place.clamp(max=within - 1)
-            self._queries[asked] = later + earlier.where(place < (prefix if causal else positions), 0)
+            later = (self.lengths[:, None] - position).clamp(min=1, max=within)
+            earlier = position.clamp(max=within - 1)
+            self._queries[asked] = later + earlier.where(position < (prefix if causal else positions), 0)
         return self._queries[asked]
 
     @cached_property

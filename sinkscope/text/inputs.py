@@ -38,8 +38,7 @@ from transformers import DataCollatorForLanguageModeling
 from sinkscope.errors import InputError, counted
 from sinkscope.options.measuring import PROMPT
 from sinkscope.text.batch import IGNORED
-from sinkscope.text.sequences import Request, Sampler, prompted
-from sinkscope.text.sources import DRAWN, open_source
+from sinkscope.text.sources import DRAWN, Request, Sampler, open_source, prompted
 from sinkscope.text.tokens import check_ids, special_token_ids
 
 if TYPE_CHECKING:
@@ -141,23 +140,20 @@ class TokenInputs:
         self, batch_size: int, *, pad_id: int = 0, padding_side: str = "right"
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield ids and attention mask (0 at padding), both (B, T) int64, in order; the last batch may be smaller."""
-        if batch_size < 1:
-            raise InputError(f"--batch-size {batch_size}: at least 1 sequence is needed in a batch")
-        if padding_side not in ("left", "right"):
-            raise ValueError(f"padding_side is 'left' or 'right', not {padding_side!r}")
         for first in range(0, len(self.sequences), batch_size):
-            ids = [torch.tensor(ids) for ids in self.sequences[first : first + batch_size]]
-            yield _padded(ids, pad_id, padding_side), _padded([torch.ones_like(row) for row in ids], 0, padding_side)
+            ids = self.sequences[first : first + batch_size]
+            yield _padded(ids, pad_id, padding_side), _padded(map(np.ones_like, ids), 0, padding_side)
 
     def masked_batch(self, first: int, count: int, padding_side: str = "right") -> tuple[torch.Tensor, torch.Tensor]:
         """Return masked ids and labels, both (B, T), of an encoder's sequences first … first + count − 1."""
         some = (self.masked or ())[first : first + count]
-        ids, labels = ([torch.tensor(part) for part in parts] for parts in zip(*some, strict=True))
+        ids, labels = zip(*some, strict=True)
         return _padded(ids, 0, padding_side), _padded(labels, IGNORED, padding_side)
 
 
-def _padded(rows: list[torch.Tensor], value: int, side: str) -> torch.Tensor:
-    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+def _padded(rows: Iterable[np.ndarray], value: int, side: str) -> torch.Tensor:
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
 def build_inputs(
@@ -201,7 +197,9 @@ def build_inputs(
     source = os.fspath(source)
     special = special_token_ids(tokenizer) | {at for at in (*special_ids, bos_token_id) if at is not None}
     request = Request(tokenizer, vocab_size, num_seqs, seq_len, bos, closed, bos_token_id, special, seed, sampler)
-    request.check(max_positions)
+    if max_positions is not None and seq_len > max_positions:
+        limit = f"the model's {max_positions} positions: take at most {max_positions}"
+        raise InputError(f"--seq-len {seq_len} is beyond {limit}")
     if prompt is not None:
         condition, selection, num_seqs = PROMPT, prompted(prompt, request), 1
     elif source in DRAWN and dataset is None:
@@ -218,8 +216,8 @@ def build_inputs(
         notices.append(f"{label} holds {held}")
     for ids in sequences:
         ids.setflags(write=False)
-    made = TokenInputs(condition, sequences, selection.token_zero, _sha256(sequences), tuple(notices))
-    return replace(made, per_passage=selection.per_passage)
+    token_zero, per_passage = selection.token_zero, selection.per_passage
+    return TokenInputs(condition, sequences, token_zero, _sha256(sequences), tuple(notices), per_passage=per_passage)
 
 
 def _sha256(sequences: Iterable[np.ndarray]) -> str:
