@@ -54,6 +54,11 @@ def adapter(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "lora"))
 
 
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / adapters.ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_computes_what_peft_does(kind: str, base: Path, tmp_path: Path) -> None:
     folder = save_adapter(base, tmp_path / kind, KINDS[kind])
@@ -71,7 +76,7 @@ def test_it_computes_what_peft_does(kind: str, base: Path, tmp_path: Path) -> No
     assert (loaded.name, loaded.adapter["method"], loaded.adapter["merged"]) == (f"base+{kind}", kind, True)
 
 
-def test_a_run_records_and_repeats_it(base: Path, saved: Path) -> None:
+def test_runs_with_an_adapter(base: Path, saved: Path) -> None:
     run = sinkscope.analyze(str(base), adapter=str(saved), **SMALL)
     assert run.manifest["model"]["adapter"]["source"] == str(saved)
     assert len(run.manifest["model"]["adapter"]["sha256"]) == 64
@@ -79,24 +84,13 @@ def test_a_run_records_and_repeats_it(base: Path, saved: Path) -> None:
     assert sinkscope.analyze(repeated.model, config=repeated).tables["attention"].equals(run.tables["attention"])
     assert not run.tables["attention"].equals(sinkscope.analyze(str(base), **SMALL).tables["attention"])
     assert repeated.folder() == Path("runs/base+lora-random")
-
-
-def test_weights_can_be_edited_and_quantized(base: Path, saved: Path) -> None:
     few = {name: value for name, value in SMALL.items() if name != "observables"} | {"adapter": str(saved)}
-    sinkscope.intervene(str(base), "zero-key-columns:coordinates=3", draws=1, **few)
+    sinkscope.intervene(str(base), "zero-key-columns:coordinates=3", draws=1, **few)  # weights can be edited
     assert sinkscope.quantize(str(base), calibration=2, **few).manifest["quantization"]["linear_layers"] == 21
 
 
-def test_an_adapter_alone_names_its_base(base: Path, adapter: Path) -> None:
-    with pytest.raises(InputError, match=rf"it is an adapter of {base}; name that model, and this with --adapter"):
-        load(str(adapter))
-    shutil.copy(base / "config.json", adapter)  # as some tools leave it
-    with pytest.raises(InputError, match="no weights of a whole model: it is an adapter of"):
-        load(str(adapter))
-
-
-def test_an_adapter_beside_whole_weights_is_left_out_with_a_word(base: Path, saved: Path, tmp_path: Path) -> None:
-    """transformers would apply it where PEFT is installed, and only there."""
+def test_an_adapter_next_to_whole_weights_is_ignored(base: Path, saved: Path, tmp_path: Path) -> None:
+    """transformers would apply it if and only if PEFT is installed."""
     both = Path(shutil.copytree(base, tmp_path / "both"))
     shutil.copytree(saved, both, dirs_exist_ok=True)
     ids = torch.arange(3, 19)[None]
@@ -106,10 +100,19 @@ def test_an_adapter_beside_whole_weights_is_left_out_with_a_word(base: Path, sav
     assert not torch.equal(load(str(both), adapter=str(both)).model(ids).logits, loaded.model(ids).logits)
 
 
-def test_an_adapter_of_another_base_is_told(base: Path, adapter: Path) -> None:
-    assert load(str(base), adapter=str(adapter)).notices == (f"adapter {adapter}: merged into the model's weights",)
+def test_the_base_of_an_adapter(hub: Hub, base: Path, adapter: Path) -> None:
+    hub.repos["org/lora"] = Repo({"main": adapter})
+    loaded = load(str(base), adapter="org/lora")
+    assert loaded.notices == ("adapter org/lora: merged into the model's weights",)
+    assert loaded.adapter is not None
+    assert loaded.adapter["commit"] == hub.repos["org/lora"].commit("main")
+    with pytest.raises(InputError, match=rf"it is an adapter of {base}; name that model, and this with --adapter"):
+        load(str(adapter))
     edit(adapter, base_model_name_or_path="org/other")
     assert "trained on org/other, which may be another model" in load(str(base), adapter=str(adapter)).notices[1]
+    shutil.copy(base / "config.json", adapter)  # as some tools leave it
+    with pytest.raises(InputError, match="no weights of a whole model: it is an adapter of"):
+        load(str(adapter))
 
 
 def test_one_that_does_not_fit_is_refused(base: Path, adapter: Path) -> None:
@@ -138,12 +141,9 @@ def test_one_that_does_not_fit_is_refused(base: Path, adapter: Path) -> None:
     refusal("PEFT cannot use its adapter_config.json")
 
 
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / adapters.ADAPTER_CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-
-
-def test_prompts_and_names_that_are_no_adapter(base: Path, tmp_path: Path) -> None:
+def test_prompts_and_names_that_are_no_adapter(
+    base: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     folder = save_adapter(base, tmp_path / "prompts", prompts)
     for source, match in (
@@ -156,16 +156,6 @@ def test_prompts_and_names_that_are_no_adapter(base: Path, tmp_path: Path) -> No
             load(str(base), adapter=source)
     with pytest.raises(InputError, match="an adapter was named for a model that is loaded already"):
         sinkscope.analyze(tiny_model("llama"), adapter=str(folder), **SMALL)
-
-
-def test_from_the_hub(hub: Hub, base: Path, saved: Path) -> None:
-    hub.repos["org/lora"] = Repo({"main": saved})
-    loaded = load(str(base), adapter="org/lora")
-    assert loaded.adapter is not None
-    assert loaded.adapter["commit"] == hub.repos["org/lora"].commit("main")
-
-
-def test_without_peft_it_is_said_how_to_install_it(base: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SinkscopeError, match=r"not installed: pip install peft"):
         load(str(base), adapter=str(saved))

@@ -1,7 +1,8 @@
 """Calibration of layers that are broken, add nothing, do not attend, or add an unknown sum."""
 
+import copy
 from collections.abc import Callable
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from sinkscope.attention.streaming import streaming
 from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.subject import family_of
-from sinkscope.models.calibrate import calibrate
-from sinkscope.models.family import Copies, Family, find_copies
+from sinkscope.models.calibrate import calibrate, layer_stack
+from sinkscope.models.family import Copies, Family, Term, find_copies
+from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.retrofits import retrofit_model
 
 
@@ -34,18 +36,83 @@ def calibrated(change: Callable[[nn.ModuleList], object]) -> Family:
     return calibrate(model, tiny_tokens(2, 9))
 
 
-# ---------------------------------------------------------------------------------------------- broken
+# --- sums
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_a_layer_whose_weights_are_no_numbers_is_named(broken: float) -> None:
-    with pytest.raises(InputError, match="layer 1 gives NaN or infinite numbers"):
-        calibrated(lambda layers: layers[1].mlp.down_proj.weight.data.fill_(broken))
-
-
-def test_a_layer_that_gives_zeros_is_named() -> None:
+def test_broken_layers_are_named() -> None:
+    for broken in (torch.nan, torch.inf):
+        with pytest.raises(InputError, match="layer 1 gives NaN or infinite numbers"):
+            calibrated(lambda layers, broken=broken: layers[1].mlp.down_proj.weight.data.fill_(broken))
     with pytest.raises(InputError, match="layer 2 gives only zeros"):
         calibrated(lambda layers: layers[2].register_forward_hook(lambda module, args, output: output * 0))
+
+
+def rebuilt(forward: Callable[..., torch.Tensor]) -> Callable[[nn.ModuleList], None]:
+    """Return a change that gives every layer another forward, which calls forward(layer, stream, attend)."""
+
+    def run(layer: nn.Module, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return forward(layer, hidden_states, lambda x: layer.self_attn(hidden_states=x, **kwargs)[0])
+
+    def rebuild(layers: nn.ModuleList) -> None:
+        for layer in layers:
+            layer.shared = copy.deepcopy(layer.mlp)
+            layer.forward = MethodType(run, layer)
+
+    return rebuild
+
+
+def scaled_stream(layer, x, attend):
+    middle = 0.9 * x + attend(layer.input_layernorm(x))
+    return middle + layer.mlp(layer.post_attention_layernorm(middle))
+
+
+def scaled_branches(layer, x, attend):
+    middle = x + 0.25 * attend(layer.input_layernorm(x))
+    return middle - 1.5 * layer.mlp(layer.post_attention_layernorm(middle))
+
+
+def two_networks(layer, x, attend):
+    middle = x + attend(layer.input_layernorm(x))
+    normed = layer.post_attention_layernorm(middle)
+    return middle + 0.5 * (layer.mlp(normed) + layer.shared(normed.flip(-1)))
+
+
+def half_a_sum(layer, x, attend):
+    """The MLP reads half of the sum, which is no site of the residual stream."""
+    attended = attend(layer.input_layernorm(x))
+    return x + attended + layer.mlp(layer.post_attention_layernorm((x + attended) / 2))
+
+
+def attends_twice(layer, x, attend):
+    return x + attend(attend(layer.input_layernorm(x)))
+
+
+def test_unknown_sums() -> None:
+    family = calibrated(rebuilt(scaled_stream))
+    assert (family.wiring, family.attention) == ("unknown", "self_attn")
+    assert dict(family.sites) == {"layer_in": "input", "layer_out": "output"}
+    assert all("it is not known which sum" in reason for reason in family.absent_sites().values())
+    family = calibrated(rebuilt(half_a_sum))
+    assert family.wiring == "unknown"
+    assert (family.sites["attn_out"], family.sites["mlp_out"]) == ("self_attn.output", "mlp.output")
+    assert "mid" not in family.sites
+
+
+@pytest.mark.parametrize(
+    ("forward", "attention", "mlp"),
+    [
+        (scaled_branches, [Term("self_attn.output", 0.25)], [Term("mlp.output", -1.5)]),
+        (two_networks, [Term("self_attn.output", 1.0)], [Term("mlp.output", 0.5), Term("shared.output", 0.5)]),
+    ],
+)
+def test_scaled_and_added_branches(forward: Callable, attention: list[Term], mlp: list[Term]) -> None:
+    model = tiny_model("llama")
+    rebuilt(forward)(layers_of(model))
+    family = calibrate(model, tiny_tokens(2, 9))
+    for block, sites in zip(family.blocks, read_sites(model, family, tiny_tokens(2, 9)), strict=True):
+        assert list(block.terms("attn_out")) == attention
+        assert list(block.terms("mlp_out")) == mlp
+        assert check_wiring(block, sites) < 1e-6
 
 
 def test_a_layer_that_adds_nothing_yet_is_built_as_the_others() -> None:
@@ -79,25 +146,41 @@ def test_the_stack_is_the_chain_with_most_weights() -> None:
     assert calibrate(model, tiny_tokens(2, 9)).layers == "model.layers"
 
 
-def test_an_mlp_that_reads_what_attention_adds_is_not_beside_it() -> None:
-    """It reads half of the sum, which is no place of the residual stream."""
+def test_a_model_needs_a_stack_of_layers() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(model_type="beside")
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
-    def forward(layer: nn.Module, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
-        added = layer.mlp(layer.post_attention_layernorm((hidden_states + attended) / 2))
-        return hidden_states + attended + added
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return torch.stack([expert(input_ids) for expert in self.experts]).sum(0)
 
-    def rebuild(layers: nn.ModuleList) -> None:
-        for layer in layers:
-            layer.forward = MethodType(forward, layer)
-
-    family = calibrated(rebuild)
-    assert family.wiring == "unknown"
-    assert (family.sites["attn_out"], family.sites["mlp_out"]) == ("self_attn.output", "mlp.output")
-    assert "mid" not in family.sites
+    with pytest.raises(InputError, match="'beside': no list of layers"):
+        layer_stack(Beside(), {"input_ids": torch.ones(1, 2, 4)}, {"input_ids": torch.zeros(1, 2, 4)})
 
 
-# ------------------------------------------------------------------------------------------- attention
+# --- attention
+
+
+def one_attention(layers: nn.ModuleList) -> None:
+    for layer in layers:
+        layer.self_attn = layers[0].self_attn
+
+
+def test_attention_in_other_places_is_refused() -> None:
+    with pytest.raises(InputError, match="layer 0 attends 2 times"):
+        calibrated(rebuilt(attends_twice))
+    with pytest.raises(InputError, match="share one attention module"):
+        calibrated(one_attention)
+
+
+def test_causality_is_found() -> None:
+    model = tiny_model("llama")
+    assert calibrate(model, tiny_tokens(2, 9)).causal
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda module, args, output: (output[0] + output[0].flip(1), *output[1:]))
+    assert not calibrate(model, tiny_tokens(2, 9)).causal
 
 
 class Running(nn.Module):
@@ -105,10 +188,6 @@ class Running(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
         return hidden_states.cumsum(1) / torch.arange(1, hidden_states.shape[1] + 1)[:, None], None
-
-
-class SumAttention(Running):
-    pass
 
 
 class EinsumAttention(Running):
@@ -125,12 +204,9 @@ def put(layers: nn.ModuleList, at: int, attention: nn.Module) -> None:
     layers[at].self_attn = attention
 
 
-def test_what_is_called_attention_and_takes_no_softmax_is_none() -> None:
-    family = calibrated(lambda layers: put(layers, 1, SumAttention()))
+def test_attention_is_a_softmax() -> None:
+    family = calibrated(lambda layers: put(layers, 1, Running()))
     assert [block.attention for block in family.blocks] == ["self_attn", "", "self_attn"]
-
-
-def test_a_softmax_in_another_form_is_refused() -> None:
     with pytest.raises(InputError, match="layer 1: its EinsumAttention attends in code of its own"):
         calibrated(lambda layers: put(layers, 1, EinsumAttention()))
 
@@ -142,42 +218,28 @@ def test_a_model_without_attention_has_the_other_tables() -> None:
     assert "attention (no layer attends by a softmax)" in str(run.verdict)
 
 
-# --------------------------------------------------------------------------------------------- streams
+# --- streams
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((2, 9, 16), None),
-        ((2, 9, 4, 16), Copies(4, "third")),
-        ((4, 2, 9, 16), Copies(4, "first")),
-        ((2, 9, 64), Copies(4, "flat")),
-        ((2, 9, 40), None),
-    ],
-)
-def test_copies_are_found_by_shape(shape: tuple[int, ...], expected: Copies | None) -> None:
-    x = torch.zeros(shape)
-    assert find_copies(x, torch.Size((2, 9)), 16) == expected
-    if expected is not None:
-        assert expected.stream(x).shape == (2, 9, 16)
+def test_copies() -> None:
+    """They are found by their shape, and the stream is their mean."""
+    copies = torch.randn(2, 9, 4, 16)
+    for x, expected in (
+        (copies, Copies(4, "third")),
+        (copies.movedim(2, 0), Copies(4, "first")),
+        (copies.flatten(2), Copies(4, "flat")),
+    ):
+        assert find_copies(x, torch.Size((2, 9)), 16) == expected
+        torch.testing.assert_close(expected.stream(x), copies.mean(2))
+    for width in (16, 40):
+        assert find_copies(torch.zeros(2, 9, width), torch.Size((2, 9)), 16) is None
 
 
-def test_the_stream_is_the_mean_of_its_copies() -> None:
-    copies = torch.randn(2, 9, 4, 16, dtype=torch.float64)
-    mean = copies.mean(2)
-    torch.testing.assert_close(Copies(4, "third").stream(copies), mean)
-    torch.testing.assert_close(Copies(4, "flat").stream(copies.flatten(2)), mean)
-    torch.testing.assert_close(Copies(4, "first").stream(copies.movedim(2, 0)), mean)
-
-
-def test_what_would_edit_the_mean_of_copies_is_refused() -> None:
+def test_changes_that_do_not_apply_are_refused() -> None:
     model = tiny_of("hy_v4")
     family, notices = family_of(model)
     assert any("mean of the 4 copies" in notice for notice in notices)
     assert "several copies" in (INTERVENTIONS["zero-massive"].inapplicable(Target(model, family, {})) or "")
-
-
-def test_a_retrofit_that_could_not_be_loaded_again_is_refused() -> None:
     model = tiny_of("granite")
     with pytest.raises(InputError, match="could not be loaded again"):
         retrofit_model(model, family_of(model)[0], "vga")

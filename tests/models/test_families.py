@@ -1,15 +1,11 @@
 """The table of families: every row's wiring holds, a wrong one's does not, and an unknown model is refused."""
 
-import copy
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
-from support.naming import naming
 from tiny import TINY, padded, ragged_tokens, tiny_model, tiny_tokens
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sinkscope.errors import InputError
@@ -17,9 +13,9 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models import families
-from sinkscope.models.calibrate import calibrate, layer_stack
+from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import FAMILIES, find_family
-from sinkscope.models.family import RESIDUAL_SITES, Family, Term
+from sinkscope.models.family import RESIDUAL_SITES, Family
 from sinkscope.models.wiring import check_wiring, read_sites
 
 ROUND_OFF = 1e-6
@@ -29,67 +25,41 @@ def worst_error(model: PreTrainedModel, family: Family) -> float:
     return max(check_wiring(family.block(0), sites) for sites in read_sites(model, family, tiny_tokens(2, 9)))
 
 
-# ------------------------------------------------------------------------------------------------ rows
-
-
-def test_the_wiring_equation_holds_at_every_layer() -> None:
-    for name in TINY:
-        with naming(name):
-            model = tiny_model(name)
-            records = read_sites(model, find_family(model), tiny_tokens(2, 9))
-            assert len(records) == 3
-            for sites in records:
-                assert check_wiring(find_family(model).block(0), sites) < ROUND_OFF
-
-
-def test_sites_are_where_the_reference_finds_them() -> None:
-    """Another list of places, written by hand (reference.py), and h+½ as a sum."""
-    for name in TINY:
-        with naming(name):
-            model = tiny_model(name)
-            ids = tiny_tokens(1, 9)[0].numpy()
-            found = read_sites(model, find_family(model), torch.as_tensor(ids)[None])
-            for mine, layer in zip(found, reference.record(reference.eager_twin(model), ids).layers, strict=True):
-                assert {site for site in mine if not site.endswith("norm")} == set(layer.sites)
-                for site, expected in layer.sites.items():
-                    torch.testing.assert_close(mine[site][0].double(), torch.as_tensor(expected), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_the_norms_are_the_branches_inputs(name: str) -> None:
-    """attn_norm and mlp_norm are in no equation: they are what the attention and the MLP are given."""
-    model = tiny_model(name)
-    family = find_family(model)
-    layer = family.layer_modules(model)[1]
-    given: dict[str, torch.Tensor] = {}
-
-    def keep(site: str) -> None:
-        path = family.attention if site == "attn_norm" else MLPS.get(family.name, "mlp")
-        module = layer.get_submodule(path)
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs: given.update({site: (*args, *kwargs.values())[0].clone()}), with_kwargs=True
-        )
-
-    present = [site for site in ("attn_norm", "mlp_norm") if site in family.sites]
-    for site in present:
-        keep(site)
-    found = read_sites(model, family, tiny_tokens(2, 9))[1]
-    assert given.keys() == set(present)
-    for site in present:
-        assert torch.equal(found[site], given[site].view_as(found[site]))
-
+# --- rows
 
 MLPS = {"opt": "fc1", "mpt": "ffn"}
 
 
-def test_absent_sites_have_a_reason() -> None:
-    for name in TINY:
-        with naming(name):
-            family = find_family(tiny_model(name))
-            assert set(family.sites) | set(family.absent_sites()) == set(RESIDUAL_SITES)
-            assert not set(family.sites) & set(family.absent_sites())
-            assert all(family.absent_sites().values())
-            assert ("mid" in family.absent_sites()) == (family.wiring == "parallel")
+@pytest.mark.parametrize("name", TINY)
+def test_rows(name: str) -> None:
+    """The wiring equation holds, sites are where the reference (written by hand) finds them, and norms are inputs."""
+    model = tiny_model(name)
+    family, block = find_family(model), find_family(model).block(0)
+    layer = family.layer_modules(model)[1]
+    given: dict[str, torch.Tensor] = {}  # attn_norm and mlp_norm are in no equation: what the two branches are given
+    for site, path in (("attn_norm", family.attention), ("mlp_norm", MLPS.get(family.name, "mlp"))):
+
+        def keep(module: object, args: tuple, kwargs: dict, site: str = site) -> None:
+            given[site] = (*args, *kwargs.values())[0].clone()
+
+        if site in family.sites:
+            layer.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True)
+    records = read_sites(model, family, tiny_tokens(2, 9))
+    assert given.keys() == {"attn_norm", "mlp_norm"} & set(family.sites)
+    for site, x in given.items():
+        assert torch.equal(records[1][site], x.view_as(records[1][site]))
+    assert len(records) == 3
+    assert all(check_wiring(block, sites) < ROUND_OFF for sites in records)
+    ids = tiny_tokens(1, 9)
+    by_hand = reference.record(reference.eager_twin(model), ids[0].numpy()).layers
+    for mine, layer in zip(read_sites(model, family, ids), by_hand, strict=True):
+        assert {site for site in mine if not site.endswith("norm")} == set(layer.sites)
+        for site, expected in layer.sites.items():
+            torch.testing.assert_close(mine[site][0].double(), torch.as_tensor(expected), rtol=1e-4, atol=1e-4)
+    absent = family.absent_sites()
+    assert all(absent.values())
+    assert set(family.sites) ^ set(absent) == set(RESIDUAL_SITES)
+    assert ("mid" in absent) == (family.wiring == "parallel")
 
 
 def test_a_row_for_every_kind_of_wiring_and_position() -> None:
@@ -99,13 +69,13 @@ def test_a_row_for_every_kind_of_wiring_and_position() -> None:
     assert {family.door for family in found} == {"interface", "interceptor"}
 
 
-@pytest.mark.parametrize(
-    ("name", "positions"),
-    [("llama", "rotary"), ("gpt2", "learned"), ("gptj", "rotary"), ("gpt_neo", "learned"), ("opt", "learned"),
-     ("falcon", "rotary"), ("falcon-alibi", "alibi"), ("bloom", "alibi"), ("mpt", "alibi")],
-)  # fmt: skip
-def test_how_positions_get_in(name: str, positions: str) -> None:
-    assert find_family(tiny_model(name)).positions == positions
+def test_kinds_of_positions() -> None:
+    for kind, names in {
+        "rotary": ("llama", "gptj", "falcon"),
+        "learned": ("gpt2", "gpt_neo", "opt"),
+        "alibi": ("falcon-alibi", "bloom", "mpt"),
+    }.items():
+        assert {find_family(tiny_model(name)).positions for name in names} == {kind}
 
 
 def test_every_row_has_a_tiny_model() -> None:
@@ -123,7 +93,7 @@ def test_every_row_has_a_tiny_model() -> None:
     assert left <= {"gemma3", "varied_llama"}
 
 
-# ------------------------------------------------------------------------------------------ wrong rows
+# --- wrong rows
 
 WRONG = {
     # family → what is wrong with its row
@@ -148,52 +118,39 @@ def test_the_check_notices_a_wrong_row(name: str) -> None:
     assert worst_error(model, wrong) > 1e-2
 
 
-def test_the_check_notices_a_sequential_row_of_a_parallel_block() -> None:
-    """Both are rows of GPT-NeoX."""
+def test_the_check_notices_another_wiring() -> None:
     model = tiny_model("gpt_neox")
     (row,) = (row for row in FAMILIES["gpt_neox"] if row.wiring == "sequential")
     assert worst_error(model, find_family(model)) < ROUND_OFF
-    assert worst_error(model, row) > 1e-2
-
-
-def test_a_missing_residual_is_noticed_in_a_post_norm_block() -> None:
+    assert worst_error(model, row) > 1e-2  # its block is parallel
     model = tiny_model("opt-post-norm")
-    sites = read_sites(model, find_family(model), tiny_tokens(2, 9))[0]
     family = find_family(model)
+    sites = read_sites(model, family, tiny_tokens(2, 9))[0]
     assert check_wiring(family.block(0), sites) < ROUND_OFF
     assert check_wiring(family.block(0), sites | {"attn_out": sites["mid"]}) > 1e-2
     assert check_wiring(replace(family, wiring="sequential").block(0), sites) > 1e-2
 
 
-# ---------------------------------------------------------------------------------------------- finding
+# --- finding
 
 
-def test_an_unknown_architecture_is_named() -> None:
+def test_models_without_a_row_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("gpt_bigcode", vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8)
     )
     with pytest.raises(InputError, match=r"'gpt_bigcode' has no row"):
         find_family(model)
-
-
-def test_a_variant_without_a_row_is_refused() -> None:
     model = tiny_model("bloom")
-    find_family(model)
+    family = find_family(model)
     model.config.apply_residual_connection_post_layernorm = True
     with pytest.raises(InputError, match=r"no row for a bloom wired like this one.*apply_residual"):
         find_family(model)
-
-
-def test_that_variants_wiring_is_indeed_another() -> None:
-    """The refusal is no fuss: Bloom's row is wrong for it."""
-    model = tiny_model("bloom")
-    family = find_family(model)
     for block in model.transformer.h:
         block.apply_residual_connection_post_layernorm = True
-    assert worst_error(model, family) > 1e-2
+    assert worst_error(model, family) > 1e-2  # Bloom's row is indeed wrong for it
 
 
-# ------------------------------------------------------------------------------------------ calibration
+# --- calibration
 
 
 def calibrated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Family:
@@ -231,115 +188,7 @@ def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.M
     assert max(reference.errors(weights[1], weights[0]).values()) < 1e-5
 
 
-class Nonsense(nn.Module):
-    """A block with a llama's names, whose residual stream is scaled: no equation holds."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        for name, module in block.named_children():
-            self.add_module(name, module)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        middle = 0.9 * hidden_states + attended
-        return middle + self.mlp(self.post_attention_layernorm(middle))
-
-
-def test_of_a_layer_whose_sums_are_not_known_only_the_ends_are_read() -> None:
-    model = tiny_model("llama")
-    model.model.layers = nn.ModuleList(Nonsense(layer) for layer in model.model.layers)
-    family = calibrate(model, tiny_tokens(2, 9))
-    assert (family.wiring, family.attention) == ("unknown", "self_attn")
-    assert dict(family.sites) == {"layer_in": "input", "layer_out": "output"}
-    assert all("it is not known which sum" in reason for reason in family.absent_sites().values())
-
-
-class Scaled(Nonsense):
-    """The same, with each branch multiplied by a constant of its own."""
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        middle = hidden_states + 0.25 * attended
-        return middle - 1.5 * self.mlp(self.post_attention_layernorm(middle))
-
-
-def test_calibration_finds_by_what_a_branch_is_multiplied() -> None:
-    model = tiny_model("llama")
-    model.model.layers = nn.ModuleList(Scaled(layer) for layer in model.model.layers)
-    family = calibrate(model, tiny_tokens(2, 9))
-    for block in family.blocks:
-        assert block.terms("attn_out") == (Term("self_attn.output", 0.25),)
-        assert block.terms("mlp_out") == (Term("mlp.output", -1.5),)
-    assert worst_error(model, family) < ROUND_OFF
-
-
-class Shared(Nonsense):
-    """The feed-forward network and a second one parallel to it are added together."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__(block)
-        self.shared = copy.deepcopy(self.mlp)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        middle = hidden_states + attended
-        normed = self.post_attention_layernorm(middle)
-        return middle + 0.5 * (self.mlp(normed) + self.shared(normed.flip(-1)))
-
-
-def test_calibration_finds_two_modules_that_are_added_together() -> None:
-    model = tiny_model("llama")
-    model.model.layers = nn.ModuleList(Shared(layer) for layer in model.model.layers)
-    family = calibrate(model, tiny_tokens(2, 9))
-    expected = (Term("mlp.output", 0.5), Term("shared.output", 0.5))
-    assert all(block.terms("mlp_out") == expected for block in family.blocks)
-    assert worst_error(model, family) < ROUND_OFF
-
-
-def test_what_attends_twice_is_refused() -> None:
-    class Twice(Nonsense):
-        def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
-            first, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-            second, _ = self.self_attn(hidden_states=first, **kwargs)
-            return hidden_states + second
-
-    model = tiny_model("llama")
-    model.model.layers = nn.ModuleList(Twice(layer) for layer in model.model.layers)
-    with pytest.raises(InputError, match="layer 0 attends 2 times"):
-        calibrate(model, tiny_tokens(2, 9))
-
-
-def test_one_attention_for_several_layers_is_refused() -> None:
-    model = tiny_model("llama")
-    for layer in model.model.layers:
-        layer.self_attn = model.model.layers[0].self_attn
-    with pytest.raises(InputError, match="share one attention module"):
-        calibrate(model, tiny_tokens(2, 9))
-
-
-def test_what_later_tokens_change_is_not_causal() -> None:
-    model = tiny_model("llama")
-    assert calibrate(model, tiny_tokens(2, 9)).causal
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(lambda module, args, output: (output[0] + output[0].flip(1), *output[1:]))
-    assert not calibrate(model, tiny_tokens(2, 9)).causal
-
-
-def test_calibration_needs_a_stack_of_layers() -> None:
-    class Beside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = SimpleNamespace(model_type="beside")
-            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.stack([expert(x) for expert in self.experts]).sum(0)
-
-    with pytest.raises(InputError, match="'beside': no list of layers"):
-        layer_stack(Beside(), {"x": torch.ones(1, 2, 4)}, {"x": torch.zeros(1, 2, 4)})
-
-
-# ---------------------------------------------------------------------------------------------- reading
+# --- reading
 
 
 def test_reading_sites_leaves_no_hook_and_no_change() -> None:

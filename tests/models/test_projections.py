@@ -3,7 +3,6 @@
 import pytest
 import torch
 from support.every_model import tiny_of
-from support.naming import naming
 from tiny import TINY, tiny_model, tiny_tokens
 
 from sinkscope.attention.seam import open_seam
@@ -17,7 +16,7 @@ from sinkscope.models.wiring import read_sites
 
 
 def seen_at_the_taps(model, family, ids):
-    """query, key, value (B,heads,T,d) of every layer, after any norm and rotation."""
+    """Return query, key and value (B,heads,T,d) of every layer, after any norm and rotation."""
     seen = []
     with open_seam(model, family) as seams:
         for seam in seams.values():
@@ -32,8 +31,10 @@ def seen_at_the_taps(model, family, ids):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_projecting_the_attention_input_gives_what_attention_sees(name):
-    """Rotation keeps each vector's norm (YaRN scales all alike), position 0 is not rotated at all; a norm behind the
+def test_projections_of_known_families(name):
+    """They give what attention sees, and writing back what was read changes nothing.
+
+    Rotation keeps each vector's norm (YaRN scales all alike), and position 0 is not rotated; a norm after the
     projection hides both, so there only the value is compared.
     """
     model = tiny_model(name, spread=3.0)
@@ -57,60 +58,41 @@ def test_projecting_the_attention_input_gives_what_attention_sees(name):
                 ratio = seen.norm(dim=-1) / projected.norm(dim=-1)
                 torch.testing.assert_close(ratio, torch.full_like(ratio, float(ratio.mean())), rtol=1e-4, atol=0)
                 torch.testing.assert_close(seen[:, :, 0], projected[:, :, 0] * ratio.mean(), rtol=1e-4, atol=1e-5)
-
-
-def test_writing_back_what_was_read_changes_nothing() -> None:
-    for name in TINY:
-        with naming(name):
-            model = tiny_model(name)
-            family = find_family(model)
-            for projection in projections(model, family, 1).values():
-                assert torch.equal(projection.with_weight(projection.weight), projection.module.weight)
-                edited = projection.with_weight(torch.zeros_like(projection.weight))
-                assert int((edited == 0).sum()) >= projection.weight.numel()
-                assert edited.count_nonzero() == projection.module.weight.numel() - projection.weight.numel()
-                if projection.bias is not None:
-                    assert torch.equal(projection.with_bias(projection.bias), projection.module.bias)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neo"])
-def test_position_vectors_are_what_is_added_to_the_embeddings(name):
-    model = tiny_model(name, dtype=torch.float64)
-    family = find_family(model)
-    ids = tiny_tokens(1, 6)
-    first = read_sites(model, family, ids)[0]["layer_in"][0]
-    tokens = model.get_input_embeddings()(ids)[0]
-    torch.testing.assert_close(first - tokens, position_vectors(model, family, 6))
+    for projection in projections(model, family, 1).values():
+        assert torch.equal(projection.with_weight(projection.weight), projection.module.weight)
+        edited = projection.with_weight(torch.zeros_like(projection.weight))
+        assert edited.count_nonzero() == projection.module.weight.numel() - projection.weight.numel()
+        if projection.bias is not None:
+            assert torch.equal(projection.with_bias(projection.bias), projection.module.bias)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "opt-post-norm", "gpt_neo"])
-def test_effective_positions_are_the_first_mlp_of_the_position_plus_the_position(name):
+def test_learned_positions(name):
     model = tiny_model(name, dtype=torch.float64)
     family = find_family(model)
-    vectors = position_vectors(model, family, 5)
-    layer = family.layer_modules(model)[0]
+    vectors, layer, ids = position_vectors(model, family, 5), family.layer_modules(model)[0], tiny_tokens(1, 5)
+    if name != "opt-post-norm":  # they are what is added to the embeddings
+        first = read_sites(model, family, ids)[0]["layer_in"][0]
+        torch.testing.assert_close(first - model.get_input_embeddings()(ids)[0], vectors)
     if name.startswith("opt"):
         mlp = torch.relu(vectors @ layer.fc1.weight.T + layer.fc1.bias) @ layer.fc2.weight.T + layer.fc2.bias
     else:
-        act = torch.nn.functional.gelu
         first, second = layer.mlp.c_fc, layer.mlp.c_proj
-        conv = name == "gpt2"
-        w1, w2 = (first.weight, second.weight) if conv else (first.weight.T, second.weight.T)
-        mlp = act(vectors @ w1 + first.bias, approximate="tanh") @ w2 + second.bias
+        w1, w2 = (each.weight if name == "gpt2" else each.weight.T for each in (first, second))
+        hidden = torch.nn.functional.gelu(vectors @ w1 + first.bias, approximate="tanh")
+        mlp = hidden @ w2 + second.bias
     torch.testing.assert_close(effective_positions(model, family, 5), vectors + mlp)
+    with pytest.raises(InputError, match=r"has \d+ positions"):
+        position_vectors(model, family, 257)
 
 
-def test_what_a_family_does_not_have_is_refused():
+def test_rotary_positions_have_no_vectors():
     model = tiny_model("llama")
-    family = find_family(model)
     with pytest.raises(InputError, match="no learned positions"):
-        position_vectors(model, family, 4)
-    gpt2 = tiny_model("gpt2")
-    with pytest.raises(InputError, match="has 256 positions"):
-        position_vectors(gpt2, find_family(gpt2), 257)
+        position_vectors(model, find_family(model), 4)
 
 
-# ------------------------------------------------------------------------------------ found numerically
+# --- found numerically
 
 
 @pytest.mark.parametrize(
@@ -157,11 +139,10 @@ def test_values_are_scaled_where_a_latent_makes_them():
         assert torch.equal(scaled[role][:, :, 1:], bare[role][:, :, 1:])
 
 
-def test_what_would_be_undone_behind_the_projection_is_refused():
+def test_changes_that_a_norm_would_undo_are_refused():
     """Gemma 3n norms its values: scaled by 0.5 they would be what they were."""
     model = tiny_of("gemma3n_text")
     target = Target(model, family_of(model)[0], {})
-    assert "value states are not the outputs of one projection" in INTERVENTIONS["scale-sink-value"].inapplicable(
-        target
-    )
+    refused = INTERVENTIONS["scale-sink-value"].inapplicable(target)
+    assert "value states are not the outputs of one projection" in refused
     assert INTERVENTIONS["zero-key-columns"].inapplicable(target) is None

@@ -59,11 +59,11 @@ def made(label: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 @cache
 def shared(label: str) -> PreTrainedModel:
-    """Not to be changed."""
+    """Return a model that must not be changed."""
     return made(label)
 
 
-# ----------------------------------------------------------------------------------------------- the formulas
+# --- the formulas
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": lambda x: x / (1 + torch.exp(-x)),
@@ -71,7 +71,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": lambda x: x * (x > 0),
 }
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
-UNGATED = {"swish": "silu", "gelu": "gelu", "relu": "relu"}
+FEED_FORWARDS = {name: (True, activation) for name, activation in GATED.items()}
+FEED_FORWARDS |= {"swish": (False, "silu"), "gelu": (False, "gelu"), "relu": (False, "relu")}
 
 
 class Formula:
@@ -107,11 +108,10 @@ class Formula:
         return self.parameters[f"{name}.weight"] * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
     def feed_forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        up, kind = x @ self.parameters[f"{name}.up_proj.weight"].T, self.config.feed_forward
-        if kind in GATED:
-            inner = ACTIVATIONS[GATED[kind]](x @ self.parameters[f"{name}.gate_proj.weight"].T) * up
-        else:
-            inner = ACTIVATIONS[UNGATED[kind]](up)
+        gated, activation = FEED_FORWARDS[self.config.feed_forward]
+        up = x @ self.parameters[f"{name}.up_proj.weight"].T
+        gate = x @ self.parameters[f"{name}.gate_proj.weight"].T if gated else up
+        inner = ACTIVATIONS[activation](gate) * (up if gated else 1)
         return inner @ self.parameters[f"{name}.down_proj.weight"].T
 
     def attend(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -182,7 +182,7 @@ def formula_of(model: PreTrainedModel) -> Formula:
 
 
 class DoubleTorch:
-    """torch, but that float32 is float64."""
+    """torch with float64 in place of float32."""
 
     float32 = torch.float64
 
@@ -196,7 +196,7 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "torch", DoubleTorch())
 
 
-# -------------------------------------------------------------------------------------------------- the model
+# --- the model
 
 
 @EACH
@@ -245,33 +245,31 @@ def test_padding_changes_nothing(label: str) -> None:
                 assert_close(together[row][batch.attention_mask[row].bool()], alone[0])
 
 
+GENERATION = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+GENERATION |= {"output_logits": True, "return_dict_in_generate": True}
+
+
 @EACH
-def test_generates_the_same_with_the_cache_and_without(label: str) -> None:
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    wanted = {"output_logits": True, "return_dict_in_generate": True}
-    cached, whole = (shared(label).generate(IDS, use_cache=use, **options, **wanted) for use in (True, False))
+def test_generates_the_same_with_a_cache_and_without(label: str) -> None:
+    cached, whole = (shared(label).generate(IDS, use_cache=use, **GENERATION) for use in (True, False))
     for ours, expected in zip(cached.logits, whole.logits, strict=True):
         assert_close(ours, expected)
 
 
-@EACH
+@pytest.mark.parametrize("label", ["learned", "rotary", "window", "prefix", "several", "biased prefix"])
 def test_generates_the_same_with_a_static_cache(label: str) -> None:
     model = made(label, torch.float32)
     batch = padded(ragged_tokens((LENGTH, LENGTH - 3)), "left")
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    options |= {"attention_mask": batch.attention_mask, "output_logits": True, "return_dict_in_generate": True}
+    options = GENERATION | {"attention_mask": batch.attention_mask}
     static = model.generate(batch.token_ids, cache_implementation="static", **options)
     whole = model.generate(batch.token_ids, use_cache=False, **options)
     for ours, expected in zip(static.logits, whole.logits, strict=True):
         assert_close(ours, expected, 1e-5)
 
 
-def test_a_prefix_in_two_parts_is_refused() -> None:
+def test_what_a_prefix_does_not_allow() -> None:
     with pytest.raises(InputError, match="reads its 4 first tokens at once, and the cache holds 3"):
         shared("prefix").generate(IDS[:, :3], max_new_tokens=3, eos_token_id=None)
-
-
-def test_a_prefix_takes_no_register_tokens() -> None:
     with pytest.raises(InputError, match="its prefix would be the registers"):
         retrofit_model(made("prefix"), None, "register-tokens")
 
@@ -310,31 +308,21 @@ def test_weights_start_as_those_of_the_released_code() -> None:
     assert float(alike.model.layers[0].mlp.down_proj.weight.std()) == pytest.approx(0.02, rel=0.03)
 
 
-# ---------------------------------------------------------------------------------------------- as a family
+# --- as a family
 
 
 @EACH
-def test_its_positions_are_found_to_be_what_its_row_says(label: str) -> None:
+def test_its_row_holds(label: str) -> None:
+    """The positions that are found are those of the row, and so is the wiring, by its equation and by calibration."""
     model = shared(label)
     family = find_family(model)
     assert with_positions(model, family).positions == family.positions
-
-
-@EACH
-def test_the_wiring_equation_holds(label: str) -> None:
-    model = shared(label)
-    block = find_family(model).block(0)
-    for sites in read_sites(model, find_family(model), IDS):
-        assert check_wiring(block, sites) < 1e-12
-
-
-@pytest.mark.parametrize("label", ["none", "post-norm", "relative"])
-def test_calibration_finds_its_row_again(label: str) -> None:
-    model = shared(label)
-    known, found = find_family(model), calibrate(model, IDS)
-    assert (found.layers, found.attention, found.wiring, found.door, found.sites) == (
-        known.layers, known.attention, known.wiring, known.door, known.sites,
-    )  # fmt: skip
+    for sites in read_sites(model, family, IDS):
+        assert check_wiring(family.block(0), sites) < 1e-12
+    if label in ("none", "post-norm", "relative"):
+        found = calibrate(model, IDS)
+        for field in ("layers", "attention", "wiring", "door", "sites"):
+            assert getattr(found, field) == getattr(family, field)
 
 
 def test_a_key_of_the_prefix_has_all_queries() -> None:
@@ -388,7 +376,7 @@ def test_it_takes_operations_and_biases(label: str, method: str, tmp_path: Path)
     assert sum(1 for _ in model.parameters()) >= sum(1 for _ in shared(label).parameters())
 
 
-# ------------------------------------------------------------------------------------------- single formulas
+# --- single formulas
 
 
 def test_slopes_and_buckets() -> None:
@@ -399,17 +387,14 @@ def test_slopes_and_buckets() -> None:
     assert bucket(torch.tensor([-5])).tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_wrong_fields_are_refused() -> None:
+    for fields, message in (
         ({"position_scheme": "rotray"}, "position_scheme 'rotray' is unknown; did you mean 'rotary'"),
         ({"sliding_window": 4, "prefix_length": 2}, "goes without sliding_window"),
         ({"sliding_window": 0}, "sliding_window is at least 1"),
-    ],
-)
-def test_wrong_fields_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        VariedLlamaConfig(**fields)
+    ):
+        with pytest.raises(ValueError, match=message):
+            VariedLlamaConfig(**fields)
 
 
 def test_the_weight_on_a_windows_first_token() -> None:
