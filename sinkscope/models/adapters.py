@@ -106,9 +106,9 @@ def with_adapter(
         read = wrapped.load_adapter(files.folder, NAME, torch_device=str(model.device))
     except Exception as error:
         raise InputError(f"{source} does not fit {own} [{described(error)}]") from error
-    for what, names in (("lacks", read.missing_keys), ("has, and the model has no place for,", read.unexpected_keys)):
+    for what, names in (("lacks", read.missing_keys), ("has, and the model does not have,", read.unexpected_keys)):
         if names:
-            raise InputError(f"{source} does not fit {own}: it {what} {names[0]} ({len(names)} such)")
+            raise InputError(f"{source} does not fit {own}: it {what} {names[0]} ({len(names)} in all)")
     try:
         network = wrapped.merge_and_unload(safe_merge=True) if merging else wrapped.get_base_model()
     except Exception as error:

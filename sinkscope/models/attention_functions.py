@@ -78,7 +78,7 @@ def _attend(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _watched(table: AttentionInterface) -> Iterator[None]:
-    """Change the table's class until the last such block ends."""
+    """Change the table's class until the last of its blocks ends."""
     with _lock:
         kind, count = _watching.get(id(table), (type(table), 0))
         _watching[id(table)] = kind, count + 1

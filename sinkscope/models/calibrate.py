@@ -62,8 +62,8 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
                 "so positions in its layers are not those of the text"
             )
     first = next((at for at, block in enumerate(blocks) if block.attention), next(iter(known), 0))
-    main, places = blocks[first], enumerate(blocks)
-    attending = {at: layers[at].get_submodule(block.attention) for at, block in places if block.attention}
+    main = blocks[first]
+    attending = {at: layers[at].get_submodule(block.attention) for at, block in enumerate(blocks) if block.attention}
     are_alike = all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
     attention_fields: dict[str, Any] = {"positions": NO_POSITIONS, "qkv": (), "output": ""}
     if attending:

@@ -1,6 +1,6 @@
 """Changes of a module for the length of a block: replaced parameters, wrapped forwards, edited inputs and outputs.
 
-Parameters are never written to: an edited copy takes their place, and the original Parameter returns at the end. A
+Parameters are never written to: an edited copy replaces them, and the original Parameter returns at the end. A
 forward is wrapped rather than hooked, so that nnsight, which wraps it once more, sees the changed tensors. A forward
 or a hook of the user may compute more than the module's weights say, so the checks here ask where it was written.
 """

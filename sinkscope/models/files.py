@@ -62,7 +62,7 @@ class ModelFiles:
     def stored(self) -> str:
         """How the weights are stored: "safetensors", "pickle" or, for example, "Q4_1 (GGUF, dequantized)"."""
         if self.gguf:
-            with Path(self.gguf).open("rb") as file:  # parsing the whole header would take seconds
+            with Path(self.gguf).open("rb") as file:  # parsing the complete header would take seconds
                 header = file.read(1 << 25)
             _, _, value = header.partition(b"general.file_type" + struct.pack("<I", GGUFValueType.UINT32))
             kinds = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
@@ -272,7 +272,7 @@ def _choose_weights(
     forms = (name for single in SINGLE_FILES for name in (single, f"{single}.index.json") if name in present)
     form = next(forms, None)
     if form is None and ADAPTER_CONFIG in present:
-        raise InputError(f"{label} has no weights of a whole model: {_what_else(folder, present, ggufs)}")
+        raise InputError(f"{label} has no weights of a complete model: {_what_else(folder, present, ggufs)}")
     if form is None:
         raise InputError(f"{label} has no weights to read: neither model.safetensors nor an index of shards")
     weights: tuple[str, ...] = (form,)

@@ -2,7 +2,7 @@
 
 `load` finds the files (`files.py`), downloading those that are missing, checks them, lets transformers build the
 model, and checks the result. transformers always reads from a folder on disk, the hub's cache included, so that
-downloads fail in one place only and transformers never falls back to pickled weights.
+downloads fail at one point only and transformers never falls back to pickled weights.
 """
 
 import copy
@@ -246,7 +246,7 @@ def _build(
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise SinkscopeError(f"{files.source} does not fit into memory here: part of it would stay on disk")
     surplus, missing, mismatched = (sorted(report[f"{kind}_keys"]) for kind in ("unexpected", "missing", "mismatched"))
-    notices = [f"ignored weights that the model has no place for: {_some(surplus)}"] if surplus else []
+    notices = [f"ignored weights that the model does not have: {_some(surplus)}"] if surplus else []
     is_encoder = AutoModelForMaskedLM._model_mapping.get(type(model.config), None) is type(model)
     # sentence encoders, classifiers and ELECTRA's discriminators lack only the head that predicts masked tokens
     if is_encoder and missing and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
@@ -256,7 +256,7 @@ def _build(
         name, found, expected = mismatched[0]
         raise InputError(
             f"{files.source}: its weights do not fit its config.json: {name} has shape {tuple(found)}, "
-            f"not {tuple(expected)} ({len(mismatched)} such)"
+            f"not {tuple(expected)} ({len(mismatched)} in all)"
         )
     if missing:
         raise InputError(
@@ -423,7 +423,7 @@ class _Reader(gguf.GGUFReader):
 def read_once() -> Iterator[None]:
     """Let transformers share one reader per GGUF file, and one table of names, within the block.
 
-    It would otherwise read the file three times, for configuration, weights and tokenizer, and spend half of the whole
+    It would otherwise read the file three times, for configuration, weights and tokenizer, and spend half of the
     time on making the table of names again for every module.
     """
     reader, names = cache(_Reader), cache(gguf.get_tensor_name_map)

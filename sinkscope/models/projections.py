@@ -61,15 +61,15 @@ class Projection:
 
     def with_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a copy of the module's weight, in its own layout, with this projection's set to (heads, d, D)."""
-        whole = self.module.weight.detach().clone()
-        self._oriented(whole)[self.places] = weight.to(whole.dtype)
-        return whole
+        edited = self.module.weight.detach().clone()
+        self._oriented(edited)[self.places] = weight.to(edited.dtype)
+        return edited
 
     def with_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """Return a copy of the module's bias with this projection's set to (heads, d)."""
-        whole = self.module.bias.detach().clone()
-        whole[self.places] = bias.to(whole.dtype)
-        return whole
+        edited = self.module.bias.detach().clone()
+        edited[self.places] = bias.to(edited.dtype)
+        return edited
 
     @property
     def _plain(self) -> Any:

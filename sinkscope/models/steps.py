@@ -85,6 +85,6 @@ def _subfolders(model: str, folder: Path, names: list[str]) -> list[str]:
         if not (folder / name / "config.json").is_file():
             raise InputError(
                 f"{folder / name} is not a model in HuggingFace format: it has no config.json. "
-                "Save it whole, or name the other steps with --revision"
+                "Save it completely, or name the other steps with --revision"
             )
     return names

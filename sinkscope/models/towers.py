@@ -28,7 +28,7 @@ TEXT: Mapping[str, Mapping[str, int]] = {"paligemma": {"token_type_ids": 1}}
 
 
 def text_tower(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
-    """Return path and module of the text tower; "" and the model if that is the whole model."""
+    """Return path and module of the text tower; "" and the model if that is the complete model."""
     parts = embedding_path(model).split(".")
     outer = [".".join(parts[:count]) for count in range(len(parts))]
     modules = [(path, module) for path in outer if isinstance(module := model.get_submodule(path), PreTrainedModel)]
@@ -66,34 +66,11 @@ def embedding_path(model: PreTrainedModel) -> str:
     return path
 
 
-def within(tower: nn.Module, at: str, path: str) -> str:
-    """Return a path in the whole model for a path from the root of a language model with head.
-
-    `at` is the path of the tower, which is that language model, possibly without its head.
-    """
-    if not path:
-        return ""
-    head, _, rest = path.partition(".")
-    return f"{at}.{path if head in tower._modules else rest}"
-
-
-def is_own(tower: PreTrainedModel) -> bool:
-    """Return whether a tower and its configuration are of the same package, as a language model's are."""
-    model, config = (type(thing).__module__.rpartition(".")[0] for thing in (tower, tower.config))
-    return model == config
-
-
 def tower_notice(model: PreTrainedModel) -> tuple[str, ...]:
     """Return notices on a model of which only the text tower is measured."""
     path, tower = text_tower(model)
-    if not path:
-        return ()
-    return (f"{type(model).__name__}: its text tower is measured ({type(tower).__name__} at '{path}'), on text only",)
-
-
-def reached_by_text(model: PreTrainedModel) -> set[str]:
-    """Return the paths of the modules that run when the model reads only text."""
-    return _read_a_token(model)[0]
+    notice = f"{type(model).__name__}: its text tower is measured ({type(tower).__name__} at '{path}'), on text only"
+    return (notice,) if path else ()
 
 
 @torch.no_grad()
@@ -105,6 +82,11 @@ def _read_a_token(model: PreTrainedModel) -> tuple[set[str], Any]:
             hooks.enter_context(module.register_forward_pre_hook(lambda module, args, path=path: reached.add(path)))
         output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     return reached, output
+
+
+def reached_by_text(model: PreTrainedModel) -> set[str]:
+    """Return the paths of the modules that run when the model reads only text."""
+    return _read_a_token(model)[0]
 
 
 def check_reads_text(model: PreTrainedModel, layers: str) -> None:

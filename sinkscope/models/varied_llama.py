@@ -310,7 +310,7 @@ class FeedForward(nn.Module):
 
 
 class VariedLlamaLayer(GradientCheckpointingLayer):
-    """Two branches, attention and feed-forward, with their norms placed by the configuration."""
+    """Two branches, attention and feed-forward, with norms where the configuration says."""
 
     def __init__(self, config: VariedLlamaConfig, layer_idx: int) -> None:
         super().__init__()
@@ -376,9 +376,9 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        places = past + torch.arange(x.shape[1], device=x.device)
-        position_ids = places[None] if position_ids is None else position_ids
-        mask = self._mask(x, attention_mask, past_key_values, position_ids, places)
+        positions = past + torch.arange(x.shape[1], device=x.device)
+        position_ids = positions[None] if position_ids is None else position_ids
+        mask = self._mask(x, attention_mask, past_key_values, position_ids, positions)
         rotation, added = self.positions.rotation(x, position_ids), self.positions.added(x, position_ids)
         x = x if added is None else x + added
         for layer in self.layers:
@@ -391,21 +391,21 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         attention_mask: torch.Tensor | None,
         cache: Any,
         position_ids: torch.Tensor,
-        places: torch.Tensor,
+        positions: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return the mask, with the scheme's bias on the logits; `places` (T,) are the positions of the queries.
+        """Return the mask, with the scheme's bias on the logits; `positions` (T,) are the positions of the queries.
 
         Raises:
             InputError: a part of a prefix is in a cache, and has not seen the rest.
         """
         inputs: dict[str, Any] = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
         inputs |= {"past_key_values": cache, "position_ids": position_ids}
-        keys, first = cache.get_mask_sizes(len(places), 0) if cache is not None else (len(places), 0)
-        bias = self.positions.bias(places[:, None] - first - torch.arange(keys, device=x.device))
+        keys, first = cache.get_mask_sizes(len(positions), 0) if cache is not None else (len(positions), 0)
+        bias = self.positions.bias(positions[:, None] - first - torch.arange(keys, device=x.device))
         prefix = self.config.prefix_length
         if prefix:
             start = None if attention_mask is None or attention_mask.dim() != 2 else attention_mask.int().argmax(1)
-            past = int(places[0]) - (0 if start is None else int(start.max()))
+            past = int(positions[0]) - (0 if start is None else int(start.max()))
             if 0 < past < prefix:
                 raise InputError(
                     f"a prefix LM reads its {prefix} first tokens at once, and the cache holds {past}: "
@@ -437,7 +437,7 @@ class VariedLlamaForCausalLM(VariedLlamaPreTrainedModel, LlamaForCausalLM):
     ) -> torch.Tensor | None:
         """Return the padding mask unchanged: the model makes its own mask, with the prefix and the scheme's bias.
 
-        Otherwise `generate` would make a whole mask from it for a static cache.
+        Otherwise `generate` would make a complete mask from it for a static cache.
         """
         return attention_mask
 

@@ -74,7 +74,7 @@ class Batch:
 
     @cached_property
     def in_loss(self) -> torch.Tensor:
-        """(B,T) bool: tokens on which the loss depends: the predicting ones, or for an encoder the whole sequence."""
+        """(B,T) bool: tokens on which the loss depends: the predicting ones, or an encoder's complete sequence."""
         if self.labels is None:
             return self.predicting
         return self.attention_mask.bool() & (self.labels != IGNORED).any(dim=1, keepdim=True)

@@ -6,9 +6,9 @@ large effect on sinks, so it is always recorded. Every error is an `InputError` 
 
     "natural"     the text shipped with sinkscope, in consecutive windows
     "code", "documentation"
-                  text of Python's standard library, also in windows: other domains (WSE fig. 9)
+                  text from Python's standard library, also in windows: other domains (WSE fig. 9)
     "random"      independent tokens, uniform over the vocabulary without special tokens (WSE §3.3)
-    "repeated"    one such token per sequence, repeated to its end (WSE §3.3)
+    "repeated"    one of these tokens per sequence, repeated to its end (WSE §3.3)
     "sampled"     text that the model itself generates after its BOS: natural input for a model without tokenizer
     FILE.txt      UTF-8 text, in consecutive windows
     FILE.jsonl    (or .json) one JSON object per line: `input_ids`, used as they are, `messages` (a chat: role and

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from sinkscope.errors import InputError, SinkscopeError, closest, counted, one_line
 from sinkscope.options.files import check_readable, kind_of, names_in, plain_path
 from sinkscope.text.chats import ChatTemplate
-from sinkscope.text.tokens import check_ids, encode, first_tokens, own_prefix, own_suffix, token_text
+from sinkscope.text.tokens import check_ids, encode, first_tokens, own_prefix, own_suffix, token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,7 +144,7 @@ class Request:
         """Describe a token, for example as "bos <|im_start|> (id 1)"."""
         special = "special token" if token_id in self.special_ids else "token"
         kind = "bos" if token_id in self.bos_ids else special
-        text = f" {token_text(self.tokenizer, token_id)}" if self.tokenizer is not None else ""
+        text = f" {token_texts(self.tokenizer, [token_id])[token_id]}" if self.tokenizer is not None else ""
         return f"{kind}{text} (id {token_id})"
 
 
@@ -376,7 +376,7 @@ def prompted(text: str, request: Request) -> Selection:
 
 
 def heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
-    """Take the first seq_len tokens of every document; shorter ones of at least 2 tokens are kept whole."""
+    """Take the first seq_len tokens of every document; shorter ones of at least 2 tokens are kept."""
     taken, skipped = _take(documents, request, 2)
     if not taken:
         raise InputError(f"{label} holds no document of at least 2 tokens")
@@ -477,7 +477,7 @@ def random_tokens(request: Request) -> Selection:
 
 
 def repeated_tokens(request: Request) -> Selection:
-    """Draw one such token per sequence, repeated to its end (WSE §3.3), after the prefix."""
+    """Draw one ordinary token per sequence, repeated to its end (WSE §3.3), after the prefix."""
     drawn = np.repeat(_draw((request.num_seqs, 1), request), request.room, axis=1)
     notice = "--input repeated: each sequence is a BOS and one token repeated; --bos never leaves equal tokens alone"
     notices = [notice] if request.prefix and request.bos == "auto" else []
@@ -528,7 +528,7 @@ DRAWN: dict[str, Callable[[Request], Selection]] = {
 }
 
 
-# Texts that are always available; the last two are of this Python's standard library, and change with its version.
+# Texts that are always available; the last two are from this Python's standard library, and change with its version.
 TEXTS: dict[str, Callable[[], str]] = {
     "natural": lambda: files("sinkscope.text").joinpath("corpus.txt").read_text(encoding="utf-8"),
     "code": lambda: "\n".join(

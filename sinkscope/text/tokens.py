@@ -23,7 +23,7 @@ def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
     """Return the first `count` tokens of a text (all if it has fewer), without special tokens.
 
     Only the beginning of a long text is tokenized. Its length is doubled until it gives more tokens than needed,
-    because the last tokens before a cut may differ from those of the whole text.
+    because the last tokens before a cut may differ from those of the complete text.
     """
     spare = 64
     size = 8 * (count + spare)
@@ -68,13 +68,8 @@ def special_token_ids(tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[
     return frozenset(tokenizer.all_special_ids) | {at for at, token in added.items() if token.special}
 
 
-def token_text(tokenizer: "PreTrainedTokenizerBase | None", token_id: int) -> str:
-    """Return a token for a table: its text, its raw form if it is part of a character, or "<id 123>"."""
-    return token_texts(tokenizer, [token_id])[token_id]
-
-
 def token_texts(tokenizer: "PreTrainedTokenizerBase | None", token_ids: Iterable[int]) -> dict[int, str]:
-    """Return `token_text` of each id."""
+    """Return tokens for a table: the text, the raw form of a part of a character, or "<id 123>"."""
     size = 0 if tokenizer is None else len(tokenizer)  # takes a millisecond
     texts = {}
     for token_id in token_ids:

@@ -111,7 +111,7 @@ def test_the_base_of_an_adapter(hub: Hub, base: Path, adapter: Path) -> None:
     edit(adapter, base_model_name_or_path="org/other")
     assert "trained on org/other, which may be another model" in load(str(base), adapter=str(adapter)).notices[1]
     shutil.copy(base / "config.json", adapter)  # as some tools leave it
-    with pytest.raises(InputError, match="no weights of a whole model: it is an adapter of"):
+    with pytest.raises(InputError, match="no weights of a complete model: it is an adapter of"):
         load(str(adapter))
 
 
@@ -125,7 +125,7 @@ def test_one_that_does_not_fit_is_refused(base: Path, adapter: Path) -> None:
     save_file({other: value for other, value in weights.items() if other != name}, adapter / adapters.SAFE)
     refusal("does not fit .*base: it lacks base_model.*layers.0")
     save_file(weights | {name.replace("layers.0", "layers.7"): weights[name].clone()}, adapter / adapters.SAFE)
-    refusal("does not fit .*: it has, and the model has no place for, .*layers.7")
+    refusal("does not fit .*: it has, and the model does not have, .*layers.7")
     save_file(weights | {name: weights[name][:, :-1].contiguous()}, adapter / adapters.SAFE)
     refusal("does not fit .*size mismatch")
     (adapter / adapters.SAFE).write_bytes(b"version https://git-lfs")

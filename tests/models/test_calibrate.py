@@ -147,17 +147,17 @@ def test_the_stack_is_the_chain_with_most_weights() -> None:
 
 
 def test_a_model_needs_a_stack_of_layers() -> None:
-    class Beside(nn.Module):
+    class Parallel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.config = SimpleNamespace(model_type="beside")
+            self.config = SimpleNamespace(model_type="parallel")
             self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return torch.stack([expert(input_ids) for expert in self.experts]).sum(0)
 
-    with pytest.raises(InputError, match="'beside': no list of layers"):
-        layer_stack(Beside(), {"input_ids": torch.ones(1, 2, 4)}, {"input_ids": torch.zeros(1, 2, 4)})
+    with pytest.raises(InputError, match="'parallel': no list of layers"):
+        layer_stack(Parallel(), {"input_ids": torch.ones(1, 2, 4)}, {"input_ids": torch.zeros(1, 2, 4)})
 
 
 # --- attention

@@ -1,7 +1,7 @@
-"""Every model type in transformers' mappings: what becomes of it, and whether the numbers are plain transformers'.
+"""Every model type in transformers' mappings: its result, and whether the numbers equal those of plain transformers.
 
-The lists in `reports/models/` hold what became of each; tests/sweep_models.py writes them. Of the types that also read
-pictures or sound some are looked at here, and more closely in test_towers.py.
+The lists in `reports/models/` hold the results, which tests/sweep_models.py writes. Some of the types that also read
+pictures or sound are tested here, and more closely in test_towers.py.
 """
 
 from collections.abc import Callable, Collection
@@ -71,25 +71,22 @@ def test_the_readme_has_them() -> None:
 
 
 @pytest.mark.parametrize(("name", "model_type"), EACH)
-def test_what_becomes_of_it(name: str, model_type: str) -> None:
+def test_the_result_is_that_of_the_list(name: str, model_type: str) -> None:
     found = vars(row_of(model_type, LISTS[name]))
     assert found == {field: ROWS[name][model_type][field] for field in found}
 
 
 @pytest.mark.parametrize(("name", "model_type"), COMPARED)
-def test_what_is_measured_is_what_plain_transformers_compute(name: str, model_type: str, tmp_path: Path) -> None:
+def test_it_is_measured_as_plain_transformers_compute_it(name: str, model_type: str, tmp_path: Path) -> None:
     assert is_equal(model_type, differences(model_type, tmp_path / "ids.npy", LISTS[name]))
-
-
-def _without_mask(model: PreTrainedModel, batch: Batch, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    return {"input_ids": batch.token_ids, "use_cache": False}
 
 
 def test_a_mask_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_of("llama", torch.float64)
     family, _ = family_of(model)
     assert padding("llama", padded_differences(model, family, whole=False)) == "yes"
-    monkeypatch.setattr(tracer, "model_inputs", _without_mask)
+    bare = {"use_cache": False}
+    monkeypatch.setattr(tracer, "model_inputs", lambda model, batch, *_, **__: bare | {"input_ids": batch.token_ids})
     found = padded_differences(model, family, whole=False)
     assert max(found["right"].values()) < ROUND_OFF  # causal: no token sees later ones
     assert padding("llama", found) == "NO"
@@ -140,11 +137,6 @@ def test_gradients_of_another_loss_are_noticed(monkeypatch: pytest.MonkeyPatch) 
     found = padded_differences(model, family, whole=True)["right"]
     assert found["gradient.grad_norm"] > 1e-2
     assert found["activation.norm_mean"] < ROUND_OFF
-
-
-def _first(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask of the first sequence alone."""
-    return batch.token_ids[:1], batch.attention_mask[:1]
 
 
 def test_a_model_that_is_not_left_as_it_was_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_what_does_not_read_text_alone_is_refused(kind: str, message: str) -> No
 
 
 def test_paligemma_reads_text_as_what_follows_its_prompt() -> None:
-    """By itself, told nothing, it would see later tokens without padding, and not with it."""
+    """Without token_type_ids it would see later tokens without padding, and not with it."""
     model: Any = tiny("paligemma")
     ids, changed = IDS[None], torch.cat([IDS[:-1], IDS[:1]])[None]
     assert not torch.allclose(model(ids).logits[:, :-1], model(changed).logits[:, :-1])

@@ -76,7 +76,7 @@ FEED_FORWARDS |= {"swish": (False, "silu"), "gelu": (False, "gelu"), "relu": (Fa
 
 
 class Formula:
-    """The whole model as a function of its parameters; keeps the attention weights of each layer."""
+    """The complete model as a function of its parameters; keeps the attention weights of each layer."""
 
     def __init__(self, config: Any, parameters: dict[str, torch.Tensor]) -> None:
         self.config = config
@@ -344,20 +344,15 @@ def test_a_key_of_the_prefix_has_all_queries() -> None:
 
 @pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("label", ["prefix", "several", "bucket-number"])
-def test_every_observable_measures_it(label: str) -> None:
+def test_every_observable_measures_it(label: str, tmp_path: Path) -> None:
     model = made(label, torch.float32)
-    run = sinkscope.analyze(model, input="random", seq_len=LENGTH, num_seqs=2)
+    np.save(tmp_path / "ids.npy", IDS.numpy())
+    run = sinkscope.analyze(model, input=tmp_path / "ids.npy", seq_len=LENGTH, num_seqs=2)
     assert run.manifest["parity"] < 1e-5
     assert {"attention", "geometry", "gradient", "gradient_check"} <= run.tables.keys()
     assert run.tables["gradient_check"]["identity_residual"].max() < 1e-5
-
-
-def test_a_prefix_is_not_in_the_loss(no_figures: None, tmp_path: Path) -> None:
-    model = made("prefix", torch.float32)
-    np.save(tmp_path / "ids.npy", IDS.numpy())
-    settings = {"seq_len": LENGTH, "num_seqs": 2, "observables": "gradient"}
-    run = sinkscope.analyze(model, input=tmp_path / "ids.npy", **settings)
-    expected = F.cross_entropy(model(IDS).logits[:, 3:-1].flatten(0, 1), IDS[:, 4:].flatten())
+    first = model.config.prefix_length or 1  # a prefix is not in the loss
+    expected = F.cross_entropy(model(IDS).logits[:, first - 1 : -1].flatten(0, 1), IDS[:, first:].flatten())
     assert math.log(run.metric("perplexity")) == pytest.approx(float(expected), rel=1e-5)
 
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from sinkscope.errors import InputError
 from sinkscope.text.inputs import TokenInputs, build_inputs
 from sinkscope.text.sources import documents
-from sinkscope.text.tokens import special_token_ids, token_text
+from sinkscope.text.tokens import special_token_ids, token_texts
 
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", "x", *(f"w{at}" for at in range(35))]
 VOCAB = 48  # the model's: larger than the tokenizer's 40, as padded vocabularies are
@@ -561,13 +561,13 @@ def test_the_hash_depends_on_ids_lengths_and_order(tmp_path):
 # --- token text
 
 
-def test_token_text(byte_level):
-    for token, text in ((WORDS.index("w7"), "w7"), (BOS, "<s>"), (VOCAB - 1, "<id 47>"), (-1, "<id -1>")):
-        assert token_text(PLAIN, token) == text
-    assert token_text(None, 123) == "<id 123>"
+def test_token_texts(byte_level):
+    expected = {WORDS.index("w7"): "w7", BOS: "<s>", VOCAB - 1: "<id 47>", -1: "<id -1>"}
+    assert token_texts(PLAIN, expected) == expected
+    assert token_texts(None, [123]) == {123: "<id 123>"}
     newline, part_of_é = byte_level("\né", add_special_tokens=False)["input_ids"][:2]
-    assert token_text(byte_level, newline) == "\n"
-    assert token_text(byte_level, part_of_é) == "Ã"  # byte 0xc3, which alone is no character
+    # byte 0xc3 alone is no character
+    assert token_texts(byte_level, [newline, part_of_é]) == {newline: "\n", part_of_é: "Ã"}
 
 
 @pytest.mark.real_model
@@ -587,8 +587,7 @@ def test_smollm2_tokenizer():
     assert len(build_inputs(**options, num_seqs=36, seq_len=2048)) == 36
     drawn = build_inputs("random", **options)
     assert special_token_ids(tokenizer).isdisjoint(np.concatenate(drawn.sequences).tolist())
-    assert token_text(tokenizer, 198) == "\n"
-    assert token_text(tokenizer, 1) == "<|im_start|>"
+    assert token_texts(tokenizer, [198, 1]) == {198: "\n", 1: "<|im_start|>"}
 
 
 # --- a prompt, and chats
