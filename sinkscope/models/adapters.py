@@ -117,7 +117,7 @@ def with_adapter(
     digest = hashlib.sha256((files.folder / files.weights).read_bytes()).hexdigest()
     record = {"source": files.source, "commit": files.commit, "method": method, "merged": merging, "sha256": digest}
     became = "merged into the model's weights" if merging else "not merged, because the model's weights are quantized"
-    notices = (f"adapter {files.source}: {became}",)
+    notices: tuple[str, ...] = (f"adapter {files.source}: {became}",)
     if files.base and Path(files.base).name.casefold() != Path(own).name.casefold():
         base = one_line(files.base)
         notices += (f"the adapter says that it was trained on {base}, which may be another model than {own}",)

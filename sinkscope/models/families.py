@@ -238,16 +238,25 @@ def find_family(model: Any) -> Family:
     Raises:
         InputError: the model type has no row, or none whose `when` holds for this configuration.
     """
+
+    def within(path: str) -> str:
+        """Return a path of a row in the complete model, whose tower may lack the language model's head."""
+        head, _, rest = path.partition(".")
+        return path and f"{at}.{path if head in tower._modules else rest}"
+
     config: Any = model.config
     model_type = base_type(config.model_type)
     rows = FAMILIES.get(model_type, ())
     if not rows:  # those of the text tower, with paths in the complete model
-        path, tower = text_tower(model)
+        at, tower = text_tower(model)
         config, kind = config.get_text_config(), tower.config.model_type
-        known = FAMILIES.get(BUILT_AS.get(kind, kind), ()) if path else ()
+        known = FAMILIES.get(BUILT_AS.get(kind, kind), ()) if at else ()
         # the row is that of a language model only if the tower and its configuration are of one package
         if type(tower).__module__.rpartition(".")[0] == type(tower.config).__module__.rpartition(".")[0]:
-            rows = tuple(replace(row, name=kind, **_within(tower, path, row)) for row in known)
+            rows = tuple(
+                replace(row, name=kind, layers=within(row.layers), position_embedding=within(row.position_embedding))
+                for row in known
+            )
     for row in rows:
         if all(getattr(config, name, None) == value for name, value in row.when.items()):
             kind = "alibi" if getattr(config, "alibi", False) else getattr(config, "kind_of_positions", row.positions)
@@ -259,13 +268,3 @@ def find_family(model: Any) -> Family:
         f"the architecture '{model_type}' has no row in sinkscope/models/families.py "
         f"(`sinkscope list families` shows those that have one)"
     )
-
-
-def _within(tower: Any, at: str, row: Family) -> dict[str, str]:
-    """Return the paths of a row in the complete model, whose tower may lack the language model's head."""
-    paths = {}
-    for field in ("layers", "position_embedding"):
-        path = getattr(row, field)
-        head, _, rest = path.partition(".")
-        paths[field] = path and f"{at}.{path if head in tower._modules else rest}"
-    return paths

@@ -23,17 +23,11 @@ ROLES: tuple[Role, ...] = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class Projection:
-    """One of a layer's three projections.
+    """One of a layer's three projections. `weight` and `bias` raise InputError unless it is a Linear or a Conv1D."""
 
-    module: a Linear, a Conv1D or a replacement (an adapter's layer, one of quantized weights), which may also hold the
-        other two projections. `weight` and `bias` raise InputError unless it is a Linear or a Conv1D.
-    places: (heads, d), the indices of the module's outputs that belong to each head.
-    path: the module's path within the attention module.
-    """
-
-    module: Any
-    places: torch.Tensor
-    path: str
+    module: Any  # a Linear, a Conv1D or a replacement (an adapter's layer, quantized weights); may hold all three
+    places: torch.Tensor  # (heads, d), the indices of the module's outputs that belong to each head
+    path: str  # the module's path within the attention module
 
     @property
     def heads(self) -> int:

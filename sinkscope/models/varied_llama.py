@@ -204,27 +204,18 @@ class SummedHeads(nn.Module):
 
 @strict
 class VariedLlamaConfig(LlamaConfig):
-    """Llama's configuration with a name for each exchangeable part.
-
-    Attributes:
-        position_scheme: A key of POSITION_SCHEMES.
-        norm_placement: Whether norms come before the branches ("pre"), or after their sum with the residual stream
-            ("post"), without a norm after the last layer.
-        feed_forward: A key of FEED_FORWARDS, which also decides `hidden_act`; its width is always `intermediate_size`.
-        head_mix: Whether the output projection reads all heads ("concatenated") or their sum ("summed").
-        sliding_window: The number of tokens that a query sees, including its own; None: all earlier ones.
-        prefix_length: The number of first tokens that are visible to all others (prefix LM).
-        initializer_range: Standard deviation of all weights before training; None: that of WSE's released code.
-    """
+    """Llama's configuration with a name for each exchangeable part."""
 
     model_type = MODEL_TYPE
 
     position_scheme: str = "rotary"
+    # "pre": norms before the branches; "post": after their sum with the residual stream, and none after the last layer
     norm_placement: str = "pre"
-    feed_forward: str = "swiglu"
-    head_mix: str = "concatenated"
-    sliding_window: int | None = None
-    prefix_length: int = 0
+    feed_forward: str = "swiglu"  # also decides `hidden_act`; the width is always `intermediate_size`
+    head_mix: str = "concatenated"  # whether the output projection reads all heads, or their sum ("summed")
+    sliding_window: int | None = None  # the number of tokens that a query sees, with its own; None: all earlier ones
+    prefix_length: int = 0  # the number of first tokens that are visible to all others (prefix LM)
+    # the standard deviation of all weights before training; None: that of WSE's released code
     initializer_range: float | None = None  # type: ignore[assignment]
     layer_types: list[str] | None = None
 

@@ -36,15 +36,11 @@ def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
 
 def own_prefix(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that a tokenizer adds before a text: usually one BOS or nothing; never its EOS."""
-    return _frame(tokenizer)[0]
+    return own_frame(tokenizer)[0]
 
 
-def own_suffix(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that a tokenizer adds after a text: a separator for most encoders."""
-    return _frame(tokenizer)[1]
-
-
-def _frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def own_frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that a tokenizer adds before and after a text; after it, most encoders have a separator."""
     if tokenizer is None:
         return (), ()
     plain = encode(tokenizer, "x", special=False)

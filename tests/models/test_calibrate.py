@@ -30,7 +30,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def calibrated(change: Callable[[nn.ModuleList], object]) -> Family:
-    """The row found for a tiny Llama whose layers are changed."""
+    """Return the row found for a tiny Llama whose layers are changed."""
     model = tiny_model("llama")
     change(layers_of(model))
     return calibrate(model, tiny_tokens(2, 9))
@@ -110,6 +110,7 @@ def test_scaled_and_added_branches(forward: Callable, attention: list[Term], mlp
     rebuilt(forward)(layers_of(model))
     family = calibrate(model, tiny_tokens(2, 9))
     for block, sites in zip(family.blocks, read_sites(model, family, tiny_tokens(2, 9)), strict=True):
+        assert block.wiring == "sequential"
         assert list(block.terms("attn_out")) == attention
         assert list(block.terms("mlp_out")) == mlp
         assert check_wiring(block, sites) < 1e-6
@@ -184,7 +185,7 @@ def test_causality_is_found() -> None:
 
 
 class Running(nn.Module):
-    """The mean of the tokens so far, under a name that says attention."""
+    """The mean of the tokens so far, as a module called attention."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
         return hidden_states.cumsum(1) / torch.arange(1, hidden_states.shape[1] + 1)[:, None], None

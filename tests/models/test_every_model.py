@@ -43,8 +43,8 @@ WITH_TOWERS = ("blip-2", "diffusion_gemma", "fuyu", "lfm3_vl", "llava", "mllama"
 
 
 def one_of_each(name: str, compared: Collection[str]) -> list[str]:
-    """Return one type for each line of a list that says something else than those before it, and those that are
-    compared below: types of one line are built alike. tests/sweep_models.py looks at all of them.
+    """Return one type for each distinct line of a list, and those that are compared below: types with equal lines are
+    built alike. tests/sweep_models.py tests all of them.
     """
     said: dict[tuple[str, ...], str] = {}
     for model_type, row in ROWS[name].items():
@@ -152,7 +152,7 @@ def test_a_model_that_is_not_left_as_it_was_is_noticed(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("name", ["falcon", "gemma2", "gptj", "gpt_neo", "mpt", "olmo2", "opt-post-norm", "phi"])
 def test_sums_and_own_attention_are_read_where_they_are_known_to_be(name: str) -> None:
-    """The places that are written down by hand in reference.py."""
+    """reference.py lists the modules by hand."""
     model, ids = tiny_model(name, dtype=torch.float64), tiny_tokens(1, 9)
     with only_float64():
         plain = run_plainly(model, reference.place_of(model.config).layers, ids, torch.ones_like(ids))

@@ -79,9 +79,7 @@ def test_kinds_of_positions() -> None:
 
 
 def test_every_row_has_a_tiny_model() -> None:
-    """A row that no test goes through is no row. (`gemma3` is `gemma3_text` with a vision tower: test_seam.py; of
-    `varied_llama`: test_varied_llama.py.)
-    """
+    """Two rows are tested elsewhere: `gemma3` in test_seam.py, `varied_llama` in test_varied_llama.py."""
     covered = {id(row) for rows in FAMILIES.values() for row in rows}
     for name in TINY:
         model = tiny_model(name)
@@ -154,7 +152,7 @@ def test_models_without_a_row_are_refused() -> None:
 
 
 def calibrated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Family:
-    """The row found for a model whose type has none."""
+    """Return the row found for a model whose type has none."""
     others = {kind: rows for kind, rows in FAMILIES.items() if kind != model.config.model_type}
     with monkeypatch.context() as patch:
         patch.setattr(families, "FAMILIES", others)
@@ -165,7 +163,7 @@ def calibrated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Famil
 
 @pytest.mark.parametrize("name", TINY)
 def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is measured through the calibrated row is what is measured through the known one."""
+    """Measurements with the calibrated row equal those with the known one."""
     model = tiny_model(name)
     known, found = find_family(model), calibrated(model, monkeypatch)
     assert found.name == model.config.model_type

@@ -91,7 +91,7 @@ def test_a_model_with_an_adapter_is_measured_as_the_merged_one(plain: Run) -> No
 
 
 def with_hooks_of_accelerate(model: PreTrainedModel) -> PreTrainedModel:
-    """Hooks as --device-map auto sets them for several devices, here for one."""
+    """Add the hooks that --device-map auto adds for several devices, here for one."""
     for module in model.modules():
         if module is not model:
             add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
@@ -132,7 +132,7 @@ def test_a_model_that_gives_tuples_is_measured_as_the_plain_one(plain: Run) -> N
 
 @pytest.mark.parametrize("kind", DISPATCHED)
 def test_a_model_that_accelerate_dispatches_is_measured_as_the_plain_one(kind: str, plain: Run) -> None:
-    """nnsight runs the forward of the class where accelerate has hooked a module: edits would be left out."""
+    """nnsight runs the forward of the class if accelerate has hooked a module, which would ignore edits."""
     model = DISPATCHED[kind](tiny_model("llama"))
     assert_equal(sinkscope.analyze(model, **SMALL), plain)
     both = (model, tiny_model("llama"))

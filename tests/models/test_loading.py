@@ -1,4 +1,4 @@
-"""Every way to name a model, and every way for it to be wrong: tiny random models, a local hub."""
+"""Loading from folders, GGUF files and a local hub, and the errors for models that cannot be used."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def model(saved: Path, tmp_path: Path) -> Path:
 
 
 def refusal(source: Path | str | None, error: type[SinkscopeError] = InputError, **options: Any) -> str:
-    """The message with which `load` refuses: of exactly this class, and one or two lines."""
+    """Return the message of the error, which has exactly this class, and one or two lines."""
     with pytest.raises(SinkscopeError) as caught:
         load(None if source is None else str(source), **options)
     assert caught.type is error, caught.value
@@ -453,7 +453,7 @@ class OwnModel(LlamaForCausalLM):
 
 @pytest.fixture
 def own_code(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder whose architecture only its own Python file knows; nobody is there to answer a prompt."""
+    """Write a folder whose architecture only its own Python file knows; nobody can answer a prompt."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
@@ -739,7 +739,7 @@ def test_a_tokenizer_comes_without_its_weights(hub: Hub, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("of", ["tokenizer_config.json", "config.json"])
 def test_code_of_a_tokenizer_is_not_run(model: Path, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
-    """Nor is anybody asked whether it may be: transformers asks where the permission is left open."""
+    """Nobody is asked for permission either, as transformers does by default."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
     save_tokenizer(model)
     edit_json(model / "tokenizer_config.json", tokenizer_class="OwnTokenizer")

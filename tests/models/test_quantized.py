@@ -69,7 +69,7 @@ def by_bitsandbytes(plain: Path, folder: Path, **how: Any) -> Path:
 
 
 def by_hand(plain: Path, folder: Path, method: str) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint whose linear layers have one scale a row, or one each; and its weights, dequantized."""
+    """Write a checkpoint with one scale per row or per linear layer; return it with its dequantized weights."""
     if method == "compressed-tensors":
         pytest.importorskip("compressed_tensors")
     stored, whole = {}, {}
@@ -97,8 +97,9 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 def repacked(model: PreTrainedModel) -> bool:
-    """Whether bitsandbytes packs 4-bit weights for a kernel without gradients, as it does where a CPU multiplies in
-    bfloat16. It does so in the first pass that needs no gradients: here.
+    """Return whether bitsandbytes packs 4-bit weights for a kernel without gradients, as for CPUs with bfloat16.
+
+    It does so in the first pass that needs no gradients, which this function runs.
     """
     with torch.no_grad():
         model(torch.ones(1, LENGTH, dtype=torch.long))

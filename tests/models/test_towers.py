@@ -105,7 +105,7 @@ def test_padding_changes_nothing(kind: str) -> None:
 
 
 def test_the_tower_for_pictures_is_not_taken_for_the_one_for_text() -> None:
-    """A LLaVA looks at a black picture, whatever it reads, with more layers than it reads with."""
+    """The LLaVA also reads a black picture, with more layers than it has for text."""
     config: Any = tiny_config("llava")
     config.vision_config.num_hidden_layers = 12
     model: Any = LISTS["image_text"].from_config(config).eval()

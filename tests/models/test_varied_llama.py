@@ -158,7 +158,7 @@ def wave(t: int, width: int) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Coordinates i and i + d/2 are a plane, turned by t · 10000^(-2i/d)."""
+    """Rotate the plane of coordinates i and i + d/2 by t · 10000^(-2i/d)."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[1])[:, None] * (1 / 10_000 ** (torch.arange(half) / half))  # float32, as Llama's
     cos, sin, first, second = angles.cos().double(), angles.sin().double(), x[..., :half], x[..., half:]
@@ -166,7 +166,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def bucket_by_hand(distance: int) -> int:
-    """T5: 16 buckets for distances 0 … 15, and 16 logarithmic ones up to 128."""
+    """Return T5's bucket: 16 for distances 0 … 15, and 16 logarithmic ones up to 128."""
     if distance < 16:
         return distance
     return min(31, 16 + int(math.log(distance / 16) / math.log(8) * 16))
@@ -192,7 +192,7 @@ class DoubleTorch:
 
 @pytest.fixture(autouse=True)
 def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama's norms compute in float64, as the rest does."""
+    """Let Llama's norms compute in float64, as the rest does."""
     monkeypatch.setattr(modeling_llama, "torch", DoubleTorch())
 
 

@@ -88,7 +88,7 @@ _WINDOWS = ["sliding_attention", "full_attention"] * 2
 _BLT = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "vocab_size": 260}
 _BLT |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": SKIPPED}
 _INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 32}
-# What a type needs instead of, or besides, what SMALL says
+# Settings of a type that replace or extend those of SMALL
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -291,7 +291,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 
 def _wanted(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """What a configuration is made from. What `own` has for a part comes in addition to what is small there."""
+    """Return the entries of a small configuration; entries of `own` for a part are added to the small ones there."""
     found = _small(kind, SMALL if kind.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else SMALL | SENSES) | own
     for name, part in _parts(kind).items():
         needed = own.get(name, {})
@@ -343,11 +343,11 @@ def every_type(auto: Any = AutoModelForCausalLM) -> list[str]:
 def tiny_of(
     model_type: str, dtype: torch.dtype = torch.float32, spread: float = 6.0, auto: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """A random model in eval mode, its matrices `spread` times as wide as at initialization."""
+    """Return a random model in eval mode, its matrices `spread` times as wide as at initialization."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
     config._experts_implementation = "eager"  # others know no float64
-    if type(config) in AutoModelForMaskedLM._model_mapping:  # BERT and its kin are encoders, or decoders if told so
+    if type(config) in AutoModelForMaskedLM._model_mapping:  # like BERT: an encoder, or a decoder on request
         config.is_decoder = auto is AutoModelForCausalLM
     model = auto.from_config(config).eval().requires_grad_(False).to(dtype)
     spread_weights(model, spread)
