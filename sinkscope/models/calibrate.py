@@ -114,7 +114,8 @@ def _blocks(
         block, other = found[at], alike.get((type(layers[at]), view.attention))
         if block is None and other is not None and check_wiring(other, view.sites(other)) <= ULPS * eps:
             block = other
-        blocks[at] = block or view.ends()
+        # of unknown wiring: only its input and output are read
+        blocks[at] = block or Block(view.attention, {"layer_in": "input", "layer_out": "output"}, "unknown", view.kind)
     first = {type(layers[at]): at for at, block in reversed([*enumerate(blocks)]) if block.wiring == "parallel"}
     in_turn = {kind for kind, at in first.items() if mlp_reads_attention(model, layers[at], blocks[at], inputs)}
     return [

@@ -136,10 +136,6 @@ class Layer:
             },
         )
 
-    def ends(self) -> Block:
-        """Return a block of unknown wiring, with only the layer's input and output."""
-        return Block(self.attention, {"layer_in": "input", "layer_out": "output"}, "unknown", self.kind)
-
     def sites(self, block: Block) -> dict[str, torch.Tensor]:
         """Return the tensors at the sites of a block, possibly another layer's; sites missing here are left out."""
         known = {event.address: event.x for event in [*self.outputs, *self.inputs]}

@@ -7,7 +7,7 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -190,7 +190,13 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
         notices = (f"{asked} is in the original Llama layout; using {repo}",)
     weights = _choose_weights(repo, folder, present, gguf_file, allow_pickle)
     small = [name for name in present if "/" not in name and name.endswith(SMALL_FILES)]
-    _check_room(repo, folder, {*small, *weights})
+    sizes, free = _missing(repo, folder), free_room()
+    needed = sum(sizes.get(name, 0) for name in {*small, *weights})
+    if needed and needed + SPARE > free:
+        raise SinkscopeError(
+            f"downloading {repo} takes {gigabytes(needed)}, and the disk of {constants.HF_HUB_CACHE} has "
+            f"{gigabytes(free)} left: make room, or set HF_HOME to a folder on another disk"
+        )
     folder, _ = fetch(repo, revision, [*small, *weights])
     name, source = (repo, repo) if gguf_file is None else (Path(gguf_file).stem, f"{repo}/{gguf_file}")
     return ModelFiles(folder, weights, name, source, revision, commit=folder.name, notices=notices)
@@ -363,17 +369,6 @@ def missing_weights(repo: str, folder: Path) -> int:
     sizes = _missing(repo, folder)
     kinds = ([size for name, size in sizes.items() if fnmatch(name, kind)] for kind in WEIGHTS)
     return sum(next((kind for kind in kinds if kind), ()))
-
-
-def _check_room(repo: str, folder: Path, names: Iterable[str]) -> None:
-    """Raise SinkscopeError before a download begins if the disk has not enough room."""
-    sizes, free = _missing(repo, folder), free_room()
-    needed = sum(sizes.get(name, 0) for name in names)
-    if needed and needed + SPARE > free:
-        raise SinkscopeError(
-            f"downloading {repo} takes {gigabytes(needed)}, and the disk of {constants.HF_HUB_CACHE} has "
-            f"{gigabytes(free)} left: make room, or set HF_HOME to a folder on another disk"
-        )
 
 
 def gigabytes(count: int) -> str:

@@ -46,12 +46,14 @@ class Projection:
     @property
     def weight(self) -> torch.Tensor:
         """W (heads, d, D) of k = W x."""
-        return self._oriented(self._plain.weight)[self.places]
+        check_plain(self.module)
+        return self._oriented(self.module.weight)[self.places]
 
     @property
     def bias(self) -> torch.Tensor | None:
         """(heads, d); None if the module has no bias."""
-        return None if self._plain.bias is None else self.module.bias[self.places]
+        check_plain(self.module)
+        return None if self.module.bias is None else self.module.bias[self.places]
 
     def with_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a copy of the module's weight, in its own layout, with this projection's set to (heads, d, D)."""
@@ -64,12 +66,6 @@ class Projection:
         edited = self.module.bias.detach().clone()
         edited[self.places] = bias.to(edited.dtype)
         return edited
-
-    @property
-    def _plain(self) -> Any:
-        """The module; raises InputError if it computes with more than its weight and bias."""
-        check_plain(self.module)
-        return self.module
 
     def _oriented(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a view (out, in)."""
