@@ -729,12 +729,21 @@ def test_smollm2(smollm_on_cpu: LoadedModel) -> None:
 # --- a tokenizer alone ---
 
 
-def test_a_tokenizer_comes_without_its_weights(hub: Hub, tmp_path: Path) -> None:
-    save_tokenizer(save_model(tmp_path / "tiny"))
-    hub.repos["org/tiny"] = Repo({"main": tmp_path / "tiny"})
-    for source in ("org/tiny", str(tmp_path / "tiny")):
+def test_a_tokenizer_is_loaded_without_weights(hub: Hub, saved: Path, tmp_path: Path) -> None:
+    bare, broken = save_model(tmp_path / "bare"), save_model(tmp_path / "broken")
+    hub.repos |= {"org/tiny": Repo({"main": saved}), "org/bare": Repo({"main": bare})}
+    for source in ("org/tiny", str(saved)):
         assert load_tokenizer(source)("sinks drain")["input_ids"] == [2, 3]
     assert not any("safetensors" in request and "resolve" in request for request in map(str, hub.requests))
+    (broken / "tokenizer.json").write_text("{")
+    for source, message in (
+        ("org/bare", "org/bare has no tokenizer"),
+        ("org/none", "org/none is neither a folder here nor a repository"),
+        ("./none", "no such folder"),
+        (str(broken), "does not load"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_tokenizer(source)
 
 
 @pytest.mark.parametrize("of", ["tokenizer_config.json", "config.json"])
@@ -754,18 +763,3 @@ def test_code_of_a_tokenizer_is_not_run(model: Path, monkeypatch: pytest.MonkeyP
     message = refusal(model)
     assert "the tokenizer of" in message
     assert "if you trust it add --trust-remote-code" in message
-
-
-def test_no_tokenizer_there(hub: Hub, tmp_path: Path) -> None:
-    save_model(tmp_path / "tiny")
-    hub.repos["org/tiny"] = Repo({"main": tmp_path / "tiny"})
-    for source, message in (
-        ("org/tiny", "org/tiny has no tokenizer"),
-        ("org/none", "org/none is neither a folder here nor a repository"),
-        ("./none", "no such folder"),
-        (str(tmp_path / "tiny"), "does not load"),
-    ):
-        if message == "does not load":
-            (tmp_path / "tiny" / "tokenizer.json").write_text("{")
-        with pytest.raises(InputError, match=message):
-            load_tokenizer(source)
