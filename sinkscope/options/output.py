@@ -1,13 +1,13 @@
-"""Where a command writes and what it prints, and the options of commands that measure nothing themselves."""
+"""The options of the output, and the options of commands that measure nothing themselves."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
 from sinkscope.options.files import ENDINGS, UserPath
 from sinkscope.options.measuring import DeviceOptions, InputOptions, ModelOptions
-from sinkscope.options.option import MOST, Options, as_folder_name, option
+from sinkscope.options.option import MOST, Options, as_folder_name, from_one, option
 
 
 class OutputOptions(Options):
@@ -27,7 +27,7 @@ class OutputOptions(Options):
 
     @property
     def where(self) -> dict[str, Any]:
-        """As the Python functions of the commands take it."""
+        """The options with the names that the Python functions of the commands have."""
         return {"out": self.out, "overwrite": self.overwrite, "quiet": self.quiet, "page": not self.no_page}
 
 
@@ -83,9 +83,6 @@ class ListOptions(Options):
     kind: str | None = option(None, "Input", "One kind of them.", metavar="KIND", shown="all")
 
 
-# ------------------------------------------------------------------------------------------------------------ sweep
-
-
 class SweepOptions(DeviceOptions, ModelOptions):
     about: ClassVar[str] = """Measure many models × revisions × inputs × settings, as a YAML file lists them.
 
@@ -109,7 +106,7 @@ class SweepOptions(DeviceOptions, ModelOptions):
     address: str | None = option(
         None, "Running", "Of a Ray cluster that runs already.", metavar="A", shown="one is started here"
     )
-    workers: int | Literal["auto"] = option(
+    workers: Annotated[int | Literal["auto"], from_one("at least 1 process is needed")] = option(
         "auto", "Running", "Processes at once, or auto: as cores, devices and memory allow.", metavar="N"
     )
     shard: str | None = option(
@@ -119,13 +116,6 @@ class SweepOptions(DeviceOptions, ModelOptions):
     evict: bool = option(
         False, "Running", "Remove each model from the hub's cache once all its cells are done or have failed."
     )
-
-    @field_validator("workers")
-    @classmethod
-    def _check_workers(cls, workers: int | str) -> int | str:
-        if isinstance(workers, int) and not 1 <= workers <= MOST:
-            raise ValueError("at least 1 process is needed" if workers < 1 else f"at most {MOST}")
-        return workers
 
     @field_validator("shard")
     @classmethod

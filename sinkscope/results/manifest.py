@@ -1,7 +1,7 @@
 """run.json: which command wrote a folder, with what options, versions, time and memory. Every folder has one.
 
 It lists the files that the command wrote, so that no other file is replaced: paths in the folder; a path that ends with
-/ is a folder with all its content. Of a folder inside that has its own run.json, only this run.json is listed.
+/ is a folder with all its content. If a folder inside has its own run.json, only this run.json is listed.
 """
 
 import json
@@ -35,6 +35,9 @@ FORMAT = 2
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
 RUNS = ("analyze", "intervene", "quantize")  # commands whose folder is one run, with tables of its own
 _NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)
+
+
+# --- writing
 
 
 @contextmanager
@@ -76,9 +79,44 @@ def make_manifest(
     }
 
 
+@cache
+def _git_commit() -> str | None:
+    """Return the commit of the running sinkscope if it runs from a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        answer = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return answer.stdout.strip()
+
+
+def _peak_memory_mb() -> float:
+    """Return the peak memory of all accelerators if any was used, else of this process."""
+    import torch  # imported late: reading a manifest does not need it
+
+    kinds = [kind for kind in (torch.cuda, torch.xpu) if kind.is_available()]
+    used = sum(kind.max_memory_allocated(index) for kind in kinds for index in range(kind.device_count()))
+    return round((used or _largest_resident()) / 2**20, 1)
+
+
+def _largest_resident() -> int:
+    """Return the peak resident memory of this process in bytes."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 2**10
+
+
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write run.json as the last file, with the list of the files that exist unless `files` is given. A killed process
-    leaves the file as it was.
+    """Write run.json as the last file, with the list of the files that exist unless `files` is given.
+
+    A killed process leaves the file as it was.
     """
     listed = manifest if "files" in manifest else {**manifest, "files": files_in(folder)}
     with new_file(folder / MANIFEST) as fresh:
@@ -91,6 +129,9 @@ def register(folder: Path, name: str) -> None:
     listed = manifest.get("files")
     if listed is not None and name not in listed:
         write_manifest(folder, {**manifest, "files": sorted([*listed, name])})
+
+
+# --- the files of a folder
 
 
 def files_in(folder: Path) -> list[str]:
@@ -120,10 +161,10 @@ def strangers(folder: Path) -> Iterator[Path]:
     listed = read_manifest(folder, None).get("files")
     if listed is None:
         raise InputError(f"{folder / MANIFEST} is of an older sinkscope, which did not list its files")
-    known, whole = {MANIFEST, *listed}, tuple(name for name in listed if name.endswith("/"))
+    known, folders = {MANIFEST, *listed}, tuple(name for name in listed if name.endswith("/"))
     for path in sorted(_files(folder)):
         name = path.relative_to(folder).as_posix()
-        if whole and name.startswith(whole):
+        if folders and name.startswith(folders):
             continue
         if name not in known:
             yield path
@@ -138,8 +179,7 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 def tables_folder(folder: Path) -> Path:
-    """Return the folder with the tables of a command. If it only holds runs, as that of a sweep, this is their
-    comparison, unless that is a link.
+    """Return the folder with the tables of a command: the comparison (unless that is a link) where it only holds runs.
 
     Raises:
         InputError: as `read_manifest` does.
@@ -147,6 +187,9 @@ def tables_folder(folder: Path) -> Path:
     comparison = folder / COMPARISON
     is_here = (comparison / MANIFEST).is_file() and not comparison.is_symlink()
     return comparison if is_here and not read_manifest(folder, None)["tables"] else folder
+
+
+# --- reading
 
 
 def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict[str, Any]:
@@ -161,7 +204,13 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
             newer format, or an older one and lacks what is needed.
     """
     path = folder / MANIFEST
-    manifest = _completed(_parsed(path))
+    if kind_of(path) is None and not find_again(folder):
+        what = f"it has no {MANIFEST}" if folder.is_dir() else "it does not exist"
+        raise InputError(f"{folder} is not a run folder: {what}{_runs_inside(folder)}")
+    try:
+        manifest = _completed(read_json(path))
+    except InputError as error:
+        raise InputError(f"{error}: it is not the manifest of a run, or damaged") from None
     if not isinstance(manifest, dict) or not manifest.keys() >= {"command", "config", "tables"}:
         raise InputError(f"{path} is not the manifest of a run: it is another JSON file")
     by = manifest["command"]
@@ -184,37 +233,8 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
     return manifest
 
 
-def format_of(manifest: Mapping[str, Any]) -> int:
-    """Return the format of a folder; 1 if the manifest does not record it."""
-    return int(manifest.get("format", 1))
-
-
-def of_an_older_format(path: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the message for a file that lacks something because its folder has an older format.
-
-    Args:
-        path: the file.
-        manifest: the manifest of the folder.
-    """
-    from sinkscope.results.command_line import command_lines  # imported late: rarely needed
-
-    try:
-        lines = command_lines(manifest, None)
-    except (AttributeError, KeyError, TypeError):  # format 1, or damaged
-        lines = []
-    again = f"measure again with `{one_line(lines[0], LONGEST)}`" if lines else "measure again"
-    return f"{path} is of {older(manifest)}: {again}"
-
-
-def older(manifest: Mapping[str, Any]) -> str:
-    """Describe the version that made a folder of an older format."""
-    return f"an older sinkscope (format {format_of(manifest)}, this one writes {FORMAT})"
-
-
 def _completed(manifest: Any) -> Any:
-    """Add the lengths of the sequences to a manifest of format 1 if they follow from its number of tokens. Other
-    manifests are returned unchanged.
-    """
+    """Add the lengths of the sequences to a manifest of format 1 if they follow from its number of tokens."""
     try:
         read, length = manifest["input"], manifest["config"]["seq_len"]
         if "format" in manifest or read["tokens"] != read["sequences"] * length:
@@ -224,51 +244,28 @@ def _completed(manifest: Any) -> Any:
         return manifest
 
 
-def _parsed(path: Path) -> Any:
-    folder = path.parent
-    if kind_of(path) is None and not find_again(folder):
-        what = f"it has no {MANIFEST}" if folder.is_dir() else "it does not exist"
-        raise InputError(f"{folder} is not a run folder: {what}{_runs_inside(folder)}")
-    try:
-        return read_json(path)
-    except InputError as error:
-        raise InputError(f"{error}: it is not the manifest of a run, or damaged") from None
-
-
 def _runs_inside(folder: Path) -> str:
     runs = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
     return f", but holds runs: name one of them, such as {runs[0]}" if runs else ""
 
 
-def _peak_memory_mb() -> float:
-    """Return the peak memory of all accelerators if any was used, else of this process."""
-    import torch  # imported late: reading a manifest does not need it
-
-    kinds = [kind for kind in (torch.cuda, torch.xpu) if kind.is_available()]
-    used = sum(kind.max_memory_allocated(index) for kind in kinds for index in range(kind.device_count()))
-    return round((used or _largest_resident()) / 2**20, 1)
+def format_of(manifest: Mapping[str, Any]) -> int:
+    """Return the format of a folder; 1 if the manifest does not record it."""
+    return int(manifest.get("format", 1))
 
 
-def _largest_resident() -> int:
-    """Return the peak resident memory of this process in bytes."""
+def older(manifest: Mapping[str, Any]) -> str:
+    """Describe the version that made a folder of an older format."""
+    return f"an older sinkscope (format {format_of(manifest)}, this one writes {FORMAT})"
+
+
+def of_an_older_format(path: Path, manifest: Mapping[str, Any]) -> str:
+    """Return the message for a file that lacks something because its folder has an older format."""
+    from sinkscope.results.command_line import command_lines  # imported late: rarely needed
+
     try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 2**10
-
-
-@cache
-def _git_commit() -> str | None:
-    """Return the commit of the running sinkscope if it runs from a checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        answer = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return answer.stdout.strip()
+        lines = command_lines(manifest, None)
+    except (AttributeError, KeyError, TypeError):  # format 1, or damaged
+        lines = []
+    again = f"measure again with `{one_line(lines[0], LONGEST)}`" if lines else "measure again"
+    return f"{path} is of {older(manifest)}: {again}"

@@ -1,7 +1,7 @@
-"""Every metric once: what it is called, how it is defined, in which unit, how it is printed, and from which paper.
+"""Every metric once: its name, its definition, its unit, how it is printed, and its paper.
 
-Whatever shows a metric (verdicts, tables, figures, comparisons, `sinkscope list metrics`) reads it from `METRICS`.
-Position 0 is a sequence's first token.
+Verdicts, tables, figures, comparisons and `sinkscope list metrics` read metrics from `METRICS`. Position 0 is the first
+token of a sequence.
 """
 
 from dataclasses import dataclass
@@ -24,68 +24,51 @@ UNITS = {"nats": "nats per token", "attention": "share of attention", "entries":
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: As in the column `metric` of the tables.
-        label: As printed in verdicts, with what it is taken over.
-        short: As printed over a panel of a figure or a column of a table, where the rest is said beside it.
-        definition: How it is computed.
-        unit: "share", "nats", "ratio", …; empty for a plain number.
-        form: Format string of its values.
-        source: Paper and equation; empty where it is sinkscope's own.
-        whole: How the layers' values become the whole model's; empty where there are no values by layer.
-        scope: Where it applies; empty for every model and input.
-        lower_is_better: True for metrics that a method is praised for lowering.
-        tables: Tables in which it occurs.
-    """
-
-    name: str
-    label: str
-    short: str
+    name: str  # in the column `metric` of the tables
+    label: str  # in verdicts, with what it is taken over
+    short: str  # over a panel of a figure or a column of a table, where the rest is explained nearby
     definition: str
-    unit: str = ""
-    form: str = "{:.2f}"
-    source: str = ""
-    whole: str = "mean"
-    scope: str = ""
-    lower_is_better: bool = False
-    tables: tuple[str, ...] = (SUMMARY,)
+    unit: str = ""  # "share", "nats", "ratio", …; empty for a plain number
+    form: str = "{:.2f}"  # format string of its values
+    source: str = ""  # paper and equation; empty if it is sinkscope's own
+    whole: str = "mean"  # how the values of layers become that of the model; empty if there are no values by layer
+    scope: str = ""  # where it applies; empty for every model and input
+    lower_is_better: bool = False  # True for metrics that a method is praised for lowering
+    tables: tuple[str, ...] = (SUMMARY,)  # in which it occurs
 
     def text(self, value: float) -> str:
-        """The value as printed."""
+        """Return the value as printed."""
         if isnan(value):
             return MISSING
         sign = "+" if "+" in self.form else ""
         return f"{value:{sign}.4g}" if abs(value) >= LARGE else self.form.format(value)
 
     def text_with_spread(self, value: float, deviation: float) -> str:
-        """«16.94 ± 0.01»; no ± where `deviation` is NaN, as it is of a single value."""
+        """Return for example "16.94 ± 0.01"; without ± if `deviation` is NaN, as that of a single value is."""
         spread = "" if isnan(value) or isnan(deviation) else f" ± {self.text(deviation).lstrip('+')}"
         return self.text(value) + spread
 
     @property
     def axis(self) -> str:
-        """What stands at an axis: «loss (nats per token)», «perplexity»."""
+        """The label of an axis, for example "loss (nats per token)" or "perplexity"."""
         unit = UNITS.get(self.unit, self.unit)
         return f"{self.short} ({unit})" if unit else self.short
 
     @property
     def heading(self) -> str:
-        """The head of a column of a Markdown table: «Perplexity (↓)»."""
+        """The heading of a column of a Markdown table, for example "Perplexity (↓)"."""
         text = self.short[:1].upper() + self.short[1:] + " (↓)" * self.lower_is_better
         return text.replace("<s>", "`<s>`")  # which Markdown would read as a tag
 
 
 def is_sink(window_mass: Any, epsilon: float) -> Any:
-    """Whether a position is a sink in one head and sequence: the only place that decides it.
+    """Return whether a position is a sink in one head and sequence. Nothing else decides this.
 
     Args:
         window_mass: α of GS eq. 1, as a number, an array or a tensor.
         epsilon: the option of that name (WSE §3).
-
-    Returns:
-        True where it is a sink, in the form of `window_mass`.
     """
     return window_mass > epsilon
 
@@ -333,7 +316,7 @@ _TRAINED = (
 def _task(
     name: str, label: str, short: str, definition: str, unit: str = "", form: str = "{:.3f}", whole: str = ""
 ) -> Metric:
-    """A metric of the Bigram-Backcopy task. Queries are those from position 1 on: the first token sees only itself."""
+    """Return a metric of the Bigram-Backcopy task. Queries begin at position 1: the first token sees only itself."""
     source = "VGA §4.1, figures 4–6"
     return Metric(name, label, short, definition, unit, form, source, whole, _TASK, tables=(TRAINING,))
 
@@ -387,14 +370,5 @@ BACKCOPY: dict[str, Metric] = {
 # fmt: on
 METRICS: dict[str, Metric] = {
     metric.name: metric
-    for metric in (
-        *_ATTENTION,
-        *_GEOMETRY,
-        *_ACTIVATIONS,
-        *_GRADIENTS,
-        *_BIAS,
-        *_QUANTIZED,
-        *_TRAINED,
-        *BACKCOPY.values(),
-    )
-}
+    for metric in (*_ATTENTION, *_GEOMETRY, *_ACTIVATIONS, *_GRADIENTS, *_BIAS, *_QUANTIZED, *_TRAINED)
+} | BACKCOPY

@@ -1,4 +1,4 @@
-"""Scores on benchmarks: their table, and which of a task's metrics is the one that is compared."""
+"""Scores on benchmarks: their table, and the metric of each task that is compared."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,23 +19,17 @@ COLUMNS: Columns = (
     Column("version", "of the task", kind="text"),
     Column("is_asked", "whether it was named; else it is one of a group", kind="truth"),
 )
-# of several metrics of a task that which is compared; else its first
+# the metric of a task that is compared is the first of these that it has, or else its first one
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What `benchmark` found.
+    """The result of `benchmark`."""
 
-    Attributes:
-        manifest: as in run.json.
-        table: a row for each task (its `condition`), metric and filter.
-        folder: where it was written, if it was.
-    """
-
-    manifest: dict[str, Any]
-    table: pd.DataFrame = field(repr=False)
-    folder: Path | None = None
+    manifest: dict[str, Any]  # the content of run.json
+    table: pd.DataFrame = field(repr=False)  # a row for each task (its `condition`), metric and filter
+    folder: Path | None = None  # where it was written, if it was
 
     @property
     def main(self) -> pd.DataFrame:
@@ -44,11 +38,7 @@ class Scores:
 
 
 def main_scores(table: pd.DataFrame) -> pd.DataFrame:
-    """Of the tasks that were named the row of the metric that is compared: one for each model, revision, … and task.
-
-    Args:
-        table: `benchmark`, of one run or of all cells of a sweep.
-    """
+    """Return one row for each named task, that of the metric that is compared, from the table of a run or a sweep."""
     rows = table[table["is_asked"].astype(bool)]
     place = rows["metric"].map({name: at for at, name in enumerate(PREFERRED)}).fillna(len(PREFERRED))
     within = [name for name in ("cell", "condition") if name in rows]

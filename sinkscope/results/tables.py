@@ -78,28 +78,25 @@ TRAINING_TABLES: dict[str, Columns] = {
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a table under a temporary name and rename it: a killed run leaves no half table."""
+    """Write a table under a temporary name and rename it: a killed run leaves no partial table."""
     with new_file(path) as fresh:
         table.to_parquet(fresh, index=False)
 
 
 def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
-    """Write each as FOLDER/tables/NAME.parquet."""
+    """Write each table as FOLDER/tables/NAME.parquet."""
     (folder / "tables").mkdir(exist_ok=True)
     for name, table in tables.items():
         write_table(table, folder / "tables" / f"{name}.parquet")
 
 
 def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.DataFrame:
-    """Read one table.
+    """Read one table, whose newer columns are empty in a folder of an older format.
 
     Args:
         path: the file.
         columns: the columns that it must have, with values of their kinds.
         form: the format of its folder.
-
-    Returns:
-        The table. In a folder of an older format its newer columns are empty.
 
     Raises:
         InputError: the file is damaged, holds another table, or is of another format.
