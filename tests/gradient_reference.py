@@ -20,6 +20,8 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from reference import Place, long_enough, place_of
+from reference import assert_same as assert_same
 from support.dense_attention import dense_attention
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -28,82 +30,6 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 NAME = "gradient_reference"  # of the attention implementation
 GRAM_QUERIES = 64  # theorem 1's μ, σ² and ρ are measured on at most so many evenly spaced queries
 ROUND_OFF = 1e-5  # of the upper bound: by so much a bound may be missed
-
-
-# ------------------------------------------------------------------------------- where things are, by hand
-
-
-@dataclass(frozen=True)
-class Place:
-    """Modules of one architecture. A layer's norms are named, and whose input h+½ is."""
-
-    layers: str = "model.layers"
-    attention: str = "self_attn"
-    attn_norm: str | None = "input_layernorm"
-    attn_out: str = "self_attn"
-    mid: str | None = "post_attention_layernorm"  # h+½ enters here
-    mlp_norm: str | None = "post_attention_layernorm"
-    mlp_out: str = "mlp"
-    post_norm: bool = False  # h+½ is normalized before the MLP reads it and before the MLP is added
-
-
-def _parallel(
-    layers: str = "model.layers", attn: str = "self_attn", norm: str = "input_layernorm", mlp_norm: str | None = None
-) -> Place:
-    return Place(layers, attn, norm, attn, None, mlp_norm, "mlp")
-
-
-_GEMMA = Place(
-    attn_out="post_attention_layernorm",
-    mid="pre_feedforward_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    mlp_out="post_feedforward_layernorm",
-)
-_FALCON = ("transformer.h", "self_attention")
-_NEOX = ("gpt_neox.layers", "attention", "input_layernorm")
-
-
-def place_of(config: Any) -> Place:
-    kind = config.model_type
-    if kind == "falcon":
-        if config.new_decoder_architecture:
-            return _parallel(*_FALCON, "ln_attn", "ln_mlp")
-        return _parallel(*_FALCON) if config.parallel_attn else Place(*_FALCON, attn_out="self_attention")
-    if kind == "gpt_neox":
-        if config.use_parallel_residual:
-            return _parallel(*_NEOX, "post_attention_layernorm")
-        return Place(*_NEOX, attn_out="attention")
-    if kind == "stablelm" and config.use_parallel_residual:
-        return _parallel()
-    if kind == "opt":
-        before = config.do_layer_norm_before
-        return Place(
-            layers="model.decoder.layers",
-            attn_norm="self_attn_layer_norm" if before else None,
-            mid="final_layer_norm" if before else "self_attn_layer_norm",
-            mlp_norm="final_layer_norm" if before else None,
-            mlp_out="fc2",
-            post_norm=not before,
-        )
-    places = {
-        "gemma2": _GEMMA,
-        "gemma3_text": _GEMMA,
-        "olmo2": Place(
-            attn_norm=None,
-            attn_out="post_attention_layernorm",
-            mid="mlp",
-            mlp_norm=None,
-            mlp_out="post_feedforward_layernorm",
-        ),
-        "phi": _parallel(),
-        "cohere": _parallel(),
-        "gptj": _parallel("transformer.h", "attn", "ln_1"),
-        "gpt2": Place("transformer.h", "attn", "ln_1", "attn", "ln_2", "ln_2"),
-        "gpt_neo": Place("transformer.h", "attn.attention", "ln_1", "attn", "ln_2", "ln_2"),
-        "bloom": Place("transformer.h", "self_attention", attn_out="self_attention.dense", mlp_out="mlp.dense_4h_to_h"),
-        "mpt": Place("transformer.blocks", "attn", "norm_1", "attn.out_proj", "norm_2", "norm_2", "ffn.down_proj"),
-    }
-    return places.get(kind, Place())
 
 
 def gain_of(norm: nn.Module) -> np.ndarray:
@@ -497,7 +423,7 @@ def gradient_ratio(model: PreTrainedModel, sequences: list[Sequence], positions:
     for number, branch, (x, y, r, z) in _branches(model, sequences):
         for position in range(positions):
             norms, bloats, compressions, changes = [], [], [], []
-            for sequence in _long_enough(sequences, position):
+            for sequence in long_enough(sequences, position):
                 layer = sequence.layers[number]
                 at = {site: found[position] for site, found in layer.sites.items()}
                 norms.append(_norm(layer.inputs[x][position]))
@@ -546,7 +472,7 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
                     g = predicted * sequence.layers[number].mix[head, position:]
                     measured.append(np.sum((column @ g) ** 2))
                 error = size = 0.0
-                for sequence in _long_enough(sequences, position):
+                for sequence in long_enough(sequences, position):
                     this = sequence.layers[number]
                     group = range(head // groups * groups, head // groups * groups + groups)
                     routed = sum(this.weights[h, position:, position] @ this.mix[h, position:] for h in group)
@@ -574,7 +500,7 @@ def norm_bound(model: PreTrainedModel, sequences: list[Sequence], positions: int
         epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         for position in range(positions):
             ratios, bounds, inside, tightness = [], [], [], []
-            for sequence in _long_enough(sequences, position):
+            for sequence in long_enough(sequences, position):
                 layer = sequence.layers[number]
                 entries = layer.inputs[x][position]
                 if isinstance(norm, nn.LayerNorm):
@@ -604,50 +530,3 @@ def _branches(
     for number in range(len(sequences[0].layers)):
         for branch, roles in roles_of(place_of(model.config)).items():
             yield number, branch, roles
-
-
-def _long_enough(sequences: list[Sequence], position: int) -> list[Sequence]:
-    return [sequence for sequence in sequences if len(sequence.ids) > position]
-
-
-# ------------------------------------------------------------------------------------------- comparison
-
-KEYS = ("layer", "pathway", "branch", "head", "position")
-SMALLEST = 1e-6  # of the column's largest: below that an entry's error counts as relative to this much
-
-
-def errors(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
-    """Column → worst relative error. AssertionError where the rows themselves, or the places of NaN, differ. Pathways
-    that the expected table does not have are left out.
-    """
-    keys = [name for name in KEYS if name in expected]
-    if "pathway" in keys:
-        ours = ours[ours["pathway"].isin(expected["pathway"])]
-    mine, truth = (table.sort_values(keys, ignore_index=True) for table in (ours, expected))
-    assert set(mine.columns) == set(truth.columns)
-    assert len(mine) == len(truth), f"{len(mine)} rows, not {len(truth)}"
-    for name in keys:
-        assert list(mine[name]) == list(truth[name]), f"other values of {name}"
-    found = {}
-    for name in (name for name in truth if name not in keys):
-        column, right = mine[name].to_numpy(float), truth[name].to_numpy(float)
-        if name == "identity_residual":  # round-off on both sides: how large it is matters, not which
-            assert (np.isnan(column) == np.isnan(right)).all(), "NaN elsewhere in identity_residual"
-            found[name] = float(np.nanmax(column, initial=0.0))
-            continue
-        assert (np.isnan(column) == np.isnan(right)).all(), f"NaN elsewhere in {name}"
-        largest = np.nanmax(np.abs(right), initial=0.0)
-        error = np.abs(column - right) / np.maximum(np.maximum(np.abs(right), SMALLEST * largest), 1e-300)
-        found[name] = float(np.nanmax(error, initial=0.0))
-    return found
-
-
-def assert_same(ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame], tolerance: float) -> dict[str, float]:
-    """Every column of every expected table agrees. → the worst error of each table."""
-    worst = {}
-    for name, table in expected.items():
-        found = errors(ours[name], table)
-        wrong = {column: error for column, error in found.items() if not error <= tolerance}
-        assert not wrong, f"table {name}: {wrong}"
-        worst[name] = max(found.values(), default=0.0)
-    return worst

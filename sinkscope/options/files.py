@@ -180,7 +180,7 @@ def _parse(path: Path, what: str) -> dict[str, Any]:
     if content is None:
         raise InputError(f"{path} is empty: a {what} has at least a title")
     if not isinstance(content, dict):
-        some = {str: "text", list: "a list"}.get(type(content), f"only {content!r}")
+        some = "text" if isinstance(content, str) else "a list" if isinstance(content, list) else f"only {content!r}"
         raise InputError(f"{path} is not a {what}: it holds {some}, and not keys and values, as `title: …`")
     return content
 
