@@ -338,7 +338,7 @@ class QuantizeOptions(RunConfig):
         shown="not quantized",
     )
     calibration: int = option(
-        16, "Quantizing", "Sequences, behind those evaluated, that the ranges come from.", metavar="N", ge=1
+        16, "Quantizing", "Sequences, after those evaluated, that the ranges come from.", metavar="N", ge=1
     )
 
     def folder(self) -> Path:
@@ -382,7 +382,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     nulls: int = option(
         5,
         "Measuring",
-        "Draws of random weights: a claim tells the model from these if none of them passes it.",
+        "Draws of random weights: a claim is specific to the model if none of them passes it.",
         metavar="N",
         ge=1,
     )

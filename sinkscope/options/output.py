@@ -32,7 +32,7 @@ class OutputOptions(Options):
 
 
 class CompareOptions(Options):
-    about: ClassVar[str] = """Compare runs: metrics of the whole model; for two runs also difference and ratio.
+    about: ClassVar[str] = """Compare runs: metrics of the complete model; for two runs also difference and ratio.
 
     Runs of `intervene` show which route carries the sink in which model, folders of `claims` show claims × models. For
     a single folder of `sweep`, `retrofit`, `train`, `claims` or a training's steps, its own tables are printed.
@@ -51,7 +51,7 @@ class CompareOptions(Options):
 class RunOptions(InputOptions, DeviceOptions, ModelOptions):
     about: ClassVar[str] = """Run a recipe: an experiment or a paper's figure, with all its options, on any model.
 
-    Options given here take the place of the recipe's. Writes what the recipe's command writes, with the recipe's
+    Options given here replace the recipe's. Writes what the recipe's command writes, with the recipe's
     figures, and prints the verdict, or a comparison of its runs."""
     arguments: ClassVar = ("recipe",)
     writes: ClassVar = "runs/RECIPE-MODEL"

@@ -51,7 +51,7 @@ class TrainingConfig(SeedOptions):
         0.05, "Training", "Share of the steps, in which the rates rise.", metavar="SHARE", ge=0, lt=1
     )
     schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear", "Training", "Of the rates behind that: linear or cosine, down to 0, or constant.", metavar="S"
+        "linear", "Training", "Of the rates after that: linear or cosine, down to 0, or constant.", metavar="S"
     )
     only_new: bool = option(False, "Training", "Train only what the method adds.")
     bf16: bool = option(False, "Training", "Compute in bfloat16; the weights stay in float32.")
@@ -179,7 +179,7 @@ class TrainOptions(ArmOptions):
     config: str = option(
         "tiny-llama",
         "Model",
-        "See `sinkscope list architectures`, with fields of its configuration behind it; or a config.json.",
+        "See `sinkscope list architectures`; fields of its configuration may follow it. Or a config.json.",
         metavar="NAME[:K=V,…]",
     )
     tokenizer: str | None = option(

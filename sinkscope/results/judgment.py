@@ -1,4 +1,4 @@
-"""How a number is judged: the values with which a claim of a paper holds, and the outcomes."""
+"""The judgment of a number: the values with which a claim of a paper holds, and the outcomes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

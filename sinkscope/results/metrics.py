@@ -119,7 +119,7 @@ _GEOMETRY = (
         "over heads",
         unit="ratio", source="VGA §1", tables=(SUMMARY, RETROFIT)),
     Metric("raw_value_drain", "raw value norm at position 0 ÷ later positions", "raw value norm ÷ others",
-        "as value_drain, of the value states that the projection gives, in front of the gate or scale",
+        "as value_drain, of the value states that the projection gives, before the gate or scale",
         unit="ratio", source="GS §5.1; VGA eq. 8", scope=_GATED, tables=(SUMMARY, RETROFIT)),
     Metric("sink_logit_gap", "logit of position 0 above the other keys'", "logit gap",
         "pre-softmax logit of position 0 − mean logit of the query's other keys, averaged over queries and heads",
@@ -156,8 +156,8 @@ _ACTIVATIONS = (
         form="{:,.2f}", source="Bondarenko et al. 2023", whole="largest", lower_is_better=True),
     Metric("kurtosis_with_norms", "kurtosis with norms (mean over sequences, sites and layers)",
         "mean kurtosis with norms",
-        "kurtosis of attn_norm, attn_out, mlp_norm, mlp_out and layer_out: the sites of Bondarenko et al., but for the "
-        "norm behind the last layer",
+        "kurtosis of attn_norm, attn_out, mlp_norm, mlp_out and layer_out: the sites of Bondarenko et al., except the "
+        "norm after the last layer",
         form="{:,.2f}", source="Bondarenko et al. 2023", scope="models with norms in front of their branches",
         lower_is_better=True),
     Metric("kurtosis", "kurtosis (mean over sequences, sites and layers)", "mean kurtosis",
@@ -182,18 +182,18 @@ _GRADIENTS = (
         tables=(SUMMARY, RETROFIT)),
     Metric("raw_value_gradient_ratio", "raw value gradient at position 0 ÷ positions 5–15",
         "raw value gradient ÷ later",
-        "as value_gradient_ratio, of the value states that the projection gives, in front of the gate or scale",
+        "as value_gradient_ratio, of the value states that the projection gives, before the gate or scale",
         unit="ratio", form="{:.1f}", source="GS §5.1; VGA eq. 8", whole="of the norms averaged over layers",
         scope="models and retrofits with gates or scales on values", tables=(SUMMARY, RETROFIT)),
     Metric("value_gradient_norm", "raw value gradient at position 0", "raw value gradient",
-        "gradient norm of the value states at position 0, all heads together, in front of a gate or scale if there is "
+        "gradient norm of the value states at position 0, all heads together, before a gate or scale if there is "
         "one",
         form="{:.3g}", source="GS §5.1; VGA eq. 8", tables=(SUMMARY, RETROFIT)),
     Metric("key_gradient_ratio", "key gradient at position 0 ÷ positions 5–15", "key gradient ÷ later",
         "as value_gradient_ratio, of the keys",
         unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers"),
     Metric("uniform_gradient_ratio", "value gradient ratio of uniform causal attention", "value gradient ÷ later, null",
-        "value_gradient_ratio where each token attends to all tokens up to itself alike, and their gradients are "
+        "value_gradient_ratio if each token attends equally to all tokens up to itself, and their gradients are "
         "unrelated and of one size",
         unit="ratio", form="{:.1f}", source="GS §3.1", whole="", scope="causal models"),
     Metric("value_over_key_gradient", "value gradient ÷ key gradient, position 0", "value gradient ÷ key gradient",
@@ -305,7 +305,7 @@ _TRAINED = (
         "norm of the gradient of all trained parameters, before it is clipped",
         form="{:.3g}", whole="", tables=(TRAINING,)),
     Metric("total_weight", "total weight that a query gives (median)", "total weight",
-        "Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax; median over queries behind the first token",
+        "Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax; median over queries after the first token",
         unit="weight", form="{:.3g}", source="WSE §7.4", whole="over queries of all layers", tables=(TRAINING,)),
     Metric("total_weight_at_sink", "total weight of queries on the first token (median)", "total weight at the sink",
         "total_weight of the queries that give the first token a share above ε",
@@ -325,7 +325,7 @@ BACKCOPY: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         _task("bigram_risk", "excess loss where the pair decides (nats)", "bigram risk",
-            "loss above the optimum at positions behind no trigger: KL(p ‖ model)",
+            "loss above the optimum at positions that follow no trigger: KL(p ‖ model)",
             unit="nats", form="{:.4f}"),
         _task("backcopy_risk", "excess loss at triggers (nats)", "backcopy risk",
             "loss above the optimum, 0, at triggers",
@@ -354,7 +354,7 @@ BACKCOPY: dict[str, Metric] = {
                 whole="by layer")
             for kind, state, how in (
                 ("value", "projected value", "as the projection makes it"),
-                ("attended", "attended value", "as it is attended to: behind a gate on the values, where there is one"),
+                ("attended", "attended value", "as it is attended to: after a gate on the values, if there is one"),
             )
             for token, whose in (("start", "<s>"), ("trigger", "triggers"), ("other", "other tokens"))
         ),

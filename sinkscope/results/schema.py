@@ -170,7 +170,7 @@ class ArmsManifest(Manifest):
 
 
 class ClaimsManifest(Manifest):
-    judged: dict[str, dict[str, str]] = {}  # model → role → where its run stands
+    judged: dict[str, dict[str, str]] = {}  # model → role → the folder of its run
     failed: Reasons = {}
     skipped_roles: dict[str, Reasons] = {}  # of each model
 

@@ -1,4 +1,4 @@
-"""What `claims` writes: the tables `claim` and `route`, with their columns."""
+"""The tables `claim` and `route` of `claims`, with their columns."""
 
 from sinkscope.results.tables import LEADING_COLUMNS, Column
 
@@ -32,7 +32,7 @@ CLAIM_COLUMNS = (
     Column("null_passes", "share of the null's draws of which the claim holds; NaN where that was not measured",
         since=2),
     Column("tells",
-        "whether the claim tells the model from its null: yes (no draw passes or gives as much), no, theorem, "
+        "whether the claim distinguishes the model from its null: yes (no draw passes or gives as much), no, theorem, "
         "or empty: not measured", kind="text", since=2),
     Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip

@@ -40,6 +40,6 @@ class Scores:
 def main_scores(table: pd.DataFrame) -> pd.DataFrame:
     """Return one row for each named task, that of the metric that is compared, from the table of a run or a sweep."""
     rows = table[table["is_asked"].astype(bool)]
-    place = rows["metric"].map({name: at for at, name in enumerate(PREFERRED)}).fillna(len(PREFERRED))
+    rank = rows["metric"].map({name: index for index, name in enumerate(PREFERRED)}).fillna(len(PREFERRED))
     within = [name for name in ("cell", "condition") if name in rows]
-    return rows.assign(place=place).sort_values("place", kind="stable").drop_duplicates(within).sort_index()
+    return rows.assign(rank=rank).sort_values("rank", kind="stable").drop_duplicates(within).sort_index()

@@ -41,7 +41,7 @@ LEADING = names_of(LEADING_COLUMNS)
 
 HEAD = Column("head", "query head, from 0 on", kind="whole")
 KV_HEAD = Column("kv_head", "key/value head that the query head reads", kind="whole")
-POSITION = Column("position", "place in the sequence, from 0 on", kind="whole")
+POSITION = Column("position", "index in the sequence, from 0 on", kind="whole")
 SEQUENCE = Column("sequence", "which of the run's sequences, from 0 on", kind="whole")
 TOKEN_ID = Column("token_id", "id of the token at this position", kind="whole")
 TOKEN = Column("token", "its text", kind="text")

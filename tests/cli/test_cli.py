@@ -1,4 +1,4 @@
-"""The command line: what it prints and writes, and that every bad input ends clearly and writes nothing."""
+"""The command line: its output and its files, and that every wrong input ends clearly and writes nothing."""
 
 import errno
 import json
@@ -65,7 +65,7 @@ def bare(saved: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """One whole analysis from the command line, and its folder. Not to be changed."""
+    """A complete analysis from the command line, and its folder. Not to be changed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patched:
         rough_figures(patched)
@@ -86,7 +86,7 @@ def command_line(*args: object) -> Result:
 
 
 def refused(status: int, *args: object) -> str:
-    """The one or two lines with which a command must end, with this status and every file left as it was."""
+    """Return the one or two lines with which a command ends, with this status and every file left as it was."""
     before = tree(Path.cwd().parent)
     result = command_line(*args)
     assert result.exit_code == status, result.output
@@ -100,48 +100,40 @@ def refused(status: int, *args: object) -> str:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Every path below, temporary ones included, and what the files hold."""
+    """Every path in a folder, including temporary ones, with the content of files."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
 # --- analyze ---
 
 
-def test_analyze_prints_the_verdict_and_where_it_wrote(finished: tuple[Result, Path]) -> None:
+def test_a_finished_run(finished: tuple[Result, Path], tiny: Path) -> None:
     result, out = finished
     assert result.exit_code == 0, result.output
     assert result.stdout == (out / "verdict.md").read_text(encoding="utf-8")
     assert f"written to {out}" in result.stderr
     assert "\x1b" not in result.output
 
-
-def test_the_run_folder_is_complete(finished: tuple[Result, Path]) -> None:
-    run = Run.open(finished[1])
-    tables = {f"tables/{name}.parquet" for name in run.manifest["tables"]}
+    run, manifest = Run.open(out), json.loads((out / "run.json").read_text(encoding="utf-8"))
+    tables = {f"tables/{name}.parquet" for name in manifest["tables"]}
     figures = {f"figures/{name}.{kind}" for name in applicable(run) for kind in ("png", "pdf")}
-    written = {path.relative_to(finished[1]).as_posix() for path in finished[1].rglob("*") if path.is_file()}
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     assert written == {"run.json", "verdict.md", "index.html"} | tables | figures
     assert {"attention", "sink_positions", "geometry", "activation", "massive", "outlier", "summary"} <= set(run.tables)
     assert figures
     for name, table in run.tables.items():
         assert tuple(table.columns) == (*LEADING, *names_of(Run.columns[name]))
-    assert list(finished[1].parent.iterdir()) == [finished[1]]
+    assert list(out.parent.iterdir()) == [out]
 
-
-def test_run_json_says_what_ran(finished: tuple[Result, Path], tiny: Path) -> None:
-    manifest = json.loads((finished[1] / "run.json").read_text(encoding="utf-8"))
-    assert manifest["command"] == "analyze"
-    assert manifest["config"]["model"] == str(tiny)
-    assert (manifest["config"]["seq_len"], manifest["config"]["window"]) == (24, 24)
-    assert manifest["model"]["name"] == "tiny"
-    assert {"revision", "commit"} <= manifest["model"].keys()
-    assert manifest["family"]["name"] == "llama"
+    config, model = manifest["config"], manifest["model"]
+    assert (manifest["command"], config["model"], config["seq_len"], config["window"]) == ("analyze", str(tiny), 24, 24)
+    assert (model["name"], manifest["family"]["name"]) == ("tiny", "llama")
+    assert {"revision", "commit"} <= model.keys()
     assert (manifest["dtype"], manifest["kernel"], manifest["seed"]) == ("float32", "sdpa", 0)
     assert manifest["input"]["token_zero"] == "first text token"
     assert len(manifest["input"]["sha256"]) == 64
     assert {"torch", "transformers", "nnsight"} <= manifest["versions"].keys()
     assert {"git_commit", "started", "wall_seconds", "peak_memory_mb", "sinkscope"} <= manifest.keys()
-    assert "summary" in manifest["tables"]
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -407,7 +399,7 @@ def test_a_vocabulary_of_one(bare: Path) -> None:
 
 @pytest.mark.usefixtures("no_figures")
 def test_a_vocabulary_of_one_in_an_unknown_family() -> None:
-    """Its wiring is found out with a few tokens, which must be its own."""
+    """Its wiring is found with a few tokens, which must be its own."""
     config = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo", **config, **sizes))
@@ -474,7 +466,7 @@ def test_standard_output_that_is_full(
 
 
 def test_show_on_a_disk_that_cannot_be_written(finished: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what can be done, and names no option that `show` lacks."""
+    """The message says what can be done, and names no option that `show` lacks."""
     shutil.copytree(finished[1], "run")
     Path("run/index.html").unlink()
 
@@ -591,7 +583,7 @@ def test_from_runs_no_code_that_a_file_allows(
 
 
 def test_two_processes_on_one_folder(bare: Path, failing: Any) -> None:
-    """The second is told before it computes anything, and the first is not disturbed."""
+    """The second is refused before it computes anything, and the first is not disturbed."""
     failing("measuring", ZeroDivisionError())
     with alone_in("run"):
         message = refused(2, "analyze", bare, *RANDOM[:-1], "run")
@@ -632,13 +624,12 @@ def _raising(error: BaseException, after: int = 0, plain: Any = None) -> Any:
 RANDOM = ("--input", "random", *SMALL, "--batch-size", "1", "--out", "deep/down/run")
 
 
-@pytest.mark.parametrize("where", ["measuring", "figures"])
-def test_interrupted(bare: Path, failing: Any, where: str) -> None:
-    failing(where, KeyboardInterrupt())
-    assert refused(1, "analyze", bare, *RANDOM) == "sinkscope: interrupted: nothing was written"
-    own = TypeError("the error of a library that was interrupted")
-    own.__context__ = KeyboardInterrupt()
-    failing(where, own)
+@pytest.mark.parametrize(("where", "error"), [("measuring", None), ("figures", None), ("measuring", TypeError("own"))])
+def test_interrupted(bare: Path, failing: Any, where: str, error: Exception | None) -> None:
+    """An interrupted library may raise an error of its own."""
+    if error is not None:
+        error.__context__ = KeyboardInterrupt()
+    failing(where, error or KeyboardInterrupt())
     assert refused(1, "analyze", bare, *RANDOM) == "sinkscope: interrupted: nothing was written"
 
 
