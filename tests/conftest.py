@@ -84,7 +84,7 @@ def hub(hub_server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub
 
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds; tests/figures and the whole runs of tests/cli and tests/commands have it."""
+    """Skip drawing, which takes seconds; tests/figures and complete runs of tests/cli and tests/commands draw."""
     from support.figures import skip_figures  # after the registration above
 
     skip_figures(monkeypatch)
@@ -101,7 +101,7 @@ def smollm() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def smollm_on_cpu(smollm: LoadedModel) -> LoadedModel:
-    """In float32. Not to be changed."""
+    """SmolLM2 in float32 on the CPU. Not to be changed."""
     import torch
 
     on_cpu = smollm.model.device.type == "cpu" and smollm.model.dtype == torch.float32

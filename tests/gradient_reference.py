@@ -39,7 +39,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 SITES = ("layer_in", "mid", "attn_norm", "attn_out", "mlp_norm", "mlp_out", "layer_out")
 NAME = "gradient_reference"  # of the attention implementation
 GRAM_QUERIES = 64  # theorem 1's μ, σ² and ρ are measured on at most so many evenly spaced queries
-ROUND_OFF = 1e-5  # of the upper bound: by so much a bound may be missed
+ROUND_OFF = 1e-5  # relative to the upper bound: a bound may be missed by this
 
 
 def gain_of(norm: nn.Module) -> np.ndarray:
@@ -61,7 +61,7 @@ class Layer:
     value: np.ndarray
     mix: np.ndarray  # (H,T,d)
     sites: dict[str, np.ndarray]  # gradient by site, (T,D)
-    inputs: dict[str, np.ndarray]  # what the sites hold, (T,D)
+    inputs: dict[str, np.ndarray]  # values by site, (T,D)
 
 
 @dataclass
@@ -84,7 +84,7 @@ def on_interface(model: PreTrainedModel) -> bool:
 
 
 def record(model: PreTrainedModel, sequences: list[np.ndarray]) -> list[Sequence]:
-    """Run forward and backward on one sequence after another. The loss is the summed cross-entropy ÷ predicted tokens."""
+    """Run forward and backward on each sequence. The loss is the summed cross-entropy ÷ predicted tokens."""
     model.zero_grad()
     predicted = sum(len(ids) - 1 for ids in sequences)
     return [_record(model, ids, predicted) for ids in sequences]
@@ -165,7 +165,7 @@ def _head_gradients(config: Any, qkv: tuple[torch.Tensor, ...]) -> list[np.ndarr
     return [query, key, value]
 
 
-# -------------------------------------------------------------------------- attention, by its three doors
+# ------------------------------------------------------------------------- attention, in its three ways
 
 
 @contextmanager

@@ -62,7 +62,7 @@ OBSERVABLE_TESTS = (
     "tests/measuring/test_tracer.py",
 )
 GRADIENT_TESTS = ("tests/measuring/test_gradient.py",)
-BRANCH_TESTS = ("tests/models/test_every_model.py",)  # of branches that a model scales or adds up from several
+BRANCH_TESTS = ("tests/models/test_every_model.py",)  # these test branches that a model scales or adds up from several
 BIAS_TESTS = ("tests/measuring/test_query_bias.py",)
 ESTIMATE_TESTS = (
     "tests/paper_claims/test_claims_estimates.py",
@@ -227,7 +227,7 @@ def find_code(code: types.CodeType, function: str) -> types.CodeType | None:
 
 
 def find_function(module: types.ModuleType, function: str) -> Any:
-    """Return the plain function behind a qualified name, without decorators."""
+    """Return the plain function with a qualified name, without decorators."""
     found: Any = module
     for part in function.split("."):
         found = inspect.getattr_static(found, part)

@@ -64,7 +64,7 @@ class Sequence:
     layers: list[Layer]
 
 
-# ------------------------------------------------------------------------------- where things are, by hand
+# --------------------------------------------------------------------------- modules of each architecture
 
 
 @dataclass(frozen=True)
@@ -553,7 +553,9 @@ KEYS = (
 # right to round-off, so the sum is. If terms cancel, round-off has the size of the terms: cosines are means of numbers
 # up to 1, the missing mass is 1 minus a sum, and logit gaps are relative to the column's largest.
 SCALES: dict[str, float | None] = {"qk_cosine": 1.0, "missing_mass": 1.0, "sink_logit_gap": None}
-SMALLEST = 1e-6  # of the column's largest: below that an entry (a weight e⁻⁵⁰, say) may have lost relative accuracy
+SMALLEST = (
+    1e-6  # relative to the column's largest: smaller entries, such as a weight e⁻⁵⁰, may have lost relative accuracy
+)
 FACTORS = {"sink_second_moment": 2.0}  # a square's relative error is twice its root's
 
 

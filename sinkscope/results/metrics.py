@@ -96,8 +96,7 @@ _ATTENTION = (
         scope="models with learned sink logits, key biases or register tokens", tables=(SUMMARY, RETROFIT)),
     Metric("window_mass", "mean window mass at position 0", "window mass",
         "mean attention to the position over the W queries from it on (encoder: less than W away), averaged over heads "
-        "and sequences",
-        unit="attention", form="{:.3f}", source="GS eq. 1", tables=(SUMMARY, EFFECT)),
+        "and sequences", unit="attention", form="{:.3f}", source="GS eq. 1", tables=(SUMMARY, EFFECT)),
     Metric("sink_mass", "mean sink mass at position 0", "sink mass",
         "mean attention to position 0 over all queries, averaged over heads and sequences",
         unit="attention", form="{:.3f}", source="GS eq. 2"),
@@ -106,8 +105,7 @@ _ATTENTION = (
         unit="attention", form="{:.3f}", source="WSE proposition 4",
         scope="rotary models on repeated tokens that attend to nothing besides"),
     Metric("attention_entropy", "attention entropy (nats)", "attention entropy",
-        "entropy of the attention weights of a query, averaged over queries, heads and sequences",
-        unit="nats"),
+        "entropy of the attention weights of a query, averaged over queries, heads and sequences", unit="nats"),
     Metric("missing_mass", "attention mass taken by learned sink logits", "missing mass",
         "1 − sum of a query's attention weights, averaged over queries, heads and sequences",
         unit="attention", form="{:.3f}", source="WSE table 4", scope="models with learned sink logits"),
@@ -116,8 +114,7 @@ _ATTENTION = (
 _GEOMETRY = (
     Metric("value_drain", "value norm at position 0 ÷ later positions (mean over all layers)", "value norm ÷ others",
         "norm of the value state at position 0 ÷ its mean over the other reported positions, per head, averaged "
-        "over heads",
-        unit="ratio", source="VGA §1", tables=(SUMMARY, RETROFIT)),
+        "over heads", unit="ratio", source="VGA §1", tables=(SUMMARY, RETROFIT)),
     Metric("raw_value_drain", "raw value norm at position 0 ÷ later positions", "raw value norm ÷ others",
         "as value_drain, of the value states that the projection gives, before the gate or scale",
         unit="ratio", source="GS §5.1; VGA eq. 8", scope=_GATED, tables=(SUMMARY, RETROFIT)),
@@ -125,8 +122,7 @@ _GEOMETRY = (
         "pre-softmax logit of position 0 − mean logit of the query's other keys, averaged over queries and heads",
         source="VGA §4.1"),
     Metric("qk_cosine", "cosine of queries and the key of position 0", "query-key cosine",
-        "mean over queries of cos(q_t, k_0), averaged over heads",
-        source="WSE fig. 2"),
+        "mean over queries of cos(q_t, k_0), averaged over heads", source="WSE fig. 2"),
     Metric("gate_first", "mean gate at position 0", "gate at position 0",
         "what the retrofit multiplies values or heads' outputs by at position 0, averaged over heads",
         form="{:.3f}", source="VGA eq. 6–10; GS §5.1", scope=_GATED, tables=(SUMMARY, RETROFIT)),
@@ -170,8 +166,7 @@ _ACTIVATIONS = (
         "batches",
         unit="nats", form="{:.3f}", whole="", lower_is_better=True, tables=(SUMMARY, EFFECT, QUANTIZATION, TRAINING)),
     Metric("perplexity", "perplexity of the run's text", "perplexity",
-        "exp(loss)",
-        form="{:,.2f}", source="VGA table 1", whole="", lower_is_better=True,
+        "exp(loss)", form="{:,.2f}", source="VGA table 1", whole="", lower_is_better=True,
         tables=(SUMMARY, EFFECT, QUANTIZATION, RETROFIT)),
 )
 
@@ -187,22 +182,19 @@ _GRADIENTS = (
         scope="models and retrofits with gates or scales on values", tables=(SUMMARY, RETROFIT)),
     Metric("value_gradient_norm", "raw value gradient at position 0", "raw value gradient",
         "gradient norm of the value states at position 0, all heads together, before a gate or scale if there is "
-        "one",
-        form="{:.3g}", source="GS §5.1; VGA eq. 8", tables=(SUMMARY, RETROFIT)),
+        "one", form="{:.3g}", source="GS §5.1; VGA eq. 8", tables=(SUMMARY, RETROFIT)),
     Metric("key_gradient_ratio", "key gradient at position 0 ÷ positions 5–15", "key gradient ÷ later",
         "as value_gradient_ratio, of the keys",
         unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers"),
     Metric("uniform_gradient_ratio", "value gradient ratio of uniform causal attention", "value gradient ÷ later, null",
         "value_gradient_ratio if each token attends equally to all tokens up to itself, and their gradients are "
-        "unrelated and of one size",
-        unit="ratio", form="{:.1f}", source="GS §3.1", whole="", scope="causal models"),
+        "unrelated and of one size", unit="ratio", form="{:.1f}", source="GS §3.1", whole="", scope="causal models"),
     Metric("value_over_key_gradient", "value gradient ÷ key gradient, position 0", "value gradient ÷ key gradient",
         "value_gradient_norm ÷ gradient norm of the keys at position 0, all heads together",
         unit="ratio", form="{:.1f}", source="GS §3.1", whole="of the norms averaged over layers"),
     *(
         Metric(f"{name}{ending}", f"{label} at {where}", f"{name} at {where}",
-            definition + reduced,
-            unit="ratio", form=form, source="GS §4", whole="median")
+            definition + reduced, unit="ratio", form=form, source="GS §4", whole="median")
         for name, label, definition, form in (
             ("bloat", "gradient gain of the attention branch", "‖∇h̃‖ ÷ ‖∇r_attn‖", "{:.3g}"),
             ("compress", "gradient gain of the norm before it", "‖∇h − ∇h+½‖ ÷ ‖∇h̃‖", "{:.3g}"),
@@ -217,12 +209,10 @@ _GRADIENTS = (
         "least-squares slope of log₁₀ compress on log₁₀‖h‖, attention branch, layers ≥ 1, all positions",
         source="GS fig. 3", whole=""),
     Metric("compress_correlation", "correlation of log compress and log norm", "compress correlation",
-        "Pearson's r of the points of compress_slope",
-        source="GS fig. 3", whole=""),
+        "Pearson's r of the points of compress_slope", source="GS fig. 3", whole=""),
     *(
         Metric(f"{name}_{group}", f"{label}, positions {group}", f"{short} {group}",
-            f"as {name}, over positions {group}",
-            source="GS fig. 3", whole="")
+            f"as {name}, over positions {group}", source="GS fig. 3", whole="")
         for name, label, short in (
             ("compress_slope", "slope of log compress", "slope"),
             ("compress_correlation", "correlation of log compress", "correlation"),
@@ -239,8 +229,7 @@ _GRADIENTS = (
         "share of tokens at which a norm's gradient gain is within its bound",
         unit="share", form="{:.1%}", source="GS theorem 2"),
     Metric("theorem2_tightness", "gradient gain of norms ÷ theorem 2's bound", "theorem 2 tightness",
-        "‖∇x‖ ÷ ‖∇y‖ of a norm ÷ ‖γ‖∞ ÷ rms(x), averaged over tokens",
-        unit="ratio", source="GS theorem 2"),
+        "‖∇x‖ ÷ ‖∇y‖ of a norm ÷ ‖γ‖∞ ÷ rms(x), averaged over tokens", unit="ratio", source="GS theorem 2"),
 )
 
 _BIAS = (
@@ -248,8 +237,7 @@ _BIAS = (
         "Δ_0 = b_Qᵀ W_k x_0, what the query bias adds to the logits of position 0",
         source="NU §4.1", scope=_QUERY_BIAS),
     Metric("delta_later", "Δ of the query bias at later positions", "Δ at later positions",
-        "as delta_first, averaged over the later positions",
-        source="NU §4.1", scope=_QUERY_BIAS),
+        "as delta_first, averaged over the later positions", source="NU §4.1", scope=_QUERY_BIAS),
     Metric("delta_gap", "Δ of the query bias, position 0 above later ones (standard deviations)", "Δ gap",
         "(Δ_0 − mean of the later positions' Δ) ÷ their standard deviation over sequences and positions",
         unit="standard deviations", form="{:.1f}", source="NU §4.2.1", scope=_QUERY_BIAS),
@@ -257,11 +245,9 @@ _BIAS = (
         "share of layers with a delta_gap above 2",
         unit="share", form="{:.1%}", source="NU §4.2.1", whole="", scope=_QUERY_BIAS),
     Metric("key_alignment_first", "cosine of W_k EPE₀ and the query bias", "key alignment at position 0",
-        "cos(W_k EPE_0, b_Q), EPE_i = MLP⁽¹⁾(p_i) + p_i",
-        source="NU §4.1", scope=_LEARNED),
+        "cos(W_k EPE_0, b_Q), EPE_i = MLP⁽¹⁾(p_i) + p_i", source="NU §4.1", scope=_LEARNED),
     Metric("key_alignment_later", "cosine of W_k EPE and the query bias, later positions", "key alignment at others",
-        "as key_alignment_first, averaged over the later positions",
-        source="NU §4.1", scope=_LEARNED),
+        "as key_alignment_first, averaged over the later positions", source="NU §4.1", scope=_LEARNED),
     Metric("gamma_ratio", "|γ| at EPE₀'s massive coordinates ÷ its mean", "|γ| ratio",
         "mean |γ| at the massive coordinates of EPE_0 ÷ mean |γ| over all coordinates, γ = W_k b_Q",
         unit="ratio", form="{:.1f}", source="NU tables 1 and 2", scope=_LEARNED),
@@ -325,17 +311,14 @@ BACKCOPY: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         _task("bigram_risk", "excess loss where the pair decides (nats)", "bigram risk",
-            "loss above the optimum at positions that follow no trigger: KL(p ‖ model)",
-            unit="nats", form="{:.4f}"),
+            "loss above the optimum at positions that follow no trigger: KL(p ‖ model)", unit="nats", form="{:.4f}"),
         _task("backcopy_risk", "excess loss at triggers (nats)", "backcopy risk",
-            "loss above the optimum, 0, at triggers",
-            unit="nats", form="{:.4f}"),
+            "loss above the optimum, 0, at triggers", unit="nats", form="{:.4f}"),
         _task("attention_to_start", "attention of non-trigger queries to <s>", "attention on <s>",
             "weight that queries which are no triggers give to <s>, or with --bos never to the first token",
             unit="attention", whole="by layer"),
         _task("attention_to_start_max", "attention of non-trigger queries to <s>, highest head", "on <s>, highest head",
-            "as attention_to_start, of the head that gives most",
-            unit="attention", whole="by layer"),
+            "as attention_to_start, of the head that gives most", unit="attention", whole="by layer"),
         _task("early_attention_to_start", "attention to <s> before any trigger", "on <s> before any trigger",
             "as attention_to_start, of queries before their sequence's first trigger, which is another sink",
             unit="attention", whole="by layer"),
@@ -343,8 +326,7 @@ BACKCOPY: dict[str, Metric] = {
             "weight that queries which are no triggers give to triggers, all together",
             unit="attention", whole="by layer"),
         _task("trigger_attention_to_start", "attention of triggers to <s>", "triggers' attention on <s>",
-            "weight that triggers give to <s>",
-            unit="attention", whole="by layer"),
+            "weight that triggers give to <s>", unit="attention", whole="by layer"),
         _task("delta_logit", "logit of <s> above the other keys'", "Δlogit of <s>",
             "logit of <s> − mean of the query's other keys; queries that are no triggers",
             form="{:.2f}", whole="by layer"),

@@ -54,7 +54,7 @@ def refused(folder: Path, *reads: Path, overwrite: bool = True) -> str:
     return str(caught.value)
 
 
-# --- what comes into a folder while a command computes
+# --- files that are added while a command computes
 
 
 def test_what_somebody_puts_in_meanwhile_stays(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_somebody_puts_into_a_folder_that_is_renewed_stays(tmp_path: Path) 
     assert sorted(path.name for path in (run / "figures").iterdir()) == ["mine.txt", "two.png"]
 
 
-# --- what is replaced
+# --- replacing
 
 
 def test_a_run_lists_its_files_and_is_replaced(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_no_listed_name_leads_out_of_the_folder(tmp_path: Path) -> None:
 
 
 def holding(folder: Path, work: Callable[[], Any]) -> Any:
-    """What `work` gives while another process writes the folder."""
+    """Return the result of `work`, which runs while another process writes the folder."""
     ready, go = os.pipe(), os.pipe()
 
     def hold() -> None:
@@ -240,7 +240,7 @@ def test_many_at_once_never_have_it_together(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "()" * 150
 
 
-# --- what kills leave
+# --- after kills
 
 
 def test_what_a_kill_left_is_put_right(tmp_path: Path) -> None:
@@ -377,14 +377,16 @@ def begun(folder: Path, command: str = "retrofit") -> None:
 
 
 def test_every_manifest_has_the_same_head(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
     manifest = make_manifest("compare", {"runs": []}, time.time() - 2, ("b", "a"), extra=1)
     assert manifest["tables"] == ["a", "b"]
     assert manifest["wall_seconds"] >= 2
     assert manifest["peak_memory_mb"] > 0
     assert {"sinkscope", "command", "config", "versions", "python", "git_commit", "started", "extra"} < manifest.keys()
-    write_manifest(tmp_path, manifest)
-    assert read_manifest(tmp_path, ("compare",)) == manifest | {"files": []}
-    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
+    write_manifest(out, manifest)
+    assert read_manifest(out, ("compare",)) == manifest | {"files": []}
+    assert [path.name for path in out.iterdir()] == [MANIFEST]
 
 
 def test_the_reader_checks_the_command(tmp_path: Path) -> None:
@@ -397,11 +399,13 @@ def test_the_reader_checks_the_command(tmp_path: Path) -> None:
 
 
 def test_only_the_same_options_resume(tmp_path: Path) -> None:
-    assert resumable(tmp_path, "retrofit", OPTIONS) is None
-    (tmp_path / "vga" / ".sinkscope-run-new" / "tables").mkdir(parents=True)  # left by a kill
-    begun(tmp_path)
-    assert not list((tmp_path / "vga").iterdir())
-    found = resumable(tmp_path, "retrofit", OPTIONS)
+    out = tmp_path / "out"
+    out.mkdir()
+    assert resumable(out, "retrofit", OPTIONS) is None
+    (out / "vga" / ".sinkscope-run-new" / "tables").mkdir(parents=True)  # left by a kill
+    begun(out)
+    assert not list((out / "vga").iterdir())
+    found = resumable(out, "retrofit", OPTIONS)
     assert found is not None
     assert found["config"] == {"steps": 3, "names": ["a", "b"]}
     for changes, named in (
@@ -411,28 +415,30 @@ def test_only_the_same_options_resume(tmp_path: Path) -> None:
         ({"seeds": 2}, "seeds was None, now 2"),
     ):
         with pytest.raises(InputError, match=f"made with other options .{named}.: repeat them"):
-            check_resumable(tmp_path, "retrofit", OPTIONS | changes, overwrite=False)
-        check_resumable(tmp_path, "retrofit", OPTIONS | changes, overwrite=True)
+            check_resumable(out, "retrofit", OPTIONS | changes, overwrite=False)
+        check_resumable(out, "retrofit", OPTIONS | changes, overwrite=True)
     older = {**OPTIONS, "config": OPTIONS["config"] | {"decay": 0.1}, "sharded": False}  # was not recorded then
     defaults = {"config": {"decay": 0.1, "steps": 9}, "sharded": False}
-    assert resumable(tmp_path, "retrofit", older, defaults) is not None
+    assert resumable(out, "retrofit", older, defaults) is not None
     with pytest.raises(InputError, match=r"decay was 0.1, now 0.2"):
-        resumable(tmp_path, "retrofit", {**older, "config": older["config"] | {"decay": 0.2}}, defaults)
+        resumable(out, "retrofit", {**older, "config": older["config"] | {"decay": 0.2}}, defaults)
 
 
 def test_another_commands_folder_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    begun(tmp_path, "train")
+    out = tmp_path / "out"
+    out.mkdir()
+    begun(out, "train")
     with pytest.raises(InputError, match="of `sinkscope train`, not of `retrofit`"):
-        check_resumable(tmp_path, "retrofit", OPTIONS, overwrite=False)
+        check_resumable(out, "retrofit", OPTIONS, overwrite=False)
     with pytest.raises(InputError, match="holds what `train` wrote, and is not replaced"):
-        check_resumable(tmp_path, "retrofit", OPTIONS, overwrite=True)
+        check_resumable(out, "retrofit", OPTIONS, overwrite=True)
     with pytest.raises(InputError, match="holds what `train` wrote, and is not replaced"):
-        check_output(tmp_path, overwrite=True)
+        check_output(out, overwrite=True)
     for content in ("{", "[]", json.dumps({"command": "retrofit"})):
-        (tmp_path / MANIFEST).write_text(content)
+        (out / MANIFEST).write_text(content)
         for overwrite in (False, True):
             with pytest.raises(InputError, match="is not the manifest of a run"):
-                check_resumable(tmp_path, "retrofit", OPTIONS, overwrite)
+                check_resumable(out, "retrofit", OPTIONS, overwrite)
 
 
 def written(folder: Path, name: str, error: BaseException | None = None) -> None:
