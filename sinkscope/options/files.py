@@ -22,11 +22,7 @@ DEEPEST = 100  # nesting of its content; real ones have ten
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:
-    """Return the path that a user gave, with ~ replaced by the home folder.
-
-    Raises:
-        InputError: there is no such user, or no path can have this name.
-    """
+    """Return the path that a user gave, with ~ replaced by the home folder. Raises InputError if there is none."""
     path = plain_path(name)
     try:
         return path.expanduser()
@@ -47,11 +43,7 @@ def plain_path(name: str | os.PathLike[str]) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder"] | None:
-    """Return whether a path is a file or a folder; None if it does not exist.
-
-    Raises:
-        InputError: it cannot be used, or is neither a file nor a folder.
-    """
+    """Return whether a path is a file or a folder, or None if it does not exist. Raises InputError for other kinds."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -100,8 +92,7 @@ def _first_bytes(path: Path, count: int) -> bytes:
 def read_text(path: Path, largest: int = LARGEST) -> str:
     """Return the text of a file without a byte order mark.
 
-    Raises:
-        InputError: there is no such file, it cannot be read, it is too large, or it is not UTF-8.
+    Raises InputError if there is no such file, or it cannot be read, is too large, or is not UTF-8.
     """
     content = _first_bytes(path, largest + 1)
     if len(content) > largest:

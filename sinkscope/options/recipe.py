@@ -105,13 +105,9 @@ class Recipe:
         return {"name": self.name, "content": self.content.model_dump(mode="json", exclude_unset=True)}
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Options]:
-        """Return the options of each run by name; the name of a single run is "".
+        """Return the options of each run by name, with those `given` in place of the recipe's.
 
-        Args:
-            given: options that replace those of the recipe.
-
-        Raises:
-            InputError: an option does not exist, or its value is not allowed; it names the file.
+        The name of a single run is "". Raises InputError, with the file, if an option is unknown or not allowed.
         """
         kind, content = COMMANDS[self.content.command], self.content
         own = {"model": content.model} if content.model is not None else {}
@@ -141,10 +137,7 @@ def named(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_recipes(folder_name: str = "") -> dict[str, Path]:
-    """Return name → file of the recipes in recipes/ of the working directory and of those that come with sinkscope.
-
-    `folder_name` is a folder in them, such as SWEEPS.
-    """
+    """Return name → file of the recipes in recipes/ (or a folder in it) here and in those that come with sinkscope."""
     found: dict[str, Path] = {}
     for folder in (Path("recipes", folder_name), shipped_recipes() / folder_name):
         for path in [folder / name for name in names_in(folder)] if kind_of(folder) == "folder" else ():
@@ -186,11 +179,7 @@ def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe; its options are checked later, with those of the command line.
-
-    Raises:
-        InputError: the file cannot be read, is no YAML, or is no recipe.
-    """
+    """Read a recipe, whose options are checked later. Raises InputError if the file is not readable or no recipe."""
     name = path.stem if path.suffix in ENDINGS else path.name
     options = {name for kind in COMMANDS.values() for name in kind.model_fields}
     return Recipe(name, path, read_yaml(path, Content, "recipe", options))

@@ -218,12 +218,9 @@ class Sweep:
 
 
 def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Sweep:
-    """Read a sweep, and make the options of all its cells.
+    """Read a sweep (a YAML file, or a name), and make the options of all its cells.
 
-    Args:
-        file: a YAML file, or a name.
-        given: options that replace those of the file.
-        quick: use the small form: the options under `quick` replace the others.
+    Options that are `given` replace those of the file; if `quick`, the options under `quick` do, too.
 
     Raises:
         InputError: the file does not exist or is faulty, or the options of a cell are.
@@ -262,9 +259,9 @@ def _cells(path: Path, content: SweepContent, given: Mapping[str, Any]) -> Itera
                 replaced = entry.instead if entry else {}
                 names = dict.fromkeys(replaced.get(name, name) for name in asked.inputs or content.inputs)
                 settings = content.settings if asked.settings is None else asked.settings
-            for name, values in settings.items():
-                if not values:
-                    raise InputError(f"{path}: `settings.{name}`: it has no values")
+            for option, listed in settings.items():
+                if not listed:
+                    raise InputError(f"{path}: `settings.{option}`: it has no values")
             for name, values in product(names, product(*settings.values())):
                 if name is not None:
                     setting = dict(zip(settings, values, strict=True))
@@ -283,8 +280,8 @@ def _cell(
 ) -> Cell:
     """Return one cell; the options of `train`, whose `entry` is None, make its model."""
     kind, own = COMMANDS[command], entry or ModelEntry()
-    known = kind.model_fields.keys() - (kind.refused.keys() if command in BY_THEMSELVES else ())
-    reads = content.inputs.get(name) or {}
+    known = kind.model_fields.keys() - kind.refused.keys()
+    reads = (content.inputs.get(name) or {}) if command in MEASURING else {}
     if command in MEASURING and not {"input", "dataset", "prompt"} & named_in(path, reads).keys():
         reads = {"input": name, **reads}
 

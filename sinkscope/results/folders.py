@@ -23,13 +23,9 @@ Sources = Iterable[str | os.PathLike[str] | None]
 def own_folder(
     folder: str | os.PathLike[str] | None, overwrite: bool, commands: Collection[str] = RUNS, reads: Sources = ()
 ) -> Iterator[Path | None]:
-    """Lock the folder that a command writes, and check it with `check_output` before anything is computed.
+    """Lock the folder that a command writes (None: it writes none), and check it before anything is computed.
 
-    Yields:
-        The folder as a path; None if `folder` is None, where nothing is written.
-
-    Raises:
-        InputError: as `check_output` and `alone_in` do.
+    Raises InputError as `check_output` and `alone_in` do.
     """
     if folder is None:
         yield None
@@ -41,11 +37,9 @@ def own_folder(
 
 @contextmanager
 def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[Path]:
-    """Lock a folder, which need not exist, against other processes, and repair what a killed process has left.
+    """Lock a folder, which need not exist, against other processes, and repair it after a killed process.
 
-    Args:
-        folder: the folder to write.
-        option: the option that names another folder; "" if the command can write only this one.
+    `option` is the option that names another folder, or "" if the command can write only this one.
 
     Raises:
         InputError: another process writes it, a file is in the way, or it cannot be written.
@@ -98,10 +92,10 @@ def check_output(folder: Path, overwrite: bool, commands: Collection[str] = RUNS
     """Check, before anything is computed, that a command can write its folder.
 
     Args:
-        folder: where to write.
+        folder: the folder to write.
         overwrite: whether an earlier result there may be replaced.
-        commands: those whose earlier result may be replaced; any other folder is left alone.
-        reads: names of a model, an input, …: where one is a file or folder, nothing that holds it is replaced.
+        commands: the commands whose earlier result may be replaced; no other folder is.
+        reads: names of a model, an input, …: no folder that holds one of them is replaced.
 
     Raises:
         InputError: it holds something else, or a link, or cannot be replaced.
@@ -158,15 +152,9 @@ def _check_replaceable(folder: Path, commands: Collection[str], reads: Sources) 
 def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = None) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` when the block succeeds, and is removed when it fails.
 
-    No other command may write `folder` meanwhile: see `own_folder`.
-
-    Args:
-        folder: the folder to write.
-        others: finds, at the end, the files in `folder` that are not the command's; they are kept. Default: all that
-            its run.json does not list.
-
-    Raises:
-        SinkscopeError: the disk refuses.
+    `own_folder` prevents other commands from writing it meanwhile. Files in it that are not the command's are kept:
+    those that `others` finds at the end, by default all that its run.json does not list. Raises SinkscopeError if the
+    disk refuses.
     """
     real = folder.resolve()
     try:
@@ -206,7 +194,7 @@ def _added_meanwhile(folder: Path) -> list[Path]:
 def resumable(
     folder: Path, command: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Return the manifest of an interrupted folder that can be resumed: same command, identical options.
+    """Return the manifest of an interrupted folder that can be resumed (same command, identical options), or None yet.
 
     Args:
         folder: the folder to resume.
@@ -214,9 +202,6 @@ def resumable(
         options: entries of the manifest that must be equal, single values or mappings of names to values, without
             those that may differ between two sessions.
         defaults: values for entries that the manifest of an older version lacks.
-
-    Returns:
-        The manifest; None if there is none yet.
 
     Raises:
         InputError: the folder is another command's, its manifest is damaged, or the options differ.

@@ -53,14 +53,13 @@ def noting(**facts: Any) -> Iterator[None]:
 def make_manifest(
     command: str, config: Mapping[str, Any], start: float, tables: Iterable[str] = (), **facts: Any
 ) -> dict[str, Any]:
-    """Return the content of run.json.
+    """Return the content of run.json, with `facts` as further entries.
 
     Args:
         command: the command that writes the folder, named as its function in Python.
         config: its options, as JSON has them.
-        start: when it began, in seconds since the epoch.
+        start: the time at which it began, in seconds since the epoch.
         tables: names of the tables in the folder.
-        **facts: other entries.
     """
     return {
         "sinkscope": version("sinkscope"),
@@ -155,8 +154,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def strangers(folder: Path) -> Iterator[Path]:
     """Yield the files in a command's folder that the command did not write.
 
-    Raises:
-        InputError: a run.json in it does not list its files.
+    Raises InputError if a run.json in it does not list its files.
     """
     listed = read_manifest(folder, None).get("files")
     if listed is None:
@@ -179,11 +177,7 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 def tables_folder(folder: Path) -> Path:
-    """Return the folder with the tables of a command: the comparison (unless that is a link) where it only holds runs.
-
-    Raises:
-        InputError: as `read_manifest` does.
-    """
+    """Return the folder with the tables of a command: the comparison (unless that is a link) if it only holds runs."""
     comparison = folder / COMPARISON
     is_here = (comparison / MANIFEST).is_file() and not comparison.is_symlink()
     return comparison if is_here and not read_manifest(folder, None)["tables"] else folder
