@@ -448,7 +448,7 @@ def test_compare_with_a_damaged_table(finished: tuple[Result, Path]) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
 @pytest.mark.usefixtures("no_figures")
-@pytest.mark.parametrize("command", [["list", "metrics"], ["--version"], ["analyze"]])
+@pytest.mark.parametrize("command", [["list", "metrics"], ["analyze", "--help"], ["analyze"]])
 def test_standard_output_that_is_full(
     command: list[str], bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,7 +112,7 @@ YAMLS = [
     "a: &a [*a]",
     "\n".join(["a0: &a0 {x: 1, y: 2}", *(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60))]),
     "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 40))]),
-    "- " * 3000, "[" * 100_000, "{" * 100_000, "? " * 3000, "title: !!python/object:os.system x", "title: !!binary x",
+    "- " * 3000, "[" * 20_000, "{" * 20_000, "? " * 3000, "title: !!python/object:os.system x", "title: !!binary x",
     "title: 2001-99-99", "title: !!int x", "title: !!float x", "? [a, b]\n: c", "title: x\ntitle: y", "title: &a",
     "%YAML 9.9", "title: x\noptions: {seq-len: .inf}", "title: x\noptions: {seed: 1e400}",
     "title: x\noptions: {epsilon: .nan}", 'title: "\\ud800"', "title: x\nmodel: ~nosuchuser", "title: x\nout: 5",
