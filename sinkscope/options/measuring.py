@@ -115,7 +115,7 @@ class TextOptions(Options):
     bos: Literal["auto", "always", "never"] = option(
         "auto",
         "Input",
-        "BOS in front of every sequence, random and repeated tokens included: always, never, or auto: where the "
+        "BOS before every sequence, random and repeated tokens included: always, never, or auto: where the "
         "tokenizer puts one before text. An encoder's texts also keep what its tokenizer puts after them, except with "
         "never.",
         metavar="B",
@@ -125,7 +125,7 @@ class TextOptions(Options):
 class SeedOptions(Options):
     """The seed of everything that is drawn at random."""
 
-    seed: int = option(0, "Input", "Of all that is drawn at random.", metavar="N", ge=0, le=2**63 - 1)
+    seed: int = option(0, "Input", "Seed of all random numbers.", metavar="N", ge=0, le=2**63 - 1)
 
 
 class SequenceOptions(Options):
@@ -137,7 +137,7 @@ class SequenceOptions(Options):
         "A HuggingFace dataset instead of a text: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.",
         metavar="NAME",
     )
-    num_seqs: int = option(100, "Input", "Number of sequences that are measured, at most.", metavar="N", ge=1)
+    num_seqs: int = option(100, "Input", "Largest number of measured sequences.", metavar="N", ge=1)
 
 
 class InputOptions(SeedOptions, SequenceOptions, TextOptions):
@@ -165,7 +165,7 @@ class ObservableOptions(Options):
     window: int = option(
         WINDOW,
         "Measuring",
-        "Window mass: what a position gets on average from W queries, the first being its own.",
+        "Window mass: the mean attention to a position from W queries, the first being its own.",
         metavar="W",
         shown=f"{WINDOW}, or T if less",
         ge=1,
@@ -305,11 +305,11 @@ PerCache = Literal["tensor", "token", "channel"]
 
 
 class QuantizeOptions(RunConfig):
-    about: ClassVar[str] = """Simulate W8A8: what it costs in perplexity, and which sites' outliers make it so.
+    about: ClassVar[str] = """Simulate W8A8: its cost in perplexity, and the sites whose outliers cause it.
 
-    Weights symmetric, activations asymmetric, one static range a tensor if nothing else is said: input, weight and
-    output of every linear layer but the LM head. Also writes the modules to keep in full precision, as JSON and as a
-    recipe for llm-compressor. The model itself is left as it is."""
+    Quantizes input, weight and output of every linear layer except the LM head: weights symmetric, activations
+    asymmetric, by default with one static range per tensor. Also writes the modules to keep in full precision, as JSON
+    and as a recipe for llm-compressor. The model itself does not change."""
     writes: ClassVar = "runs/MODEL-INPUT-W8A8"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -321,19 +321,19 @@ class QuantizeOptions(RunConfig):
         "Quantizing",
         "linear layers alone, or full: also embeddings, residual sums, attention scores and softmax outputs.",
     )
-    bits_weights: int = option(8, "Quantizing", "Of weights, symmetric.", metavar="B", ge=2, le=16)
-    bits_activations: int = option(8, "Quantizing", "Of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
-    bits_kv_cache: int = option(8, "Quantizing", "Of keys and values, asymmetric.", metavar="B", ge=2, le=16)
+    bits_weights: int = option(8, "Quantizing", "Bits of weights, symmetric.", metavar="B", ge=2, le=16)
+    bits_activations: int = option(8, "Quantizing", "Bits of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
+    bits_kv_cache: int = option(8, "Quantizing", "Bits of keys and values, asymmetric.", metavar="B", ge=2, le=16)
     weights_per: PerWeight = option(
-        "tensor", "Quantizing", "One range a tensor, or one an output channel.", metavar="WHAT"
+        "tensor", "Quantizing", "One range per tensor, or per output channel.", metavar="WHAT"
     )
     activations_per: PerActivation = option(
-        "tensor", "Quantizing", "One static range a tensor, or one a token, taken as it comes.", metavar="WHAT"
+        "tensor", "Quantizing", "One static range per tensor, or a dynamic one per token.", metavar="WHAT"
     )
     kv_cache_per: PerCache | None = option(
         None,
         "Quantizing",
-        "Quantize keys and values too: one static range, one a token and head, or a static one a channel.",
+        "Quantize keys and values, too: one static range, one per token and head, or a static one per channel.",
         metavar="WHAT",
         shown="not quantized",
     )
@@ -369,8 +369,8 @@ class ClaimsOptions(ControlOptions, RunConfig):
     Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
     architecture, interventions), and judges each by its 95 % interval. After an interruption, the same command resumes.
 
-    --from alone judges runs that are there, of one model or several, and loads none. With a MODEL besides (the demo by
-    its name), those runs are judged and what they lack is measured."""
+    --from alone judges existing runs, of one model or several, and loads none. With a MODEL (the demo by its name), it
+    judges those runs and measures what they lack."""
     writes: ClassVar = "runs/MODEL-claims"
     in_memory: ClassVar = True
     resumable: ClassVar = True
@@ -389,7 +389,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     from_: tuple[UserPath, ...] = option(
         (),
         "Input",
-        "A run to judge, also a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; often, too.",
+        "A run to judge, or a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; repeatable.",
         metavar="RUN",
     )
 
@@ -424,7 +424,7 @@ class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     )
     task_path: str | None = option(None, "Benchmarks", "A folder with YAML files of your own tasks.", metavar="DIR")
     shots: int | None = option(
-        None, "Benchmarks", "Examples in front of each question.", metavar="N", shown="each task's own", ge=0, le=MOST
+        None, "Benchmarks", "Examples before each question.", metavar="N", shown="each task's own", ge=0, le=MOST
     )
     limit: int | None = option(
         None, "Benchmarks", "Only the first N questions of each task.", metavar="N", shown="all", ge=1, le=MOST

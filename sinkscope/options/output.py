@@ -18,7 +18,7 @@ class OutputOptions(Options):
     from_: UserPath | None = option(
         None,
         "Output",
-        "Repeat a run, by its folder or run.json, with all its options but permissions to run code.",
+        "Repeat a run, by its folder or run.json, with all its options except permissions to run code.",
         metavar="RUN",
     )
     quiet: bool = option(False, "Output", "Print nothing but errors.")
@@ -68,7 +68,7 @@ class ShowOptions(Options):
         str
     ] = """Open the page of a folder in the browser: index.html, which commands leave in their folders.
 
-    Where it is missing, it is made from the folder's tables. --print names the file and opens nothing."""
+    If it is missing, it is made from the folder's tables. --print names the file and opens nothing."""
     arguments: ClassVar = ("run",)
 
     run: UserPath = option(..., "Input", "The folder of any command, or its run.json.", metavar="RUN")
@@ -77,10 +77,10 @@ class ShowOptions(Options):
 
 
 class ListOptions(Options):
-    about: ClassVar[str] = "Show what can be named, kind by kind: observables, interventions, recipes, metrics, …"
+    about: ClassVar[str] = "List all names, kind by kind: observables, interventions, recipes, metrics, …"
     arguments: ClassVar = ("kind",)
 
-    kind: str | None = option(None, "Input", "One kind of them.", metavar="KIND", shown="all")
+    kind: str | None = option(None, "Input", "One kind of names.", metavar="KIND", shown="all")
 
 
 class SweepOptions(DeviceOptions, ModelOptions):
@@ -96,15 +96,15 @@ class SweepOptions(DeviceOptions, ModelOptions):
     shown: ClassVar = dict.fromkeys(DeviceOptions.model_fields, "the file's")
 
     file: str = option(..., "Input", "The sweep: a YAML file, or a name from `sinkscope list sweeps`.", metavar="FILE")
-    quick: bool = option(False, "Running", "The small form that the file has, to see that all goes through.")
+    quick: bool = option(False, "Running", "Use the small form of the file, to check that everything works.")
     dry_run: bool = option(
-        False, "Running", "Only show the combinations, with the memory that each needs and what is done."
+        False, "Running", "Only show the combinations, with the memory that each needs, and which of them are done."
     )
     engine: Literal["local", "ray"] = option(
         "local", "Running", "local: processes on this machine; ray: tasks on a Ray cluster.", metavar="E"
     )
     address: str | None = option(
-        None, "Running", "Of a Ray cluster that runs already.", metavar="A", shown="one is started here"
+        None, "Running", "Address of a Ray cluster that already runs.", metavar="A", shown="one is started here"
     )
     workers: Annotated[int | Literal["auto"], from_one("at least 1 process is needed")] = option(
         "auto", "Running", "Processes at once, or auto: as cores, devices and memory allow.", metavar="N"
@@ -112,7 +112,7 @@ class SweepOptions(DeviceOptions, ModelOptions):
     shard: str | None = option(
         None, "Running", "I/N: only the I-th of N parts, for arrays of jobs with the same --out.", metavar="I/N"
     )
-    retry: bool = option(False, "Running", "Try again what failed before.")
+    retry: bool = option(False, "Running", "Try failed cells again.")
     evict: bool = option(
         False, "Running", "Remove each model from the hub's cache once all its cells are done or have failed."
     )

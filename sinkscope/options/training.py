@@ -32,26 +32,24 @@ class TrainingConfig(SeedOptions):
     Gates start at zero weights and hardly move at the learning rate of pretrained weights: they have their own rate.
     """
 
-    steps: int = option(6000, "Training", "Of the optimizer, in each arm.", metavar="N", ge=1)
+    steps: int = option(6000, "Training", "Steps of the optimizer in each arm.", metavar="N", ge=1)
     block_length: int = option(256, "Training", "Tokens in each block, the BOS included.", metavar="T", ge=2)
     batch_size: int = option(8, "Training", "Blocks at once, on each GPU.", metavar="N", ge=1)
     accumulation: int = option(1, "Training", "Batches in a step.", metavar="N", ge=1)
-    learning_rate: float = option(5e-5, "Training", "Of the model's own weights, by AdamW.", metavar="R", gt=0)
-    new_learning_rate: float = option(1e-3, "Training", "Of the parameters that a method adds.", metavar="R", gt=0)
-    weight_decay: float = option(0.01, "Training", "Weight decay, of what --decay says.", metavar="W", ge=0)
+    learning_rate: float = option(5e-5, "Training", "Rate of the model's own weights, by AdamW.", metavar="R", gt=0)
+    new_learning_rate: float = option(1e-3, "Training", "Rate of the parameters that a method adds.", metavar="R", gt=0)
+    weight_decay: float = option(0.01, "Training", "Decay of the parameters that --decay names.", metavar="W", ge=0)
     decay: Literal["matrices", "all"] = option(
         "matrices",
         "Training",
-        "What is decayed: matrices alone, or also norms, biases and what the method adds.",
+        "Decayed parameters: matrices alone, or also norms, biases and what the method adds.",
         metavar="WHAT",
     )
-    beta1: float = option(0.9, "Training", "Of AdamW.", metavar="B", ge=0, lt=1)
-    beta2: float = option(0.999, "Training", "Of AdamW; WSE has .95.", metavar="B", ge=0, lt=1)
-    warmup: float = option(
-        0.05, "Training", "Share of the steps, in which the rates rise.", metavar="SHARE", ge=0, lt=1
-    )
+    beta1: float = option(0.9, "Training", "The first beta of AdamW.", metavar="B", ge=0, lt=1)
+    beta2: float = option(0.999, "Training", "The second beta of AdamW; WSE uses .95.", metavar="B", ge=0, lt=1)
+    warmup: float = option(0.05, "Training", "Share of the steps in which the rates rise.", metavar="SHARE", ge=0, lt=1)
     schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear", "Training", "Of the rates after that: linear or cosine, down to 0, or constant.", metavar="S"
+        "linear", "Training", "Rates after the warmup: linear or cosine, down to 0, or constant.", metavar="S"
     )
     only_new: bool = option(False, "Training", "Train only what the method adds.")
     bf16: bool = option(False, "Training", "Compute in bfloat16; the weights stay in float32.")
@@ -77,11 +75,14 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     resumable: ClassVar[bool] = True
 
     seeds: int = option(
-        1, "Training", "How often each arm is trained, from --seed on: order of the text, and random weights.",
+        1, "Training", "Trainings of each arm, from --seed on: each has its own order of the text and random weights.",
         metavar="N", ge=1,
     )  # fmt: skip
     method: Annotated[tuple[str, ...] | dict[str, str], text_as_tuple] = option(
-        (), "Training", "What is built in, an arm each; none is the plain model.", metavar="NAME[:K=V],…"
+        (),
+        "Training",
+        "Methods to build in, each in its own arm; none is the plain model.",
+        metavar="NAME[:K=V],…",
     )
     text: Annotated[str, path_as_text] = option(
         "natural",
@@ -94,20 +95,20 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     tokens: int | None = option(
         None,
         "Training",
-        "Train on so many tokens of the text at most, again and again.",
+        "Train on at most N tokens of the text, repeatedly.",
         metavar="N",
         shown="all",
         ge=1,
         le=MOST,
     )
     bos: Literal["auto", "never"] = option(
-        "auto", "Training", "BOS in front of each block: never, or where the tokenizer puts one.", metavar="B"
+        "auto", "Training", "BOS before each block: never, or where the tokenizer puts one.", metavar="B"
     )
     random_tokens: int = option(
         0, "Training", "Draw the first N tokens of each block at random (WSE §5).", metavar="N", ge=0
     )
     fixed_position: int | None = option(
-        None, "Training", "Put one and the same token at position K of each block (WSE §5).", metavar="K", shown="none",
+        None, "Training", "Put the same token at position K of each block (WSE §5).", metavar="K", shown="none",
         ge=0, le=MOST,
     )  # fmt: skip
 
@@ -144,13 +145,13 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
 
 
 class RetrofitOptions(ArmOptions, ModelOptions):
-    about: ClassVar[str] = """Build a method into a model, train it with that, and compare with a plain fine-tune and
-    with the model as it is.
+    about: ClassVar[str] = """Build a method into a model, train it, and compare it with a plain fine-tune and with the
+    unchanged model.
 
     Writes ARM/model/ (the trained model) and ARM/run/ (its run folder) of each arm, their comparison in retrofit.md,
     which is printed, and tables and figures of all arms. W8A8 quantizes the same linear layers in every arm; what a
     method adds stays in full precision. With register tokens, position 0 is the first register. The same command
-    goes on where it was interrupted. `accelerate launch -m sinkscope.cli retrofit …` trains on several GPUs.
+    resumes an interrupted training. `accelerate launch -m sinkscope.cli retrofit …` trains on several GPUs.
 
     `sinkscope list retrofits` shows the methods and their parameters."""
     writes: ClassVar = "runs/MODEL-retrofit"
@@ -164,7 +165,7 @@ class TrainOptions(ArmOptions):
     about: ClassVar[str] = """Train a small model from random weights, plainly and with each method, and compare.
 
     Writes a folder with the trained model, its run and its checkpoints of each arm; `sinkscope analyze
-    ARM/checkpoints` shows sinks and gradients by step. The same command goes on where it was interrupted."""
+    ARM/checkpoints` shows sinks and gradients by step. The same command resumes an interrupted training."""
     # random weights learn faster; the methods are those of GS figure 5
     defaults: ClassVar = {
         "method": ("none", "vscale"),

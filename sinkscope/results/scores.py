@@ -10,13 +10,13 @@ from sinkscope.results.tables import Column, Columns
 
 COMMAND = TABLE = "benchmark"
 COLUMNS: Columns = (
-    Column("metric", "of the task", kind="text"),
-    Column("filter", "what the harness makes of an answer first", kind="text"),
+    Column("metric", "metric of the task", kind="text"),
+    Column("filter", "filter of the harness for answers", kind="text"),
     Column("score", "mean over questions"),
-    Column("error", "its standard error; NaN where the harness gives none"),
-    Column("questions", "that were asked; 0 of a group, which has those of its tasks", kind="whole"),
-    Column("shots", "examples in front of each; -1 where its tasks differ", kind="whole"),
-    Column("version", "of the task", kind="text"),
+    Column("error", "its standard error; NaN if the harness gives none"),
+    Column("questions", "number of questions; 0 for a group, which has those of its tasks", kind="whole"),
+    Column("shots", "examples before each question; -1 if its tasks differ", kind="whole"),
+    Column("version", "version of the task", kind="text"),
     Column("is_asked", "whether it was named; else it is one of a group", kind="truth"),
 )
 # the metric of a task that is compared is the first of these that it has, or else its first one
