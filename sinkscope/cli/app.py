@@ -127,7 +127,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
                 folder = folder.with_name(f"{folder.name}-repeated")
             module = import_module(f"sinkscope.commands.{name}")
             result = module.command(asked, output.model_copy(update={"out": folder}))
-        # of the processes that `accelerate launch` starts, only the first prints
+        # only the first of the processes of `accelerate launch` prints
         is_first = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
         if not output.quiet and is_first:
             with printing(result.folder):

@@ -225,7 +225,7 @@ _NEEDED = {  # pydantic's kind of error → the message about the value
 def _complaint(error: Any, kind: type[BaseModel], options: Collection[str]) -> str:
     """Describe one of pydantic's errors to the author of the file."""
     message = str(error["msg"]).removeprefix("Value error, ")
-    if not error["loc"]:  # of several keys together
+    if not error["loc"]:  # the error is about several keys together
         return message
     where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
     if error["type"] == "missing":

@@ -33,7 +33,7 @@ def check_device_map(name: str) -> str:
     raise ValueError(unknown(name, (*DEVICES, *POLICIES)))
 
 
-POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
+POSITIONS, WINDOW = 16, 64  # if the sequences are long enough; GS fig. 1 and WSE
 PROMPT = "prompt"  # the condition of a run on --prompt
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
 # Options that permit code from elsewhere to run. Only the person who types the command or calls Python gives them, and

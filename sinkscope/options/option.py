@@ -18,7 +18,7 @@ from sinkscope.errors import InputError, one_line, unknown
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MOST = 10**9  # of any whole number; larger numbers would overflow somewhere later
+MOST = 10**9  # the largest whole number: a larger one would overflow later
 
 
 class Options(BaseModel):

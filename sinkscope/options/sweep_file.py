@@ -21,9 +21,9 @@
       retrofit: {options: {method: [vga, none], steps: 500}, settings: {seed: [0, 1]}}
       train: {settings: {config: [tiny-llama, tiny-gpt2], method: [none, {sigmoid: "operation:kind=sigmoid"}]}}
       benchmark: {options: {tasks: [hellaswag], limit: 1000}}
-    options: {num-seqs: 100}       # of all of them
+    options: {num-seqs: 100}       # for all of them
     quick: {num-seqs: 8, seed: 0}  # with --quick, in place of all other options; equal cells are then one
-    figures: [sink-map]            # of every cell; without it, no figure is drawn
+    figures: [sink-map]            # for every cell; without it, no figure is drawn
 
 Each combination is a cell: an ordinary command with its options. More specific options override others, in this order:
 those of the file, the command, the model, the input, the setting, and the command line.
@@ -79,7 +79,7 @@ class ModelEntry(Part):
 
     model: str | None = None
     name: str = ""  # in tables and figures
-    revisions: tuple[str, ...] = ()  # of the hub, or subfolders of a folder
+    revisions: tuple[str, ...] = ()  # branches or tags of the hub, or subfolders of a folder
     instead: dict[str, str | None] = {}
     options: dict[str, Any] = {}
     family: str | None = None
@@ -177,13 +177,13 @@ class SweepContent(Part):
 class Cell:
     """One combination: a command with its options."""
 
-    name: str  # of its folder, which is the same for the same options and differs for others
+    name: str  # the name of its folder, which is the same for the same options and differs for others
     entry: ModelEntry  # its model in the file
     revision: str | None  # this and the next three are its coordinates in the grid, for people
     input: str
     setting: str
     command: str
-    options: Any  # of the command
+    options: Any  # the options of the command
 
     @property
     def model(self) -> str:

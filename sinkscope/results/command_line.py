@@ -42,7 +42,7 @@ def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, A
     own = {name.replace("-", "_"): value for name, value in content.get("options", {}).items()}
     own["model"] = content.get("model")
     fields = COMMANDS[command].model_fields if command in COMMANDS else {}
-    names = ["model"] if content.get("runs") else COMMANDS["run"].model_fields  # of several runs, each has its own
+    names = ["model"] if content.get("runs") else COMMANDS["run"].model_fields  # each of several runs has its own
     words: list[str] = []
     for name in names:
         value = config.get(name)
@@ -55,7 +55,7 @@ def _methods(arms: Mapping[str, Any]) -> dict[str, Any]:
     """Return the option `method` of a training; run.json lists the arms one by one, since arms may be added."""
     methods: dict[str, str] = {}
     for arm in arms.values():
-        if "method" not in arm:  # of an intervention
+        if "method" not in arm:  # an arm of an intervention
             return {}
         parameters = [f"{name}={value}" for name, value in arm["parameters"].items()]
         if arm["label"] != as_folder_name(arm["method"], *parameters):  # a label given in Python, which cannot be typed

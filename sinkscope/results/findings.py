@@ -48,9 +48,9 @@ class Outcome(StrEnum):
 class Published(NamedTuple):
     """A published value to compare with the value of a finding."""
 
-    name: str  # of the model
+    name: str  # the name of the model
     value: float
-    setting: str  # of the measurement
+    setting: str  # the setting of the measurement
     source: str  # paper and table
     mark: str = ""  # † where it was not taken from the paper itself
 

@@ -130,7 +130,7 @@ def between(least: float, most: float) -> Test:
 class Number(Generic[Read]):
     """One number of a claim, and the values with which the claim holds."""
 
-    quantity: str  # what is measured, in words
+    quantity: str  # in words
     measure: Callable[[Read], Estimate]  # makes the estimate from what it reads; raises NotDefined
     test: Test
     form: str = "{:.3g}"  # format string of its values

@@ -34,7 +34,7 @@ class Metric:
     form: str = "{:.2f}"  # format string of its values
     source: str = ""  # paper and equation; empty if it is sinkscope's own
     whole: str = "mean"  # how the values of layers become that of the model; empty if there are no values by layer
-    scope: str = ""  # where it applies; empty for every model and input
+    scope: str = ""  # the models and inputs with the metric; empty for all
     lower_is_better: bool = False  # True for metrics that a method is praised for lowering
     tables: tuple[str, ...] = (SUMMARY,)  # in which it occurs
 

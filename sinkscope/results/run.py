@@ -37,11 +37,11 @@ def policy_of(token_zero: str) -> str:
 class RunData:
     """The results of one command on one model."""
 
-    columns: ClassVar[Mapping[str, Columns]] = {}  # of the tables that a folder may hold, after the leading ones
+    columns: ClassVar[Mapping[str, Columns]] = {}  # columns of the tables of a folder, after the leading ones
 
     manifest: dict[str, Any]  # the content of run.json
     tables: Mapping[str, pd.DataFrame] = field(repr=False)  # name → table
-    folder: Path | None = None  # where it is written; None if it is in memory only
+    folder: Path | None = None  # its folder; None if it is in memory only
 
     def __post_init__(self) -> None:
         if type(self.tables) is dict:
@@ -78,7 +78,7 @@ class RunData:
     @property
     def reads(self) -> str:
         """The input or the arm, which distinguishes it from other runs of the model in a title."""
-        text = self.manifest["input"].get("text")  # of an arm of a training
+        text = self.manifest["input"].get("text")  # only arms of a training have it
         if text or "arms" in self.manifest:
             return f"arm {self.condition}" + (f" on {text}" if text else "")
         return f"{self.condition} input"
@@ -123,7 +123,7 @@ class RunData:
         summary = self.tables["summary"]
         if name not in METRICS:
             raise InputError(f"metric {unknown(name, METRICS)}")
-        kinds = self.manifest.get("family", {}).get("kinds") or ()  # of every layer, including those without a metric
+        kinds = self.manifest.get("family", {}).get("kinds") or ()  # one for every layer
         layers, names, values = (summary[column].to_numpy() for column in ("layer", "metric", "value"))
         last = max(int(layers.max(initial=-1)), len(kinds) - 1)
         if layer not in range(-1, last + 1):

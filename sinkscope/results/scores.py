@@ -29,7 +29,7 @@ class Scores:
 
     manifest: dict[str, Any]  # the content of run.json
     table: pd.DataFrame = field(repr=False)  # a row for each task (its `condition`), metric and filter
-    folder: Path | None = None  # where it was written, if it was
+    folder: Path | None = None  # its folder, if it was written
 
     @property
     def main(self) -> pd.DataFrame:

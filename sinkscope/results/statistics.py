@@ -19,7 +19,7 @@ from scipy import stats
 LEVEL = 0.95
 DRAWS = 1000  # bootstrap replicates
 RHO = np.linspace(-1, 1, 2001)[1:-1]  # correlations that are tested
-SEED = 0  # of the resampling: the same runs give the same intervals
+SEED = 0  # resampling has a fixed seed: the same runs give the same intervals
 
 
 @dataclass(frozen=True)

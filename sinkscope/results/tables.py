@@ -20,7 +20,7 @@ class Column(NamedTuple):
     name: str
     about: str  # one line for `sinkscope list tables`
     unit: str = ""
-    kind: Kind = "number"  # of its values; a number may be whole
+    kind: Kind = "number"  # the kind of its values; a number may be whole
     since: int = 1  # the first format (results/manifest.py) with it; in older folders it is empty: "", NaN or False
 
 
