@@ -154,7 +154,7 @@ class InputOptions(SeedOptions, SequenceOptions, TextOptions):
 
 
 class ObservableOptions(Options):
-    """The observables, and what of them is reported."""
+    """The observables, and the positions, window and threshold of their tables."""
 
     observables: Annotated[tuple[str, ...] | None, split_at_commas, distinct(NO_OBSERVABLES)] = option(
         None, "Measuring", "See `sinkscope list observables`.", metavar="A,B", shown="all that apply"

@@ -42,25 +42,21 @@ WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `tiny`, a model and its tokenizer, and `bare`, the model alone. Not to be changed."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("tiny", "bare"):
-        tiny_model("llama").save_pretrained(folder / name)
-    core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>").save_pretrained(folder / "tiny")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a tokenizer. Not to be changed."""
+    folder = tmp_path_factory.mktemp("models") / "bare"
+    tiny_model("llama").save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def tiny(saved: Path) -> Path:
-    return saved / "tiny"
-
-
-@pytest.fixture(scope="session")
-def bare(saved: Path) -> Path:
-    return saved / "bare"
+def tiny(bare: Path) -> Path:
+    """The same model with a tokenizer. Not to be changed."""
+    folder = Path(shutil.copytree(bare, bare.with_name("tiny")))
+    core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>").save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -579,7 +575,7 @@ def test_from_runs_no_code_that_a_file_allows(
     assert "if you trust the maker of model, add --trust-remote-code" in refused(2, "analyze", "--from", "old")
 
 
-# --- what --overwrite replaces ---
+# --- two processes ---
 
 
 def test_two_processes_on_one_folder(bare: Path, failing: Any) -> None:
@@ -773,14 +769,12 @@ def test_help() -> None:
         assert (result.exit_code, result.stderr) == (0, "")
         assert "Usage: sinkscope" in result.stdout
         assert result.stdout == command_line(*command, "-h").stdout
-    assert "'sinkscope[lm-eval]'" in " ".join(command_line("benchmark", "--help").output.split())
-    assert all(f"╭─ {panel} ─" in command_line("analyze", "--help").stdout for panel in ("Model", "Input", "Output"))
-
-
-def test_without_a_command() -> None:
     result = command_line()
     assert result.exit_code == 2
     assert "analyze" in result.stdout
+    assert command_line("--version").stdout.startswith("sinkscope ")
+    assert "'sinkscope[lm-eval]'" in " ".join(command_line("benchmark", "--help").output.split())
+    assert all(f"╭─ {panel} ─" in command_line("analyze", "--help").stdout for panel in ("Model", "Input", "Output"))
 
 
 def test_help_needs_no_torch() -> None:
@@ -789,12 +783,6 @@ def test_help_needs_no_torch() -> None:
     program += "finally: print({'torch', 'transformers', 'pandas', 'matplotlib'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
     assert output.endswith("set()\n")
-
-
-def test_as_a_module() -> None:
-    output = subprocess.run([sys.executable, "-m", "sinkscope.cli", "--version"], capture_output=True, text=True)
-    assert output.stdout.startswith("sinkscope ")
-    assert (output.returncode, output.stderr) == (0, "")
 
 
 def test_a_closed_pipe() -> None:
