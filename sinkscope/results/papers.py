@@ -102,7 +102,7 @@ WSE_TRAININGS: dict[str, Published] = {
         "mlp-kernel": 0.74, "mlp-kernel-normalized": 0.19}),
     **_table("WSE table 9", "learning_rate=", {"0.0001": 2.90, "0.0002": 11.21, "0.0004": SOFTMAX, "0.0008": 32.23}),
     **_table("WSE table 10", "fixed_position=", {"0": 74.11, "1": 69.03, "2": 69.64}),
-    **_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # WSE's default has no BOS; with one, token 0 is fixed
+    **_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # its default has no BOS
     **_table("WSE table 11", "feed_forward=", {"swiglu": SOFTMAX}),
     **_table("WSE table 11", "feed_forward=", {
         "geglu": 17.86, "reglu": 13.88, "relu": 16.90, "gelu": 14.76, "swish": 17.89}, TRANSCRIBED),
