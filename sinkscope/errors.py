@@ -14,7 +14,7 @@ class SinkscopeError(Exception):
     """A run that failed (exit status 1): the message says what was wrong and what to do."""
 
     def __init__(self, message: object = "") -> None:
-        """Shorten the message: a name from the user that it repeats may hold line breaks, or a million characters."""
+        """Shorten the message: a name from the user in it may hold line breaks, or a million characters."""
         lines = str(message).splitlines()
         super().__init__("\n".join(one_line(line, LONGEST) for line in (lines if len(lines) <= 2 else [message])))
 
@@ -32,9 +32,7 @@ class UnknownKey(InputError, KeyError):
 class Known(dict[Key, Value]):
     """A dict whose error for an unknown key names the closest known key, and all of them.
 
-    Args:
-        what: what a key names, such as "table"; it begins the message.
-        entries: the content.
+    The message begins with `what`, the kind of thing that a key names, such as "table".
     """
 
     def __init__(self, what: str, entries: Mapping[Key, Value]) -> None:
@@ -46,7 +44,7 @@ class Known(dict[Key, Value]):
 
 
 def unknown(name: object, known: Iterable[object]) -> str:
-    """Return "'x' is unknown; did you mean 'y'? known: …" with the closest known name and the whole list."""
+    """Return "'x' is unknown; did you mean 'y'? known: …" with the closest known name and the complete list."""
     names = [str(one) for one in known]
     close = closest(str(name), names)
     hint = f"did you mean '{close}'? " if close is not None else ""

@@ -25,7 +25,7 @@ pytest.register_assert_rewrite("gradient_reference", "reference", "support", "ti
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Imports take an eighth less time where no garbage is looked for among what they make."""
+    """Collect without garbage collection: imports then take an eighth less time."""
     gc.disable()
     try:
         return (yield)
@@ -34,9 +34,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of real models first: side by side, so that with several workers one of them loads each model. Those of a
-    GPU are skipped where there is none.
-    """
+    """Run tests of real models first, so that one worker loads each model, and skip tests of a GPU if there is none."""
     import torch
 
     items.sort(key=lambda item: item.get_closest_marker("real_model") is None)
@@ -48,9 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
-    """Garbage is collected before every pass over a run's sequences, which takes longer the more objects there are to
-    look at: libraries, tests, and the models that a module before has cached. They are not looked at again.
-    """
+    """Leave libraries, tests and cached models out of the garbage collection, which comes before every measurement."""
     gc.collect()
     gc.freeze()
 
@@ -65,9 +61,9 @@ def hub_server() -> Iterator[Hub]:
 
 @pytest.fixture
 def hub(hub_server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
-    """An empty hub that huggingface_hub takes for the real one, with an empty cache and nobody logged in.
+    """An empty hub in place of the real one, with an empty cache and nobody logged in.
 
-    huggingface_hub reads its environment once, at import, so its constants are what there is to change.
+    huggingface_hub reads its environment once, at import, so its constants have to be changed.
     """
     from huggingface_hub import constants
 
@@ -88,15 +84,15 @@ def hub(hub_server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub
 
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes seconds; tests/figures and the whole runs of tests/cli and tests/commands have it."""
-    from support.figures import skip_figures  # behind the registration above
+    """Skip drawing, which takes seconds; tests/figures and complete runs of tests/cli and tests/commands draw."""
+    from support.figures import skip_figures  # after the registration above
 
     skip_figures(monkeypatch)
 
 
 @pytest.fixture(scope="session")
 def smollm() -> LoadedModel:
-    """SmolLM2-135M-Instruct, as `load` finds it without being told a name. Not to be changed."""
+    """SmolLM2-135M-Instruct, as `load` finds it without a name. Not to be changed."""
     try:
         return sinkscope.load()
     except sinkscope.SinkscopeError as error:
@@ -105,7 +101,7 @@ def smollm() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def smollm_on_cpu(smollm: LoadedModel) -> LoadedModel:
-    """In float32. Not to be changed."""
+    """SmolLM2 in float32 on the CPU. Not to be changed."""
     import torch
 
     on_cpu = smollm.model.device.type == "cpu" and smollm.model.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""FSDP without a GPU. accelerate takes no notice of it on the CPU; torch's own FSDP2 works there, through gloo."""
+"""FSDP without a GPU: accelerate ignores it on the CPU, where torch's own FSDP2 works through gloo."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from sinkscope.training import sharding
 
 
 def shard_on_cpu() -> None:
-    """From now on, in this process, accelerate does on the CPU what it does on GPUs."""
+    """Let accelerate shard on the CPU as on GPUs, in this process from now on."""
     begin = AcceleratorState.__init__
 
     def with_sharding(self: Any, *args: Any, **rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""What every command prints and writes, kept in a folder, and compared with what it was before a change of the code.
+"""The output of every command, kept in a folder, and compared with the output before a change of the code.
 
 `python tests/golden.py write FOLDER` runs all cases below by the command line; `python tests/golden.py compare BEFORE
 AFTER` prints every difference and ends with status 1 if there is one. Tables have to be equal bit for bit, so both
@@ -47,7 +47,7 @@ ARCHITECTURE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 96,
 }  # fmt: skip
 
-# Entries of run.json that tell of one run, its machine and its libraries. They are not compared.
+# Entries of run.json about the time, the machine and the libraries of a run. They are not compared.
 VOLATILE = {
     "versions", "python", "git_commit", "started", "wall_seconds", "peak_memory_mb", "sinkscope", "measured_seconds",
     "seconds", "memory_mb", "tokens_per_second",
@@ -57,7 +57,7 @@ TIMED_TEXT = re.compile(r"\b\d[\d:.,]* ?(?:s|ms|min|minutes|seconds|MB|GB|tokens
 
 
 def cases() -> dict[str, tuple[str, ...]]:
-    """Name of the case → arguments of sinkscope. A case may read what those above it wrote."""
+    """Return name of the case → arguments of sinkscope. A case may read the output of those above it."""
     found: dict[str, tuple[str, ...]] = {"analyze-demo": ("analyze", "--num-seqs", "6")}
     for model in MODELS:
         found |= {
@@ -86,7 +86,7 @@ def cases() -> dict[str, tuple[str, ...]]:
 
 
 def write(folder: Path) -> None:
-    """Run every case, and keep what it printed and what can be compared of its folder."""
+    """Run every case, and keep its printed text and the comparable files of its folder."""
     folder.mkdir(parents=True)
     work = folder / "work"
     work.mkdir()
@@ -116,9 +116,9 @@ def _run(name: str, work: Path, folder: Path) -> None:
     out = () if arguments[0] in ("list", "doctor") or "--help" in arguments else ("--out", f"out/{name}")
     drawn = folder / name / "drawn"
     drawn.mkdir(parents=True)
-    told = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "HF_HUB_OFFLINE": "1", "GOLDEN_DRAWN": str(drawn)}
+    own = {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "HF_HUB_OFFLINE": "1", "GOLDEN_DRAWN": str(drawn)}
     command = [sys.executable, __file__, "run", *arguments, *out]
-    done = subprocess.run(command, cwd=work, env=told, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=work, env=os.environ | own, capture_output=True, text=True)
     print(f"{name}: status {done.returncode}", flush=True)
     kept = folder / name
     (kept / "printed.txt").write_text(f"status {done.returncode}\n{done.stdout}\n--- errors\n{done.stderr}")
@@ -140,7 +140,7 @@ def _page_data(page: str) -> str:
 
 
 def _lasting(value: Any) -> Any:
-    """The value without what differs between two runs of the same code."""
+    """Return the value without the parts that differ between two runs of the same code."""
     if isinstance(value, dict):
         return {key: _lasting(entry) for key, entry in value.items() if key not in VOLATILE}
     if isinstance(value, list):
@@ -152,7 +152,7 @@ def _lasting(value: Any) -> Any:
 
 
 def run(arguments: list[str]) -> None:
-    """The command line, in a process whose figures also write what they draw to $GOLDEN_DRAWN."""
+    """Run the command line in a process whose figures also write their data to $GOLDEN_DRAWN."""
     from matplotlib.figure import Figure
 
     saved = Figure.savefig
@@ -204,7 +204,7 @@ def _artists(figure: Any) -> list[tuple[str, str]]:
 
 
 def compare(before: Path, after: Path) -> bool:
-    """Whether all is equal; what differs is printed."""
+    """Return whether everything is equal, and print the differences."""
     found = {path.relative_to(folder) for folder in (before, after) for path in folder.rglob("*") if path.is_file()}
     differences = 0
     for path in sorted(found):
@@ -243,7 +243,7 @@ def _table_differences(old: Path, new: Path) -> Iterator[str]:
 
 
 def _timed(table: pd.DataFrame) -> pd.Series:
-    """Which rows are measurements of time or memory."""
+    """Return which rows are measurements of time or memory."""
     named = [table[name].astype(str).str.contains(TIMED_COLUMNS) for name in ("metric", "quantity") if name in table]
     return sum(named, pd.Series(False, index=table.index)).astype(bool)
 

@@ -1,109 +1,45 @@
-"""What the gradient tables must hold: plain transformers, autograd's own gradients, float64 loops.
+"""The expected gradient tables: plain transformers, autograd's own gradients, float64 loops.
 
-Nothing of sinkscope is imported. Every sequence goes through the model alone and unpadded, `retain_grad` stands on
-every tensor, attention is dense, and `backward` runs as in training. Where tensors are is written down here by hand.
+Nothing of sinkscope is imported. Every sequence goes through the model alone and unpadded, all recorded tensors keep
+their gradients, attention is dense, and `backward` runs as in training.
 
-Attention comes in by the same three doors that transformers has: a function registered with `AttentionInterface`,
+Attention is recorded in the three ways that transformers has: a function registered with `AttentionInterface`,
 `F.scaled_dot_product_attention` made dense (Falcon, whose eager path adds ALiBi twice), and the own code of BLOOM,
-MPT, GPT-J and GPT-Neo, whose tensors are caught where they are ready.
+MPT, GPT-J and GPT-Neo.
 """
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
-from support.dense_attention import dense_attention
+from reference import (
+    Calls,
+    Place,
+    dense_sdpa,
+    has_own_code,
+    kept,
+    long_enough,
+    own_attention,
+    place_of,
+    recorded_softmax,
+    site_hooks,
+)
+from reference import assert_same as assert_same
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+SITES = ("layer_in", "mid", "attn_norm", "attn_out", "mlp_norm", "mlp_out", "layer_out")
 NAME = "gradient_reference"  # of the attention implementation
 GRAM_QUERIES = 64  # theorem 1's μ, σ² and ρ are measured on at most so many evenly spaced queries
-ROUND_OFF = 1e-5  # of the upper bound: by so much a bound may be missed
-
-
-# ------------------------------------------------------------------------------- where things are, by hand
-
-
-@dataclass(frozen=True)
-class Place:
-    """Modules of one architecture. A layer's norms are named, and whose input h+½ is."""
-
-    layers: str = "model.layers"
-    attention: str = "self_attn"
-    attn_norm: str | None = "input_layernorm"
-    attn_out: str = "self_attn"
-    mid: str | None = "post_attention_layernorm"  # h+½ enters here
-    mlp_norm: str | None = "post_attention_layernorm"
-    mlp_out: str = "mlp"
-    post_norm: bool = False  # h+½ is normalized before the MLP reads it and before the MLP is added
-
-
-def _parallel(
-    layers: str = "model.layers", attn: str = "self_attn", norm: str = "input_layernorm", mlp_norm: str | None = None
-) -> Place:
-    return Place(layers, attn, norm, attn, None, mlp_norm, "mlp")
-
-
-_GEMMA = Place(
-    attn_out="post_attention_layernorm",
-    mid="pre_feedforward_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    mlp_out="post_feedforward_layernorm",
-)
-_FALCON = ("transformer.h", "self_attention")
-_NEOX = ("gpt_neox.layers", "attention", "input_layernorm")
-
-
-def place_of(config: Any) -> Place:
-    kind = config.model_type
-    if kind == "falcon":
-        if config.new_decoder_architecture:
-            return _parallel(*_FALCON, "ln_attn", "ln_mlp")
-        return _parallel(*_FALCON) if config.parallel_attn else Place(*_FALCON, attn_out="self_attention")
-    if kind == "gpt_neox":
-        if config.use_parallel_residual:
-            return _parallel(*_NEOX, "post_attention_layernorm")
-        return Place(*_NEOX, attn_out="attention")
-    if kind == "stablelm" and config.use_parallel_residual:
-        return _parallel()
-    if kind == "opt":
-        before = config.do_layer_norm_before
-        return Place(
-            layers="model.decoder.layers",
-            attn_norm="self_attn_layer_norm" if before else None,
-            mid="final_layer_norm" if before else "self_attn_layer_norm",
-            mlp_norm="final_layer_norm" if before else None,
-            mlp_out="fc2",
-            post_norm=not before,
-        )
-    places = {
-        "gemma2": _GEMMA,
-        "gemma3_text": _GEMMA,
-        "olmo2": Place(
-            attn_norm=None,
-            attn_out="post_attention_layernorm",
-            mid="mlp",
-            mlp_norm=None,
-            mlp_out="post_feedforward_layernorm",
-        ),
-        "phi": _parallel(),
-        "cohere": _parallel(),
-        "gptj": _parallel("transformer.h", "attn", "ln_1"),
-        "gpt2": Place("transformer.h", "attn", "ln_1", "attn", "ln_2", "ln_2"),
-        "gpt_neo": Place("transformer.h", "attn.attention", "ln_1", "attn", "ln_2", "ln_2"),
-        "bloom": Place("transformer.h", "self_attention", attn_out="self_attention.dense", mlp_out="mlp.dense_4h_to_h"),
-        "mpt": Place("transformer.blocks", "attn", "norm_1", "attn.out_proj", "norm_2", "norm_2", "ffn.down_proj"),
-    }
-    return places.get(kind, Place())
+ROUND_OFF = 1e-5  # relative to the upper bound: a bound may be missed by this
 
 
 def gain_of(norm: nn.Module) -> np.ndarray:
@@ -117,7 +53,7 @@ def gain_of(norm: nn.Module) -> np.ndarray:
 
 @dataclass
 class Layer:
-    """One layer on one sequence: each tensor of interest and its gradient (of the whole run's mean loss)."""
+    """One layer on one sequence: tensors, and gradients of the mean loss of the complete run."""
 
     weights: np.ndarray  # (H,T,T)
     query: np.ndarray  # gradients (H,T,d); key, value (K,T,d)
@@ -125,7 +61,7 @@ class Layer:
     value: np.ndarray
     mix: np.ndarray  # (H,T,d)
     sites: dict[str, np.ndarray]  # gradient by site, (T,D)
-    inputs: dict[str, np.ndarray]  # what the sites hold, (T,D)
+    inputs: dict[str, np.ndarray]  # values by site, (T,D)
 
 
 @dataclass
@@ -135,40 +71,20 @@ class Sequence:
     layers: list[Layer]
 
 
-@dataclass
-class _Calls:
-    """Tensors with their gradients to come, in order: one entry a layer each."""
-
-    qkv: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # (1,heads,T,d) each, or MPT's one (1,T,3D)
-    weights: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T)
-    mixes: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,d)
-
-    def add(self, *qkv: torch.Tensor) -> None:
-        self.qkv.append(tuple(kept(x) for x in qkv))
-
-
-def kept(x: torch.Tensor) -> torch.Tensor:
-    x.retain_grad()
-    return x
-
-
 def trainable_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights as they would be trained; the original stays as it is."""
+    """Return a copy whose weights are trainable."""
     twin = copy.deepcopy(model).requires_grad_(True)
     if on_interface(twin):
         twin.set_attn_implementation(NAME)
     return twin
 
 
-OWN_CODE = ("falcon", "bloom", "mpt", "gptj", "gpt_neo")
-
-
 def on_interface(model: PreTrainedModel) -> bool:
-    return model.config.model_type not in OWN_CODE
+    return not has_own_code(model)
 
 
 def record(model: PreTrainedModel, sequences: list[np.ndarray]) -> list[Sequence]:
-    """Forward and backward of every sequence, one at a time. The loss: summed cross-entropy ÷ predicted tokens."""
+    """Run forward and backward on each sequence. The loss is the summed cross-entropy ÷ predicted tokens."""
     model.zero_grad()
     predicted = sum(len(ids) - 1 for ids in sequences)
     return [_record(model, ids, predicted) for ids in sequences]
@@ -177,14 +93,14 @@ def record(model: PreTrainedModel, sequences: list[np.ndarray]) -> list[Sequence
 def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence:
     place = place_of(model.config)
     sites: list[dict[str, torch.Tensor]] = []
-    calls = _Calls()
+    calls = Calls()
     tokens = torch.as_tensor(ids)
     with ExitStack() as stack:
         embedding = model.get_input_embeddings().register_forward_hook(_require_grad)
         stack.callback(embedding.remove)
         for layer in model.get_submodule(place.layers):
             sites.append({})
-            stack.enter_context(_site_hooks(layer, place, sites[-1]))
+            stack.enter_context(site_hooks(layer, place, sites[-1], SITES))
         stack.enter_context(_attention_hooks(model, place, calls))
         logits = model(tokens[None], use_cache=False).logits[0]
     surprise = -logits.double().log_softmax(-1)
@@ -207,7 +123,7 @@ def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence
 
 
 def check_wiring(place: Place, layers: list[Layer]) -> None:
-    """What must be true of the places written down above, in values and in gradients."""
+    """Check the modules of a place by sums of values and of gradients."""
     for layer in layers:
         x, gradient = layer.inputs, layer.sites
         if place.mid is None:
@@ -233,7 +149,7 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
 
 
 def _gradient(x: torch.Tensor) -> np.ndarray:
-    """Zeros where nothing came back."""
+    """Return the gradient, or zeros without one."""
     return _numpy(torch.zeros_like(x) if x.grad is None else x.grad)
 
 
@@ -249,52 +165,11 @@ def _head_gradients(config: Any, qkv: tuple[torch.Tensor, ...]) -> list[np.ndarr
     return [query, key, value]
 
 
-@contextmanager
-def _site_hooks(layer: nn.Module, place: Place, found: dict[str, torch.Tensor]) -> Iterator[None]:
-    def first(x: Any) -> torch.Tensor:
-        return x[0] if isinstance(x, tuple) else x
-
-    def leaving(name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-            found[name] = kept(first(output))
-            # Falcon adds into this very tensor
-            return output.clone() if name == "mlp_out" and isinstance(output, torch.Tensor) else None
-
-        return hook
-
-    def entering(name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            found[name] = kept(first(args) if args else kwargs["hidden_states"])
-
-        return hook
-
-    handles = []
-    for name, path in (("layer_in", ""), ("mid", place.mid)):
-        if path is not None:
-            module = layer.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(entering(name), with_kwargs=True))
-    outputs = {
-        "attn_norm": place.attn_norm,
-        "attn_out": place.attn_out,
-        "mlp_norm": place.mlp_norm,
-        "mlp_out": place.mlp_out,
-        "layer_out": "",
-    }
-    for name, path in outputs.items():
-        if path is not None:
-            handles.append(layer.get_submodule(path).register_forward_hook(leaving(name)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-# -------------------------------------------------------------------------- attention, by its three doors
+# ------------------------------------------------------------------------- attention, in its three ways
 
 
 @contextmanager
-def _attention_hooks(model: PreTrainedModel, place: Place, calls: _Calls) -> Iterator[None]:
+def _attention_hooks(model: PreTrainedModel, place: Place, calls: Calls) -> Iterator[None]:
     if on_interface(model):
         _CALLS.append(calls)
         try:
@@ -302,18 +177,14 @@ def _attention_hooks(model: PreTrainedModel, place: Place, calls: _Calls) -> Ite
         finally:
             _CALLS.pop()
     elif model.config.model_type == "falcon":
-        with patch.object(F, "scaled_dot_product_attention", _dense_sdpa(calls)):
+        with dense_sdpa(calls):
             yield
     else:
-        with ExitStack() as stack:
-            stack.enter_context(_recorded_softmax(calls))
-            for layer in model.get_submodule(place.layers):
-                attention = layer.get_submodule(place.attention)
-                stack.enter_context(_own_code(model.config.model_type, attention, calls))
+        with recorded_softmax(calls), own_attention(model, place, calls):
             yield
 
 
-_CALLS: list[_Calls] = []
+_CALLS: list[Calls] = []
 
 
 def _interface_attention(
@@ -348,79 +219,6 @@ def _interface_attention(
 
 AttentionInterface.register(NAME, _interface_attention)
 AttentionMaskInterface.register(NAME, eager_mask)
-
-
-def _dense_sdpa(calls: _Calls) -> Callable:
-    """F.scaled_dot_product_attention made dense, everything kept."""
-
-    def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.add(query, key, value)
-        attended = dense_attention(query, key, value, *args, **kwargs)
-        calls.weights.append(attended.weights)
-        calls.mixes.append(kept(attended.mix))
-        return attended.mix
-
-    return dense
-
-
-@contextmanager
-def _recorded_softmax(calls: _Calls) -> Iterator[None]:
-    """The model's own softmax; its 4-dimensional answers are attention weights."""
-    softmax = F.softmax
-
-    def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
-        weights = softmax(*args, **kwargs)
-        if weights.dim() == 4:
-            calls.weights.append(weights)
-        return weights
-
-    with patch.object(F, "softmax", recording):
-        yield
-
-
-@contextmanager
-def _own_code(kind: str, attention: Any, calls: _Calls) -> Iterator[None]:
-    """Query, key, value and mix where each architecture's own code has them ready."""
-    with ExitStack() as stack:
-        if kind in ("gptj", "gpt_neo"):
-            own = attention._attn
-
-            def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **kwargs: Any) -> tuple:
-                calls.add(query, key, value)
-                mix, weights = own(query, key, value, *rest, **kwargs)
-                calls.mixes.append(kept(mix))
-                return mix, weights
-
-            stack.enter_context(patch.object(attention, "_attn", attend))
-        elif kind == "bloom":
-            split, merge = attention._reshape, attention._merge_heads
-
-            def reshape(fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                calls.add(*split(fused))
-                return calls.qkv[-1]
-
-            def merge_heads(mix: torch.Tensor) -> torch.Tensor:
-                calls.mixes.append(kept(mix.view(1, *mix.shape)))  # (1,H,T,d)
-                return merge(calls.mixes[-1][0])
-
-            stack.enter_context(patch.object(attention, "_reshape", reshape))
-            stack.enter_context(patch.object(attention, "_merge_heads", merge_heads))
-        elif kind == "mpt":
-            heads, width = attention.n_heads, attention.head_dim
-
-            def fused(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-                calls.add(output)
-
-            def mixed(module: nn.Module, args: tuple) -> tuple:
-                split = args[0].view(1, -1, heads, width).transpose(1, 2)
-                calls.mixes.append(kept(split))
-                return (split.transpose(1, 2).reshape(args[0].shape),)
-
-            stack.callback(attention.Wqkv.register_forward_hook(fused).remove)
-            stack.callback(attention.out_proj.register_forward_pre_hook(mixed).remove)
-        else:
-            raise NotImplementedError(kind)
-        yield
 
 
 class _DoubleTorch:
@@ -470,7 +268,7 @@ def _norm(x: np.ndarray) -> float:
 
 
 def _ratio(above: float, below: float) -> float:
-    """Undefined where nothing comes back to what it is measured against."""
+    """Return a ratio of norms; NaN if the denominator is 0."""
     return above / below if below > 0 else np.nan
 
 
@@ -480,7 +278,7 @@ def _mean(values: list[float]) -> float:
 
 
 def roles_of(place: Place) -> dict[str, tuple[str, str | None, str, str | None]]:
-    """Each branch's input x, its own norm's output y, its output r, and the stream z = x + r behind it."""
+    """Each branch's input x, its own norm's output y, its output r, and the stream z = x + r after it."""
     attn_norm = None if place.attn_norm is None else "attn_norm"
     mlp_norm = None if place.mlp_norm is None else "mlp_norm"
     if place.post_norm:
@@ -497,7 +295,7 @@ def gradient_ratio(model: PreTrainedModel, sequences: list[Sequence], positions:
     for number, branch, (x, y, r, z) in _branches(model, sequences):
         for position in range(positions):
             norms, bloats, compressions, changes = [], [], [], []
-            for sequence in _long_enough(sequences, position):
+            for sequence in long_enough(sequences, position):
                 layer = sequence.layers[number]
                 at = {site: found[position] for site, found in layer.sites.items()}
                 norms.append(_norm(layer.inputs[x][position]))
@@ -546,7 +344,7 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
                     g = predicted * sequence.layers[number].mix[head, position:]
                     measured.append(np.sum((column @ g) ** 2))
                 error = size = 0.0
-                for sequence in _long_enough(sequences, position):
+                for sequence in long_enough(sequences, position):
                     this = sequence.layers[number]
                     group = range(head // groups * groups, head // groups * groups + groups)
                     routed = sum(this.weights[h, position:, position] @ this.mix[h, position:] for h in group)
@@ -561,7 +359,7 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
 
 
 def norm_bound(model: PreTrainedModel, sequences: list[Sequence], positions: int) -> pd.DataFrame:
-    """Theorem 2 for every norm in front of a branch, with γ and ε read off the module."""
+    """Theorem 2 for every norm before a branch, with γ and ε of the module."""
     place = place_of(model.config)
     modules = list(model.get_submodule(place.layers))
     paths = {"attn": place.attn_norm, "mlp": place.mlp_norm}
@@ -574,7 +372,7 @@ def norm_bound(model: PreTrainedModel, sequences: list[Sequence], positions: int
         epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         for position in range(positions):
             ratios, bounds, inside, tightness = [], [], [], []
-            for sequence in _long_enough(sequences, position):
+            for sequence in long_enough(sequences, position):
                 layer = sequence.layers[number]
                 entries = layer.inputs[x][position]
                 if isinstance(norm, nn.LayerNorm):
@@ -604,50 +402,3 @@ def _branches(
     for number in range(len(sequences[0].layers)):
         for branch, roles in roles_of(place_of(model.config)).items():
             yield number, branch, roles
-
-
-def _long_enough(sequences: list[Sequence], position: int) -> list[Sequence]:
-    return [sequence for sequence in sequences if len(sequence.ids) > position]
-
-
-# ------------------------------------------------------------------------------------------- comparison
-
-KEYS = ("layer", "pathway", "branch", "head", "position")
-SMALLEST = 1e-6  # of the column's largest: below that an entry's error counts as relative to this much
-
-
-def errors(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
-    """Column → worst relative error. AssertionError where the rows themselves, or the places of NaN, differ. Pathways
-    that the expected table does not have are left out.
-    """
-    keys = [name for name in KEYS if name in expected]
-    if "pathway" in keys:
-        ours = ours[ours["pathway"].isin(expected["pathway"])]
-    mine, truth = (table.sort_values(keys, ignore_index=True) for table in (ours, expected))
-    assert set(mine.columns) == set(truth.columns)
-    assert len(mine) == len(truth), f"{len(mine)} rows, not {len(truth)}"
-    for name in keys:
-        assert list(mine[name]) == list(truth[name]), f"other values of {name}"
-    found = {}
-    for name in (name for name in truth if name not in keys):
-        column, right = mine[name].to_numpy(float), truth[name].to_numpy(float)
-        if name == "identity_residual":  # round-off on both sides: how large it is matters, not which
-            assert (np.isnan(column) == np.isnan(right)).all(), "NaN elsewhere in identity_residual"
-            found[name] = float(np.nanmax(column, initial=0.0))
-            continue
-        assert (np.isnan(column) == np.isnan(right)).all(), f"NaN elsewhere in {name}"
-        largest = np.nanmax(np.abs(right), initial=0.0)
-        error = np.abs(column - right) / np.maximum(np.maximum(np.abs(right), SMALLEST * largest), 1e-300)
-        found[name] = float(np.nanmax(error, initial=0.0))
-    return found
-
-
-def assert_same(ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame], tolerance: float) -> dict[str, float]:
-    """Every column of every expected table agrees. → the worst error of each table."""
-    worst = {}
-    for name, table in expected.items():
-        found = errors(ours[name], table)
-        wrong = {column: error for column, error in found.items() if not error <= tolerance}
-        assert not wrong, f"table {name}: {wrong}"
-        worst[name] = max(found.values(), default=0.0)
-    return worst

@@ -4,7 +4,7 @@
         ...  # HF_ENDPOINT=hub.url
 
 It answers as huggingface.co does where clients look: commit and ETag headers, byte ranges, and the error
-codes by which a missing repository, revision or file and a gated repository are told apart.
+codes that distinguish a missing repository, revision or file and a gated repository.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ RESOLVE = re.compile(r"/(?P<kind>datasets/)?(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(
 
 @dataclass(frozen=True)
 class Repo:
-    """What a repository holds at each revision, and whose token opens it (None: anybody may read it)."""
+    """A repository: its content at each revision, and the token that opens it (None: anybody may read it)."""
 
     revisions: Mapping[str, Files]
     gate: str | None = None
@@ -61,7 +61,7 @@ def _read(files: Files) -> dict[str, bytes]:
 class Hub:
     """The server, running in a thread between `__enter__` and `__exit__`. `repos` may change meanwhile.
 
-    `faults`: file name → what becomes of its next downloads: a status, or CUT in mid-download.
+    `faults`: file name → the faults of its next downloads: a status, or CUT in mid-download.
     """
 
     def __init__(self, repos: Mapping[str, Repo] | None = None) -> None:
@@ -90,15 +90,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10  # a connection left open ends its thread
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         url = urlsplit(self.path)
         path = url.path  # unquoted part by part: a revision such as refs/pr/1 holds slashes
         self.body = self.rfile.read(min(int(self.headers.get("Content-Length") or 0), 1 << 20))
@@ -111,8 +102,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(404, {"error": "not found"})
 
+    do_HEAD = do_POST = do_GET
+
     def _api_match(self, path: str) -> re.Match[str] | None:
-        """`/api/models/gpt2/tree/main` is of the repository gpt2, not gpt2/tree."""
+        """Find the repository: that of `/api/models/gpt2/tree/main` is gpt2, not gpt2/tree."""
         match = API.match(path)
         if match is None or match["repo"] in self.hub.repos:
             return match
@@ -140,7 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
             recursive = query.get("recursive", ["false"])[0].lower() == "true"
             self._send(200, _tree(files, folder, recursive))
         elif what == "paths-info":
-            wanted = self._form().get("paths", [])
+            is_json = "json" in (self.headers.get("Content-Type") or "")
+            wanted = (json.loads(self.body) if is_json else parse_qs(self.body.decode())).get("paths", [])
             entries = {entry["path"]: entry for entry in _tree(files, "", recursive=True)}
             self._send(200, [entries[path] for path in wanted if path in entries])
         else:
@@ -151,8 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
         if repo is None:
             return
         if repo.gate is not None and self._token() != repo.gate:
-            known = self._token() is not None
-            self._error(403 if known else 401, "GatedRepo", f"Access to {kind} {repo_id} is restricted.")
+            status = 401 if self._token() is None else 403
+            self._error(status, "GatedRepo", f"Access to {kind} {repo_id} is restricted.")
             return
         commit = repo.commit(revision)
         if commit is None:
@@ -181,18 +175,13 @@ class _Handler(BaseHTTPRequestHandler):
         """The repository, or None after an answer that there is none."""
         repo = self.hub.repos.get(repo_id)
         if repo is None or repo.kind != kind:
-            # To the unknown the real hub does not tell whether a repository is missing or private.
+            # without a token, the real hub does not say whether a repository is missing or private
             self._error(404 if self._token() else 401, "RepoNotFound", "Repository not found")
             return None
         return repo
 
     def _token(self) -> str | None:
         return (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
-
-    def _form(self) -> dict[str, Any]:
-        if "json" in (self.headers.get("Content-Type") or ""):
-            return dict(json.loads(self.body))
-        return dict(parse_qs(self.body.decode()))
 
     def _error(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         self._send(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})})

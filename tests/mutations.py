@@ -62,7 +62,7 @@ OBSERVABLE_TESTS = (
     "tests/measuring/test_tracer.py",
 )
 GRADIENT_TESTS = ("tests/measuring/test_gradient.py",)
-BRANCH_TESTS = ("tests/models/test_every_model.py",)  # of branches that a model scales or adds up from several
+BRANCH_TESTS = ("tests/models/test_every_model.py",)  # these test branches that a model scales or adds up from several
 BIAS_TESTS = ("tests/measuring/test_query_bias.py",)
 ESTIMATE_TESTS = (
     "tests/paper_claims/test_claims_estimates.py",
@@ -73,7 +73,7 @@ INTERVENTION_TESTS = ("tests/interventions", "tests/commands/test_intervene.py")
 
 
 class Mutation(NamedTuple):
-    """One error: in this function of this module the text `old`, which occurs there once, becomes `new`."""
+    """One error: the text `old`, which occurs once in this function of this module, becomes `new`."""
 
     name: str
     module: str
@@ -227,7 +227,7 @@ def find_code(code: types.CodeType, function: str) -> types.CodeType | None:
 
 
 def find_function(module: types.ModuleType, function: str) -> Any:
-    """Return the plain function behind a qualified name, without decorators."""
+    """Return the plain function with a qualified name, without decorators."""
     found: Any = module
     for part in function.split("."):
         found = inspect.getattr_static(found, part)
@@ -250,7 +250,7 @@ def mutated_source(mutation: Mutation, source: str) -> str:
 
 
 def apply(mutation: Mutation) -> None:
-    """Exchange the function's code in this process; whoever has imported it calls the mutated code."""
+    """Exchange the function's code in this process; all modules that have imported it call the mutated code."""
     module = importlib.import_module(mutation.module)
     path = str(module.__file__)
     code = compile(mutated_source(mutation, Path(path).read_text()), path, "exec", dont_inherit=True)
@@ -260,7 +260,7 @@ def apply(mutation: Mutation) -> None:
 
 
 class Mutating:
-    """A pytest plugin: in place of the tests that were collected, each mutation's tests in a fork of this process."""
+    """A pytest plugin that runs each mutation's tests in a fork of this process, in place of the collected tests."""
 
     def __init__(self, mutations: list[Mutation]) -> None:
         self.mutations = mutations

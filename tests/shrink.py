@@ -2,8 +2,8 @@
 
 PNG files get a palette of 256 colors in place of 16 million. Figures have few colors, and shades between them where
 lines are smoothed: no channel of a pixel of the figures in `reports/` changes by more than 16 of 255, and they take
-40 % of the space. Parquet files are compressed harder; of trainings by step that take more than LARGEST all the same,
-the last step is left. run.json lists the tables and files that are left.
+40 % of the space. Parquet files are compressed harder; a training by step that still takes more than LARGEST keeps only
+its last step. run.json lists the tables and files that are left.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Write the lists in reports/models/ and the README's: what becomes of every type in transformers' mappings.
+"""Write the lists in reports/models/ and the README with the outcome of every type in transformers' mappings.
 
     python tests/sweep_models.py [LIST …]
 
 models.csv: the causal types; encoders.csv: those that predict masked tokens; image_text.csv: those that also read
 pictures or sound, of which the text tower is measured. A tiny random model of each is built from its configuration.
 
-Of each that works `agrees` says whether every column of the tables `attention`, `attention_heads`, `sink_positions`,
+For each that works, `agrees` says whether every column of the tables `attention`, `attention_heads`, `sink_positions`,
 `activation`, `massive` and `gradient` is what plain transformers and autograd give, in float64 to 1e-10, of a sequence
 alone and of a batch that is padded on either side; whether its logits are the bare model's; and whether the model is
 left as it was. `sites` are those of the table `activation`: no branches where a layer is known by its ends alone.
@@ -32,7 +32,7 @@ from sinkscope.models.in_memory import undisturbed
 
 
 def agreement(row: Row, auto: Any, file: Path) -> dict[str, str]:
-    """Columns on what is compared with plain transformers, and whether it is the same."""
+    """Return columns with the sites that are compared with plain transformers, and whether they are equal."""
     if row.outcome not in ("row", "wiring"):
         return {"sites": "", "agrees": ""}
     model = tiny_of(row.model_type, auto=auto)
@@ -72,7 +72,7 @@ def readme_text() -> str:
 
 
 def readme_list(rows: list[dict[str, str]]) -> str:
-    """Of all types, by what becomes of them; of those with layers of other kinds, their number."""
+    """Return the types by outcome, and the number of those with layers of other kinds."""
     by_outcome = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
     attending = [row for row in by_outcome["wiring"] if "attention" in _kinds(row["layers"])]
     others = [row["model_type"] for row in by_outcome["wiring"] if row not in attending]

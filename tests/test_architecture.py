@@ -16,7 +16,7 @@ def test_the_folders_of_tests_are_rooms() -> None:
 
 
 def test_test_modules_do_not_import_each_other() -> None:
-    """What they share is in tests/support."""
+    """Common code is in tests/support."""
     names = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
     found = [
         f"{path.relative_to(ROOT)} imports {name}"

@@ -55,11 +55,7 @@ def test_what_is_read_of_each_wheel(script: ModuleType, wheels: Path, monkeypatc
     with pytest.raises(SystemExit, match="is another corpus than the one that recipes were run on"):
         script.main(wheels, out)
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    expected = {
-        "code": CODE,
-        "documentation": f"{LONG.strip()}\n\n{OTHER.strip()}",
-        "reference": LONG.strip(),
-    }
+    expected = {"code": CODE, "documentation": f"{LONG.strip()}\n\n{OTHER.strip()}", "reference": LONG.strip()}
     assert {document["domain"]: document["text"] for document in found} == expected
     assert len(found) == 3
     hashes = [hashlib.sha256(document["text"].encode()).hexdigest() for document in found]

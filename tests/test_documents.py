@@ -1,4 +1,4 @@
-"""README, the gallery of reports and CONTRIBUTING: their links exist, and the code that they show works."""
+"""README, the gallery of reports and CONTRIBUTING: their links exist, and their code works."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 12, "bos
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "reports/README.md"])
-def test_links_lead_somewhere(document: str) -> None:
+def test_links_exist(document: str) -> None:
     path = ROOT / document
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
@@ -37,7 +37,7 @@ def test_modules_and_files_named_in_contributing_exist() -> None:
 
 
 def shown(start: str) -> dict[str, Any]:
-    """The names that one block of code in CONTRIBUTING.md defines: the block with this line in it."""
+    """Return the names that the block of code with this line in CONTRIBUTING.md defines."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
     (block,) = [block for block in blocks if re.search(f"^{re.escape(start)}", block, re.MULTILINE)]
     names: dict[str, Any] = {"Any": Any}

@@ -49,10 +49,7 @@ TINY: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", _LLAMA_LIKE),
     "qwen3": ("qwen3", {**_LLAMA_LIKE, "head_dim": 12}),
     "qwen3_moe": ("qwen3_moe", {**_LLAMA_LIKE, **_MOE, "head_dim": 12}),
-    "gemma2": (
-        "gemma2",
-        {**_LLAMA_LIKE, "head_dim": 12, "sliding_window": 6, "attn_logit_softcapping": 2.0},
-    ),
+    "gemma2": ("gemma2", {**_LLAMA_LIKE, "head_dim": 12, "sliding_window": 6, "attn_logit_softcapping": 2.0}),
     "gemma3": (
         "gemma3_text",
         {
@@ -73,20 +70,11 @@ TINY: dict[str, tuple[str, dict]] = {
     "gpt_neox": ("gpt_neox", {**_LLAMA_LIKE, "use_parallel_residual": True}),
     "gpt_neox-sequential": ("gpt_neox", {**_LLAMA_LIKE, "use_parallel_residual": False}),
     "opt": ("opt", {**_LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "opt-post-norm": (
-        "opt",
-        {**_LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
-    ),
+    "opt-post-norm": ("opt", {**_LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
     "bloom": ("bloom", {**_COMMON, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
     "falcon": ("falcon", {**_LLAMA_LIKE, "alibi": False, "new_decoder_architecture": False}),
-    "falcon-alibi": (
-        "falcon",
-        {**_LLAMA_LIKE, "alibi": True, "parallel_attn": False, "multi_query": False},
-    ),
-    "falcon-new": (
-        "falcon",
-        {**_LLAMA_LIKE, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
-    ),
+    "falcon-alibi": ("falcon", {**_LLAMA_LIKE, "alibi": True, "parallel_attn": False, "multi_query": False}),
+    "falcon-new": ("falcon", {**_LLAMA_LIKE, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "mpt": ("mpt", {**_COMMON, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 256}),
     "gptj": ("gptj", {**_GPT2_LIKE, "rotary_dim": 4}),
     "gpt_neo": (
@@ -103,9 +91,8 @@ TINY: dict[str, tuple[str, dict]] = {
     ),
 }
 
-# One for each way in which a family is wired, holds its query, key and value, and knows positions. What acts on a layer
-# through its row of the table of families goes the same way in the others, whose rows test_families.py and
-# test_projections.py check.
+# One for each kind of wiring, of projections of query, key and value, and of positions. Code that acts on a layer by
+# the row of its family works in the same way in the others, whose rows test_families.py and test_projections.py check.
 REPRESENTATIVE = (
     "llama", "gemma2", "olmo2", "phi3", "cohere", "gpt_oss", "gpt2", "gpt_neox", "opt", "opt-post-norm", "bloom",
     "falcon", "falcon-new", "mpt", "gptj", "gpt_neo",
@@ -113,9 +100,10 @@ REPRESENTATIVE = (
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, spread: float = 12.0) -> PreTrainedModel:
-    """A tiny random model of the family `name` (a key of `TINY`), in eval mode, parameters frozen.
+    """A tiny random model of the family `name` (a key of `TINY`), in eval mode, with frozen parameters.
 
-    A copy of one that is built once, which takes a tenth of the time; torch's random numbers go on as after building.
+    It is a copy of a model that is built once, which takes a tenth of the time. Torch's random state is that after the
+    building.
     """
     model_type, overrides = TINY[name]
     model, state = _built(name, model_type, repr(overrides), dtype, spread)
@@ -124,7 +112,7 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, spread: float =
 
 
 class Original:
-    """An object whose copies are made several times faster than by copy.deepcopy: all but its tensors is pickled."""
+    """An object that is copied several times faster than by copy.deepcopy: everything except its tensors is pickled."""
 
     class _Pickler(pickle.Pickler):
         def __init__(self, file: io.BytesIO) -> None:
@@ -156,7 +144,7 @@ class Original:
 def _built(
     name: str, model_type: str, overrides: str, dtype: torch.dtype, spread: float
 ) -> tuple[Original, torch.Tensor]:
-    """The model, and the state of torch's random numbers behind it."""
+    """The model, and torch's random state after building it."""
     config = AutoConfig.for_model(model_type, **TINY[name][1])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -6,14 +6,13 @@ A command's module is imported when it runs, so that `--help` and a mistyped opt
 import inspect
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
@@ -25,55 +24,46 @@ from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag
 from sinkscope.options.output import OutputOptions
 
-# what --debug does is decided before any argument is parsed (ending.py); here it is for --help
+# for --help: ending.py looks for --debug before any argument is parsed
 _DEBUG = typer.Option(
     "--debug", metavar="", help="Show tracebacks, and the warnings of libraries.", rich_help_panel="Output"
 )
 
 
 def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
-    """The parameters of a command: its arguments, its own options, those that it shares, and where it writes."""
+    """Return the parameters of a command: its arguments, its own options, those that it shares, and those of output."""
     first = [name for name in kind.arguments if name in kind.model_fields]
     own = [name for name in kind.model_fields if name in kind.__annotations__ and name not in first]
     rest = [name for name in kind.model_fields if name not in (*first, *own)]
-    shown = [name for name in (*first, *own, *rest) if name not in (*kind.refused, *kind.hidden)]
+    fields = {name: kind.model_fields[name] for name in (*first, *own, *rest) if name not in kind.refused}
+    fields = {name: field for name, field in fields.items() if name not in kind.hidden}
+    of_output = [*(("out", "overwrite", "no_page") if kind.writes else ()), *(("from_",) if kind.repeatable else ())]
+    fields |= {name: OutputOptions.model_fields[name] for name in (*of_output, "quiet")}
     parameters = [_keyword("ctx", typer.Context)]
-    parameters += [_parameter(kind, name, kind.model_fields[name]) for name in shown]
-    parameters += [_parameter(kind, name, OutputOptions.model_fields[name]) for name in _of_output(kind)]
+    for name, field in fields.items():
+        extra: Any = field.json_schema_extra
+        shown = kind.writes if name == "out" else kind.shown.get(name, extra["shown"])
+        is_required = field.default is PydanticUndefined or field.default is ...
+        default = None if is_required else field.default
+        listed = ",".join(default) if isinstance(default, tuple) else ""
+        kind_of_value, value = _typed(field.annotation, default)
+        words: dict[str, Any] = {
+            "metavar": extra["metavar"],
+            "help": field.description,
+            "show_default": shown or listed or value is not None,
+        }
+        info: Any = typer.Option(flag(name), **words, rich_help_panel=extra["panel"])
+        if name in kind.arguments:
+            info = typer.Argument(**words)
+        value = inspect.Parameter.empty if is_required else value
+        parameters.append(_keyword(name, Annotated[kind_of_value, info], value))
     return [*parameters, _keyword("debug", Annotated[bool, _DEBUG], False)]
 
 
-def _of_output(kind: type[Options]) -> Iterator[str]:
-    if kind.writes:
-        yield from ("out", "overwrite", "no_page")
-    if kind.repeatable:
-        yield "from_"
-    yield "quiet"
-
-
-def _parameter(kind: type[Options], name: str, field: FieldInfo) -> inspect.Parameter:
-    extra: Any = field.json_schema_extra
-    shown = kind.writes if name == "out" else kind.shown.get(name, extra["shown"])
-    required = field.default is PydanticUndefined or field.default is ...
-    default = None if required else field.default
-    listed = ",".join(default) if isinstance(default, tuple) else ""
-    kind_of_value, value = _typed(field.annotation, default)
-    words: dict[str, Any] = {
-        "metavar": extra["metavar"],
-        "help": field.description,
-        "show_default": shown or listed or value is not None,
-        "rich_help_panel": extra["panel"],
-    }
-    if name in kind.arguments:
-        info: Any = typer.Argument(**words | {"rich_help_panel": None})
-    else:
-        info = typer.Option(flag(name), **words)
-    return _keyword(name, Annotated[kind_of_value, info], inspect.Parameter.empty if required else value)
-
-
 def _typed(annotation: Any, default: Any) -> tuple[Any, Any]:
-    """How typer reads a value, and its default. pydantic checks more: choices, ranges, "a number or a word"."""
-    choices = [choice for choice in _alternatives(annotation) if choice is not NoneType]
+    """Return the type with which typer reads a value, and its default. pydantic checks choices and ranges."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    choices = [part for part in parts if part is not NoneType]
     if choices[0] is bool:
         return bool, default
     if get_origin(choices[0]) is tuple:
@@ -83,15 +73,9 @@ def _typed(annotation: Any, default: Any) -> tuple[Any, Any]:
     return (str, default) if isinstance(default, str) else (str | None, default)
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-
-
 def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
-
-# -------------------------------------------------------------------------------------------------- the application
 
 app = typer.Typer(
     name="sinkscope",
@@ -125,10 +109,14 @@ def start(
 
 
 def _command(name: str, kind: type[Options]) -> Callable[..., None]:
-    """The function that typer calls for a command."""
+    """Return the function that typer calls for a command."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        typed = {name: value for name, value in values.items() if _was_typed(ctx, name)}
+        # the model chooses the defaults of options that were not typed
+        sources = {option: ctx.get_parameter_source(option) for option in values}
+        typed = {
+            option: values[option] for option, source in sources.items() if source and source.name == "COMMANDLINE"
+        }
         written = OutputOptions.model_fields.keys() - kind.model_fields.keys()
         output = checked(OutputOptions, {key: typed[key] for key in typed.keys() & written})
         options = {key: value for key, value in typed.items() if key in kind.model_fields}
@@ -139,7 +127,9 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
                 folder = folder.with_name(f"{folder.name}-repeated")
             module = import_module(f"sinkscope.commands.{name}")
             result = module.command(asked, output.model_copy(update={"out": folder}))
-        if not output.quiet and _prints():
+        # only the first of the processes of `accelerate launch` prints
+        is_first = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
+        if not output.quiet and is_first:
             with printing(result.folder):
                 print_result(result)
         if result.failure:
@@ -150,26 +140,15 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
     return command
 
 
-def _prints() -> bool:
-    """Of the processes that `accelerate launch` starts, the first."""
-    return "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
-
-
-def _was_typed(ctx: typer.Context, name: str) -> bool:
-    """The defaults of options that were not typed are the model's to choose."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 def _repeated(name: str, kind: type[Options], output: OutputOptions, typed: dict[str, Any]) -> Options:
-    """The options of the run that --from names, but its permissions: those are the ones that were typed."""
+    """Return the options of the run that --from names, except its permissions: those must be typed."""
     for given in [name for name in typed if name not in PERMISSIONS]:
         what = f"{given.upper()} {typed[given]}" if given in kind.arguments else flag(given)
         raise InputError(
             f"--from repeats a run with all its options, so {what} does not go with it: "
             f"leave one of the two out (--out, --overwrite, --quiet, {', '.join(map(flag, PERMISSIONS))} may stay)"
         )
-    from sinkscope.commands.repeat import options_of_run  # torch is not far below
+    from sinkscope.commands.repeat import options_of_run  # imports torch
 
     assert output.from_ is not None
     return options_of_run(output.from_, name, kind, [name for name in PERMISSIONS if typed.get(name)])

@@ -1,4 +1,4 @@
-"""How commands end: with an exit status, and with one or two lines on stderr where they end badly."""
+"""The end of commands: an exit status, and one or two lines on stderr if they fail."""
 
 import contextlib
 import logging
@@ -23,24 +23,30 @@ class Commands(TyperGroup):
 
     def main(self, args: Any = None, *rest: Any, **extra: Any) -> Any:
         args = list(sys.argv[1:] if args is None else args)
-        debug = "--debug" in args  # looked for here, since wrong arguments end before any is parsed
+        debug = "--debug" in args  # before arguments are parsed, since wrong ones end the command
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an ASCII terminal shows ε as ?
         try:
             with contextlib.nullcontext() if debug else _silent_libraries():
                 status = super().main(args, *rest, **extra | {"standalone_mode": False})
-                with printing():  # what was printed is in a buffer still, also the text of --help
+                with printing():  # flush the buffer, also after the text of --help
                     pass
-        except BrokenPipeError:  # `sinkscope list | head`: the reader has what it wanted
+        except BrokenPipeError:  # `sinkscope list | head`: the reader needs no more
             _discard(sys.stdout)
             sys.exit(FAILED)
         except Exception as raised:
-            error = _of_printing(raised)
-            with contextlib.suppress(OSError):  # nobody can be told where standard error is full, too
+            error = raised
+            if isinstance(raised, OSError):  # it may be of standard output, whose buffer then cannot be flushed either
+                try:
+                    with printing():
+                        pass
+                except (SinkscopeError, BrokenPipeError) as of_printing:
+                    error = of_printing
+            with contextlib.suppress(OSError):  # standard error may be full, too
                 if debug:
                     traceback.print_exception(error)
                 print("sinkscope:", _message(error), file=sys.stderr)
-            sys.exit(_exit_status(error))
+            sys.exit(WRONG_INPUT if isinstance(error, InputError) or _is_usage_error(error) else FAILED)
         sys.exit(status if isinstance(status, int) else DONE)
 
     def invoke(self, ctx: Any) -> Any:
@@ -52,7 +58,7 @@ class Commands(TyperGroup):
 
 @contextlib.contextmanager
 def interruption(kind: type[Options]) -> Iterator[None]:
-    """Say what an interrupted command has left behind."""
+    """Turn an interruption into a message about the files that are left."""
     try:
         yield
     except BaseException as error:
@@ -61,17 +67,16 @@ def interruption(kind: type[Options]) -> Iterator[None]:
         if kind.resumable:
             left = ": what was reached is kept, and the same command goes on from there"
         else:
-            told = str(error) if isinstance(error, KeyboardInterrupt) else ""  # of figures, after the tables
-            left = f": {told or 'nothing was written'}" if kind.writes else ""
+            said = (
+                str(error) if isinstance(error, KeyboardInterrupt) else ""
+            )  # while figures are drawn, after the tables
+            left = f": {said or 'nothing was written'}" if kind.writes else ""
         raise SinkscopeError(f"interrupted{left}") from None
 
 
 @contextlib.contextmanager
 def printing(folder: Path | None = None) -> Iterator[None]:
-    """Say what is left of a result that standard output does not take, as on a disk that is full.
-
-    Args:
-        folder: where the result was written before.
+    """Report output that cannot be printed, as on a full disk; the result was written to `folder` before.
 
     Raises:
         SinkscopeError: not all was printed.
@@ -88,29 +93,13 @@ def printing(folder: Path | None = None) -> Iterator[None]:
         raise SinkscopeError(f"standard output cannot be written ({error.strerror}){left}") from error
 
 
-def _of_printing(error: Exception) -> Exception:
-    """The error itself, or that of `printing` where standard output did not take what is in its buffer still."""
-    if isinstance(error, OSError):
-        try:
-            with printing():
-                pass
-        except (SinkscopeError, BrokenPipeError) as own:
-            return own
-    return error
-
-
 def _discard(stream: TextIO) -> None:
-    """Let what a stream still holds vanish: Python would complain when it flushes for the last time."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-
-
-def _exit_status(error: Exception) -> int:
-    return WRONG_INPUT if isinstance(error, InputError) or _is_usage_error(error) else FAILED
+    """Discard the buffer of a stream: Python would complain when it flushes it at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _is_usage_error(error: Exception) -> bool:
-    """Whether it is typer's own, of wrong options: its class is not public."""
+    """Return whether typer raised the error for wrong options: its class is not public."""
     return hasattr(error, "format_message")
 
 

@@ -1,4 +1,4 @@
-"""What a command prints: results on stdout, notes and where it wrote on stderr."""
+"""Printing the result of a command: results on stdout, notes and the folder on stderr."""
 
 import sys
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 def print_result(result: "Result") -> None:
     if result.markdown:
-        _print_markdown(result.markdown)
+        console = Console()
+        if console.is_terminal:
+            console.print(Markdown(result.markdown))
+        else:
+            print(result.markdown)
     if result.text:
         Console().print(result.text, markup=False, highlight=False, soft_wrap=True)
     if result.numbers is not None:
@@ -30,23 +34,14 @@ def print_result(result: "Result") -> None:
         print(f"written to {result.folder}", file=sys.stderr)
 
 
-def _print_markdown(text: str) -> None:
-    """Rendered for people; as it is for pipes and files."""
-    console = Console()
-    if console.is_terminal:
-        console.print(Markdown(text))
-    else:
-        print(text)
-
-
 def print_table(rows: "pd.DataFrame", title: str | None = None, numbers: bool = False) -> None:
-    """A table as wide as the terminal; in pipes and files as wide as it needs."""
+    """Print a table as wide as the terminal, or in pipes and files as wide as it needs."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=10_000)
     table = Table(title=title and Text(title), title_justify="left")
-    for place, column in enumerate(rows.columns):
-        justify: Literal["left", "right"] = "right" if numbers and place else "left"
+    for index, column in enumerate(rows.columns):
+        justify: Literal["left", "right"] = "right" if numbers and index else "left"
         table.add_column(Text(str(column)), justify=justify, overflow="fold")
     for row in rows.itertuples(index=False):
         table.add_row(*(Text(str(value) or "–") for value in row))  # Text: brackets are no markup

@@ -45,10 +45,8 @@ from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.paper_claims.routes import routes_of_models
 from sinkscope.paper_claims.table import evidence_of, judged, models_of
-from sinkscope.results.bos import OPTIONS as BOS_OPTIONS
-from sinkscope.results.bos import WITHOUT
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
-from sinkscope.results.run import RunData
+from sinkscope.results.run import BOS_OPTIONS, WITHOUT, RunData
 from sinkscope.results.scorecard import COMMAND, TABLES
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.verdict.scorecard import Scorecard

@@ -1,4 +1,4 @@
-"""What was asked, as pydantic models: a command line, a recipe and a run.json are three spellings of the same model.
+"""Options as pydantic models: a command line, a recipe and a run.json are three spellings of the same model.
 
 Nothing here imports torch, so that `--help` answers at once.
 """

@@ -17,16 +17,12 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 from sinkscope.errors import InputError, closest, one_line, unknown
 
-LARGEST = 1 << 26  # bytes of a file that is read whole to be parsed
+LARGEST = 1 << 26  # bytes of a file that is read completely to be parsed
 DEEPEST = 100  # nesting of its content; real ones have ten
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:
-    """Return the path that a user gave, with ~ replaced by the home folder.
-
-    Raises:
-        InputError: there is no such user, or no path can have this name.
-    """
+    """Return the path that a user gave, with ~ replaced by the home folder. Raises InputError if there is none."""
     path = plain_path(name)
     try:
         return path.expanduser()
@@ -47,11 +43,7 @@ def plain_path(name: str | os.PathLike[str]) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder"] | None:
-    """Return whether a path is a file or a folder; None if it does not exist.
-
-    Raises:
-        InputError: it cannot be used, or is neither a file nor a folder.
-    """
+    """Return whether a path is a file or a folder, or None if it does not exist. Raises InputError for other kinds."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -70,7 +62,7 @@ def _looked_up(path: Path) -> Path:
     return path
 
 
-UserPath = Annotated[Path, AfterValidator(_looked_up)]  # of an option: there is nothing, a file or a folder
+UserPath = Annotated[Path, AfterValidator(_looked_up)]  # the type of an option: there is nothing, a file or a folder
 
 
 def names_in(folder: Path) -> list[str]:
@@ -100,8 +92,7 @@ def _first_bytes(path: Path, count: int) -> bytes:
 def read_text(path: Path, largest: int = LARGEST) -> str:
     """Return the text of a file without a byte order mark.
 
-    Raises:
-        InputError: there is no such file, it cannot be read, it is too large, or it is not UTF-8.
+    Raises InputError if there is no such file, or it cannot be read, is too large, or is not UTF-8.
     """
     content = _first_bytes(path, largest + 1)
     if len(content) > largest:
@@ -113,11 +104,7 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        InputError: as `read_text`, and for what is no JSON or nested too deeply.
-    """
+    """Return the content of a JSON file. Raises InputError as `read_text`, or if it is no JSON or nested too deeply."""
     try:
         content = json.loads(read_text(path))
         json.dumps(content, ensure_ascii=False).encode()  # half a character, which JSON can write, is no text
@@ -153,10 +140,10 @@ def read_yaml(path: Path, kind: type[Content], what: str, options: Collection[st
     """Read a YAML file.
 
     Args:
-        path: of the file.
+        path: the file.
         kind: the model of its content.
-        what: it is called in messages: «recipe».
-        options: keys that belong under `options`, when they stand beside it.
+        what: the name of the kind of file in messages, such as "recipe".
+        options: keys that belong under `options`; the message says so if they are next to it.
 
     Raises:
         InputError: the file cannot be read, is no YAML, or holds something else.
@@ -173,7 +160,7 @@ def _parse(path: Path, what: str) -> dict[str, Any]:
     text = read_text(path, LARGEST_YAML)
     try:
         content = _with_text_for_keys(yaml.load(text, _Loader))
-    # any error of a value that looks like a date, a number or another YAML type
+    # a value that looks like a date, a number or another YAML type may raise any of these
     except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
         raise InputError(f"{path} is not YAML: {_yaml_complaint(error)}") from None
     check_depth(path, content)
@@ -184,7 +171,8 @@ def _parse(path: Path, what: str) -> dict[str, Any]:
     if content is None:
         raise InputError(f"{path} is empty: a {what} has at least a title")
     if not isinstance(content, dict):
-        raise InputError(f"{path} is not a {what}: it holds {_some(content)}, and not keys and values, as `title: …`")
+        some = "text" if isinstance(content, str) else "a list" if isinstance(content, list) else f"only {content!r}"
+        raise InputError(f"{path} is not a {what}: it holds {some}, and not keys and values, as `title: …`")
     return content
 
 
@@ -210,14 +198,10 @@ def _count(node: Any, counted: dict[int, int]) -> int:
 
 
 def _with_text_for_keys(content: Any) -> Any:
-    """YAML reads the keys `1` and `on` as a number and a truth value."""
+    """Convert all keys to text: YAML reads the keys `1` and `on` as a number and a truth value."""
     if not isinstance(content, dict):
         return content
     return {str(key): _with_text_for_keys(value) for key, value in content.items()}
-
-
-def _some(content: Any) -> str:
-    return "text" if isinstance(content, str) else "a list" if isinstance(content, list) else f"only {content!r}"
 
 
 def _yaml_complaint(error: Exception) -> str:
@@ -231,7 +215,7 @@ def _yaml_complaint(error: Exception) -> str:
     return where + one_line(problem) + hint
 
 
-_NEEDED = {  # pydantic's kind of error → what to say of the value
+_NEEDED = {  # pydantic's kind of error → the message about the value
     "string_type": "it must be text",
     "dict_type": "it must hold keys and values, as `seq-len: 64`",
     "tuple_type": "it must be a list, as [sink-map, sinks-by-layer]",
@@ -241,7 +225,7 @@ _NEEDED = {  # pydantic's kind of error → what to say of the value
 def _complaint(error: Any, kind: type[BaseModel], options: Collection[str]) -> str:
     """Describe one of pydantic's errors to the author of the file."""
     message = str(error["msg"]).removeprefix("Value error, ")
-    if not error["loc"]:  # of several keys together
+    if not error["loc"]:  # the error is about several keys together
         return message
     where, key = ".".join(str(part) for part in error["loc"]), str(error["loc"][0])
     if error["type"] == "missing":

@@ -1,6 +1,5 @@
-"""The options of loading a model, of what it reads and of what is measured. Nothing here imports torch."""
+"""The options of the model, its input and the measurement. Nothing here imports torch."""
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -14,9 +13,13 @@ from sinkscope.options.option import (
     Options,
     as_folder_name,
     checked,
+    distinct,
     distinct_folder_name,
+    from_one,
     option,
-    split_all_names,
+    path_as_text,
+    split_at_commas,
+    text_as_tuple,
 )
 
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -30,12 +33,15 @@ def check_device_map(name: str) -> str:
     raise ValueError(unknown(name, (*DEVICES, *POLICIES)))
 
 
-POSITIONS, WINDOW = 16, 64  # where the sequences are long enough; GS fig. 1 and WSE
+POSITIONS, WINDOW = 16, 64  # if the sequences are long enough; GS fig. 1 and WSE
 PROMPT = "prompt"  # the condition of a run on --prompt
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
-# Options by which code from elsewhere may run: the person who types the command or calls Python gives them, and no
-# file does. They do not affect results.
+# Options that permit code from elsewhere to run. Only the person who types the command or calls Python gives them, and
+# no file does. They do not affect results.
 PERMISSIONS = ("trust_remote_code", "allow_pickle")
+
+
+NO_OBSERVABLES = "none was named; `sinkscope list observables` shows the names"
 
 
 class ModelOptions(Options):
@@ -97,35 +103,29 @@ class DeviceOptions(Options):
 class TextOptions(Options):
     """The text that the model reads."""
 
-    input: str = option(
+    input: Annotated[str, path_as_text] = option(
         "natural",
         "Input",
         "natural, code, documentation, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON "
-        "lines (.jsonl) with "
-        "`text`, `messages` (a chat, through the model's template) or `input_ids`, or token ids (.npy).",
+        "lines (.jsonl) with `text`, `messages` (a chat, through the model's template) or `input_ids`, or token ids "
+        "(.npy).",
         metavar="IN",
     )
     seq_len: int = option(64, "Input", "Tokens in each sequence, the BOS included.", metavar="T", ge=2)
     bos: Literal["auto", "always", "never"] = option(
         "auto",
         "Input",
-        "BOS in front of every sequence, random and repeated tokens included: always, never, or auto: where the "
+        "BOS before every sequence, random and repeated tokens included: always, never, or auto: where the "
         "tokenizer puts one before text. An encoder's texts also keep what its tokenizer puts after them, except with "
         "never.",
         metavar="B",
     )
 
-    @field_validator("input", mode="before")
-    @classmethod
-    def _as_text(cls, source: Any) -> Any:
-        """Convert a path given from Python to text, as run.json holds it."""
-        return os.fspath(source) if isinstance(source, os.PathLike) else source
-
 
 class SeedOptions(Options):
     """The seed of everything that is drawn at random."""
 
-    seed: int = option(0, "Input", "Of all that is drawn at random.", metavar="N", ge=0, le=2**63 - 1)
+    seed: int = option(0, "Input", "Seed of all random numbers.", metavar="N", ge=0, le=2**63 - 1)
 
 
 class SequenceOptions(Options):
@@ -137,7 +137,7 @@ class SequenceOptions(Options):
         "A HuggingFace dataset instead of a text: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.",
         metavar="NAME",
     )
-    num_seqs: int = option(100, "Input", "Number of sequences that are measured, at most.", metavar="N", ge=1)
+    num_seqs: int = option(100, "Input", "Largest number of measured sequences.", metavar="N", ge=1)
 
 
 class InputOptions(SeedOptions, SequenceOptions, TextOptions):
@@ -154,9 +154,9 @@ class InputOptions(SeedOptions, SequenceOptions, TextOptions):
 
 
 class ObservableOptions(Options):
-    """What is measured and reported."""
+    """The observables, and the positions, window and threshold of their tables."""
 
-    observables: tuple[str, ...] | None = option(
+    observables: Annotated[tuple[str, ...] | None, split_at_commas, distinct(NO_OBSERVABLES)] = option(
         None, "Measuring", "See `sinkscope list observables`.", metavar="A,B", shown="all that apply"
     )
     positions: int = option(
@@ -165,30 +165,18 @@ class ObservableOptions(Options):
     window: int = option(
         WINDOW,
         "Measuring",
-        "Window mass: what a position gets on average from W queries, the first being its own.",
+        "Window mass: the mean attention to a position from W queries, the first being its own.",
         metavar="W",
         shown=f"{WINDOW}, or T if less",
         ge=1,
     )
     epsilon: float = option(0.3, "Measuring", "A sink has a window mass above E.", metavar="E", ge=0.0, le=1.0)
 
-    @field_validator("observables", mode="before")
-    @classmethod
-    def _split(cls, names: Any) -> Any:
-        return split_all_names(names)
-
-    @field_validator("observables")
-    @classmethod
-    def _once(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if names is not None and not names:
-            raise ValueError("none was named; `sinkscope list observables` shows the names")
-        return names and tuple(dict.fromkeys(names))  # named twice is measured once
-
 
 class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     """All options that affect the results of a measuring run."""
 
-    batch_size: int | Literal["auto"] = option(
+    batch_size: Annotated[int | Literal["auto"], from_one("at least 1 sequence is needed in a batch")] = option(
         "auto", "Measuring", "Sequences at once; halved where memory runs out.", metavar="N"
     )
     skip_parity: bool = option(
@@ -204,35 +192,25 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
         try:
             length = int(options.get("seq_len", cls.model_fields["seq_len"].default))
         except (TypeError, ValueError, OverflowError):
-            return options  # the validation of the field gives a better message
+            length = 0
         if length < 2:
-            return options
-        fitted = {name: min(cls.model_fields[name].default, length) for name in ("positions", "window")}
-        return fitted | options
-
-    @field_validator("batch_size")
-    @classmethod
-    def _check_batch_size(cls, size: int | str) -> int | str:
-        if isinstance(size, int) and not 1 <= size <= MOST:
-            raise ValueError("at least 1 sequence is needed in a batch" if size < 1 else f"at most {MOST}")
-        return size
+            return options  # the validation of the field gives a better message
+        return {name: min(cls.model_fields[name].default, length) for name in ("positions", "window")} | options
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":
-        for name in ("positions", "window"):
-            if getattr(self, name) > self.seq_len:
-                raise ValueError(
-                    f"--{name} {getattr(self, name)} is beyond the sequence of {self.seq_len} tokens: "
-                    f"take at most {self.seq_len}, or a larger --seq-len"
-                )
+        length = self.seq_len
+        for name, value in (("positions", self.positions), ("window", self.window)):
+            if value > length:
+                beyond = f"--{name} {value} is beyond the sequence of {length} tokens"
+                raise ValueError(f"{beyond}: take at most {length}, or a larger --seq-len")
         return self
 
     @property
     def run_name(self) -> str:
         """The model's name, its revision and its input as a folder name."""
-        reads = Path(self.dataset.split(":")[0]).name if self.dataset else Path(self.input).stem
-        reads = reads if self.prompt is None else PROMPT
-        return as_folder_name(self.folder_name, distinct_folder_name(reads))
+        text = Path(self.dataset.split(":")[0]).name if self.dataset else Path(self.input).stem
+        return as_folder_name(self.folder_name, distinct_folder_name(PROMPT if self.prompt is not None else text))
 
 
 class AnalyzeOptions(RunConfig):
@@ -288,28 +266,17 @@ class InterveneOptions(ControlOptions, RunConfig):
     shown: ClassVar = {"observables": "attention, massive and mean-maps, which are always measured"}
     hidden: ClassVar = ("arms",)  # for Python and recipes
 
-    do: tuple[str, ...] = option(
+    do: Annotated[tuple[str, ...], text_as_tuple] = option(
         (), "Intervening", "An intervention; more are stacked in their order. Or all.", metavar="NAME[:K=V,…]"
     )
-    arms: dict[str, tuple[str, ...]] = option({}, "Intervening", "Label → the stack of interventions of that arm.")
+    arms: dict[str, Annotated[tuple[str, ...], text_as_tuple]] = option(
+        {}, "Intervening", "Label → the stack of interventions of that arm."
+    )
 
     @field_validator("observables")
     @classmethod
     def _always(cls, names: tuple[str, ...] | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*ALWAYS, *(names or ()))))
-
-    @field_validator("do", mode="before")
-    @classmethod
-    def _alone(cls, do: Any) -> Any:
-        return (do,) if isinstance(do, str) else do
-
-    @field_validator("arms", mode="before")
-    @classmethod
-    def _each_alone(cls, arms: Any) -> Any:
-        """Put the single intervention of an arm into a list."""
-        if not isinstance(arms, dict):
-            return arms
-        return {name: [do] if isinstance(do, str) else do for name, do in arms.items()}
 
     @model_validator(mode="after")
     def _check_arms(self) -> "InterveneOptions":
@@ -321,7 +288,7 @@ class InterveneOptions(ControlOptions, RunConfig):
 
     @property
     def stacks(self) -> "dict[str, tuple[str, ...]] | Literal['all']":
-        """Label → the interventions of that arm; or "all", each as an arm of its own."""
+        """Label → the interventions of that arm; or "all", for each as an arm of its own."""
         if self.do == ("all",):
             return "all"
         return self.arms or {"+".join(part.partition(":")[0] for part in self.do): self.do}
@@ -338,11 +305,11 @@ PerCache = Literal["tensor", "token", "channel"]
 
 
 class QuantizeOptions(RunConfig):
-    about: ClassVar[str] = """Simulate W8A8: what it costs in perplexity, and which sites' outliers make it so.
+    about: ClassVar[str] = """Simulate W8A8: its cost in perplexity, and the sites whose outliers cause it.
 
-    Weights symmetric, activations asymmetric, one static range a tensor if nothing else is said: input, weight and
-    output of every linear layer but the LM head. Also writes the modules to keep in full precision, as JSON and as a
-    recipe for llm-compressor. The model itself is left as it is."""
+    Quantizes input, weight and output of every linear layer except the LM head: weights symmetric, activations
+    asymmetric, by default with one static range per tensor. Also writes the modules to keep in full precision, as JSON
+    and as a recipe for llm-compressor. The model itself does not change."""
     writes: ClassVar = "runs/MODEL-INPUT-W8A8"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -354,28 +321,24 @@ class QuantizeOptions(RunConfig):
         "Quantizing",
         "linear layers alone, or full: also embeddings, residual sums, attention scores and softmax outputs.",
     )
-    bits_weights: int = option(8, "Quantizing", "Of weights, symmetric.", metavar="B", ge=2, le=16)
-    bits_activations: int = option(8, "Quantizing", "Of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
-    bits_kv_cache: int = option(8, "Quantizing", "Of keys and values, asymmetric.", metavar="B", ge=2, le=16)
+    bits_weights: int = option(8, "Quantizing", "Bits of weights, symmetric.", metavar="B", ge=2, le=16)
+    bits_activations: int = option(8, "Quantizing", "Bits of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
+    bits_kv_cache: int = option(8, "Quantizing", "Bits of keys and values, asymmetric.", metavar="B", ge=2, le=16)
     weights_per: PerWeight = option(
-        "tensor", "Quantizing", "One range a tensor, or one an output channel.", metavar="WHAT"
+        "tensor", "Quantizing", "One range per tensor, or per output channel.", metavar="WHAT"
     )
     activations_per: PerActivation = option(
-        "tensor", "Quantizing", "One static range a tensor, or one a token, taken as it comes.", metavar="WHAT"
+        "tensor", "Quantizing", "One static range per tensor, or a dynamic one per token.", metavar="WHAT"
     )
     kv_cache_per: PerCache | None = option(
         None,
         "Quantizing",
-        "Quantize keys and values too: one static range, one a token and head, or a static one a channel.",
+        "Quantize keys and values, too: one static range, one per token and head, or a static one per channel.",
         metavar="WHAT",
         shown="not quantized",
     )
     calibration: int = option(
-        16,
-        "Quantizing",
-        "Sequences, behind those evaluated, that the ranges come from.",
-        metavar="N",
-        ge=1,
+        16, "Quantizing", "Sequences, after those evaluated, that the ranges come from.", metavar="N", ge=1
     )
 
     def folder(self) -> Path:
@@ -396,15 +359,8 @@ class DoctorOptions(DeviceOptions, ModelOptions):
 
 
 def make_config(**options: Any) -> RunConfig:
-    """RunConfig from options.
-
-    Raises:
-        InputError: the first option that is wrong, in one line.
-    """
+    """Return the RunConfig with these options. Raises InputError with one line on the first that is wrong."""
     return checked(RunConfig, options)
-
-
-# ----------------------------------------------------------------------------------------------------------- claims
 
 
 class ClaimsOptions(ControlOptions, RunConfig):
@@ -413,8 +369,8 @@ class ClaimsOptions(ControlOptions, RunConfig):
     Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
     architecture, interventions), and judges each by its 95 % interval. After an interruption, the same command resumes.
 
-    --from alone judges runs that are there, of one model or several, and loads none. With a MODEL besides (the demo by
-    its name), those runs are judged and what they lack is measured."""
+    --from alone judges existing runs, of one model or several, and loads none. With a MODEL (the demo by its name), it
+    judges those runs and measures what they lack."""
     writes: ClassVar = "runs/MODEL-claims"
     in_memory: ClassVar = True
     resumable: ClassVar = True
@@ -426,14 +382,14 @@ class ClaimsOptions(ControlOptions, RunConfig):
     nulls: int = option(
         5,
         "Measuring",
-        "Draws of random weights: a claim tells the model from these if none of them passes it.",
+        "Draws of random weights: a claim is specific to the model if none of them passes it.",
         metavar="N",
         ge=1,
     )
     from_: tuple[UserPath, ...] = option(
         (),
         "Input",
-        "A run to judge, also a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; often, too.",
+        "A run to judge, or a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; repeatable.",
         metavar="RUN",
     )
 
@@ -453,8 +409,6 @@ class ClaimsOptions(ControlOptions, RunConfig):
         return None if self.only_judges else Path("runs", as_folder_name(self.folder_name, "claims"))
 
 
-# -------------------------------------------------------------------------------------------------------- benchmark
-
 HELLASWAG = "hellaswag"  # WSE figure 10
 
 
@@ -465,27 +419,17 @@ class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     writes: ClassVar = "runs/MODEL-benchmark"
     refused: ClassVar = {"attn": "the harness runs the model as it is"}
 
-    tasks: tuple[str, ...] = option((HELLASWAG,), "Benchmarks", "Tasks or groups of them by name.", metavar="A,B")
+    tasks: Annotated[tuple[str, ...], split_at_commas, distinct("name a task, as hellaswag")] = option(
+        (HELLASWAG,), "Benchmarks", "Tasks or groups of them by name.", metavar="A,B"
+    )
     task_path: str | None = option(None, "Benchmarks", "A folder with YAML files of your own tasks.", metavar="DIR")
     shots: int | None = option(
-        None, "Benchmarks", "Examples in front of each question.", metavar="N", shown="each task's own", ge=0, le=MOST
+        None, "Benchmarks", "Examples before each question.", metavar="N", shown="each task's own", ge=0, le=MOST
     )
     limit: int | None = option(
         None, "Benchmarks", "Only the first N questions of each task.", metavar="N", shown="all", ge=1, le=MOST
     )
     batch_size: int = option(8, "Benchmarks", "Requests at once.", metavar="N", ge=1)
-
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _split(cls, names: Any) -> Any:
-        return split_all_names(names)
-
-    @field_validator("tasks")
-    @classmethod
-    def _once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if not names:
-            raise ValueError("name a task, as hellaswag")
-        return tuple(dict.fromkeys(names))
 
     def folder(self) -> Path:
         return Path("runs", as_folder_name(self.folder_name, "benchmark"))

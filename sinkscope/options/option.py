@@ -1,7 +1,7 @@
-"""How an option is declared: once, as a field of a pydantic model.
+"""The declaration of an option: once, as a field of a pydantic model.
 
 The command line, a recipe and run.json are three spellings of the same model: the field's name, type, default and
-constraints check the value; its description, panel and metavar are what `--help` shows.
+constraints check the value; `--help` shows its description, panel and metavar.
 """
 
 import os
@@ -12,13 +12,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from sinkscope.errors import InputError, one_line, unknown
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MOST = 10**9  # of any whole number; larger numbers would overflow somewhere later
+MOST = 10**9  # the largest whole number: a larger one would overflow later
 
 
 class Options(BaseModel):
@@ -26,16 +26,16 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    about: ClassVar[str] = ""  # of a command: what --help says of it
+    about: ClassVar[str] = ""  # the text of a command in --help
     arguments: ClassVar[tuple[str, ...]] = ()  # positional options
     writes: ClassVar[str] = ""  # the folder that the command writes by default, for --help; "" if it writes none
     repeatable: ClassVar[bool] = False  # --from repeats a run with all its options
     resumable: ClassVar[bool] = False  # an interrupted run is kept, and the same command resumes it
     in_memory: ClassVar[bool] = False  # the result is a Run, which need not be written
-    defaults: ClassVar[Mapping[str, Any]] = {}  # of inherited options whose default is another here
+    defaults: ClassVar[Mapping[str, Any]] = {}  # other defaults of inherited options
     refused: ClassVar[Mapping[str, str]] = {}  # inherited options that do not apply, and why
     hidden: ClassVar[tuple[str, ...]] = ()  # options that --help leaves out
-    shown: ClassVar[Mapping[str, str]] = {}  # what --help shows as the default of inherited options
+    shown: ClassVar[Mapping[str, str]] = {}  # the default of inherited options that --help shows
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -63,24 +63,17 @@ class Options(BaseModel):
 
 
 def option(
-    default: Any,
-    panel: str,
-    about: str,
-    *,
-    metavar: str = "",
-    shown: str | None = None,
-    **constraints: Any,
+    default: Any, panel: str, about: str, *, metavar: str = "", shown: str | None = None, **constraints: Any
 ) -> Any:
     """Declare an option.
 
     Args:
-        default: its default.
+        default: its default. Options with whole numbers are at most MOST, those with other numbers are finite.
         panel: the group in which `--help` lists it.
         about: one line for `--help`.
-        metavar: what stands for its value in `--help`.
-        shown: what `--help` shows as the default, where that is not the value itself.
-        **constraints: of pydantic's Field (ge, le, …). Where the default is a number, whole ones have an upper bound
-            (MOST) and others are finite, also without.
+        metavar: the name of its value in `--help`.
+        shown: the default that `--help` shows in place of the value.
+        **constraints: constraints of pydantic's Field (ge, le, …).
     """
     extra: dict[str, Any] = {"panel": panel, "metavar": metavar, "shown": shown}
     if type(default) is int:
@@ -106,6 +99,34 @@ def split_all_names(given: Any) -> Any:
     return [name for part in listed for name in split_names(str(part))] if isinstance(listed, list | tuple) else given
 
 
+# parts of the types of options, as in Annotated[str, path_as_text]: each converts or checks a value
+path_as_text = BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
+text_as_tuple = BeforeValidator(lambda text: (text,) if isinstance(text, str) else text)
+split_at_commas = BeforeValidator(split_all_names)
+
+
+def distinct(complaint: str) -> AfterValidator:
+    """Return the check of a list of names, without its repetitions; the complaint is about an empty list."""
+
+    def check(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if names is not None and not names:
+            raise ValueError(complaint)
+        return names and tuple(dict.fromkeys(names))
+
+    return AfterValidator(check)
+
+
+def from_one(complaint: str) -> AfterValidator:
+    """Return the check of a number from 1 on, or the word auto; the complaint is about a smaller number."""
+
+    def check(number: int | str) -> int | str:
+        if isinstance(number, int) and not 1 <= number <= MOST:
+            raise ValueError(complaint if number < 1 else f"at most {MOST}")
+        return number
+
+    return AfterValidator(check)
+
+
 def as_folder_name(*parts: str | None) -> str:
     """Join the given parts by hyphens, replacing characters that do not belong in a folder name."""
     return re.sub(r"[^\w.+=@-]+", "-", "-".join(part for part in parts if part)).lstrip(".-")
@@ -118,15 +139,8 @@ def distinct_folder_name(*parts: str | None) -> str:
     return name if name == given else as_folder_name(name, sha256(os.fsencode(given)).hexdigest()[:6])
 
 
-# ------------------------------------------------------------------------------------------- one-line complaints
-
-
 def checked(kind: type[Model], options: Mapping[str, Any]) -> Model:
-    """Make a model of options, with pydantic's first complaint as one line for someone who typed the option.
-
-    Raises:
-        InputError: an option is unknown, or its value is not allowed.
-    """
+    """Make a model of options. Raises InputError with one line on the first option that is unknown or not allowed."""
     try:
         return kind(**options)
     except ValidationError as error:
@@ -136,14 +150,9 @@ def checked(kind: type[Model], options: Mapping[str, Any]) -> Model:
 def filled_in(kind: type[Model], parameters: Mapping[str, Any], what: str, whole: str = "") -> Model:
     """Make an intervention or a retrofit from its parameters, as numbers or as text from the command line.
 
-    Args:
-        kind: the pydantic model.
-        parameters: name → value.
-        what: begins every message.
-        whole: stands for the parameter's name where a message is about all parameters together.
-
     Raises:
-        InputError: a parameter is unknown, or its value is not allowed.
+        InputError: a parameter is unknown, or its value is not allowed. The message begins with `what`; `whole` is in
+            place of the parameter's name in a message about all parameters together.
     """
     for key in parameters:
         if key not in kind.model_fields:
@@ -158,7 +167,7 @@ def filled_in(kind: type[Model], parameters: Mapping[str, Any], what: str, whole
         raise InputError(f"{what}: {where and where + ': '}{message[0].lower() + message[1:]}") from None
 
 
-# pydantic's kind of error → what to say of the value; other kinds keep pydantic's words
+# pydantic's kind of error → the message about the value; other kinds keep pydantic's words
 _NEEDED = {
     "greater_than_equal": "it must be at least {ge}",
     "greater_than": "it must be more than {gt}",

@@ -1,13 +1,13 @@
-"""Where a command writes and what it prints, and the options of commands that measure nothing themselves."""
+"""The options of the output, and the options of commands that measure nothing themselves."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
 from sinkscope.options.files import ENDINGS, UserPath
 from sinkscope.options.measuring import DeviceOptions, InputOptions, ModelOptions
-from sinkscope.options.option import MOST, Options, as_folder_name, option
+from sinkscope.options.option import MOST, Options, as_folder_name, from_one, option
 
 
 class OutputOptions(Options):
@@ -18,7 +18,7 @@ class OutputOptions(Options):
     from_: UserPath | None = option(
         None,
         "Output",
-        "Repeat a run, by its folder or run.json, with all its options but permissions to run code.",
+        "Repeat a run, by its folder or run.json, with all its options except permissions to run code.",
         metavar="RUN",
     )
     quiet: bool = option(False, "Output", "Print nothing but errors.")
@@ -27,12 +27,12 @@ class OutputOptions(Options):
 
     @property
     def where(self) -> dict[str, Any]:
-        """As the Python functions of the commands take it."""
+        """The options with the names that the Python functions of the commands have."""
         return {"out": self.out, "overwrite": self.overwrite, "quiet": self.quiet, "page": not self.no_page}
 
 
 class CompareOptions(Options):
-    about: ClassVar[str] = """Compare runs: metrics of the whole model; for two runs also difference and ratio.
+    about: ClassVar[str] = """Compare runs: metrics of the complete model; for two runs also difference and ratio.
 
     Runs of `intervene` show which route carries the sink in which model, folders of `claims` show claims × models. For
     a single folder of `sweep`, `retrofit`, `train`, `claims` or a training's steps, its own tables are printed.
@@ -51,7 +51,7 @@ class CompareOptions(Options):
 class RunOptions(InputOptions, DeviceOptions, ModelOptions):
     about: ClassVar[str] = """Run a recipe: an experiment or a paper's figure, with all its options, on any model.
 
-    Options given here take the place of the recipe's. Writes what the recipe's command writes, with the recipe's
+    Options given here replace the recipe's. Writes what the recipe's command writes, with the recipe's
     figures, and prints the verdict, or a comparison of its runs."""
     arguments: ClassVar = ("recipe",)
     writes: ClassVar = "runs/RECIPE-MODEL"
@@ -68,7 +68,7 @@ class ShowOptions(Options):
         str
     ] = """Open the page of a folder in the browser: index.html, which commands leave in their folders.
 
-    Where it is missing, it is made from the folder's tables. --print names the file and opens nothing."""
+    If it is missing, it is made from the folder's tables. --print names the file and opens nothing."""
     arguments: ClassVar = ("run",)
 
     run: UserPath = option(..., "Input", "The folder of any command, or its run.json.", metavar="RUN")
@@ -77,13 +77,10 @@ class ShowOptions(Options):
 
 
 class ListOptions(Options):
-    about: ClassVar[str] = "Show what can be named, kind by kind: observables, interventions, recipes, metrics, …"
+    about: ClassVar[str] = "List all names, kind by kind: observables, interventions, recipes, metrics, …"
     arguments: ClassVar = ("kind",)
 
-    kind: str | None = option(None, "Input", "One kind of them.", metavar="KIND", shown="all")
-
-
-# ------------------------------------------------------------------------------------------------------------ sweep
+    kind: str | None = option(None, "Input", "One kind of names.", metavar="KIND", shown="all")
 
 
 class SweepOptions(DeviceOptions, ModelOptions):
@@ -99,33 +96,26 @@ class SweepOptions(DeviceOptions, ModelOptions):
     shown: ClassVar = dict.fromkeys(DeviceOptions.model_fields, "the file's")
 
     file: str = option(..., "Input", "The sweep: a YAML file, or a name from `sinkscope list sweeps`.", metavar="FILE")
-    quick: bool = option(False, "Running", "The small form that the file has, to see that all goes through.")
+    quick: bool = option(False, "Running", "Use the small form of the file, to check that everything works.")
     dry_run: bool = option(
-        False, "Running", "Only show the combinations, with the memory that each needs and what is done."
+        False, "Running", "Only show the combinations, with the memory that each needs, and which of them are done."
     )
     engine: Literal["local", "ray"] = option(
         "local", "Running", "local: processes on this machine; ray: tasks on a Ray cluster.", metavar="E"
     )
     address: str | None = option(
-        None, "Running", "Of a Ray cluster that runs already.", metavar="A", shown="one is started here"
+        None, "Running", "Address of a Ray cluster that already runs.", metavar="A", shown="one is started here"
     )
-    workers: int | Literal["auto"] = option(
+    workers: Annotated[int | Literal["auto"], from_one("at least 1 process is needed")] = option(
         "auto", "Running", "Processes at once, or auto: as cores, devices and memory allow.", metavar="N"
     )
     shard: str | None = option(
         None, "Running", "I/N: only the I-th of N parts, for arrays of jobs with the same --out.", metavar="I/N"
     )
-    retry: bool = option(False, "Running", "Try again what failed before.")
+    retry: bool = option(False, "Running", "Try failed cells again.")
     evict: bool = option(
         False, "Running", "Remove each model from the hub's cache once all its cells are done or have failed."
     )
-
-    @field_validator("workers")
-    @classmethod
-    def _check_workers(cls, workers: int | str) -> int | str:
-        if isinstance(workers, int) and not 1 <= workers <= MOST:
-            raise ValueError("at least 1 process is needed" if workers < 1 else f"at most {MOST}")
-        return workers
 
     @field_validator("shard")
     @classmethod

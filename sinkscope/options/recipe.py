@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options import COMMANDS
@@ -30,13 +30,13 @@ from sinkscope.options.files import ENDINGS, kind_of, names_in, read_yaml, user_
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag, split_names
 
-COMPARISON = "comparison"  # the folder beside those of several runs
-RESERVED = (COMPARISON, "run.json")  # what lies beside the folders of several runs
-SWEEPS = "sweeps"  # the folder in recipes/ that holds them
-KINDS = {"run": ("recipe", ""), "sweep": ("sweep", SWEEPS)}  # command → what it runs, and where in recipes/ they are
+COMPARISON = "comparison"  # the folder next to the folders of several runs
+RESERVED = (COMPARISON, "run.json")  # the names of runs that are taken
+SWEEPS = "sweeps"  # the folder of sweeps in recipes/
+KINDS = {"run": ("recipe", ""), "sweep": ("sweep", SWEEPS)}  # command → its kind of file, and their folder in recipes/
 LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
-# options that a recipe, which may come from anywhere, must not set, and why
+# options that a recipe, which may come from anywhere, must not set, and the reasons
 NOT_OPTIONS = {
     "model": "belongs beside `options`, not among them",
     **{name: f"is for you to give, on the command line: {flag(name)}" for name in PERMISSIONS},
@@ -44,7 +44,7 @@ NOT_OPTIONS = {
 
 
 class Content(BaseModel):
-    """What is in the file."""
+    """The content of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,27 +57,15 @@ class Content(BaseModel):
     figures: tuple[str, ...] = ()
     out: str | None = None
 
-    @field_validator("options", mode="before")
+    @field_validator("options", "runs", "figures", mode="before")
     @classmethod
-    def _may_be_empty(cls, options: Any) -> Any:
-        """Accept `options:` without a value."""
-        return {} if options is None else options
-
-    @field_validator("runs", mode="before")
-    @classmethod
-    def _runs_may_be_empty(cls, runs: Any) -> Any:
-        """Accept a run without options of its own."""
-        if isinstance(runs, dict):
-            return {name: {} if options is None else options for name, options in runs.items()}
-        return {} if runs is None else runs
-
-    @field_validator("figures", mode="before")
-    @classmethod
-    def _split(cls, names: Any) -> Any:
-        """Accept `a,b`, as on the command line."""
-        if isinstance(names, str):
-            return split_names(names)
-        return [] if names is None else names
+    def _accept_short_forms(cls, given: Any, info: ValidationInfo) -> Any:
+        """Accept a key without a value, a run without options of its own, and figures as `a,b`."""
+        if given is None:
+            return [] if info.field_name == "figures" else {}
+        if info.field_name == "runs" and isinstance(given, dict):
+            return {name: {} if options is None else options for name, options in given.items()}
+        return split_names(given) if info.field_name == "figures" and isinstance(given, str) else given
 
     @field_validator("command")
     @classmethod
@@ -117,24 +105,24 @@ class Recipe:
         return {"name": self.name, "content": self.content.model_dump(mode="json", exclude_unset=True)}
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Options]:
-        """Return the options of each run by name; the name of a single run is "".
+        """Return the options of each run by name, with those `given` in place of the recipe's.
 
-        Args:
-            given: options that replace those of the recipe.
-
-        Raises:
-            InputError: an option does not exist, or its value is not allowed; it names the file.
+        The name of a single run is "". Raises InputError, with the file, if an option is unknown or not allowed.
         """
         kind, content = COMMANDS[self.content.command], self.content
         own = {"model": content.model} if content.model is not None else {}
+        # `run` has the option --input also for commands that train, where the field is called `text`
+        renames = {"input": "text"} if "text" in kind.model_fields else {}
+        replaced = {renames.get(name, name): value for name, value in given.items()}
         try:
             if content.runs and not kind.in_memory:
                 raise InputError(f"`runs` are of commands that measure one run; `{content.command}` is none")
             shared = own | named(content.options)
             runs = {name: shared | named(options) for name, options in (content.runs or {"": {}}).items()}
-            if given.get("model") is not None:  # these are of the recipe's own model
-                runs = {name: _without(options, "revision", "gguf_file") for name, options in runs.items()}
-            return {name: checked(kind, options | _read_by(kind, given)) for name, options in runs.items()}
+            for options in runs.values() if given.get("model") is not None else ():
+                options.pop("revision", None)  # these two are of the recipe's own model
+                options.pop("gguf_file", None)
+            return {name: checked(kind, options | replaced) for name, options in runs.items()}
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
 
@@ -148,26 +136,8 @@ def named(options: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _read_by(kind: type[Options], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename `input` of the command line of `run` to `text` for commands that train."""
-    if "text" not in kind.model_fields or "input" not in given:
-        return dict(given)
-    return _without(given, "input") | {"text": given["input"]}
-
-
-def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in names}
-
-
-# --- finding
-
-
 def known_recipes(folder_name: str = "") -> dict[str, Path]:
-    """Return name → file of the recipes in recipes/ of the working directory and of those that come with sinkscope.
-
-    Args:
-        folder_name: a folder in them instead: SWEEPS.
-    """
+    """Return name → file of the recipes in recipes/ (or a folder in it) here and in those that come with sinkscope."""
     found: dict[str, Path] = {}
     for folder in (Path("recipes", folder_name), shipped_recipes() / folder_name):
         for path in [folder / name for name in names_in(folder)] if kind_of(folder) == "folder" else ():
@@ -184,11 +154,7 @@ def shipped_recipes() -> Path:
 
 
 def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:
-    """Return the file of a recipe, given by its path or by its name.
-
-    Args:
-        recipe: the file or the name.
-        command: `run`, or `sweep` for a sweep.
+    """Return the file of a recipe, given by its path or its name; the command is `run`, or `sweep` for a sweep.
 
     Raises:
         InputError: there is neither.
@@ -205,26 +171,15 @@ def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:
             return known[name]
         if path.suffix not in ENDINGS:
             raise InputError(f"{what} {unknown(name, known)}")
-    hint = _hint(name, known, command, what)
+    close = closest(name, known, cutoff=0.8)
+    hint = "" if close is None else f"; did you mean the {what} '{close}'?"
+    if name in known:
+        hint = f"; `sinkscope {command} {name}` finds {known[name]}"
     raise InputError(f"{recipe}: {'this is a folder' if kind else 'no such file'}{hint}")
 
 
-def _hint(name: str, known: Mapping[str, Path], command: str, what: str) -> str:
-    if name in known:
-        return f"; `sinkscope {command} {name}` finds {known[name]}"
-    close = closest(name, known, cutoff=0.8)
-    return "" if close is None else f"; did you mean the {what} '{close}'?"
-
-
-# --- reading
-
-
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe; its options are checked later, with those that are given beside it.
-
-    Raises:
-        InputError: the file cannot be read, is no YAML, or is no recipe.
-    """
+    """Read a recipe, whose options are checked later. Raises InputError if the file is not readable or no recipe."""
     name = path.stem if path.suffix in ENDINGS else path.name
     options = {name for kind in COMMANDS.values() for name in kind.model_fields}
     return Recipe(name, path, read_yaml(path, Content, "recipe", options))

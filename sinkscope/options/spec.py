@@ -5,10 +5,7 @@ from sinkscope.options.option import split_names
 
 
 def assignments(text: str) -> list[tuple[str, str | None]]:
-    """Split `key=value,…` at its commas into pairs (key, value); hyphens in a key become underscores.
-
-    A part without an equals sign gives (part, None).
-    """
+    """Split `key=value,…` into pairs (key, value), or (part, None) for a part without =; keys get underscores."""
     pairs: list[tuple[str, str | None]] = []
     for part in split_names(text):
         key, equals, value = part.partition("=")
@@ -17,14 +14,10 @@ def assignments(text: str) -> list[tuple[str, str | None]]:
 
 
 def parse_spec(text: str, option: str) -> tuple[str, dict[str, str]]:
-    """Split NAME:key=value,… into the name and its parameters.
-
-    Args:
-        text: as it was typed. A value may be a list, as in `coordinates=138,447`.
-        option: the option that was given, such as `--do`; it begins every message.
+    """Split NAME:key=value,… into the name and its parameters, whose values may be lists, as in `coordinates=138,447`.
 
     Raises:
-        InputError: a parameter is given twice, or the first part is no key=value.
+        InputError: a parameter is given twice, or the first part is no key=value. `option` begins the message.
     """
     name, _, rest = text.partition(":")
     parameters: dict[str, str] = {}

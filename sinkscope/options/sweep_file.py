@@ -7,7 +7,7 @@
         family: Pythia             # its models are compared by size
       - model: org/pythia-70m-chat
         base: pythia-70m           # the name of the model that this was tuned from
-        instead: {natural: chats}  # an input in the place of another, for this model; null leaves it out
+        instead: {natural: chats}  # another input for this model; null leaves it out
         options: {dtype: bfloat16}
     inputs:                        # names of --input, or a name with options each
       natural:
@@ -15,15 +15,15 @@
     settings:                      # option → its values; all combinations
       seq-len: [16, 64]            # the window is as long
       seed: [0, 1]
-    commands:                      # analyze, where none is named
+    commands:                      # the default is analyze
       analyze: {options: {observables: [attention, gradient]}}
       claims: {inputs: [natural], settings: {}}
       retrofit: {options: {method: [vga, none], steps: 500}, settings: {seed: [0, 1]}}
       train: {settings: {config: [tiny-llama, tiny-gpt2], method: [none, {sigmoid: "operation:kind=sigmoid"}]}}
       benchmark: {options: {tasks: [hellaswag], limit: 1000}}
-    options: {num-seqs: 100}       # of all of them
-    quick: {num-seqs: 8, seed: 0}  # with --quick, in the place of all other options; cells that are alike then are one
-    figures: [sink-map]            # of every cell; none, where none is named
+    options: {num-seqs: 100}       # for all of them
+    quick: {num-seqs: 8, seed: 0}  # with --quick, in place of all other options; equal cells are then one
+    figures: [sink-map]            # for every cell; without it, no figure is drawn
 
 Each combination is a cell: an ordinary command with its options. More specific options override others, in this order:
 those of the file, the command, the model, the input, the setting, and the command line.
@@ -33,7 +33,7 @@ they do not have. `train` begins without a model: its cells are not repeated for
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
@@ -46,7 +46,7 @@ from sinkscope.errors import InputError, one_line, unknown
 from sinkscope.options import COMMANDS
 from sinkscope.options.files import kind_of, read_yaml, user_path
 from sinkscope.options.measuring import DEMO_NAME, PERMISSIONS
-from sinkscope.options.option import Options, as_folder_name, checked
+from sinkscope.options.option import as_folder_name, checked
 from sinkscope.options.recipe import find_recipe, named
 
 MEASURING = ("analyze", "intervene", "quantize", "claims")
@@ -79,7 +79,7 @@ class ModelEntry(Part):
 
     model: str | None = None
     name: str = ""  # in tables and figures
-    revisions: tuple[str, ...] = ()  # of the hub, or subfolders of a folder
+    revisions: tuple[str, ...] = ()  # branches or tags of the hub, or subfolders of a folder
     instead: dict[str, str | None] = {}
     options: dict[str, Any] = {}
     family: str | None = None
@@ -175,22 +175,15 @@ class SweepContent(Part):
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination: a command with its options.
+    """One combination: a command with its options."""
 
-    Attributes:
-        name: the name of its folder, which is the same for the same options and differs for others.
-        entry: its model in the file.
-        revision, input, setting, command: its coordinates in the grid, for people.
-        options: the options of the command.
-    """
-
-    name: str
-    entry: ModelEntry
-    revision: str | None
+    name: str  # the name of its folder, which is the same for the same options and differs for others
+    entry: ModelEntry  # its model in the file
+    revision: str | None  # this and the next three are its coordinates in the grid, for people
     input: str
     setting: str
     command: str
-    options: Any
+    options: Any  # the options of the command
 
     @property
     def model(self) -> str:
@@ -198,7 +191,7 @@ class Cell:
 
     @property
     def told(self) -> str:
-        """«pythia-70m step0 × random × seq-len=16 (claims)»."""
+        """The cell in words, for example "pythia-70m step0 × random × seq-len=16 (claims)"."""
         model = f"{self.model} {self.revision}" if self.revision else self.model
         rest = " × ".join(part for part in (model, self.input, self.setting) if part)
         return one_line(f"{rest} ({self.command})")
@@ -216,28 +209,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that was read from a file.
-
-    Attributes:
-        path: the file.
-        content: the content of the file.
-        given: options of the command line, which replace those of the file.
-        cells: all combinations.
-    """
+    """A sweep that was read from a file."""
 
     path: Path
     content: SweepContent
-    given: Mapping[str, Any]
-    cells: tuple[Cell, ...]
+    given: Mapping[str, Any]  # options of the command line, which replace those of the file
+    cells: tuple[Cell, ...]  # all combinations
 
 
 def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Sweep:
-    """Read a sweep, and make the options of all its cells.
+    """Read a sweep (a YAML file, or a name), and make the options of all its cells.
 
-    Args:
-        file: a YAML file, or a name.
-        given: options that replace those of the file.
-        quick: use the small form: the options under `quick` replace the others.
+    Options that are `given` replace those of the file; if `quick`, the options under `quick` do, too.
 
     Raises:
         InputError: the file does not exist or is faulty, or the options of a cell are.
@@ -265,96 +248,72 @@ def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Swee
 
 def _cells(path: Path, content: SweepContent, given: Mapping[str, Any]) -> Iterator[Cell]:
     """Yield the cells model by model, and then those of `train`, which need no model."""
-    for entry in content.models:
-        for revision in entry.revisions or (None,):
-            for command, asked in content.commands.items():
-                if command in BY_THEMSELVES:
-                    yield from _by_themselves(path, content, entry, revision, command, given)
-                    continue
+    models = [(entry, revision) for entry in content.models for revision in entry.revisions or (None,)]
+    for entry, revision in (*models, (None, None)):
+        for command, asked in content.commands.items():
+            if (command == TRAIN) != (entry is None):
+                continue
+            names: Iterable[str | None] = ("",)
+            settings = asked.settings or {}
+            if command in MEASURING:
+                replaced = entry.instead if entry else {}
+                names = dict.fromkeys(replaced.get(name, name) for name in asked.inputs or content.inputs)
                 settings = content.settings if asked.settings is None else asked.settings
-                for name, setting in product(_inputs(content, entry, asked), _settings(path, settings)):
-                    yield _cell(path, content, (entry, revision, command, name, setting), given)
-
-    if TRAIN in content.commands:
-        yield from _by_themselves(path, content, None, None, TRAIN, given)
-
-
-def _by_themselves(
-    path: Path,
-    content: SweepContent,
-    entry: ModelEntry | None,
-    revision: str | None,
-    command: str,
-    given: Mapping[str, Any],
-) -> Iterator[Cell]:
-    """Yield the cells of a command that does not read the inputs, for one model or, for `train`, for none."""
-    if (command == TRAIN) != (entry is None):
-        return
-    kind, asked = COMMANDS[command], content.commands[command]
-    own, known = entry or ModelEntry(), kind.model_fields.keys() - kind.refused.keys()
-
-    def supported(options: Mapping[str, Any]) -> Named:
-        """Return those of the shared options that the command has."""
-        return {name: value for name, value in options.items() if name in known}
-
-    shared, of_model = (supported(named_in(path, part)) for part in (content.options, own.options))
-    for setting in _settings(path, asked.settings or {}):
-        options = {} if entry is None else _model(entry, revision)
-        options |= shared | named_in(path, asked.options) | of_model | named_in(path, setting) | supported(given)
-        draft = Cell("", own, revision, "", _label(setting), command, None)
-        resolved = _resolved(path, draft, options)
-        if entry is None:
-            draft = replace(draft, entry=ModelEntry(name=resolved.shape_name))
-        yield replace(draft, name=_name(draft, resolved), options=resolved)
-
-
-def _inputs(content: SweepContent, entry: ModelEntry, asked: CommandEntry) -> list[str]:
-    """Return the names of the inputs of a model for a command."""
-    names = [entry.instead.get(name, name) for name in asked.inputs or content.inputs]
-    return list(dict.fromkeys(name for name in names if name is not None))
-
-
-def _settings(path: Path, settings: Mapping[str, list[Any]]) -> list[Named]:
-    """Return all combinations of the values."""
-    for name, values in settings.items():
-        if not values:
-            raise InputError(f"{path}: `settings.{name}`: it has no values")
-    return [dict(zip(settings, values, strict=True)) for values in product(*settings.values())]
+            for option, listed in settings.items():
+                if not listed:
+                    raise InputError(f"{path}: `settings.{option}`: it has no values")
+            for name, values in product(names, product(*settings.values())):
+                if name is not None:
+                    setting = dict(zip(settings, values, strict=True))
+                    yield _cell(path, content, entry, revision, command, name, setting, given)
 
 
 def _cell(
     path: Path,
     content: SweepContent,
-    at: tuple[ModelEntry, str | None, str, str, Named],
+    entry: ModelEntry | None,
+    revision: str | None,
+    command: str,
+    name: str,
+    setting: Named,
     given: Mapping[str, Any],
 ) -> Cell:
-    entry, revision, command, name, setting = at
-    draft = Cell("", entry, revision, name, _label(setting), command, None)
-    reads = content.inputs.get(name) or {}
-    if not {"input", "dataset", "prompt"} & named_in(path, reads).keys():
+    """Return one cell; the options of `train`, whose `entry` is None, make its model."""
+    kind, own = COMMANDS[command], entry or ModelEntry()
+    known = kind.model_fields.keys() - kind.refused.keys()
+    reads = (content.inputs.get(name) or {}) if command in MEASURING else {}
+    if command in MEASURING and not {"input", "dataset", "prompt"} & named_in(path, reads).keys():
         reads = {"input": name, **reads}
-    parts = (content.options, content.commands[command].options, entry.options, reads, setting)
-    options = _model(entry, revision)
-    for part in parts:
-        options |= named_in(path, part)
-    if "seq_len" in named_in(path, setting):
+
+    options: Named = {}
+    if entry is not None:
+        options = {"model": entry.model, "revision": revision}
+        if revision is not None and entry.model is not None and kind_of(user_path(entry.model)) == "folder":
+            options = {"model": str(Path(entry.model) / revision)}  # the revision is a subfolder
+    of_all = command in BY_THEMSELVES  # these ignore shared options that they do not have
+    for part, is_shared in (
+        (content.options, True), (content.commands[command].options, False), (own.options, True), (reads, False),
+        (setting, False),
+    ):  # fmt: skip
+        found = named_in(path, part)
+        options |= {key: value for key, value in found.items() if key in known} if of_all and is_shared else found
+    if command in MEASURING and "seq_len" in named_in(path, setting):
         options.setdefault("window", options["seq_len"])  # WSE figure 3
-    resolved = _resolved(path, draft, options | dict(given))
-    return replace(draft, name=_name(draft, resolved), options=resolved)
+    options |= {key: value for key, value in given.items() if key in known or not of_all}
 
-
-def _label(setting: Named) -> str:
-    """Return the name of a setting; values with labels, such as methods, are named by their labels."""
     called = {option: "+".join(value) if isinstance(value, dict) else value for option, value in setting.items()}
-    return ",".join(f"{option}={value}" for option, value in called.items())
-
-
-def _resolved(path: Path, draft: Cell, options: Named) -> Any:
-    """Check the options of a cell, and return them as a model."""
+    label = ",".join(f"{option}={value}" for option, value in called.items())
+    draft = Cell("", own, revision, name, label, command, None)
     try:
-        return checked(COMMANDS[draft.command], options)
+        resolved: Any = checked(kind, options)
     except InputError as error:
         raise InputError(f"{path}: {draft.told}: {error}") from None
+    if entry is None:
+        draft = replace(draft, entry=ModelEntry(name=resolved.shape_name))
+    significant = resolved.model_dump(mode="json", exclude_defaults=True, exclude=set(PERMISSIONS))
+    checksum = sha256(json.dumps([command, significant], sort_keys=True).encode()).hexdigest()[:CHECKSUM]
+    readable = as_folder_name(draft.model, revision, name, label, None if command == "analyze" else command)
+    return replace(draft, name=f"{readable[:LONGEST_NAME]}-{checksum}", options=resolved)
 
 
 def named_in(path: Path, options: Mapping[str, Any]) -> Named:
@@ -363,20 +322,3 @@ def named_in(path: Path, options: Mapping[str, Any]) -> Named:
         return named(options)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-
-
-def _model(entry: ModelEntry, revision: str | None) -> Named:
-    """Return the model at one revision; for a local folder, the revision is a subfolder."""
-    if revision is None or entry.model is None or kind_of(user_path(entry.model)) != "folder":
-        return {"model": entry.model, "revision": revision}
-    return {"model": str(Path(entry.model) / revision)}
-
-
-def _name(cell: Cell, options: Options) -> str:
-    """Return a readable name with a checksum of the options that affect results."""
-    said = json.dumps(
-        [cell.command, options.model_dump(mode="json", exclude_defaults=True, exclude=set(PERMISSIONS))], sort_keys=True
-    )
-    command = cell.command if cell.command != "analyze" else None
-    readable = as_folder_name(cell.model, cell.revision, cell.input, cell.setting, command)[:LONGEST_NAME]
-    return f"{readable}-{sha256(said.encode()).hexdigest()[:CHECKSUM]}"

@@ -1,11 +1,10 @@
 """The options of a training. Nothing here imports torch: the command line shows their defaults."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.measuring import (
@@ -16,35 +15,41 @@ from sinkscope.options.measuring import (
     SeedOptions,
     SequenceOptions,
 )
-from sinkscope.options.option import MOST, Options, as_folder_name, distinct_folder_name, option
+from sinkscope.options.option import (
+    MOST,
+    Options,
+    as_folder_name,
+    distinct_folder_name,
+    option,
+    path_as_text,
+    text_as_tuple,
+)
 
 
 class TrainingConfig(SeedOptions):
-    """How a model is trained. 6,000 steps are VGA's (appendix C).
+    """The options of the trainer. VGA trains for 6,000 steps (appendix C).
 
-    Gates start at zero weights and hardly move at the learning rate of pretrained weights: they have their own.
+    Gates start at zero weights and hardly move at the learning rate of pretrained weights: they have their own rate.
     """
 
-    steps: int = option(6000, "Training", "Of the optimizer, in each arm.", metavar="N", ge=1)
+    steps: int = option(6000, "Training", "Steps of the optimizer in each arm.", metavar="N", ge=1)
     block_length: int = option(256, "Training", "Tokens in each block, the BOS included.", metavar="T", ge=2)
     batch_size: int = option(8, "Training", "Blocks at once, on each GPU.", metavar="N", ge=1)
     accumulation: int = option(1, "Training", "Batches in a step.", metavar="N", ge=1)
-    learning_rate: float = option(5e-5, "Training", "Of the model's own weights, by AdamW.", metavar="R", gt=0)
-    new_learning_rate: float = option(1e-3, "Training", "Of the parameters that a method adds.", metavar="R", gt=0)
-    weight_decay: float = option(0.01, "Training", "Weight decay, of what --decay says.", metavar="W", ge=0)
+    learning_rate: float = option(5e-5, "Training", "Rate of the model's own weights, by AdamW.", metavar="R", gt=0)
+    new_learning_rate: float = option(1e-3, "Training", "Rate of the parameters that a method adds.", metavar="R", gt=0)
+    weight_decay: float = option(0.01, "Training", "Decay of the parameters that --decay names.", metavar="W", ge=0)
     decay: Literal["matrices", "all"] = option(
         "matrices",
         "Training",
-        "What is decayed: matrices alone, or also norms, biases and what the method adds.",
+        "Decayed parameters: matrices alone, or also norms, biases and what the method adds.",
         metavar="WHAT",
     )
-    beta1: float = option(0.9, "Training", "Of AdamW.", metavar="B", ge=0, lt=1)
-    beta2: float = option(0.999, "Training", "Of AdamW; WSE has .95.", metavar="B", ge=0, lt=1)
-    warmup: float = option(
-        0.05, "Training", "Share of the steps, in which the rates rise.", metavar="SHARE", ge=0, lt=1
-    )
+    beta1: float = option(0.9, "Training", "The first beta of AdamW.", metavar="B", ge=0, lt=1)
+    beta2: float = option(0.999, "Training", "The second beta of AdamW; WSE uses .95.", metavar="B", ge=0, lt=1)
+    warmup: float = option(0.05, "Training", "Share of the steps in which the rates rise.", metavar="SHARE", ge=0, lt=1)
     schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear", "Training", "Of the rates behind that: linear or cosine, down to 0, or constant.", metavar="S"
+        "linear", "Training", "Rates after the warmup: linear or cosine, down to 0, or constant.", metavar="S"
     )
     only_new: bool = option(False, "Training", "Train only what the method adds.")
     bf16: bool = option(False, "Training", "Compute in bfloat16; the weights stay in float32.")
@@ -55,28 +60,31 @@ class TrainingConfig(SeedOptions):
     )
 
     def blocks_wanted(self, processes: int = 1) -> int:
-        """The number of blocks with which none is read twice."""
+        """Return the number of blocks with which no block is read twice."""
         return self.steps * self.batch_size * self.accumulation * processes
 
 
 def tokens_a_step(options: Mapping[str, Any], processes: int = 1) -> int:
-    """Of all blocks of a step, by the options of a training as run.json has them."""
+    """Return the tokens in all blocks of a step, from the options of a training in run.json."""
     return options["batch_size"] * options["accumulation"] * processes * options["block_length"]
 
 
 class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptions):
-    """What `retrofit` and `train` share: methods, a text, a training, and what is measured on held-out blocks."""
+    """The common options of `retrofit` and `train`: methods, a text, a training, and the measurement of the arms."""
 
     resumable: ClassVar[bool] = True
 
     seeds: int = option(
-        1, "Training", "How often each arm is trained, from --seed on: order of the text, and random weights.",
+        1, "Training", "Trainings of each arm, from --seed on: each has its own order of the text and random weights.",
         metavar="N", ge=1,
     )  # fmt: skip
-    method: tuple[str, ...] | dict[str, str] = option(
-        (), "Training", "What is built in, an arm each; none is the plain model.", metavar="NAME[:K=V],…"
+    method: Annotated[tuple[str, ...] | dict[str, str], text_as_tuple] = option(
+        (),
+        "Training",
+        "Methods to build in, each in its own arm; none is the plain model.",
+        metavar="NAME[:K=V],…",
     )
-    text: str = option(
+    text: Annotated[str, path_as_text] = option(
         "natural",
         "Training",
         "natural, a file (.txt, .jsonl with `text`, .npy of token ids), sampled by the model itself, or a task "
@@ -87,44 +95,33 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     tokens: int | None = option(
         None,
         "Training",
-        "Train on so many tokens of the text at most, again and again.",
+        "Train on at most N tokens of the text, repeatedly.",
         metavar="N",
         shown="all",
         ge=1,
         le=MOST,
     )
     bos: Literal["auto", "never"] = option(
-        "auto", "Training", "BOS in front of each block: never, or where the tokenizer puts one.", metavar="B"
+        "auto", "Training", "BOS before each block: never, or where the tokenizer puts one.", metavar="B"
     )
     random_tokens: int = option(
         0, "Training", "Draw the first N tokens of each block at random (WSE §5).", metavar="N", ge=0
     )
     fixed_position: int | None = option(
-        None, "Training", "Put one and the same token at position K of each block (WSE §5).", metavar="K", shown="none",
+        None, "Training", "Put the same token at position K of each block (WSE §5).", metavar="K", shown="none",
         ge=0, le=MOST,
     )  # fmt: skip
 
-    @field_validator("text", mode="before")
-    @classmethod
-    def _as_text(cls, text: Any) -> Any:
-        """A path given from Python; run.json holds text."""
-        return os.fspath(text) if isinstance(text, os.PathLike) else text
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _alone(cls, method: Any) -> Any:
-        return (method,) if isinstance(method, str) else method
-
     @model_validator(mode="before")
     @classmethod
-    def _check_precision(cls, options: Any) -> Any:
-        if isinstance(options, dict) and options.get("dtype") == "float16":
+    def _check_device(cls, options: Any) -> Any:
+        given = options if isinstance(options, dict) else {}
+        if given.get("dtype") == "float16":
             raise ValueError("--dtype float16: gradients overflow in it; take float32, with --bf16 for speed")
-        place = options.get("device_map") if isinstance(options, dict) else None
-        if place not in (None, "cpu", "cuda"):
+        if given.get("device_map") not in (None, "cpu", "cuda"):
             raise ValueError(
-                f"--device-map {place}: a model that is trained stays on one GPU, the first that CUDA_VISIBLE_DEVICES "
-                "shows: take cuda or cpu"
+                f"--device-map {given['device_map']}: a model that is trained stays on one GPU, the first that "
+                "CUDA_VISIBLE_DEVICES shows: take cuda or cpu"
             )
         return options
 
@@ -134,27 +131,27 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
 
     @property
     def measuring(self) -> RunConfig:
-        """How arms are measured: on blocks of the training's length.
+        """The options with which arms are measured: on blocks of the training's length, and in float32.
 
-        In float32: at a fine-tune's learning rate most steps are too small for the weights of bfloat16 to change.
+        At the learning rate of a fine-tune most steps are too small to change weights in bfloat16.
         """
         own = self._of(RunConfig) | {"dtype": self.dtype or "float32", "seq_len": self.block_length}
         return RunConfig(**{name: value for name, value in own.items() if name not in ("batch_size", "dataset")})
 
     def _of(self, kind: type[Options]) -> dict[str, Any]:
-        """The options that another model has too and that were given here."""
+        """Return the options that another model has, too, and that were given here."""
         shared = self.model_fields_set & kind.model_fields.keys() | (kind.model_fields.keys() & self.defaults.keys())
         return {name: getattr(self, name) for name in shared}
 
 
 class RetrofitOptions(ArmOptions, ModelOptions):
-    about: ClassVar[str] = """Build a method into a model, train it with that, and compare with a plain fine-tune and
-    with the model as it is.
+    about: ClassVar[str] = """Build a method into a model, train it, and compare it with a plain fine-tune and with the
+    unchanged model.
 
     Writes ARM/model/ (the trained model) and ARM/run/ (its run folder) of each arm, their comparison in retrofit.md,
     which is printed, and tables and figures of all arms. W8A8 quantizes the same linear layers in every arm; what a
     method adds stays in full precision. With register tokens, position 0 is the first register. The same command
-    goes on where it was interrupted. `accelerate launch -m sinkscope.cli retrofit …` trains on several GPUs.
+    resumes an interrupted training. `accelerate launch -m sinkscope.cli retrofit …` trains on several GPUs.
 
     `sinkscope list retrofits` shows the methods and their parameters."""
     writes: ClassVar = "runs/MODEL-retrofit"
@@ -168,8 +165,8 @@ class TrainOptions(ArmOptions):
     about: ClassVar[str] = """Train a small model from random weights, plainly and with each method, and compare.
 
     Writes a folder with the trained model, its run and its checkpoints of each arm; `sinkscope analyze
-    ARM/checkpoints` shows sinks and gradients by step. The same command goes on where it was interrupted."""
-    # what begins at random learns faster; methods are GS's figure 5
+    ARM/checkpoints` shows sinks and gradients by step. The same command resumes an interrupted training."""
+    # random weights learn faster; the methods are those of GS figure 5
     defaults: ClassVar = {
         "method": ("none", "vscale"),
         "steps": 2000,
@@ -183,21 +180,17 @@ class TrainOptions(ArmOptions):
     config: str = option(
         "tiny-llama",
         "Model",
-        "See `sinkscope list architectures`, with fields of its configuration behind it; or a config.json.",
+        "See `sinkscope list architectures`; fields of its configuration may follow it. Or a config.json.",
         metavar="NAME[:K=V,…]",
     )
     tokenizer: str | None = option(
-        None,
-        "Model",
-        "A hub id or a folder.",
-        metavar="M",
-        shown="made from the text: byte-level BPE",
+        None, "Model", "A hub id or a folder.", metavar="M", shown="made from the text: byte-level BPE"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _one_rate(cls, options: Any) -> Any:
-        """New parameters learn as fast as all others unless their rate is given."""
+        """Give new parameters the learning rate of all others unless their own rate is given."""
         if not isinstance(options, dict) or "new_learning_rate" in options:
             return options
         return options | {"new_learning_rate": options.get("learning_rate", cls.defaults["learning_rate"])}

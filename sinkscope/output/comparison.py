@@ -26,9 +26,9 @@ from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result, written
 from sinkscope.output.run import Run
-from sinkscope.results.bos import policy_of
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import make_manifest
+from sinkscope.results.run import policy_of
 from sinkscope.verdict.report import span
 
 # What two runs must share for their numbers to be comparable, and where run.json has it.

@@ -10,8 +10,7 @@ import pandas as pd
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.paper_claims.need import Kind, Need
 from sinkscope.paper_claims.studies import Study
-from sinkscope.results.bos import OPTIONS, WITH, WITHOUT
-from sinkscope.results.run import RunData
+from sinkscope.results.run import BOS_OPTIONS, WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 
 NATURAL = "natural"  # the text that a model is measured on
@@ -91,7 +90,7 @@ def _under_policy(bos: str) -> Callable[[str], Role]:
 
     def role(name: str) -> Role:
         words = "" if name == NATURAL else f" --input {name}"
-        command = f"sinkscope analyze {{model}}{words} --bos {OPTIONS[bos]}"
+        command = f"sinkscope analyze {{model}}{words} --bos {BOS_OPTIONS[bos]}"
         return Role(_analysis("" if name == NATURAL else name, bos=bos), command)
 
     return role

@@ -1,1 +1,1 @@
-"""What a run leaves: tables, metrics, findings, folders."""
+"""The results of a run: tables, metrics, findings, folders."""

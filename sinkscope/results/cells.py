@@ -3,7 +3,7 @@
 OUT/run.json             the sweep, and the names of its cells
 OUT/cells/NAME/          what the cell's command writes
 OUT/failed/NAME.json     the error with which it ended
-OUT/comparison/          of all cells that are done; replaced as a whole
+OUT/comparison/          the comparison of all cells that are done
 
 A cell is done if its run folder exists, which appears when it is complete. Several processes may work on different
 cells at once; files that all of them write are written under the lock of OUT.
@@ -35,7 +35,7 @@ PAUSE = 0.1  # between two attempts
 
 
 class Failure(BaseModel):
-    """Why a cell has no run folder."""
+    """The error by which a cell has no run folder."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -59,8 +59,6 @@ class CellFolders:
     def comparison(self) -> Path:
         return self.folder / COMPARISON
 
-    # --- beginning
-
     @contextmanager
     def begun(self, manifest: Mapping[str, Any], overwrite: bool, part: tuple[int, int] = (1, 1)) -> Iterator[None]:
         """Start or resume the sweep in its folder, and lock one part of its cells against other processes.
@@ -73,6 +71,9 @@ class CellFolders:
         Raises:
             InputError: it holds something else, cannot be written, or another process works on the same part.
         """
+        real = self.folder.resolve()
+        own_part = real.with_name(f"{real.name}-part-{part[0]}-{part[1]}")
+        listed = {**manifest, "files": [f"{name}/" for name in (CELLS, COMPARISON, FAILED)]}
         with ExitStack() as stack:
             with self.shared():
                 is_new = overwrite or not (self.folder / MANIFEST).exists()
@@ -81,38 +82,28 @@ class CellFolders:
                 else:
                     read_manifest(self.folder, (COMMAND,))
                     check_no_link(self.folder)
-                stack.enter_context(self._part("-".join(map(str, part))))
-                self._claim({**manifest, "files": [f"{name}/" for name in (CELLS, COMPARISON, FAILED)]}, is_new)
+                try:
+                    stack.enter_context(_patiently(partial(locked, own_part), MOMENT))
+                except BlockingIOError:
+                    raise InputError(
+                        f"--out {self.folder} is being written by another process: wait for it, or name another folder"
+                    ) from None
+                try:
+                    if is_new:
+                        with new_folder(self.folder) as fresh:
+                            write_manifest(fresh, listed)
+                    else:
+                        remove(beside(self.folder / MANIFEST, NEW))
+                        write_manifest(self.folder, listed)
+                    for name in (CELLS, FAILED):
+                        (self.folder / name).mkdir(exist_ok=True)
+                except OSError as error:
+                    raise SinkscopeError(f"writing {self.folder} failed: {one_line(error)}") from error
             yield
-
-    def _claim(self, manifest: Mapping[str, Any], is_new: bool) -> None:
-        """Write run.json; a new folder contains nothing else."""
-        try:
-            if is_new:
-                with new_folder(self.folder) as fresh:
-                    write_manifest(fresh, manifest)
-            else:
-                remove(beside(self.folder / MANIFEST, NEW))
-                write_manifest(self.folder, manifest)
-            for name in (CELLS, FAILED):
-                (self.folder / name).mkdir(exist_ok=True)
-        except OSError as error:
-            raise SinkscopeError(f"writing {self.folder} failed: {one_line(error)}") from error
-
-    @contextmanager
-    def _part(self, name: str) -> Iterator[None]:
-        real = self.folder.resolve()
-        try:
-            with _patiently(partial(locked, real.with_name(f"{real.name}-part-{name}")), MOMENT):
-                yield
-        except BlockingIOError:
-            raise InputError(
-                f"--out {self.folder} is being written by another process: wait for it, or name another folder"
-            ) from None
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Lock the whole folder for a moment. Raises InputError if another process keeps the lock."""
+        """Lock the complete folder for a moment. Raises InputError if another process keeps the lock."""
         with _patiently(partial(alone_in, self.folder)):
             yield
 
@@ -126,8 +117,6 @@ class CellFolders:
         for path in list((self.folder / FAILED).glob(f"{PREFIX}*")):
             if path.name.removeprefix(PREFIX).removesuffix(f".json-{NEW}") in names:
                 remove(path)
-
-    # --- what is there
 
     def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
         """Return the manifest of a cell, and the reason why the cell is measured again in spite of it, or "".
@@ -150,8 +139,6 @@ class CellFolders:
             return Failure.model_validate(read_json(self.failure_file(name)))
         except (InputError, ValidationError):
             return None
-
-    # --- writing
 
     def fail(self, name: str, error: str) -> None:
         """Record that a cell failed."""

@@ -14,18 +14,19 @@ NAMES = {"analyze_steps": "analyze"}  # functions that another command calls
 
 
 def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]:
-    """Return command lines that repeat a run, the shortest first; none if the model was passed as an object in Python.
+    """Return command lines that repeat the run in a folder, the shortest first.
 
-    Args:
-        manifest: the content of run.json.
-        folder: the folder with run.json.
+    There are none if the model was passed as an object in Python, which no command line can name.
     """
     recipe, command = manifest.get("recipe"), str(manifest["command"])
     name = NAMES.get(command, command)
     if recipe:
         return [shlex.join(["sinkscope", "run", str(recipe["name"]), *_in_place_of(recipe, name, manifest["config"])])]
-    kind = COMMANDS.get(name)
-    if kind is None or name == "sweep" or _was_handed_over(manifest):  # a sweep's run.json holds the file's content
+    kind, model = COMMANDS.get(name), manifest.get("model")
+    is_named = (
+        manifest["config"].get("model") is not None or not isinstance(model, dict) or is_demo(str(model.get("source")))
+    )
+    if kind is None or name == "sweep" or not is_named:  # a sweep's run.json holds the file's content
         return []
     config = manifest["config"] | _methods(manifest.get("arms") or {})
     lines = [shlex.join(["sinkscope", name, *words])] if (words := _words(kind, config)) is not None else []
@@ -41,7 +42,7 @@ def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, A
     own = {name.replace("-", "_"): value for name, value in content.get("options", {}).items()}
     own["model"] = content.get("model")
     fields = COMMANDS[command].model_fields if command in COMMANDS else {}
-    names = ["model"] if content.get("runs") else COMMANDS["run"].model_fields  # of several runs, each has its own
+    names = ["model"] if content.get("runs") else COMMANDS["run"].model_fields  # each of several runs has its own
     words: list[str] = []
     for name in names:
         value = config.get(name)
@@ -54,19 +55,13 @@ def _methods(arms: Mapping[str, Any]) -> dict[str, Any]:
     """Return the option `method` of a training; run.json lists the arms one by one, since arms may be added."""
     methods: dict[str, str] = {}
     for arm in arms.values():
-        if "method" not in arm:  # of an intervention
+        if "method" not in arm:  # an arm of an intervention
             return {}
         parameters = [f"{name}={value}" for name, value in arm["parameters"].items()]
         if arm["label"] != as_folder_name(arm["method"], *parameters):  # a label given in Python, which cannot be typed
             return {"method": dict.fromkeys([arm["label"]])}
         methods[arm["label"]] = ":".join([arm["method"], *filter(None, [",".join(parameters)])])
     return {"method": ",".join(methods.values())} if methods else {}
-
-
-def _was_handed_over(manifest: Mapping[str, Any]) -> bool:
-    """Return whether the model was passed as an object in Python, which no command line can name."""
-    model = manifest.get("model")
-    return isinstance(model, dict) and manifest["config"].get("model") is None and not is_demo(str(model.get("source")))
 
 
 def _words(kind: type[Options], config: Mapping[str, Any]) -> list[str] | None:

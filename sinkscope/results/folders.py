@@ -16,25 +16,16 @@ from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.results.manifest import MANIFEST, RUNS, files_in, read_manifest, strangers, write_manifest
 from sinkscope.results.swap import NEW, beside, locked, put_in_place, put_right, put_right_within, remove
 
+Sources = Iterable[str | os.PathLike[str] | None]
+
 
 @contextmanager
 def own_folder(
-    folder: str | os.PathLike[str] | None,
-    overwrite: bool,
-    commands: Collection[str] = RUNS,
-    reads: Iterable[str | os.PathLike[str] | None] = (),
+    folder: str | os.PathLike[str] | None, overwrite: bool, commands: Collection[str] = RUNS, reads: Sources = ()
 ) -> Iterator[Path | None]:
-    """Lock the folder that a command writes, and check it before anything is computed.
+    """Lock the folder that a command writes (None: it writes none), and check it before anything is computed.
 
-    Args:
-        folder: where to write; None: nowhere.
-        overwrite, commands, reads: as for `check_output`.
-
-    Yields:
-        The folder as a path.
-
-    Raises:
-        InputError: as `check_output` and `alone_in` do.
+    Raises InputError as `check_output` and `alone_in` do.
     """
     if folder is None:
         yield None
@@ -46,18 +37,27 @@ def own_folder(
 
 @contextmanager
 def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[Path]:
-    """Lock a folder, which need not exist, against other processes, and repair what a killed process has left.
+    """Lock a folder, which need not exist, against other processes, and repair it after a killed process.
 
-    Args:
-        folder: the folder to write.
-        option: the option that names another folder; "" if the command can write only this one.
+    `option` is the option that names another folder, or "" if the command can write only this one.
 
     Raises:
-        InputError: another process writes it, or it cannot be written.
+        InputError: another process writes it, a file is in the way, or it cannot be written.
     """
     path = Path(folder)
     named, instead = (f"{option} {path}", ", or name another folder") if option else (str(path), "")
-    real, parent = _place(path)
+    try:
+        real = path.resolve()
+        parent = next((above for above in real.parents if above.exists()), real)
+        in_the_way = real if real.exists() else parent
+        is_folder = in_the_way.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # also a loop of links or an invalid path
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise InputError(f"--out {path} cannot be used: {reason}") from None
+    if not is_folder:
+        raise InputError(f"--out {path}: the file {in_the_way} is in the way")
+    if not real.name:
+        raise _not_replaceable(path)
     with ExitStack() as stack:
         stack.callback(_remove_empty, _missing_parents(real))
         try:
@@ -66,50 +66,36 @@ def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[
             put_right(real)
         except BlockingIOError:
             raise InputError(f"{named} is being written by another process: wait for it{instead}") from None
-        except OSError as error:  # permission bits do not tell: root passes them, read-only file systems do not ask
+        # permission bits are not enough: root passes them, and they say nothing about read-only file systems
+        except OSError as error:
             hint = "" if option else ": copy it to where that can be done"
             raise InputError(f"{named} cannot be written: writing in {parent} fails ({error.strerror}){hint}") from None
         yield path
-
-
-def _place(folder: Path) -> tuple[Path, Path]:
-    """Return the real path of a folder and the existing folder that contains it or will contain it.
-
-    Raises:
-        InputError: a file is in the way, or the path cannot be used.
-    """
-    try:
-        real = folder.resolve()
-        parent = next((path for path in real.parents if path.exists()), real)
-        in_the_way = real if real.exists() else parent
-        is_folder = in_the_way.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # also a loop of links or an invalid path
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise InputError(f"--out {folder} cannot be used: {reason}") from None
-    if not is_folder:
-        raise InputError(f"--out {folder}: the file {in_the_way} is in the way")
-    if not real.name:
-        raise _not_replaceable(folder)
-    return real, parent
 
 
 def _not_replaceable(folder: Path) -> InputError:
     return InputError(f"--out {folder} cannot be replaced: name a new folder in it, such as {folder / 'run'}")
 
 
-def check_output(
-    folder: Path,
-    overwrite: bool,
-    commands: Collection[str] = RUNS,
-    reads: Iterable[str | os.PathLike[str] | None] = (),
-) -> None:
+def _missing_parents(folder: Path) -> list[Path]:
+    """Return the parents that do not exist, innermost first."""
+    return [path for path in folder.parents if not path.exists()]
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    with suppress(OSError):  # not empty: something was written, or another run is there
+        for path in folders:
+            path.rmdir()
+
+
+def check_output(folder: Path, overwrite: bool, commands: Collection[str] = RUNS, reads: Sources = ()) -> None:
     """Check, before anything is computed, that a command can write its folder.
 
     Args:
-        folder: where to write.
+        folder: the folder to write.
         overwrite: whether an earlier result there may be replaced.
-        commands: those whose earlier result may be replaced; any other folder is left alone.
-        reads: names of a model, an input, …: where one is a file or folder, nothing that holds it is replaced.
+        commands: the commands whose earlier result may be replaced; no other folder is.
+        reads: names of a model, an input, …: no folder that holds one of them is replaced.
 
     Raises:
         InputError: it holds something else, or a link, or cannot be replaced.
@@ -130,11 +116,9 @@ def check_output(
 
 
 def check_no_link(folder: Path) -> None:
-    """Refuse a folder that holds a link, except to a file: a command would write to its target. A link to a file is
-    replaced when that name is written.
+    """Raise InputError for a folder that holds a link to a folder or to nothing: a command would write to its target.
 
-    Raises:
-        InputError: there is such a link.
+    A link to a file is replaced when that name is written.
     """
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *files)):
@@ -142,7 +126,7 @@ def check_no_link(folder: Path) -> None:
                 raise InputError(f"{path} is a link, and nothing is written through links: put what it leads to there")
 
 
-def _check_replaceable(folder: Path, commands: Collection[str], reads: Iterable[str | os.PathLike[str] | None]) -> None:
+def _check_replaceable(folder: Path, commands: Collection[str], reads: Sources) -> None:
     """Raise InputError unless the folder holds only what one of `commands` wrote: a run may have taken days."""
     try:
         by = read_manifest(folder, None)["command"]
@@ -157,92 +141,60 @@ def _check_replaceable(folder: Path, commands: Collection[str], reads: Iterable[
             "move that away, or name another folder"
         )
     for source in reads:  # a source equal to the folder is a word such as `natural`; a model in it would be a stranger
-        if source is not None and folder.resolve() in _real(source).parents:
-            raise InputError(f"--out {folder} is not replaced: it holds {source}, which is read; name another folder")
-
-
-def _real(source: str | os.PathLike[str]) -> Path:
-    """Return the real path of a source; `org/name` may also be a hub id."""
-    try:
-        return Path(source).expanduser().resolve()
-    except (OSError, RuntimeError, ValueError):  # not a path
-        return Path(os.devnull)
+        with suppress(OSError, RuntimeError, ValueError):  # not a path
+            if source is not None and folder.resolve() in Path(source).expanduser().resolve().parents:
+                raise InputError(
+                    f"--out {folder} is not replaced: it holds {source}, which is read; name another folder"
+                )
 
 
 @contextmanager
 def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = None) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` when the block succeeds, and is removed when it fails.
 
-    No other command may write `folder` meanwhile: see `own_folder`.
-
-    Args:
-        folder: the folder to write.
-        others: finds, at the end, the files in `folder` that are not the command's; they are kept. Default: all that
-            its run.json does not list.
-
-    Raises:
-        SinkscopeError: the disk refuses.
+    `own_folder` prevents other commands from writing it meanwhile. Files in it that are not the command's are kept:
+    those that `others` finds at the end, by default all that its run.json does not list. Raises SinkscopeError if the
+    disk refuses.
     """
     real = folder.resolve()
     try:
-        with _undone(real):
+        missing = _missing_parents(real)
+        try:
             put_right(real)
             fresh = beside(real, NEW)
             fresh.mkdir(parents=True)
             yield fresh
-            for path in (others or _others)(real):
-                _keep(path, fresh / path.relative_to(real))
+            for path in (others or _added_meanwhile)(real):
+                target = fresh / path.relative_to(real)
+                if target.exists():
+                    raise SinkscopeError(
+                        f"{path} was written by somebody else meanwhile: move it away, and repeat the command"
+                    )
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target, follow_symlinks=False)
             put_in_place(real)
+        except BaseException:
+            put_right(real)
+            _remove_empty(missing)
+            raise
     except OSError as error:
         raise SinkscopeError(f"writing {folder} failed, and nothing of it is left: {one_line(error)}") from error
 
 
-def _others(folder: Path) -> list[Path]:
+def _added_meanwhile(folder: Path) -> list[Path]:
     """Return the files that were added to the folder since it was checked."""
     if (folder / MANIFEST).exists():
         return list(strangers(folder))
     return [path for path in folder.rglob("*") if not path.is_dir()]
 
 
-def _keep(path: Path, target: Path) -> None:
-    if target.exists():
-        raise SinkscopeError(f"{path} was written by somebody else meanwhile: move it away, and repeat the command")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(path, target, follow_symlinks=False)
-
-
-@contextmanager
-def _undone(real: Path) -> Iterator[None]:
-    """Remove what the block has written of a folder if it fails."""
-    made = _missing_parents(real)
-    try:
-        yield
-    except BaseException:
-        put_right(real)
-        _remove_empty(made)
-        raise
-
-
-def _missing_parents(folder: Path) -> list[Path]:
-    """Return the parents that do not exist, innermost first."""
-    return [path for path in folder.parents if not path.exists()]
-
-
-def _remove_empty(folders: Iterable[Path]) -> None:
-    with suppress(OSError):  # not empty: something was written, or another run is there
-        for path in folders:
-            path.rmdir()
-
-
 # --------------------------------------------------------------------------------------------------------- resuming
-
-SHOWN = 3  # differing options that a message names
 
 
 def resumable(
     folder: Path, command: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Return the manifest of an interrupted folder that can be resumed: same command, identical options.
+    """Return the manifest of an interrupted folder that can be resumed (same command, identical options), or None yet.
 
     Args:
         folder: the folder to resume.
@@ -251,9 +203,6 @@ def resumable(
             those that may differ between two sessions.
         defaults: values for entries that the manifest of an older version lacks.
 
-    Returns:
-        The manifest; None if there is none yet.
-
     Raises:
         InputError: the folder is another command's, its manifest is damaged, or the options differ.
     """
@@ -261,25 +210,32 @@ def resumable(
         return None
     found = read_manifest(folder, (command,))
     recorded = {name: found[name] for name in options if name in found}
-    broken = [
-        name
-        for name, value in options.items()
-        if isinstance(value, dict) and not isinstance(recorded.get(name, {}), dict | None)
-    ]
-    if broken:
-        raise InputError(f"{folder / MANIFEST} is damaged ({broken[0]}): delete {folder}, or name another folder")
+    for name, value in options.items():
+        if isinstance(value, dict) and not isinstance(recorded.get(name, {}), dict | None):
+            raise InputError(f"{folder / MANIFEST} is damaged ({name}): delete {folder}, or name another folder")
     before, after = _flat(defaults or {}) | _flat(recorded), _flat(json.loads(json.dumps(options)))
-    differing = [key for key in after | before if before.get(key) != after.get(key)]
+    differing = [
+        f"{key[-1]} was {one_line(before.get(key), 40)}, now {one_line(after.get(key), 40)}"
+        for key in after | before
+        if before.get(key) != after.get(key)
+    ]
     if differing:
-        named = ", ".join(
-            f"{key[-1]} was {one_line(before.get(key), 40)}, now {one_line(after.get(key), 40)}"
-            for key in differing[:SHOWN]
-        )
         raise InputError(
-            f"{folder} holds what `{command}` made with other options ({named}): repeat them to go on with it, "
-            "overwrite it, or name another folder"
+            f"{folder} holds what `{command}` made with other options ({', '.join(differing[:3])}): repeat them to "
+            "go on with it, overwrite it, or name another folder"
         )
     return found
+
+
+def _flat(options: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Flatten options: (entry, name) → value for options in a mapping, (entry,) → value for others."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for entry, value in options.items():
+        if isinstance(value, dict):
+            flat |= {(entry, name): part for name, part in value.items()}
+        else:
+            flat[entry,] = value
+    return flat
 
 
 def check_resumable(
@@ -288,18 +244,12 @@ def check_resumable(
     options: Mapping[str, Any],
     overwrite: bool,
     defaults: Mapping[str, Any] | None = None,
-    reads: Iterable[str | os.PathLike[str] | None] = (),
+    reads: Sources = (),
     renewed: Collection[str] = (),
 ) -> None:
-    """Check, before anything is computed, that a command can start or resume in a folder.
+    """Check, before anything is computed, that a command can start in a folder (`check_output`) or resume in it.
 
-    Args:
-        folder, command, options, defaults: as for `resumable`.
-        overwrite, reads: as for `check_output`.
-        renewed: folders in it that are replaced whenever the command resumes.
-
-    Raises:
-        InputError: as `resumable` and `check_output` do; or a renewed folder holds another file.
+    `renewed` are folders in it that are replaced whenever the command resumes: they may hold no other files.
     """
     found = None if overwrite else resumable(folder, command, options, defaults)
     if found is None:
@@ -317,10 +267,7 @@ def claim(
 ) -> None:
     """Claim a folder for a command: remove what a killed process left half written, and write run.json first of all.
 
-    Args:
-        folder: a new folder, or one that `resumable` has checked.
-        manifest: the content of run.json.
-        leftovers: finds more folders that are half written.
+    `leftovers` finds more folders that are half written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     put_right_within(folder)
@@ -350,8 +297,8 @@ class FileList:
             try:
                 self.record()
             except OSError as error:
-                told = f"writing {self.folder / MANIFEST} failed, and what was reached is kept: {one_line(error)}"
-                raise SinkscopeError(told) from error
+                reason = f"writing {self.folder / MANIFEST} failed, and what was reached is kept: {one_line(error)}"
+                raise SinkscopeError(reason) from error
 
     @contextmanager
     def new_folder(self, target: Path) -> Iterator[Path]:
@@ -366,14 +313,3 @@ class FileList:
             yield fresh
             within = [MANIFEST] if (fresh / MANIFEST).exists() else files_in(fresh)
             self.add(*((target / name).relative_to(self.folder).as_posix() for name in within))
-
-
-def _flat(options: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Flatten options: (entry, name) → value for options in a mapping, (entry,) → value for others."""
-    flat: dict[tuple[str, ...], Any] = {}
-    for entry, value in options.items():
-        if isinstance(value, dict):
-            flat |= {(entry, name): part for name, part in value.items()}
-        else:
-            flat[entry,] = value
-    return flat

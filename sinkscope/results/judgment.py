@@ -1,4 +1,4 @@
-"""How a number is judged: the values with which a claim of a paper holds, and the outcomes."""
+"""The judgment of a number: the values with which a claim of a paper holds, and the outcomes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from scipy import stats
 from sinkscope.results.statistics import LEVEL, Estimate
 
 Read = TypeVar("Read")
+ENOUGH = 0.5  # power; with less, a claim that is not shown may well be true
 
 
 class Outcome(StrEnum):
@@ -40,29 +41,27 @@ class Test:
     strict: bool = False
 
     def outcome(self, estimate: Estimate) -> Outcome:
-        """Judge by the whole interval: each end misses the truth with 2.5 %, so that a claim whose truth is at the
-        threshold holds in 2.5 % of studies.
+        """Judge by the complete interval.
+
+        Each end misses the truth with 2.5 %, so that a claim whose truth is at the threshold holds in 2.5 % of studies.
         """
         if isnan(estimate.value):
             return Outcome.INCONCLUSIVE
         if self.holds(estimate):
             return Outcome.HOLDS
-        outside = not self._above(estimate.high) or not self._below(estimate.low)
-        if outside:
+        if not self._above(estimate.high) or not self._below(estimate.low):
             return Outcome.FAILS
         return Outcome.NOT_ENOUGH_SEEDS if self.power(estimate) < ENOUGH else Outcome.INCONCLUSIVE
 
     def holds(self, estimate: Estimate) -> bool:
-        """Whether all of the interval is inside."""
+        """Return whether all of the interval is inside."""
         return self._above(estimate.low) and self._below(estimate.high)
 
     def power(self, estimate: Estimate) -> float:
-        """The probability that a study with as many seeds and this spread shows the claim, if it is true.
+        """Return the probability that a study with as many seeds and this spread shows the claim, if it is true.
 
-        The truth is taken to be the estimate's value, or for a range that all levels are alike.
-
-        Returns:
-            NaN where the number is not over seeds, or its value contradicts the claim.
+        The truth is taken to be the estimate's value, or for a range that all levels are equal. The power is NaN if the
+        number is not over seeds, or if its value contradicts the claim.
         """
         truth = estimate.value if isnan(estimate.truest) else estimate.truest
         if not estimate.seeds or isnan(truth):
@@ -81,7 +80,7 @@ class Test:
         return float(max(0.0, 1 - sum(misses)))
 
     def separates(self, estimate: Estimate) -> bool:
-        """Whether every draw of the null is outside, or less far inside than the value; true if no draw has a value."""
+        """Return whether every draw of the null is outside, or less far inside than the value; True without draws."""
         low, high = estimate.null_low, estimate.null_high
         if isnan(low):
             return True
@@ -98,16 +97,13 @@ class Test:
         return x < self.most if self.strict and self.most != inf else x <= self.most
 
     def text(self, form: str = "{:.3g}") -> str:
-        """«≥ 0.5», «< 1», «0.5 to 2»."""
+        """Return for example "≥ 0.5", "< 1" or "0.5 to 2"."""
         least, most = (form.format(end) for end in (self.least, self.most))
         if self.most == inf:
             return f"{'>' if self.strict else '≥'} {least}"
         if self.least == -inf:
             return f"{'<' if self.strict else '≤'} {most}"
         return f"{least} to {most}"
-
-
-ENOUGH = 0.5  # power; with less, a claim that is not shown may well be true
 
 
 def at_least(threshold: float) -> Test:
@@ -132,19 +128,12 @@ def between(least: float, most: float) -> Test:
 
 @dataclass(frozen=True)
 class Number(Generic[Read]):
-    """One number of a claim, and the values with which the claim holds.
+    """One number of a claim, and the values with which the claim holds."""
 
-    Attributes:
-        quantity: What is measured, in words.
-        measure: Makes the estimate from what it reads. Raises NotDefined.
-        test: The values with which the claim holds.
-        form: Format string of its values.
-    """
-
-    quantity: str
-    measure: Callable[[Read], Estimate]
+    quantity: str  # in words
+    measure: Callable[[Read], Estimate]  # makes the estimate from what it reads; raises NotDefined
     test: Test
-    form: str = "{:.3g}"
+    form: str = "{:.3g}"  # format string of its values
 
 
 def estimated(measure: Callable[[Read], Estimate], read: Read) -> Estimate:

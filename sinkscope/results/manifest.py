@@ -1,7 +1,7 @@
 """run.json: which command wrote a folder, with what options, versions, time and memory. Every folder has one.
 
 It lists the files that the command wrote, so that no other file is replaced: paths in the folder; a path that ends with
-/ is a folder with all its content. Of a folder inside that has its own run.json, only this run.json is listed.
+/ is a folder with all its content. If a folder inside has its own run.json, only this run.json is listed.
 """
 
 import json
@@ -37,6 +37,9 @@ RUNS = ("analyze", "intervene", "quantize")  # commands whose folder is one run,
 _NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)
 
 
+# --- writing
+
+
 @contextmanager
 def noting(**facts: Any) -> Iterator[None]:
     """Add entries to every run.json that is made in the block."""
@@ -50,14 +53,13 @@ def noting(**facts: Any) -> Iterator[None]:
 def make_manifest(
     command: str, config: Mapping[str, Any], start: float, tables: Iterable[str] = (), **facts: Any
 ) -> dict[str, Any]:
-    """Return the content of run.json.
+    """Return the content of run.json, with `facts` as further entries.
 
     Args:
         command: the command that writes the folder, named as its function in Python.
         config: its options, as JSON has them.
-        start: when it began, in seconds since the epoch.
+        start: the time at which it began, in seconds since the epoch.
         tables: names of the tables in the folder.
-        **facts: other entries.
     """
     return {
         "sinkscope": version("sinkscope"),
@@ -76,168 +78,17 @@ def make_manifest(
     }
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write run.json as the last file, with the list of the files that exist unless `files` is given. A killed process
-    leaves the file as it was.
-    """
-    listed = manifest if "files" in manifest else {**manifest, "files": files_in(folder)}
-    with new_file(folder / MANIFEST) as fresh:
-        fresh.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
-
-
-def register(folder: Path, name: str) -> None:
-    """Add a file to the list in run.json, before it is written."""
-    manifest = read_manifest(folder, None)
-    listed = manifest.get("files")
-    if listed is not None and name not in listed:
-        write_manifest(folder, {**manifest, "files": sorted([*listed, name])})
-
-
-def files_in(folder: Path) -> list[str]:
-    """Return the files of a folder that run.json lists, without run.json itself."""
-    return sorted(name for path in _files(folder) if (name := path.relative_to(folder).as_posix()) != MANIFEST)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield all finished files; of a folder with its own run.json only this run.json."""
-    for path in folder.iterdir():
-        if path.name.startswith(PREFIX):
-            continue
-        if path.is_symlink() or not path.is_dir():
-            yield path
-        elif (path / MANIFEST).exists():
-            yield path / MANIFEST
-        else:
-            yield from _files(path)
-
-
-def strangers(folder: Path) -> Iterator[Path]:
-    """Yield the files in a command's folder that the command did not write.
-
-    Raises:
-        InputError: a run.json in it does not list its files.
-    """
-    listed = read_manifest(folder, None).get("files")
-    if listed is None:
-        raise InputError(f"{folder / MANIFEST} is of an older sinkscope, which did not list its files")
-    known, whole = {MANIFEST, *listed}, tuple(name for name in listed if name.endswith("/"))
-    for path in sorted(_files(folder)):
-        name = path.relative_to(folder).as_posix()
-        if whole and name.startswith(whole):
-            continue
-        if name not in known:
-            yield path
-        elif path.name == MANIFEST and path.parent != folder:
-            yield from strangers(path.parent)
-
-
-def folder_of(path: str | os.PathLike[str]) -> Path:
-    """Return the folder that is given by its path or by that of its run.json."""
-    path = Path(path)
-    return path.parent if path.name == MANIFEST else path
-
-
-def tables_folder(folder: Path) -> Path:
-    """Return the folder with the tables of a command. If it only holds runs, as that of a sweep, this is their
-    comparison, unless that is a link.
-
-    Raises:
-        InputError: as `read_manifest` does.
-    """
-    comparison = folder / COMPARISON
-    is_here = (comparison / MANIFEST).is_file() and not comparison.is_symlink()
-    return comparison if is_here and not read_manifest(folder, None)["tables"] else folder
-
-
-def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict[str, Any]:
-    """Read FOLDER/run.json.
-
-    Args:
-        folder: any folder that sinkscope wrote.
-        commands: commands that may have written it, by default those whose folder is one run; None: any.
-
-    Raises:
-        InputError: there is no run.json, it cannot be read, it is another file, another command wrote it, it has a
-            newer format, or an older one and lacks what is needed.
-    """
-    path = folder / MANIFEST
-    manifest = _completed(_parsed(path))
-    if not isinstance(manifest, dict) or not manifest.keys() >= {"command", "config", "tables"}:
-        raise InputError(f"{path} is not the manifest of a run: it is another JSON file")
-    by = manifest["command"]
-    kind = KINDS.get(by) if isinstance(by, str) else None
-    if kind is None:
-        raise InputError(f"{path} is not the manifest of a run: no command is called {one_line(by, 40)}")
-    if commands is not None and by not in commands:
-        raise InputError(f"{path} is of `sinkscope {by}`, not of `{'`, `'.join(commands)}`{_runs_inside(folder)}")
-    found = manifest.get("format", 1)
-    if isinstance(found, int) and found > FORMAT:
-        raise InputError(f"{path} is of a newer sinkscope (format {found}, this one reads up to {FORMAT}): update it")
+@cache
+def _git_commit() -> str | None:
+    """Return the commit of the running sinkscope if it runs from a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
     try:
-        kind.model_validate(manifest)
-    except ValidationError as error:
-        if "sinkscope" in manifest and found in range(1, FORMAT):
-            raise InputError(of_an_older_format(path, manifest)) from None
-        wrong = error.errors()[0]
-        where, what = one_line(".".join(map(str, wrong["loc"])), 80), one_line(wrong["msg"])
-        raise InputError(f"{path} is not the manifest of a run: it is damaged (`{where}`: {what})") from None
-    return manifest
-
-
-def format_of(manifest: Mapping[str, Any]) -> int:
-    """Return the format of a folder; 1 if the manifest does not record it."""
-    return int(manifest.get("format", 1))
-
-
-def of_an_older_format(path: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the message for a file that lacks something because its folder has an older format.
-
-    Args:
-        path: the file.
-        manifest: the manifest of the folder.
-    """
-    from sinkscope.results.command_line import command_lines  # imported late: rarely needed
-
-    try:
-        lines = command_lines(manifest, None)
-    except (AttributeError, KeyError, TypeError):  # format 1, or damaged
-        lines = []
-    again = f"measure again with `{one_line(lines[0], LONGEST)}`" if lines else "measure again"
-    return f"{path} is of {older(manifest)}: {again}"
-
-
-def older(manifest: Mapping[str, Any]) -> str:
-    """Describe the version that made a folder of an older format."""
-    return f"an older sinkscope (format {format_of(manifest)}, this one writes {FORMAT})"
-
-
-def _completed(manifest: Any) -> Any:
-    """Add the lengths of the sequences to a manifest of format 1 if they follow from its number of tokens. Other
-    manifests are returned unchanged.
-    """
-    try:
-        read, length = manifest["input"], manifest["config"]["seq_len"]
-        if "format" in manifest or read["tokens"] != read["sequences"] * length:
-            return manifest
-        return {**manifest, "input": {"shortest": length, "longest": length, **read}}
-    except (KeyError, TypeError):
-        return manifest
-
-
-def _parsed(path: Path) -> Any:
-    folder = path.parent
-    if kind_of(path) is None and not find_again(folder):
-        what = f"it has no {MANIFEST}" if folder.is_dir() else "it does not exist"
-        raise InputError(f"{folder} is not a run folder: {what}{_runs_inside(folder)}")
-    try:
-        return read_json(path)
-    except InputError as error:
-        raise InputError(f"{error}: it is not the manifest of a run, or damaged") from None
-
-
-def _runs_inside(folder: Path) -> str:
-    runs = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
-    return f", but holds runs: name one of them, such as {runs[0]}" if runs else ""
+        answer = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return answer.stdout.strip()
 
 
 def _peak_memory_mb() -> float:
@@ -261,14 +112,154 @@ def _largest_resident() -> int:
     return peak if sys.platform == "darwin" else peak * 2**10
 
 
-@cache
-def _git_commit() -> str | None:
-    """Return the commit of the running sinkscope if it runs from a checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write run.json as the last file, with the list of the files that exist unless `files` is given.
+
+    A killed process leaves the file as it was.
+    """
+    listed = manifest if "files" in manifest else {**manifest, "files": files_in(folder)}
+    with new_file(folder / MANIFEST) as fresh:
+        fresh.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
+
+
+def register(folder: Path, name: str) -> None:
+    """Add a file to the list in run.json, before it is written."""
+    manifest = read_manifest(folder, None)
+    listed = manifest.get("files")
+    if listed is not None and name not in listed:
+        write_manifest(folder, {**manifest, "files": sorted([*listed, name])})
+
+
+# --- the files of a folder
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the files of a folder that run.json lists, without run.json itself."""
+    return sorted(name for path in _files(folder) if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield all finished files; of a folder with its own run.json only this run.json."""
+    for path in folder.iterdir():
+        if path.name.startswith(PREFIX):
+            continue
+        if path.is_symlink() or not path.is_dir():
+            yield path
+        elif (path / MANIFEST).exists():
+            yield path / MANIFEST
+        else:
+            yield from _files(path)
+
+
+def strangers(folder: Path) -> Iterator[Path]:
+    """Yield the files in a command's folder that the command did not write.
+
+    Raises InputError if a run.json in it does not list its files.
+    """
+    listed = read_manifest(folder, None).get("files")
+    if listed is None:
+        raise InputError(f"{folder / MANIFEST} is of an older sinkscope, which did not list its files")
+    known, folders = {MANIFEST, *listed}, tuple(name for name in listed if name.endswith("/"))
+    for path in sorted(_files(folder)):
+        name = path.relative_to(folder).as_posix()
+        if folders and name.startswith(folders):
+            continue
+        if name not in known:
+            yield path
+        elif path.name == MANIFEST and path.parent != folder:
+            yield from strangers(path.parent)
+
+
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """Return the folder that is given by its path or by that of its run.json."""
+    path = Path(path)
+    return path.parent if path.name == MANIFEST else path
+
+
+def tables_folder(folder: Path) -> Path:
+    """Return the folder with the tables of a command: the comparison (unless that is a link) if it only holds runs."""
+    comparison = folder / COMPARISON
+    is_here = (comparison / MANIFEST).is_file() and not comparison.is_symlink()
+    return comparison if is_here and not read_manifest(folder, None)["tables"] else folder
+
+
+# --- reading
+
+
+def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict[str, Any]:
+    """Read FOLDER/run.json.
+
+    Args:
+        folder: any folder that sinkscope wrote.
+        commands: commands that may have written it, by default those whose folder is one run; None: any.
+
+    Raises:
+        InputError: there is no run.json, it cannot be read, it is another file, another command wrote it, it has a
+            newer format, or an older one and lacks what is needed.
+    """
+    path = folder / MANIFEST
+    if kind_of(path) is None and not find_again(folder):
+        what = f"it has no {MANIFEST}" if folder.is_dir() else "it does not exist"
+        raise InputError(f"{folder} is not a run folder: {what}{_runs_inside(folder)}")
     try:
-        answer = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return answer.stdout.strip()
+        manifest = _completed(read_json(path))
+    except InputError as error:
+        raise InputError(f"{error}: it is not the manifest of a run, or damaged") from None
+    if not isinstance(manifest, dict) or not manifest.keys() >= {"command", "config", "tables"}:
+        raise InputError(f"{path} is not the manifest of a run: it is another JSON file")
+    by = manifest["command"]
+    kind = KINDS.get(by) if isinstance(by, str) else None
+    if kind is None:
+        raise InputError(f"{path} is not the manifest of a run: no command is called {one_line(by, 40)}")
+    if commands is not None and by not in commands:
+        raise InputError(f"{path} is of `sinkscope {by}`, not of `{'`, `'.join(commands)}`{_runs_inside(folder)}")
+    found = manifest.get("format", 1)
+    if isinstance(found, int) and found > FORMAT:
+        raise InputError(f"{path} is of a newer sinkscope (format {found}, this one reads up to {FORMAT}): update it")
+    try:
+        kind.model_validate(manifest)
+    except ValidationError as error:
+        if "sinkscope" in manifest and found in range(1, FORMAT):
+            raise InputError(of_an_older_format(path, manifest)) from None
+        wrong = error.errors()[0]
+        where, what = one_line(".".join(map(str, wrong["loc"])), 80), one_line(wrong["msg"])
+        raise InputError(f"{path} is not the manifest of a run: it is damaged (`{where}`: {what})") from None
+    return manifest
+
+
+def _completed(manifest: Any) -> Any:
+    """Add the lengths of the sequences to a manifest of format 1 if they follow from its number of tokens."""
+    try:
+        read, length = manifest["input"], manifest["config"]["seq_len"]
+        if "format" in manifest or read["tokens"] != read["sequences"] * length:
+            return manifest
+        return {**manifest, "input": {"shortest": length, "longest": length, **read}}
+    except (KeyError, TypeError):
+        return manifest
+
+
+def _runs_inside(folder: Path) -> str:
+    runs = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
+    return f", but holds runs: name one of them, such as {runs[0]}" if runs else ""
+
+
+def format_of(manifest: Mapping[str, Any]) -> int:
+    """Return the format of a folder; 1 if the manifest does not record it."""
+    return int(manifest.get("format", 1))
+
+
+def older(manifest: Mapping[str, Any]) -> str:
+    """Describe the version that made a folder of an older format."""
+    return f"an older sinkscope (format {format_of(manifest)}, this one writes {FORMAT})"
+
+
+def of_an_older_format(path: Path, manifest: Mapping[str, Any]) -> str:
+    """Return the message for a file that lacks something because its folder has an older format."""
+    from sinkscope.results.command_line import command_lines  # imported late: rarely needed
+
+    try:
+        lines = command_lines(manifest, None)
+    except (AttributeError, KeyError, TypeError):  # format 1, or damaged
+        lines = []
+    again = f"measure again with `{one_line(lines[0], LONGEST)}`" if lines else "measure again"
+    return f"{path} is of {older(manifest)}: {again}"

@@ -1,7 +1,7 @@
-"""Every metric once: what it is called, how it is defined, in which unit, how it is printed, and from which paper.
+"""Every metric once: its name, its definition, its unit, how it is printed, and its paper.
 
-Whatever shows a metric (verdicts, tables, figures, comparisons, `sinkscope list metrics`) reads it from `METRICS`.
-Position 0 is a sequence's first token.
+Verdicts, tables, figures, comparisons and `sinkscope list metrics` read metrics from `METRICS`. Position 0 is the first
+token of a sequence.
 """
 
 from dataclasses import dataclass
@@ -24,68 +24,51 @@ UNITS = {"nats": "nats per token", "attention": "share of attention", "entries":
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: As in the column `metric` of the tables.
-        label: As printed in verdicts, with what it is taken over.
-        short: As printed over a panel of a figure or a column of a table, where the rest is said beside it.
-        definition: How it is computed.
-        unit: "share", "nats", "ratio", …; empty for a plain number.
-        form: Format string of its values.
-        source: Paper and equation; empty where it is sinkscope's own.
-        whole: How the layers' values become the whole model's; empty where there are no values by layer.
-        scope: Where it applies; empty for every model and input.
-        lower_is_better: True for metrics that a method is praised for lowering.
-        tables: Tables in which it occurs.
-    """
-
-    name: str
-    label: str
-    short: str
+    name: str  # in the column `metric` of the tables
+    label: str  # in verdicts, with what it is taken over
+    short: str  # over a panel of a figure or a column of a table, where the rest is explained nearby
     definition: str
-    unit: str = ""
-    form: str = "{:.2f}"
-    source: str = ""
-    whole: str = "mean"
-    scope: str = ""
-    lower_is_better: bool = False
-    tables: tuple[str, ...] = (SUMMARY,)
+    unit: str = ""  # "share", "nats", "ratio", …; empty for a plain number
+    form: str = "{:.2f}"  # format string of its values
+    source: str = ""  # paper and equation; empty if it is sinkscope's own
+    whole: str = "mean"  # how the values of layers become that of the model; empty if there are no values by layer
+    scope: str = ""  # the models and inputs with the metric; empty for all
+    lower_is_better: bool = False  # True for metrics that a method is praised for lowering
+    tables: tuple[str, ...] = (SUMMARY,)  # in which it occurs
 
     def text(self, value: float) -> str:
-        """The value as printed."""
+        """Return the value as printed."""
         if isnan(value):
             return MISSING
         sign = "+" if "+" in self.form else ""
         return f"{value:{sign}.4g}" if abs(value) >= LARGE else self.form.format(value)
 
     def text_with_spread(self, value: float, deviation: float) -> str:
-        """«16.94 ± 0.01»; no ± where `deviation` is NaN, as it is of a single value."""
+        """Return for example "16.94 ± 0.01"; without ± if `deviation` is NaN, as that of a single value is."""
         spread = "" if isnan(value) or isnan(deviation) else f" ± {self.text(deviation).lstrip('+')}"
         return self.text(value) + spread
 
     @property
     def axis(self) -> str:
-        """What stands at an axis: «loss (nats per token)», «perplexity»."""
+        """The label of an axis, for example "loss (nats per token)" or "perplexity"."""
         unit = UNITS.get(self.unit, self.unit)
         return f"{self.short} ({unit})" if unit else self.short
 
     @property
     def heading(self) -> str:
-        """The head of a column of a Markdown table: «Perplexity (↓)»."""
+        """The heading of a column of a Markdown table, for example "Perplexity (↓)"."""
         text = self.short[:1].upper() + self.short[1:] + " (↓)" * self.lower_is_better
         return text.replace("<s>", "`<s>`")  # which Markdown would read as a tag
 
 
 def is_sink(window_mass: Any, epsilon: float) -> Any:
-    """Whether a position is a sink in one head and sequence: the only place that decides it.
+    """Return whether a position is a sink in one head and sequence. Nothing else decides this.
 
     Args:
         window_mass: α of GS eq. 1, as a number, an array or a tensor.
         epsilon: the option of that name (WSE §3).
-
-    Returns:
-        True where it is a sink, in the form of `window_mass`.
     """
     return window_mass > epsilon
 
@@ -113,8 +96,7 @@ _ATTENTION = (
         scope="models with learned sink logits, key biases or register tokens", tables=(SUMMARY, RETROFIT)),
     Metric("window_mass", "mean window mass at position 0", "window mass",
         "mean attention to the position over the W queries from it on (encoder: less than W away), averaged over heads "
-        "and sequences",
-        unit="attention", form="{:.3f}", source="GS eq. 1", tables=(SUMMARY, EFFECT)),
+        "and sequences", unit="attention", form="{:.3f}", source="GS eq. 1", tables=(SUMMARY, EFFECT)),
     Metric("sink_mass", "mean sink mass at position 0", "sink mass",
         "mean attention to position 0 over all queries, averaged over heads and sequences",
         unit="attention", form="{:.3f}", source="GS eq. 2"),
@@ -123,8 +105,7 @@ _ATTENTION = (
         unit="attention", form="{:.3f}", source="WSE proposition 4",
         scope="rotary models on repeated tokens that attend to nothing besides"),
     Metric("attention_entropy", "attention entropy (nats)", "attention entropy",
-        "entropy of the attention weights of a query, averaged over queries, heads and sequences",
-        unit="nats"),
+        "entropy of the attention weights of a query, averaged over queries, heads and sequences", unit="nats"),
     Metric("missing_mass", "attention mass taken by learned sink logits", "missing mass",
         "1 − sum of a query's attention weights, averaged over queries, heads and sequences",
         unit="attention", form="{:.3f}", source="WSE table 4", scope="models with learned sink logits"),
@@ -133,17 +114,15 @@ _ATTENTION = (
 _GEOMETRY = (
     Metric("value_drain", "value norm at position 0 ÷ later positions (mean over all layers)", "value norm ÷ others",
         "norm of the value state at position 0 ÷ its mean over the other reported positions, per head, averaged "
-        "over heads",
-        unit="ratio", source="VGA §1", tables=(SUMMARY, RETROFIT)),
+        "over heads", unit="ratio", source="VGA §1", tables=(SUMMARY, RETROFIT)),
     Metric("raw_value_drain", "raw value norm at position 0 ÷ later positions", "raw value norm ÷ others",
-        "as value_drain, of the value states that the projection gives, in front of the gate or scale",
+        "as value_drain, of the value states that the projection gives, before the gate or scale",
         unit="ratio", source="GS §5.1; VGA eq. 8", scope=_GATED, tables=(SUMMARY, RETROFIT)),
     Metric("sink_logit_gap", "logit of position 0 above the other keys'", "logit gap",
         "pre-softmax logit of position 0 − mean logit of the query's other keys, averaged over queries and heads",
         source="VGA §4.1"),
     Metric("qk_cosine", "cosine of queries and the key of position 0", "query-key cosine",
-        "mean over queries of cos(q_t, k_0), averaged over heads",
-        source="WSE fig. 2"),
+        "mean over queries of cos(q_t, k_0), averaged over heads", source="WSE fig. 2"),
     Metric("gate_first", "mean gate at position 0", "gate at position 0",
         "what the retrofit multiplies values or heads' outputs by at position 0, averaged over heads",
         form="{:.3f}", source="VGA eq. 6–10; GS §5.1", scope=_GATED, tables=(SUMMARY, RETROFIT)),
@@ -173,8 +152,8 @@ _ACTIVATIONS = (
         form="{:,.2f}", source="Bondarenko et al. 2023", whole="largest", lower_is_better=True),
     Metric("kurtosis_with_norms", "kurtosis with norms (mean over sequences, sites and layers)",
         "mean kurtosis with norms",
-        "kurtosis of attn_norm, attn_out, mlp_norm, mlp_out and layer_out: the sites of Bondarenko et al., but for the "
-        "norm behind the last layer",
+        "kurtosis of attn_norm, attn_out, mlp_norm, mlp_out and layer_out: the sites of Bondarenko et al., except the "
+        "norm after the last layer",
         form="{:,.2f}", source="Bondarenko et al. 2023", scope="models with norms in front of their branches",
         lower_is_better=True),
     Metric("kurtosis", "kurtosis (mean over sequences, sites and layers)", "mean kurtosis",
@@ -187,8 +166,7 @@ _ACTIVATIONS = (
         "batches",
         unit="nats", form="{:.3f}", whole="", lower_is_better=True, tables=(SUMMARY, EFFECT, QUANTIZATION, TRAINING)),
     Metric("perplexity", "perplexity of the run's text", "perplexity",
-        "exp(loss)",
-        form="{:,.2f}", source="VGA table 1", whole="", lower_is_better=True,
+        "exp(loss)", form="{:,.2f}", source="VGA table 1", whole="", lower_is_better=True,
         tables=(SUMMARY, EFFECT, QUANTIZATION, RETROFIT)),
 )
 
@@ -199,27 +177,24 @@ _GRADIENTS = (
         tables=(SUMMARY, RETROFIT)),
     Metric("raw_value_gradient_ratio", "raw value gradient at position 0 ÷ positions 5–15",
         "raw value gradient ÷ later",
-        "as value_gradient_ratio, of the value states that the projection gives, in front of the gate or scale",
+        "as value_gradient_ratio, of the value states that the projection gives, before the gate or scale",
         unit="ratio", form="{:.1f}", source="GS §5.1; VGA eq. 8", whole="of the norms averaged over layers",
         scope="models and retrofits with gates or scales on values", tables=(SUMMARY, RETROFIT)),
     Metric("value_gradient_norm", "raw value gradient at position 0", "raw value gradient",
-        "gradient norm of the value states at position 0, all heads together, in front of a gate or scale if there is "
-        "one",
-        form="{:.3g}", source="GS §5.1; VGA eq. 8", tables=(SUMMARY, RETROFIT)),
+        "gradient norm of the value states at position 0, all heads together, before a gate or scale if there is "
+        "one", form="{:.3g}", source="GS §5.1; VGA eq. 8", tables=(SUMMARY, RETROFIT)),
     Metric("key_gradient_ratio", "key gradient at position 0 ÷ positions 5–15", "key gradient ÷ later",
         "as value_gradient_ratio, of the keys",
         unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers"),
     Metric("uniform_gradient_ratio", "value gradient ratio of uniform causal attention", "value gradient ÷ later, null",
-        "value_gradient_ratio where each token attends to all tokens up to itself alike, and their gradients are "
-        "unrelated and of one size",
-        unit="ratio", form="{:.1f}", source="GS §3.1", whole="", scope="causal models"),
+        "value_gradient_ratio if each token attends equally to all tokens up to itself, and their gradients are "
+        "unrelated and of one size", unit="ratio", form="{:.1f}", source="GS §3.1", whole="", scope="causal models"),
     Metric("value_over_key_gradient", "value gradient ÷ key gradient, position 0", "value gradient ÷ key gradient",
         "value_gradient_norm ÷ gradient norm of the keys at position 0, all heads together",
         unit="ratio", form="{:.1f}", source="GS §3.1", whole="of the norms averaged over layers"),
     *(
         Metric(f"{name}{ending}", f"{label} at {where}", f"{name} at {where}",
-            definition + reduced,
-            unit="ratio", form=form, source="GS §4", whole="median")
+            definition + reduced, unit="ratio", form=form, source="GS §4", whole="median")
         for name, label, definition, form in (
             ("bloat", "gradient gain of the attention branch", "‖∇h̃‖ ÷ ‖∇r_attn‖", "{:.3g}"),
             ("compress", "gradient gain of the norm before it", "‖∇h − ∇h+½‖ ÷ ‖∇h̃‖", "{:.3g}"),
@@ -234,12 +209,10 @@ _GRADIENTS = (
         "least-squares slope of log₁₀ compress on log₁₀‖h‖, attention branch, layers ≥ 1, all positions",
         source="GS fig. 3", whole=""),
     Metric("compress_correlation", "correlation of log compress and log norm", "compress correlation",
-        "Pearson's r of the points of compress_slope",
-        source="GS fig. 3", whole=""),
+        "Pearson's r of the points of compress_slope", source="GS fig. 3", whole=""),
     *(
         Metric(f"{name}_{group}", f"{label}, positions {group}", f"{short} {group}",
-            f"as {name}, over positions {group}",
-            source="GS fig. 3", whole="")
+            f"as {name}, over positions {group}", source="GS fig. 3", whole="")
         for name, label, short in (
             ("compress_slope", "slope of log compress", "slope"),
             ("compress_correlation", "correlation of log compress", "correlation"),
@@ -256,8 +229,7 @@ _GRADIENTS = (
         "share of tokens at which a norm's gradient gain is within its bound",
         unit="share", form="{:.1%}", source="GS theorem 2"),
     Metric("theorem2_tightness", "gradient gain of norms ÷ theorem 2's bound", "theorem 2 tightness",
-        "‖∇x‖ ÷ ‖∇y‖ of a norm ÷ ‖γ‖∞ ÷ rms(x), averaged over tokens",
-        unit="ratio", source="GS theorem 2"),
+        "‖∇x‖ ÷ ‖∇y‖ of a norm ÷ ‖γ‖∞ ÷ rms(x), averaged over tokens", unit="ratio", source="GS theorem 2"),
 )
 
 _BIAS = (
@@ -265,8 +237,7 @@ _BIAS = (
         "Δ_0 = b_Qᵀ W_k x_0, what the query bias adds to the logits of position 0",
         source="NU §4.1", scope=_QUERY_BIAS),
     Metric("delta_later", "Δ of the query bias at later positions", "Δ at later positions",
-        "as delta_first, averaged over the later positions",
-        source="NU §4.1", scope=_QUERY_BIAS),
+        "as delta_first, averaged over the later positions", source="NU §4.1", scope=_QUERY_BIAS),
     Metric("delta_gap", "Δ of the query bias, position 0 above later ones (standard deviations)", "Δ gap",
         "(Δ_0 − mean of the later positions' Δ) ÷ their standard deviation over sequences and positions",
         unit="standard deviations", form="{:.1f}", source="NU §4.2.1", scope=_QUERY_BIAS),
@@ -274,11 +245,9 @@ _BIAS = (
         "share of layers with a delta_gap above 2",
         unit="share", form="{:.1%}", source="NU §4.2.1", whole="", scope=_QUERY_BIAS),
     Metric("key_alignment_first", "cosine of W_k EPE₀ and the query bias", "key alignment at position 0",
-        "cos(W_k EPE_0, b_Q), EPE_i = MLP⁽¹⁾(p_i) + p_i",
-        source="NU §4.1", scope=_LEARNED),
+        "cos(W_k EPE_0, b_Q), EPE_i = MLP⁽¹⁾(p_i) + p_i", source="NU §4.1", scope=_LEARNED),
     Metric("key_alignment_later", "cosine of W_k EPE and the query bias, later positions", "key alignment at others",
-        "as key_alignment_first, averaged over the later positions",
-        source="NU §4.1", scope=_LEARNED),
+        "as key_alignment_first, averaged over the later positions", source="NU §4.1", scope=_LEARNED),
     Metric("gamma_ratio", "|γ| at EPE₀'s massive coordinates ÷ its mean", "|γ| ratio",
         "mean |γ| at the massive coordinates of EPE_0 ÷ mean |γ| over all coordinates, γ = W_k b_Q",
         unit="ratio", form="{:.1f}", source="NU tables 1 and 2", scope=_LEARNED),
@@ -322,7 +291,7 @@ _TRAINED = (
         "norm of the gradient of all trained parameters, before it is clipped",
         form="{:.3g}", whole="", tables=(TRAINING,)),
     Metric("total_weight", "total weight that a query gives (median)", "total weight",
-        "Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax; median over queries behind the first token",
+        "Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax; median over queries after the first token",
         unit="weight", form="{:.3g}", source="WSE §7.4", whole="over queries of all layers", tables=(TRAINING,)),
     Metric("total_weight_at_sink", "total weight of queries on the first token (median)", "total weight at the sink",
         "total_weight of the queries that give the first token a share above ε",
@@ -333,7 +302,7 @@ _TRAINED = (
 def _task(
     name: str, label: str, short: str, definition: str, unit: str = "", form: str = "{:.3f}", whole: str = ""
 ) -> Metric:
-    """A metric of the Bigram-Backcopy task. Queries are those from position 1 on: the first token sees only itself."""
+    """Return a metric of the Bigram-Backcopy task. Queries begin at position 1: the first token sees only itself."""
     source = "VGA §4.1, figures 4–6"
     return Metric(name, label, short, definition, unit, form, source, whole, _TASK, tables=(TRAINING,))
 
@@ -342,17 +311,14 @@ BACKCOPY: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         _task("bigram_risk", "excess loss where the pair decides (nats)", "bigram risk",
-            "loss above the optimum at positions behind no trigger: KL(p ‖ model)",
-            unit="nats", form="{:.4f}"),
+            "loss above the optimum at positions that follow no trigger: KL(p ‖ model)", unit="nats", form="{:.4f}"),
         _task("backcopy_risk", "excess loss at triggers (nats)", "backcopy risk",
-            "loss above the optimum, 0, at triggers",
-            unit="nats", form="{:.4f}"),
+            "loss above the optimum, 0, at triggers", unit="nats", form="{:.4f}"),
         _task("attention_to_start", "attention of non-trigger queries to <s>", "attention on <s>",
             "weight that queries which are no triggers give to <s>, or with --bos never to the first token",
             unit="attention", whole="by layer"),
         _task("attention_to_start_max", "attention of non-trigger queries to <s>, highest head", "on <s>, highest head",
-            "as attention_to_start, of the head that gives most",
-            unit="attention", whole="by layer"),
+            "as attention_to_start, of the head that gives most", unit="attention", whole="by layer"),
         _task("early_attention_to_start", "attention to <s> before any trigger", "on <s> before any trigger",
             "as attention_to_start, of queries before their sequence's first trigger, which is another sink",
             unit="attention", whole="by layer"),
@@ -360,8 +326,7 @@ BACKCOPY: dict[str, Metric] = {
             "weight that queries which are no triggers give to triggers, all together",
             unit="attention", whole="by layer"),
         _task("trigger_attention_to_start", "attention of triggers to <s>", "triggers' attention on <s>",
-            "weight that triggers give to <s>",
-            unit="attention", whole="by layer"),
+            "weight that triggers give to <s>", unit="attention", whole="by layer"),
         _task("delta_logit", "logit of <s> above the other keys'", "Δlogit of <s>",
             "logit of <s> − mean of the query's other keys; queries that are no triggers",
             form="{:.2f}", whole="by layer"),
@@ -371,7 +336,7 @@ BACKCOPY: dict[str, Metric] = {
                 whole="by layer")
             for kind, state, how in (
                 ("value", "projected value", "as the projection makes it"),
-                ("attended", "attended value", "as it is attended to: behind a gate on the values, where there is one"),
+                ("attended", "attended value", "as it is attended to: after a gate on the values, if there is one"),
             )
             for token, whose in (("start", "<s>"), ("trigger", "triggers"), ("other", "other tokens"))
         ),
@@ -387,14 +352,5 @@ BACKCOPY: dict[str, Metric] = {
 # fmt: on
 METRICS: dict[str, Metric] = {
     metric.name: metric
-    for metric in (
-        *_ATTENTION,
-        *_GEOMETRY,
-        *_ACTIVATIONS,
-        *_GRADIENTS,
-        *_BIAS,
-        *_QUANTIZED,
-        *_TRAINED,
-        *BACKCOPY.values(),
-    )
-}
+    for metric in (*_ATTENTION, *_GEOMETRY, *_ACTIVATIONS, *_GRADIENTS, *_BIAS, *_QUANTIZED, *_TRAINED)
+} | BACKCOPY

@@ -1,9 +1,9 @@
-"""Published numbers, each of them once, and tables in the papers' layout made from a run's own tables.
+"""Published numbers, each of them once, and tables in the papers' layout that are made from the tables of a run.
 
 WSE is When Attention Sink Emerges in Language Models, NU is Attention Sink Mechanisms Are Not Universal.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pandas as pd
 
@@ -12,8 +12,6 @@ from sinkscope.results.metrics import PAPERS
 from sinkscope.results.run import RunData
 
 SCRATCH = "60M model, 5 B tokens, sink rate at position 0 in %"  # the setting of most of WSE's trainings
-
-
 CLAIMS_PAPERS = {  # first part of a claim's id → its paper
     "GS": PAPERS["GS"],
     "W": PAPERS["WSE"],
@@ -45,33 +43,25 @@ TABLE_1, TABLE_7 = "WSE table 1", "WSE table 7"
 
 # the paper's name of the model → input → its sink rate at position 0
 WSE_TABLE_1: dict[str, dict[str, Published]] = {
-    "Mistral-7B": {
-        "natural": Published("Mistral-7B", 97.49, PRETRAINED, TABLE_1),
-        "repeated": Published("Mistral-7B", 0.0, PRETRAINED, TABLE_1),
-    },
-    "LLaMA2-7B": {
-        "natural": Published("LLaMA2-7B", 92.47, PRETRAINED, TABLE_1),
-        "repeated": Published("LLaMA2-7B", 0.0, PRETRAINED, TABLE_1),
-    },
-    "LLaMA2-13B": {
-        "natural": Published("LLaMA2-13B", 91.69, PRETRAINED, TABLE_1),
-        "repeated": Published("LLaMA2-13B", 0.0, PRETRAINED, TABLE_1),
-    },
-    "LLaMA3-8B": {
-        "natural": Published("LLaMA3-8B", 99.02, PRETRAINED, TABLE_1),
-        "random": Published("LLaMA3-8B", 91.23, PRETRAINED, TABLE_1),
-        "repeated": Published("LLaMA3-8B", 0.0, PRETRAINED, TABLE_1),
-    },
-    "GPT2-XL": {
-        "natural": Published("GPT2-XL", 77.0, PRETRAINED, TABLE_1, "†"),
-        "random": Published("GPT2-XL", 70.29, PRETRAINED, TABLE_1),
-        "repeated": Published("GPT2-XL", 62.28, PRETRAINED, TABLE_7, "†"),
-    },
-    "Mistral-7B chat": {"natural": Published("Mistral-7B", 88.34, CHAT, TABLE_1)},
-    "LLaMA2-7B chat": {"natural": Published("LLaMA2-7B", 92.88, CHAT, TABLE_1)},
-    "LLaMA2-13B chat": {"natural": Published("LLaMA2-13B", 90.94, CHAT, TABLE_1)},
-    "LLaMA3-8B chat": {"natural": Published("LLaMA3-8B", 98.85, CHAT, TABLE_1)},
+    name: {
+        reads: Published(name.removesuffix(" chat"), rate, CHAT if name.endswith(" chat") else PRETRAINED, TABLE_1)
+        for reads, rate in rates.items()
+    }
+    for name, rates in {
+        "Mistral-7B": {"natural": 97.49, "repeated": 0.0},
+        "LLaMA2-7B": {"natural": 92.47, "repeated": 0.0},
+        "LLaMA2-13B": {"natural": 91.69, "repeated": 0.0},
+        "LLaMA3-8B": {"natural": 99.02, "random": 91.23, "repeated": 0.0},
+        "GPT2-XL": {"natural": 77.0, "random": 70.29, "repeated": 62.28},
+        "Mistral-7B chat": {"natural": 88.34},
+        "LLaMA2-7B chat": {"natural": 92.88},
+        "LLaMA2-13B chat": {"natural": 90.94},
+        "LLaMA3-8B chat": {"natural": 98.85},
+    }.items()
 }
+_OF_GPT2 = WSE_TABLE_1["GPT2-XL"]
+_OF_GPT2["natural"] = _OF_GPT2["natural"]._replace(mark="†")
+_OF_GPT2["repeated"] = _OF_GPT2["repeated"]._replace(mark="†", source=TABLE_7)
 
 
 def published_rates(reads: str) -> tuple[Published, ...]:
@@ -87,8 +77,8 @@ SINK_RATES = (
 )
 
 
-# --- WSE's trainings: sink rates of models of 60 million parameters, in percent, by what differs from its default. A
-# name is a part of a level of a factor study; arms are called as the recipes call them.
+# --- WSE's trainings: sink rates of models of 60 million parameters, in percent, by the setting that differs from its
+# default. A name is a part of a level of a factor study; arms have the names of the recipes.
 
 TRANSCRIBED = "†"  # from a transcription of the paper
 SOFTMAX = 18.18  # WSE's default
@@ -112,7 +102,7 @@ WSE_TRAININGS: dict[str, Published] = {
         "mlp-kernel": 0.74, "mlp-kernel-normalized": 0.19}),
     **_table("WSE table 9", "learning_rate=", {"0.0001": 2.90, "0.0002": 11.21, "0.0004": SOFTMAX, "0.0008": 32.23}),
     **_table("WSE table 10", "fixed_position=", {"0": 74.11, "1": 69.03, "2": 69.64}),
-    **_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # its default has none, a BOS is a fixed token
+    **_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # its default has no BOS
     **_table("WSE table 11", "feed_forward=", {"swiglu": SOFTMAX}),
     **_table("WSE table 11", "feed_forward=", {
         "geglu": 17.86, "reglu": 13.88, "relu": 16.90, "gelu": 14.76, "swish": 17.89}, TRANSCRIBED),
@@ -146,28 +136,43 @@ PRINTED: dict[int, tuple[str, float, float]] = {
     11: ("1.403 ± 4.0", 27.547, 27.691),
     12: ("1.145 ± 2.65", 4.5, 13.59),
 }
-MISPRINT = (9, 447, 26.014)  # layer and coordinate where NU prints another layer's entry, and what the weights give
+MISPRINT = (9, 447, 26.014)  # layer and coordinate where NU prints another layer's entry, and the entry of the weights
 HEADINGS = ("baseline", *(f"d={coordinate}" for coordinate in GPT2_MASSIVE))
 NEEDS_GPT2 = "GPT-2's weights are needed to compute them: `sinkscope claims gpt2`"
 
 
 def paper_tables(run: RunData) -> dict[str, pd.DataFrame]:
-    """The tables that this run's tables allow, by name."""
-    tables = {name: table(run) for name, table in _TABLES.items()}
-    return {name: table for name, table in tables.items() if table is not None}
+    """Return the tables in a paper's layout that this run's tables allow, by name."""
+    gamma = gamma_table(run)
+    return {} if gamma is None else {"gamma": gamma}
 
 
 def gamma_table(run: RunData) -> pd.DataFrame | None:
-    """NU tables 1 and 2: |γ| at the massive coordinates of EPE_0 next to all of its entries, mean ± 2 standard
-    deviations (population), a layer a row. The paper counts layers from 1. For GPT-2 with the paper's values.
-    None where there is no such coordinate.
+    """Return NU tables 1 and 2, with a row for each layer, which the paper counts from 1.
+
+    |γ| at the massive coordinates of EPE_0 is next to the mean ± 2 standard deviations (population) of all its entries;
+    the values that the paper prints for GPT-2 are added for that model. None if there is no massive coordinate.
     """
     gamma = run.tables.get("gamma")
     if gamma is None or not gamma["is_massive_epe"].any():
         return None
     gamma = gamma.assign(magnitude=gamma["gamma"].abs())
-    table = pd.DataFrame([_gamma_row(int(layer), rows) for layer, rows in gamma.groupby("layer")])
-    return table.merge(printed_gamma(), on="layer") if _is_gpt2(gamma) else table
+    rows: list[dict[str, str | float]] = []
+    for layer, entries in gamma.groupby("layer"):
+        mean, spread = entries["magnitude"].mean(), 2 * entries["magnitude"].std(ddof=0)
+        large = entries[entries["is_massive_epe"]].sort_values("coordinate")
+        baseline = f"{round(mean, DIGITS)} ± {round(spread, DIGITS)}"
+        own = dict(zip(large["coordinate"], large["magnitude"], strict=True))
+        rows.append(
+            {"layer": f"layer {int(layer) + 1}", "baseline": baseline}
+            | {f"d={coordinate}": round(float(magnitude), DIGITS) for coordinate, magnitude in own.items()}
+        )
+    table = pd.DataFrame(rows)
+    # GPT-2 is recognized by its shape and massive coordinates: its copies have other names
+    massive = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))
+    shape = (gamma["layer"].nunique(), gamma["coordinate"].nunique())
+    is_gpt2 = massive == GPT2_MASSIVE and shape == (GPT2_LAYERS, GPT2_WIDTH)
+    return table.merge(printed_gamma(), on="layer") if is_gpt2 else table
 
 
 def printed_gamma() -> pd.DataFrame:
@@ -179,24 +184,3 @@ def printed_gamma() -> pd.DataFrame:
             printed[GPT2_MASSIVE.index(MISPRINT[1])] += f" (misprint of {MISPRINT[2]:g})"
         rows.append((f"layer {layer}", baseline, *printed))
     return pd.DataFrame(rows, columns=["layer", *(f"{heading}, NU prints" for heading in HEADINGS)])
-
-
-def _is_gpt2(gamma: pd.DataFrame) -> bool:
-    """Recognize GPT-2 by shape and massive coordinates: its copies have other names."""
-    massive = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))
-    shape = (gamma["layer"].nunique(), gamma["coordinate"].nunique())
-    return massive == GPT2_MASSIVE and shape == (GPT2_LAYERS, GPT2_WIDTH)
-
-
-def _gamma_row(layer: int, rows: pd.DataFrame) -> dict[str, str | float]:
-    mean, spread = rows["magnitude"].mean(), 2 * rows["magnitude"].std(ddof=0)
-    massive = rows[rows["is_massive_epe"]].sort_values("coordinate")
-    row: dict[str, str | float] = {
-        "layer": f"layer {layer + 1}",
-        "baseline": f"{round(mean, DIGITS)} ± {round(spread, DIGITS)}",
-    }
-    entries = zip(massive["coordinate"], massive["magnitude"], strict=True)
-    return row | {f"d={coordinate}": round(float(magnitude), DIGITS) for coordinate, magnitude in entries}
-
-
-_TABLES: dict[str, Callable[[RunData], pd.DataFrame | None]] = {"gamma": gamma_table}

@@ -8,7 +8,7 @@ RUN/index.html        all of it, to look at in a browser
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -16,27 +16,32 @@ from typing import Any, ClassVar, Self
 import pandas as pd
 
 from sinkscope.errors import InputError, Known, UnknownKey, unknown
-from sinkscope.results.bos import policy_of
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table
 
+WITH, WITHOUT = "with", "without"  # a BOS at the beginning of each sequence
+BOS_OPTIONS = {WITH: "always", WITHOUT: "never"}  # the value of --bos that gives it with every tokenizer
+
+
+def policy_of(token_zero: str) -> str:
+    """Return WITH or WITHOUT: whether sequences begin with a BOS, or with the [CLS] of encoders.
+
+    Only runs of the same policy are comparable. `token_zero` is the description of token 0 in run.json, for example
+    "bos <s> (id 1)" or "first text token".
+    """
+    return WITH if token_zero.startswith(("bos", "special token")) else WITHOUT
+
 
 @dataclass(frozen=True)
 class RunData:
-    """What one command measured of one model.
+    """The results of one command on one model."""
 
-    Attributes:
-        manifest: the content of run.json.
-        tables: name → DataFrame.
-        folder: where it is written; None if it is in memory only.
-    """
+    columns: ClassVar[Mapping[str, Columns]] = {}  # columns of the tables of a folder, after the leading ones
 
-    columns: ClassVar[Mapping[str, Columns]] = {}  # of the tables that a folder may hold, after the leading ones
-
-    manifest: dict[str, Any]
-    tables: Mapping[str, pd.DataFrame] = field(repr=False)
-    folder: Path | None = None
+    manifest: dict[str, Any]  # the content of run.json
+    tables: Mapping[str, pd.DataFrame] = field(repr=False)  # name → table
+    folder: Path | None = None  # its folder; None if it is in memory only
 
     def __post_init__(self) -> None:
         if type(self.tables) is dict:
@@ -51,11 +56,11 @@ class RunData:
         """
         folder = folder_of(folder)
         manifest = read_manifest(folder)
-        tables = _TablesOnDisk(folder, manifest, cls.columns)
-        missing = [str(path) for path in tables.paths if not path.is_file()]
+        paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
+        missing = [str(path) for path in paths.values() if not path.is_file()]
         if missing:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
-        return cls(manifest, tables, folder)
+        return cls(manifest, _TablesOnDisk(folder, paths, cls.columns, format_of(manifest)), folder)
 
     @property
     def is_causal(self) -> bool:
@@ -72,25 +77,24 @@ class RunData:
 
     @property
     def reads(self) -> str:
-        """Its input or its arm, which distinguishes it from other runs of the model in a title."""
-        text = self.manifest["input"].get("text")  # of an arm of a training
+        """The input or the arm, which distinguishes it from other runs of the model in a title."""
+        text = self.manifest["input"].get("text")  # only arms of a training have it
         if text or "arms" in self.manifest:
             return f"arm {self.condition}" + (f" on {text}" if text else "")
         return f"{self.condition} input"
 
     @property
     def bos(self) -> str:
-        """Whether its sequences begin with a BOS (`results/bos.py`)."""
+        """WITH or WITHOUT: whether its sequences begin with a BOS."""
         return policy_of(self.manifest.get("input", {}).get("token_zero", ""))
 
     @property
     def command(self) -> str:
-        """The command that made it."""
         return self.manifest.get("command", "analyze")
 
     @property
     def is_experiment(self) -> bool:
-        """Whether it is of `intervene`: its tables hold several arms, each with a `condition` of its own."""
+        """Whether `intervene` made it: its tables hold several arms, each with a `condition` of its own."""
         return self.command == "intervene"
 
     def at(self, condition: str) -> Self:
@@ -107,14 +111,11 @@ class RunData:
         return type(self)(self.manifest | {"command": "analyze", "condition": condition}, tables, self.folder)
 
     def metric(self, name: str, layer: int = -1) -> float:
-        """Return one value of the table `summary`.
+        """Return one value of the table `summary`; NaN if this run, or this layer, has not measured the metric.
 
         Args:
             name: a key of METRICS.
-            layer: counted from 0; −1 for the whole model.
-
-        Returns:
-            NaN if this run, or this layer, has not measured the metric.
+            layer: counted from 0; −1 for the complete model.
 
         Raises:
             InputError: there is no such metric or layer, or the run has no summary.
@@ -122,7 +123,7 @@ class RunData:
         summary = self.tables["summary"]
         if name not in METRICS:
             raise InputError(f"metric {unknown(name, METRICS)}")
-        kinds = self.manifest.get("family", {}).get("kinds") or ()  # of every layer, including those without a metric
+        kinds = self.manifest.get("family", {}).get("kinds") or ()  # one for every layer
         layers, names, values = (summary[column].to_numpy() for column in ("layer", "metric", "value"))
         last = max(int(layers.max(initial=-1)), len(kinds) - 1)
         if layer not in range(-1, last + 1):
@@ -131,28 +132,26 @@ class RunData:
         return float(found[0]) if len(found) else float("nan")
 
 
+@dataclass(eq=False, repr=False)
 class _TablesOnDisk(Mapping[str, pd.DataFrame]):
     """Tables that are read, and checked against their declared columns, on first access."""
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], columns: Mapping[str, Columns]) -> None:
-        self._folder, self._format, self._columns = folder, format_of(manifest), columns
-        self._paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
-        self._read: dict[str, pd.DataFrame] = {}
-
-    @property
-    def paths(self) -> Iterable[Path]:
-        return self._paths.values()
+    folder: Path
+    paths: Mapping[str, Path]
+    columns: Mapping[str, Columns]
+    form: int
+    read: dict[str, pd.DataFrame] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> pd.DataFrame:
-        if name not in self._read:
-            if name not in self._paths:
-                raise UnknownKey(f"{self._folder}: table {unknown(name, self._paths)}")
-            columns = (*LEADING_COLUMNS, *self._columns.get(name, ()))
-            self._read[name] = read_table(self._paths[name], columns, self._format)
-        return self._read[name]
+        if name not in self.read:
+            if name not in self.paths:
+                raise UnknownKey(f"{self.folder}: table {unknown(name, self.paths)}")
+            columns = (*LEADING_COLUMNS, *self.columns.get(name, ()))
+            self.read[name] = read_table(self.paths[name], columns, self.form)
+        return self.read[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
+        return iter(self.paths)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.paths)

@@ -21,7 +21,7 @@ def _inside(path: str) -> str:
 
 Name = Annotated[str, StringConstraints(pattern=r"^[\w.+=@-]+$", max_length=200), AfterValidator(_inside)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
-Reasons = dict[str, str]  # what was left out → why
+Reasons = dict[str, str]  # omitted part → reason
 
 
 def _expectation(name: str | None) -> str | None:
@@ -47,7 +47,7 @@ class Manifest(Part):
     files: list[Annotated[str, AfterValidator(_inside)]] | None = None
     drawn: bool = True  # False until figures and the page are drawn
     failed_figures: Reasons = {}  # also the page, index.html
-    read: dict[str, str] | None = None  # of a cell of a sweep: what it read → digest
+    read: dict[str, str] | None = None  # file that a cell of a sweep read → digest
 
 
 class Config(Part):
@@ -105,13 +105,13 @@ class RunManifest(Manifest):
     model: Model
     family: Family
     absent: Reasons
-    outside: dict[str, list[int]] = {}  # what is attended to besides the text → its layers
+    outside: dict[str, list[int]] = {}  # attended term besides the text → its layers
     not_measured: Reasons = {}
     dtype: str
     kernel: str
     input: Input
     recipe: Recipe | None = None
-    w8a8: dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None = None  # of an arm of a training
+    w8a8: dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None = None  # only arms of a training have it
 
 
 class InterventionArm(Part):
@@ -139,7 +139,7 @@ class Quantization(Part):
     kv_cache_per: PerCache | None = None
     calibration: Count
     linear_layers: int
-    not_quantized: dict[str, float]  # what → its share of the parameters
+    not_quantized: dict[str, float]  # module → its share of the parameters
     full_precision_modules: list[str] | None = None
 
 
@@ -170,9 +170,9 @@ class ArmsManifest(Manifest):
 
 
 class ClaimsManifest(Manifest):
-    judged: dict[str, dict[str, str]] = {}  # model → role → where its run stands
+    judged: dict[str, dict[str, str]] = {}  # model → role → the folder of its run
     failed: Reasons = {}
-    skipped_roles: dict[str, Reasons] = {}  # of each model
+    skipped_roles: dict[str, Reasons] = {}  # one entry for each model
 
 
 class BenchmarkModel(Part):

@@ -1,4 +1,4 @@
-"""What `claims` writes: the tables `claim` and `route`, with their columns."""
+"""The tables `claim` and `route` of `claims`, with their columns."""
 
 from sinkscope.results.tables import LEADING_COLUMNS, Column
 
@@ -6,33 +6,34 @@ COMMAND = "claims"
 CLAIM = "claim"
 CLAIM_COLUMNS = (
     Column("claim", "its id (`sinkscope list claims`)", kind="text"),
-    Column("paper", "whose claim it is", kind="text"),
-    Column("reference", "where the paper says so", kind="text"),
-    Column("statement", "what it says", kind="text"),
-    Column("part", "number of the claim's number, from 0 on", kind="whole"),
+    Column("paper", "paper of the claim", kind="text"),
+    Column("reference", "section, figure or table of the paper", kind="text"),
+    Column("statement", "statement of the claim", kind="text"),
+    Column("part", "index of the number in the claim, from 0 on", kind="whole"),
     Column("quantity", "what is measured", kind="text"),
-    Column("value", "the quantity; NaN where it was not measured"),
+    Column("value", "the quantity; NaN if it was not measured"),
     Column("low", "lower end of its 95 % interval"),
     Column("high", "upper end of its 95 % interval"),
-    Column("null", "the quantity where there is nothing to find, mean over draws; NaN where it was not measured"),
-    Column("null_low", "the same of the draw with the least", since=2),
-    Column("null_high", "the same of the draw with the most", since=2),
+    Column("null", "the quantity without the effect, mean over draws; NaN if it was not measured"),
+    Column("null_low", "the smallest of the draws", since=2),
+    Column("null_high", "the largest of the draws", since=2),
     Column("test", "the values with which the claim holds", kind="text"),
     Column("least", "the smallest of them"),
     Column("most", "the largest of them"),
     Column("is_ours", "whether the threshold is ours and not the paper's", kind="truth"),
-    Column("published", "what the paper measured, with its settings", kind="text"),
+    Column("published", "the value of the paper, with its settings", kind="text"),
     Column("passes", "outcome of this number", kind="text"),
-    Column("power", "how probable it is that so many seeds would show the claim, if it is true; NaN: not over seeds",
+    Column("power", "probability that so many seeds show the claim, if it is true; NaN: not over seeds",
         since=2),
     Column("outcome",
-        "of the claim: holds, fails, inconclusive, not enough seeds, does not apply or not measured", kind="text"),
+        "outcome of the claim: holds, fails, inconclusive, not enough seeds, does not apply or not measured",
+        kind="text"),
     Column("set_against", "the claim's null: random weights, random controls, plain training, theorem or none",
         kind="text", since=2),
-    Column("null_passes", "share of the null's draws of which the claim holds; NaN where that was not measured",
+    Column("null_passes", "share of the null's draws for which the claim holds; NaN if that was not measured",
         since=2),
     Column("tells",
-        "whether the claim tells the model from its null: yes (no draw passes or gives as much), no, theorem, "
+        "whether the claim distinguishes the model from its null: yes (no draw passes or gives as much), no, theorem, "
         "or empty: not measured", kind="text", since=2),
     Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Scores on benchmarks: their table, and which of a task's metrics is the one that is compared."""
+"""Scores on benchmarks: their table, and the metric of each task that is compared."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,32 +10,26 @@ from sinkscope.results.tables import Column, Columns
 
 COMMAND = TABLE = "benchmark"
 COLUMNS: Columns = (
-    Column("metric", "of the task", kind="text"),
-    Column("filter", "what the harness makes of an answer first", kind="text"),
+    Column("metric", "metric of the task", kind="text"),
+    Column("filter", "filter of the harness for answers", kind="text"),
     Column("score", "mean over questions"),
-    Column("error", "its standard error; NaN where the harness gives none"),
-    Column("questions", "that were asked; 0 of a group, which has those of its tasks", kind="whole"),
-    Column("shots", "examples in front of each; -1 where its tasks differ", kind="whole"),
-    Column("version", "of the task", kind="text"),
+    Column("error", "its standard error; NaN if the harness gives none"),
+    Column("questions", "number of questions; 0 for a group, which has those of its tasks", kind="whole"),
+    Column("shots", "examples before each question; -1 if its tasks differ", kind="whole"),
+    Column("version", "version of the task", kind="text"),
     Column("is_asked", "whether it was named; else it is one of a group", kind="truth"),
 )
-# of several metrics of a task that which is compared; else its first
+# the metric of a task that is compared is the first of these that it has, or else its first one
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What `benchmark` found.
+    """The result of `benchmark`."""
 
-    Attributes:
-        manifest: as in run.json.
-        table: a row for each task (its `condition`), metric and filter.
-        folder: where it was written, if it was.
-    """
-
-    manifest: dict[str, Any]
-    table: pd.DataFrame = field(repr=False)
-    folder: Path | None = None
+    manifest: dict[str, Any]  # the content of run.json
+    table: pd.DataFrame = field(repr=False)  # a row for each task (its `condition`), metric and filter
+    folder: Path | None = None  # its folder, if it was written
 
     @property
     def main(self) -> pd.DataFrame:
@@ -44,12 +38,8 @@ class Scores:
 
 
 def main_scores(table: pd.DataFrame) -> pd.DataFrame:
-    """Of the tasks that were named the row of the metric that is compared: one for each model, revision, … and task.
-
-    Args:
-        table: `benchmark`, of one run or of all cells of a sweep.
-    """
+    """Return one row for each named task, that of the metric that is compared, from the table of a run or a sweep."""
     rows = table[table["is_asked"].astype(bool)]
-    place = rows["metric"].map({name: at for at, name in enumerate(PREFERRED)}).fillna(len(PREFERRED))
+    rank = rows["metric"].map({name: index for index, name in enumerate(PREFERRED)}).fillna(len(PREFERRED))
     within = [name for name in ("cell", "condition") if name in rows]
-    return rows.assign(place=place).sort_values("place", kind="stable").drop_duplicates(within).sort_index()
+    return rows.assign(rank=rank).sort_values("rank", kind="stable").drop_duplicates(within).sort_index()

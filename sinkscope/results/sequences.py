@@ -11,7 +11,7 @@ from sinkscope.results.statistics import resamplings, weighted_means
 
 
 class Lacks(Exception):
-    """A run lacks what a number is made of; the message says which table or option."""
+    """A run lacks a table or an option that a number needs; the message names it."""
 
 
 def table_of(run: RunData, name: str) -> pd.DataFrame:
@@ -30,44 +30,41 @@ class Sequences:
     _pivoted: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
 
     def table(self, name: str) -> pd.DataFrame:
-        """One table of the run; of an arm its own rows. Raises Lacks."""
+        """Return one table of the run, or its rows for the arm. Raises Lacks."""
         table = table_of(self.run, name)
         return table if self.condition is None else table[table["condition"] == self.condition]
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """(1 + draws, N)"""
+        """(1 + draws, N): how often each sequence counts."""
         return resamplings(self.run.manifest["input"]["sequences"])
 
     def values(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
         """(N, *by): each sequence's value, NaN where it has none. The axes are sorted as the columns `by` are."""
         key = (table, column, by, *sorted(where.items()))
         if key not in self._pivoted:
-            self._pivoted[key] = self._pivot(table, column, by, where)
+            rows = self.table(table)
+            for name, value in where.items():
+                rows = rows[rows[name] == value]
+            axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in by]
+            count = self.run.manifest["input"]["sequences"]
+            found = np.full((count, *(len(labels) for labels, _ in axes)), np.nan)
+            found[(rows["sequence"].to_numpy(), *(index for _, index in axes))] = rows[column].to_numpy(float)
+            self._pivoted[key] = found
         return self._pivoted[key]
 
     def means(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
-        """(1 + draws, *by): means over sequences, the first those of the run itself."""
+        """(1 + draws, *by): means over sequences; the first are those of the run itself."""
         return weighted_means(self.values(table, column, by, **where), self.weights)
 
     @property
     def losses(self) -> np.ndarray:
-        """(1 + passages,): loss per predicted token, of the whole run and without each passage of the text.
+        """(1 + passages,): loss per predicted token, of the complete run and without each passage of the text.
 
-        Sequences of one passage are alike: their losses are not independent draws.
+        Sequences of one passage are similar: their losses are not independent draws.
         """
         loss, predicted = (self.values("loss_by_sequence", column)[:, 0] for column in ("loss", "predicted"))
         passage = np.arange(len(loss)) // self.run.manifest["input"].get("per_passage", 1)
         weights = np.concatenate([np.ones((1, len(loss))), np.unique(passage)[:, None] != passage])
         with np.errstate(invalid="ignore"):
             return (weights @ np.nan_to_num(loss * predicted)) / (weights @ predicted)
-
-    def _pivot(self, table: str, column: str, by: tuple[str, ...], where: dict) -> np.ndarray:
-        rows = self.table(table)
-        for name, value in where.items():
-            rows = rows[rows[name] == value]
-        axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in by]
-        count = self.run.manifest["input"]["sequences"]
-        found = np.full((count, *(len(labels) for labels, _ in axes)), np.nan)
-        found[(rows["sequence"].to_numpy(), *(places for _, places in axes))] = rows[column].to_numpy(float)
-        return found

@@ -1,8 +1,7 @@
-"""A number with its 95 % interval: bootstraps over units that were drawn, jackknives where a sum is not a mean of them,
-Student's and generalized intervals over runs, and intervals of correlations over layers.
+"""Numbers with their 95 % intervals: bootstraps, jackknives, intervals over runs, and intervals of correlations.
 
-Pure functions on arrays. Replicates are on the first axis: the first is the estimate itself, the others are those of
-the resampled data.
+All functions are pure functions on arrays. Replicates are on the first axis: the first is the estimate itself, the
+others are of resampled data.
 
 The level of all intervals is 95 %, two-sided: each end misses the truth with 2.5 %. A claim whose truth is exactly at
 its threshold is therefore decided in 5 % of studies, and in half of these it holds falsely.
@@ -20,39 +19,31 @@ from scipy import stats
 LEVEL = 0.95
 DRAWS = 1000  # bootstrap replicates
 RHO = np.linspace(-1, 1, 2001)[1:-1]  # correlations that are tested
-SEED = 0  # of the resampling: the same runs give the same intervals
+SEED = 0  # resampling has a fixed seed: the same runs give the same intervals
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval; both ends are the value where nothing was drawn that could have been another.
-
-    Attributes:
-        value: The quantity.
-        low, high: Ends of the interval.
-        null: The same quantity where there is nothing to find; NaN where it has none.
-        note: What the number is over, if that depends on the model.
-        null_low, null_high: The smallest and the largest of the null's draws.
-        seeds: How many seeds of a training the interval is over; 0 if it is over something else.
-        truest: The value that the quantity has where a claim on it is as true as it can be; NaN: its own value.
-    """
+    """A value and its 95 % interval, whose ends are the value if nothing was drawn at random."""
 
     value: float
     low: float = nan
     high: float = nan
-    null: float = nan
-    note: str = ""
-    null_low: float = nan
-    null_high: float = nan
-    seeds: int = 0
-    truest: float = nan
+    null: float = nan  # the same quantity without the effect; NaN if there is none
+    note: str = ""  # the units that the number is over, if they depend on the model
+    null_low: float = nan  # the smallest of the null's draws
+    null_high: float = nan  # the largest of them
+    seeds: int = 0  # the number of seeds of a training that the interval is over; 0 if it is over something else
+    truest: float = nan  # the value of the quantity if a claim on it is as true as it can be; NaN: its own value
 
     def __neg__(self) -> "Estimate":
         return replace(self, value=-self.value, low=-self.high, high=-self.low)
 
     def __truediv__(self, other: "Estimate") -> "Estimate":
-        """A ratio of two independent estimates of what is never negative: their errors add in quadrature, on the scale
-        of logarithms. Where the upper one reaches 0, the ends are the outermost ratios.
+        """Return the ratio of two independent estimates of nonnegative quantities.
+
+        Their errors add in quadrature, on the scale of logarithms. If the interval of the numerator reaches 0, the ends
+        are the outermost ratios.
         """
         if other.low <= 0:
             return Estimate(self.value / other.value, 0.0, np.inf) if other.value else Estimate(nan, nan, nan)
@@ -64,7 +55,7 @@ class Estimate:
         return Estimate(value, value * exp(-down), value * exp(up))
 
     def __sub__(self, other: "Estimate") -> "Estimate":
-        """A difference of two independent estimates: their errors add in quadrature."""
+        """Return the difference of two independent estimates: their errors add in quadrature."""
         value = self.value - other.value
         down = np.hypot(self.value - self.low, other.high - other.value)
         up = np.hypot(self.high - self.value, other.value - other.low)
@@ -84,8 +75,9 @@ def exact(value: float) -> Estimate:
 
 @cache
 def resamplings(units: int, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
-    """(1 + draws, units): how often each unit counts; once each in the first row, and drawn with replacement below.
-    A single unit says nothing of how units differ: it counts in no draw, and the interval becomes unbounded.
+    """(1 + draws, units): how often each unit counts, once each in the first row, and drawn with replacement below.
+
+    A single unit has no spread: it counts in no draw, and the interval becomes unbounded.
     """
     drawn = np.random.default_rng(seed).multinomial(units * (units > 1), np.full(units, 1 / units), size=draws)
     weights = np.concatenate([np.ones((1, units)), drawn]).astype(np.float64)
@@ -94,14 +86,9 @@ def resamplings(units: int, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
 
 
 def weighted_means(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Means over units under each row of weights; entries that are NaN count nowhere.
+    """(units, …), (replicates, units) → (replicates, …): means over units under each row of weights.
 
-    Args:
-        x: (units, …).
-        weights: (replicates, units).
-
-    Returns:
-        (replicates, …); NaN where no unit counts.
+    Entries that are NaN do not count; a mean is NaN if no unit counts.
     """
     known = np.isfinite(x)
     flat, counts = np.where(known, x, 0.0).reshape(len(x), -1), known.reshape(len(x), -1).astype(np.float64)
@@ -111,9 +98,9 @@ def weighted_means(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def bootstrap(replicates: np.ndarray) -> Estimate:
-    """The percentile interval of (1 + draws,) replicates (Efron & Tibshirani 1993, §13.3).
+    """Return the percentile interval of (1 + draws,) replicates (Efron & Tibshirani 1993, §13.3).
 
-    NaN among the replicates are left out; where more than 5 % are, the interval is unbounded.
+    Replicates that are NaN are left out; if they are more than 5 %, the interval is unbounded.
     """
     value, drawn = float(replicates[0]), replicates[1:]
     known = drawn[np.isfinite(drawn)]
@@ -124,10 +111,10 @@ def bootstrap(replicates: np.ndarray) -> Estimate:
 
 
 def jackknife(replicates: np.ndarray) -> Estimate:
-    """The interval of (1 + groups,) replicates, each but the first without one group (Efron & Tibshirani 1993, §11).
+    """Return the interval of (1 + groups,) replicates, each without one group but the first.
 
-    For norms of sums over sequences: drawn twice, a sequence would add its own noise twice, and the bootstrap's norms
-    would be too large.
+    Efron & Tibshirani 1993, §11. It is used for norms of sums over sequences: a sequence that is drawn twice would add
+    its own noise twice, and the norms of a bootstrap would be too large.
     """
     value, without = float(replicates[0]), replicates[1:]
     groups = len(without)
@@ -139,7 +126,7 @@ def jackknife(replicates: np.ndarray) -> Estimate:
 
 
 def positive_jackknife(replicates: np.ndarray) -> Estimate:
-    """`jackknife` of a positive quantity, on the scale of logarithms: the interval of a ratio stays above 0."""
+    """Return the `jackknife` of a positive quantity on the scale of logarithms: the interval stays above 0."""
     if not (replicates > 0).all():
         return jackknife(replicates)
     found = jackknife(np.log(replicates))
@@ -147,9 +134,9 @@ def positive_jackknife(replicates: np.ndarray) -> Estimate:
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray, layers: np.ndarray | None = None) -> Estimate:
-    """Spearman's correlation of (units,) and (units,); NaN where one of them is constant.
+    """Return Spearman's correlation of (units,) and (units,); NaN if one of them is constant.
 
-    Units in neighboring layers are alike, and so are heads of a layer: their number is replaced by the effective one.
+    Units in neighboring layers are similar, and so are heads of a layer: their number is replaced by the effective one.
     The interval inverts the test of a correlation ρ that compares |artanh r − artanh ρ| with the critical value of
     Student's test, times √(1 + ρ²/2) (Bonett & Wright 2000).
 
@@ -175,21 +162,21 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, layers: np.ndarray | None = N
 
 
 def effective_size(x: np.ndarray, y: np.ndarray, layers: np.ndarray) -> float:
-    """How many independent pairs would give the correlation of (units,) and (units,) the same variance.
+    """Return the number of independent pairs that give the correlation of (units,) and (units,) the same variance.
 
     The variance of the correlation of two unrelated series is the mean of ρ_x(i, j) ρ_y(i, j) over all pairs of units
     (Bartlett 1935). The product is estimated for two units of one layer and of neighboring layers; each further layer
-    multiplies it by the ratio of these two, as in an autoregressive series: the whole empirical autocorrelation of so
+    multiplies it by the ratio of these two, as in an autoregressive series: the full empirical autocorrelation of so
     few layers would be biased towards 0 (Bretherton et al. 1999, eq. 31; Pyper & Peterman 1998).
     """
-    place = np.unique(layers, return_inverse=True)[1]
-    counts = np.bincount(place).astype(float)
+    index = np.unique(layers, return_inverse=True)[1]
+    counts = np.bincount(index).astype(float)
     pairs = (counts * (counts - 1)).sum()
 
     def likeness(values: np.ndarray) -> tuple[float, float]:
-        """Correlations of two units of one layer, and of two in neighboring layers."""
+        """Return the correlations of two units of one layer, and of two in neighboring layers."""
         z = (values - values.mean()) / values.std()
-        sums = np.bincount(place, z)
+        sums = np.bincount(index, z)
         within = max((sums**2).sum() - (z**2).sum(), 0.0) / pairs if pairs else 1.0
         neighboring = (sums[1:] * sums[:-1]).sum() / (counts[1:] * counts[:-1]).sum() if len(counts) > 1 else 0.0
         return float(within), float(neighboring)
@@ -206,7 +193,7 @@ def effective_size(x: np.ndarray, y: np.ndarray, layers: np.ndarray) -> float:
 
 
 def mean_of_runs(values: np.ndarray) -> Estimate:
-    """The mean over seeds with Student's interval; unbounded with a single one."""
+    """Return the mean over seeds with Student's interval, which is unbounded with a single seed."""
     value, seeds = float(np.mean(values)), len(values)
     if seeds < 2:
         return Estimate(value, -np.inf, np.inf, seeds=seeds)
@@ -215,23 +202,20 @@ def mean_of_runs(values: np.ndarray) -> Estimate:
 
 
 def mean_of_controls(values: np.ndarray) -> Estimate:
-    """`mean_of_runs` over random controls, whose number is that of draws and not of seeds."""
+    """Return `mean_of_runs` over random controls, which are draws and not seeds."""
     return replace(mean_of_runs(values), seeds=0)
 
 
 def mean_of_rates(values: np.ndarray, least: float = 0.0, most: float = 1.0) -> Estimate:
-    """The mean over seeds of what lies between `least` and `most`, as rates and correlations do.
+    """Return the mean over (seeds,) of a quantity between `least` and `most`, such as a rate or a correlation.
 
     Rates near an end are skewed, so that Student's interval misses their mean in up to 20 % of studies. Cube roots of
     the distance to the nearer end are close to normal (Wilson & Hilferty 1931), and the mean of a cube of a normal
-    variable is m³ + 3 m s²: its generalized interval (Weerahandi 1993) has the level from 3 seeds on.
+    variable is m³ + 3 m s²: its generalized interval (Weerahandi 1993) has the level from 3 seeds on. If `most` is
+    infinite, Student's interval is used.
 
-    Where all seeds are equal their spread is not known. A share p of seeds could be anything, and none of n seeds
+    If all seeds are equal their spread is unknown. A share p of seeds could have any value, and none of n seeds
     shows it with probability (1 − p)ⁿ: p is at most 1 − 0.05^(1/n), 45 % with five.
-
-    Args:
-        values: (seeds,).
-        least, most: Between which all values are; without a largest one Student's interval is taken.
     """
     value, seeds = float(np.mean(values)), len(values)
     if seeds < 2:
@@ -254,14 +238,14 @@ def mean_of_rates(values: np.ndarray, least: float = 0.0, most: float = 1.0) -> 
 
 @cache
 def _pivots(seeds: int) -> tuple[np.ndarray, np.ndarray]:
-    """(draws,) each: (mean − truth) ÷ standard deviation, and the true deviation ÷ that of a normal sample."""
+    """(draws,) and (draws,): (mean − truth) ÷ standard deviation, and the true deviation ÷ that of a normal sample."""
     drawn = np.random.default_rng(SEED)
     scale = np.sqrt((seeds - 1) / drawn.chisquare(seeds - 1, 5 * DRAWS))
     return drawn.standard_normal(5 * DRAWS) / np.sqrt(seeds), scale
 
 
 def one_more_run(values: np.ndarray) -> Estimate:
-    """The mean over runs with the interval in which one more would fall (Student's); unbounded with fewer than two."""
+    """Return the mean over runs with Student's interval for one more run, which is unbounded with fewer than two."""
     value = float(np.mean(values)) if len(values) else 0.0
     if len(values) < 2:
         return Estimate(value, -np.inf, np.inf)
@@ -271,7 +255,7 @@ def one_more_run(values: np.ndarray) -> Estimate:
 
 
 def one_more_factor(values: np.ndarray) -> Estimate:
-    """`one_more_run` of positive numbers on the scale of logarithms: the geometric mean; from 0 with fewer than two."""
+    """Return `one_more_run` of positive numbers on the scale of logarithms, with their geometric mean."""
     found = one_more_run(np.log(values))
     with np.errstate(over="ignore"):
         return Estimate(float(np.exp(found.value)), float(np.exp(found.low)), float(np.exp(found.high)))
@@ -281,10 +265,10 @@ def one_more_factor(values: np.ndarray) -> Estimate:
 
 
 def least_of(estimates: Sequence[Estimate]) -> Estimate:
-    """The smallest of several numbers.
+    """Return the smallest of several numbers.
 
-    It is above a threshold where the lower end of each number is, without a correction for their count
-    (intersection-union test; Berger 1982), and below it only where one number's simultaneous (Bonferroni) bound is.
+    It is above a threshold if the lower end of each number is, without a correction for their count
+    (intersection-union test; Berger 1982), and below it only if the simultaneous (Bonferroni) bound of a number is.
     """
     simultaneous = [_widened(each, len(estimates)).high for each in estimates]
     least = min(estimates, key=lambda each: each.value)
@@ -292,15 +276,15 @@ def least_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def largest_of(estimates: Sequence[Estimate]) -> Estimate:
-    """The largest of several numbers; as `least_of`."""
+    """Return the largest of several numbers, with an interval as in `least_of`."""
     return -least_of([-each for each in estimates])
 
 
 def range_of(differences: Sequence[Estimate]) -> Estimate:
-    """How far several numbers are apart at most, from their differences two by two.
+    """Return the range of several numbers, from their differences two by two.
 
-    It is below a margin where both ends of each difference are (two one-sided tests, Schuirmann 1987), and above it
-    only where a difference is with its simultaneous bounds. The numbers are truly alike where all differences are 0.
+    It is below a margin if both ends of each difference are (two one-sided tests, Schuirmann 1987), and above it only
+    if a difference with its simultaneous bounds is. The numbers are truly equal if all differences are 0.
     """
     simultaneous = [_widened(each, len(differences)) for each in differences]
     furthest = max(differences, key=lambda each: abs(each.value))
@@ -310,7 +294,7 @@ def range_of(differences: Sequence[Estimate]) -> Estimate:
 
 
 def _widened(estimate: Estimate, among: int) -> Estimate:
-    """An interval that is one of several which miss the truth together with 5 % (Bonferroni)."""
+    """Widen an interval to one of several that together miss the truth with 5 % (Bonferroni)."""
     wanted = [1 - (1 - LEVEL) / 2 / among, (1 + LEVEL) / 2]
     wide, usual = stats.t.ppf(wanted, estimate.seeds - 1) if estimate.seeds > 1 else stats.norm.ppf(wanted)
     factor = wide / usual

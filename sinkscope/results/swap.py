@@ -28,10 +28,7 @@ def beside(path: Path, what: str) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock a folder or file against other processes and threads.
-
-    Args:
-        path: the folder or file, which need not exist; its parent must exist.
+    """Lock a folder or file, which need not exist, against other processes and threads.
 
     Raises:
         BlockingIOError: it is locked already.
@@ -117,10 +114,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that becomes `path` when the block ends without an error.
-
-    A link at either name is replaced and never followed.
-    """
+    """Yield a temporary file that becomes `path` when the block ends without an error; links are replaced."""
     fresh = beside(path, NEW)
     try:
         remove(fresh)

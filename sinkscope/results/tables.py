@@ -20,7 +20,7 @@ class Column(NamedTuple):
     name: str
     about: str  # one line for `sinkscope list tables`
     unit: str = ""
-    kind: Kind = "number"  # of its values; a number may be whole
+    kind: Kind = "number"  # the kind of its values; a number may be whole
     since: int = 1  # the first format (results/manifest.py) with it; in older folders it is empty: "", NaN or False
 
 
@@ -34,37 +34,37 @@ def names_of(columns: Columns) -> tuple[str, ...]:
 # Every table begins with these, then has its own, in their order: a contract with users.
 LEADING_COLUMNS = (
     Column("model", "the model's name", kind="text"),
-    Column("condition", "the input, or the arm: an intervention or retrofit, or what it is compared with", kind="text"),
-    Column("layer", "from 0 on; -1: the whole model", kind="whole"),
+    Column("condition", "the input, or the arm: an intervention, a retrofit, or their comparison", kind="text"),
+    Column("layer", "from 0 on; -1 for the complete model", kind="whole"),
 )
 LEADING = names_of(LEADING_COLUMNS)
 
 HEAD = Column("head", "query head, from 0 on", kind="whole")
 KV_HEAD = Column("kv_head", "key/value head that the query head reads", kind="whole")
-POSITION = Column("position", "place in the sequence, from 0 on", kind="whole")
-SEQUENCE = Column("sequence", "which of the run's sequences, from 0 on", kind="whole")
+POSITION = Column("position", "index in the sequence, from 0 on", kind="whole")
+SEQUENCE = Column("sequence", "index of the sequence in the run, from 0 on", kind="whole")
 TOKEN_ID = Column("token_id", "id of the token at this position", kind="whole")
 TOKEN = Column("token", "its text", kind="text")
-COORDINATE = Column("coordinate", "of the residual stream, from 0 on", kind="whole")
+COORDINATE = Column("coordinate", "coordinate of the residual stream, from 0 on", kind="whole")
 SITE = Column(
     "site",
-    "where in the layer: layer_in (its input), attn_out (what attention adds), mid (the stream between the branches), "
-    "mlp_out (what the MLP adds) or layer_out (its output)",
+    "site in the layer: layer_in (its input), attn_out (the output of attention), mid (the stream between the "
+    "branches), mlp_out (the output of the MLP) or layer_out (its output)",
     kind="text",
 )
 QUERY = Column("query", "position of the query", kind="whole")
 KEY = Column("key", "position of the key", kind="whole")
-SEED = Column("seed", "of the training")
-METRIC = Column("metric", "what was measured (`sinkscope list metrics`)", kind="text")
+SEED = Column("seed", "seed of the training")
+METRIC = Column("metric", "name of the metric (`sinkscope list metrics`)", kind="text")
 VALUE = Column("value", "its value")
 
 # tables that trainings write; measuring/tables.py has all tables
 TRAINING_TABLES: dict[str, Columns] = {
-    "training": (SEED, Column("step", "of the optimizer, 0 is before the first", kind="whole"), METRIC, VALUE),
+    "training": (SEED, Column("step", "step of the optimizer; 0 is before the first", kind="whole"), METRIC, VALUE),
     "gates": (
         SEED,
-        Column("head", "of values or queries, as the parameter counts; registers in order", kind="whole"),
-        Column("parameter", "of the retrofit", kind="text"),
+        Column("head", "head of values or queries, as the parameter counts; or the register", kind="whole"),
+        Column("parameter", "parameter of the retrofit", kind="text"),
         Column("displacement", "distance of the head's parameters from where they started"),
     ),
     "retrofit": (SEED, METRIC, VALUE),
@@ -78,28 +78,25 @@ TRAINING_TABLES: dict[str, Columns] = {
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a table under a temporary name and rename it: a killed run leaves no half table."""
+    """Write a table under a temporary name and rename it: a killed run leaves no partial table."""
     with new_file(path) as fresh:
         table.to_parquet(fresh, index=False)
 
 
 def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
-    """Write each as FOLDER/tables/NAME.parquet."""
+    """Write each table as FOLDER/tables/NAME.parquet."""
     (folder / "tables").mkdir(exist_ok=True)
     for name, table in tables.items():
         write_table(table, folder / "tables" / f"{name}.parquet")
 
 
 def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.DataFrame:
-    """Read one table.
+    """Read one table, whose newer columns are empty in a folder of an older format.
 
     Args:
         path: the file.
         columns: the columns that it must have, with values of their kinds.
         form: the format of its folder.
-
-    Returns:
-        The table. In a folder of an older format its newer columns are empty.
 
     Raises:
         InputError: the file is damaged, holds another table, or is of another format.

@@ -21,7 +21,6 @@ from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
-from sinkscope.results.bos import WITH
 from sinkscope.results.findings import (
     ALMOST_NO_SINK,
     AT_ONE_POSITION,
@@ -40,7 +39,7 @@ from sinkscope.results.judgment import Outcome as Judged
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, SINK_RATES, published_rates
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
-from sinkscope.results.run import RunData
+from sinkscope.results.run import WITH, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import Column, names_of

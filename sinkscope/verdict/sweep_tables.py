@@ -14,8 +14,8 @@ from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import step_of
 from sinkscope.options.sweep_file import Cell
 from sinkscope.options.training import tokens_a_step
-from sinkscope.results.bos import policy_of
 from sinkscope.results.metrics import is_sink
+from sinkscope.results.run import policy_of
 from sinkscope.results.scorecard import TABLES as CLAIM_TABLES
 from sinkscope.results.scores import main_scores
 from sinkscope.results.statistics import bootstrap, resamplings, weighted_means

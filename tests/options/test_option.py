@@ -1,4 +1,4 @@
-"""Every option is declared once, and the command line, recipes and run.json are spellings of that declaration."""
+"""Every option is declared once; the command line, recipes and run.json are spellings of that declaration."""
 
 import ast
 import inspect
@@ -38,18 +38,14 @@ def declared() -> list[tuple[str, str, str]]:
 
 def test_an_option_is_declared_once() -> None:
     names = Counter(name for _, name, _ in declared())
-    # two options of one name: sequences that are measured at once, and blocks that are trained on at once; the run that
-    # is repeated, and the runs that are judged; a BOS in front of a text, and of each block of it
+    # each of these names two options: the batches of measuring and of training; the run that is repeated and the runs
+    # that are judged; a BOS before a text and before each block of it
     assert {name for name, count in names.items() if count > 1} == {"batch_size", "from_", "bos"}
     assert max(Counter(about for *_, about in declared()).values()) == 1
     assert {name for kind in COMMANDS.values() for name in kind.model_fields} <= names.keys()
-
-
-def test_no_help_text_stands_anywhere_else() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    for _, _, about in declared():
-        beginning = about[:40]
-        assert source.count(beginning) == 1, beginning
+    for _, _, about in declared():  # no help text is anywhere else
+        assert source.count(about[:40]) == 1, about
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -77,23 +73,21 @@ def test_a_new_option_is_one_line() -> None:
         checked(Analyze, {"depth": 0})
 
 
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
+def test_run_json_gives_the_options_back() -> None:
+    given: tuple[tuple[str, dict[str, Any]], ...] = (
         ("analyze", {"seq_len": 20, "observables": "massive,outlier"}),
         ("intervene", {"do": ["mask-sink", "replace-epe:source=1"], "draws": 2}),
         ("intervene", {"arms": {"one": "mask-sink", "two": ["mask-sink", "zero-massive"]}}),
         ("quantize", {"bits_weights": 4, "seq_len": 8}),
         ("retrofit", {"method": {"VGA": "vga:placement=output"}, "steps": 3}),
         ("train", {"method": "none,vscale", "seeds": 2, "learning_rate": 0.1}),
-    ],
-)
-def test_run_json_gives_the_options_back(command: str, options: dict[str, Any]) -> None:
-    asked = checked(COMMANDS[command], options)
-    assert checked(COMMANDS[command], json.loads(asked.model_dump_json())) == asked
+    )
+    for command, options in given:
+        asked = checked(COMMANDS[command], options)
+        assert checked(COMMANDS[command], json.loads(asked.model_dump_json())) == asked
 
 
-def test_an_experiment_always_measures_what_its_effects_are_made_of() -> None:
+def test_an_experiment_always_measures_what_its_effects_need() -> None:
     asked_for = {"observables": "gradient,massive"}
     for given, measured in (({}, ()), ({"observables": None}, ()), (asked_for, ("gradient",))):
         asked = checked(COMMANDS["intervene"], {"do": "mask-sink"} | given)

@@ -1,9 +1,10 @@
-"""What is replaced, what is not, and that one process at a time writes a folder."""
+"""Folders of runs: which are replaced, that one process at a time writes them, kills, links, and resuming."""
 
 import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,17 @@ from support.forked import forked
 from support.manifests import run_manifest
 
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.results.folders import FileList, alone_in, check_output, check_resumable, new_folder, own_folder
-from sinkscope.results.manifest import make_manifest, read_manifest, strangers, write_manifest
+from sinkscope.results.folders import (
+    FileList,
+    alone_in,
+    check_output,
+    check_resumable,
+    claim,
+    new_folder,
+    own_folder,
+    resumable,
+)
+from sinkscope.results.manifest import MANIFEST, make_manifest, read_manifest, strangers, write_manifest
 from sinkscope.results.swap import LOCK, NEW, OLD, beside, locked, new_file
 
 
@@ -44,7 +54,7 @@ def refused(folder: Path, *reads: Path, overwrite: bool = True) -> str:
     return str(caught.value)
 
 
-# --- what comes into a folder while a command computes
+# --- files that are added while a command computes
 
 
 def test_what_somebody_puts_in_meanwhile_stays(tmp_path: Path) -> None:
@@ -56,30 +66,29 @@ def test_what_somebody_puts_in_meanwhile_stays(tmp_path: Path) -> None:
     assert read_manifest(run)["files"] == []
     assert "holds tables/notes.txt, which no run wrote" in refused(run)
 
-
-def test_also_where_there_was_no_folder(tmp_path: Path) -> None:
-    with own_folder(tmp_path / "run", overwrite=False) as folder, new_folder(folder) as fresh:
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "notes.txt").write_text("mine")
+    new = tmp_path / "new"  # the same in a new folder
+    with own_folder(new, overwrite=False) as folder, new_folder(folder) as fresh:
+        new.mkdir()
+        (new / "notes.txt").write_text("mine")
         write_manifest(fresh, run_manifest())
-    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    assert (new / "notes.txt").read_text() == "mine"
 
 
 def test_two_files_of_one_name_are_not_exchanged(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
     (run / "verdict.md").unlink()
     write_manifest(run, run_manifest())
+
+    def write_both() -> None:
+        with own_folder(run, overwrite=True) as folder, new_folder(folder) as fresh:
+            (run / "verdict.md").write_text("mine")
+            (fresh / "verdict.md").write_text("new")
+            write_manifest(fresh, run_manifest())
+
     with pytest.raises(SinkscopeError, match=r"verdict.md was written by somebody else meanwhile"):
-        run_over(run)
+        write_both()
     assert (run / "verdict.md").read_text() == "mine"
     assert not beside(run, NEW).exists()
-
-
-def run_over(run: Path) -> None:
-    with own_folder(run, overwrite=True) as folder, new_folder(folder) as fresh:
-        (run / "verdict.md").write_text("mine")
-        (fresh / "verdict.md").write_text("new")
-        write_manifest(fresh, run_manifest())
 
 
 def test_what_somebody_puts_into_a_folder_that_is_renewed_stays(tmp_path: Path) -> None:
@@ -94,7 +103,7 @@ def test_what_somebody_puts_into_a_folder_that_is_renewed_stays(tmp_path: Path) 
     assert sorted(path.name for path in (run / "figures").iterdir()) == ["mine.txt", "two.png"]
 
 
-# --- what is replaced
+# --- replacing
 
 
 def test_a_run_lists_its_files_and_is_replaced(tmp_path: Path) -> None:
@@ -105,16 +114,13 @@ def test_a_run_lists_its_files_and_is_replaced(tmp_path: Path) -> None:
     check_output(run, overwrite=True)
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "tables/mine.parquet", "data/rows.csv", ".git/config"])
-def test_what_no_run_wrote_stops_it_by_name(name: str, tmp_path: Path) -> None:
+def test_what_no_run_wrote_stops_it_by_name(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
-    (run / name).parent.mkdir(exist_ok=True)
-    (run / name).write_text("days of work")
-    assert f"run is not replaced: it holds {name}, which no run wrote" in refused(run)
-
-
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    run = run_in(tmp_path / "run")
+    for name in ("notes.txt", "tables/mine.parquet", ".git/config"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("days of work")
+        assert f"run is not replaced: it holds {name}, which no run wrote" in refused(run)
+        (run / name).unlink()
     (tmp_path / "data").mkdir()
     (run / "data").symlink_to(tmp_path / "data")
     assert "it holds data, which no run wrote" in refused(run)
@@ -127,9 +133,6 @@ def test_a_project_with_a_run_json_is_left_alone(tmp_path: Path) -> None:
     for content in ("{}", '{"command": "npm start"}', '{"command": "analyze", "config": {}, "tables": []}', "no JSON"):
         (project / "run.json").write_text(content)
         assert "is not replaced: " in refused(project)
-
-
-def test_a_run_that_lists_nothing_is_left_alone(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
     content = json.loads((run / "run.json").read_text())
     del content["files"]
@@ -162,7 +165,7 @@ def test_what_is_read_is_not_replaced(tmp_path: Path) -> None:
     check_output(run_in(Path("natural")), True, reads=("natural",))
 
 
-def test_nobody_listed_leads_out_of_the_folder(tmp_path: Path) -> None:
+def test_no_listed_name_leads_out_of_the_folder(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
     for name in ("../other", "/etc/passwd", "tables/../../other", ""):
         write_manifest(run, run_manifest(files=[name]))
@@ -173,7 +176,7 @@ def test_nobody_listed_leads_out_of_the_folder(tmp_path: Path) -> None:
 
 
 def holding(folder: Path, work: Callable[[], Any]) -> Any:
-    """What `work` gives while another process writes the folder."""
+    """Return the result of `work`, which runs while another process writes the folder."""
     ready, go = os.pipe(), os.pipe()
 
     def hold() -> None:
@@ -191,24 +194,17 @@ def holding(folder: Path, work: Callable[[], Any]) -> Any:
     return result
 
 
-def test_the_second_process_is_told_at_once(tmp_path: Path) -> None:
+def test_the_second_process_is_refused_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
-    told = holding(folder, lambda: refused(folder, overwrite=False))
-    assert told == f"--out {folder} is being written by another process: wait for it, or name another folder"
+    message = holding(folder, lambda: refused(folder, overwrite=False))
+    assert message == f"--out {folder} is being written by another process: wait for it, or name another folder"
     assert list(folder.parent.iterdir()) == [folder]
     assert "already holds a run" in refused(folder, overwrite=False)
-
-
-def test_links_to_a_folder_are_that_folder(tmp_path: Path) -> None:
-    run_in(tmp_path / "run")
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    assert "is being written" in holding(tmp_path / "run", lambda: refused(tmp_path / "link"))
-
-
-def test_one_process_twice(tmp_path: Path) -> None:
-    with own_folder(tmp_path / "run", overwrite=False):
-        assert "is being written" in refused(tmp_path / "run")
-    assert not list(tmp_path.glob("*run*"))
+    (tmp_path / "link").symlink_to(folder)
+    assert "is being written" in holding(folder, lambda: refused(tmp_path / "link"))
+    with own_folder(tmp_path / "twice", overwrite=False):
+        assert "is being written" in refused(tmp_path / "twice")
+    assert not list(tmp_path.glob("*twice*"))
 
 
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
@@ -244,7 +240,7 @@ def test_many_at_once_never_have_it_together(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "()" * 150
 
 
-# --- what kills leave
+# --- after kills
 
 
 def test_what_a_kill_left_is_put_right(tmp_path: Path) -> None:
@@ -253,9 +249,12 @@ def test_what_a_kill_left_is_put_right(tmp_path: Path) -> None:
     os.replace(folder, beside(folder, OLD))  # between two renames
     assert "already holds a run" in refused_after_repair(folder)
     assert read_manifest(folder)["command"] == "analyze"
-    shutil.copytree(folder, beside(folder, OLD))  # behind both
+    shutil.copytree(folder, beside(folder, OLD))  # after both
     with own_folder(folder, overwrite=True):
         assert [path.name for path in tmp_path.glob("*run*") if path.is_dir()] == ["run"]
+    os.replace(folder, beside(folder, OLD))
+    assert read_manifest(folder)["command"] == "analyze"  # a reader repairs it, too
+    assert not list(tmp_path.glob(".sinkscope-*"))
 
 
 def refused_after_repair(folder: Path) -> str:
@@ -265,17 +264,10 @@ def refused_after_repair(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_reader_finds_it_too(tmp_path: Path) -> None:
-    folder = run_in(tmp_path / "run")
-    os.replace(folder, beside(folder, OLD))
-    assert read_manifest(folder)["command"] == "analyze"
-    assert not list(tmp_path.glob(".sinkscope-*"))
-
-
 def test_repairs_are_killed_too(tmp_path: Path) -> None:
-    """Whatever is killed, one of the two is there in the end, whole."""
+    """Whatever is killed, one of the two is there in the end, complete."""
     for first in range(1, 12, 2):
-        for second in (1, 3, 6):
+        for second in (1, 4):
             parent = tmp_path / f"{first}-{second}"
             folder = run_in(parent / "run", condition="old")
             for number in (first, second):
@@ -329,36 +321,29 @@ def untouched(foreign: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("what", [NEW, "itself"])
-def test_a_file_is_never_written_through_a_link(what: str, tmp_path: Path, foreign: Path) -> None:
+def test_a_file_is_never_written_through_a_link(tmp_path: Path, foreign: Path) -> None:
     path = tmp_path / "run.json"
-    (path if what == "itself" else beside(path, what)).symlink_to(foreign / "notes.txt")
-    with new_file(path) as fresh:
-        fresh.write_text("{}")
-    assert path.read_text() == "{}"
-    assert not path.is_symlink()
-    assert untouched(foreign)
-
-
-def test_a_file_under_the_temporary_name_is_not_kept(tmp_path: Path) -> None:
-    """Another process may still have it open, or it may be a hard link."""
-    path = tmp_path / "run.json"
-    beside(path, NEW).write_text("another's")
+    for link in (path, beside(path, NEW)):
+        path.unlink(missing_ok=True)
+        link.symlink_to(foreign / "notes.txt")
+        with new_file(path) as fresh:
+            fresh.write_text("{}")
+        assert path.read_text() == "{}"
+        assert not path.is_symlink()
+        assert untouched(foreign)
+    beside(path, NEW).write_text("another's")  # another process may still have it open, or it may be a hard link
     os.link(beside(path, NEW), tmp_path / "hard")
     with new_file(path) as fresh:
         fresh.write_text("{}")
     assert (tmp_path / "hard").read_text() == "another's"
 
 
-@pytest.mark.parametrize("what", [NEW, OLD])
-def test_a_folder_is_never_written_through_a_link(what: str, tmp_path: Path, foreign: Path) -> None:
-    beside(tmp_path / "run", what).symlink_to(foreign)
-    run_in(tmp_path / "run")
-    assert untouched(foreign)
-    assert not (tmp_path / "run").is_symlink()
-
-
-def test_a_lock_is_never_a_link(tmp_path: Path, foreign: Path) -> None:
+def test_a_folder_is_never_written_through_a_link(tmp_path: Path, foreign: Path) -> None:
+    for what in (NEW, OLD):
+        beside(tmp_path / what, what).symlink_to(foreign)
+        run_in(tmp_path / what)
+        assert untouched(foreign)
+        assert not (tmp_path / what).is_symlink()
     for target in (foreign / "notes.txt", foreign / "none"):
         beside(tmp_path / "run", LOCK).symlink_to(target)
         with pytest.raises(InputError, match="cannot be written"), alone_in(tmp_path / "run"):
@@ -367,9 +352,8 @@ def test_a_lock_is_never_a_link(tmp_path: Path, foreign: Path) -> None:
     assert untouched(foreign)
 
 
-@pytest.mark.parametrize("name", ["figures", "tables", "runs/natural", "vga/checkpoints/checkpoint-0"])
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_folder_with_links_is_not_gone_on_with(name: str, is_there: bool, tmp_path: Path, foreign: Path) -> None:
+@pytest.mark.parametrize(("name", "is_there"), [("figures", True), ("vga/checkpoints/checkpoint-0", False)])
+def test_a_folder_with_links_is_not_resumed(name: str, is_there: bool, tmp_path: Path, foreign: Path) -> None:
     folder = tmp_path / "out"
     link = folder / name
     link.parent.mkdir(parents=True)
@@ -380,3 +364,97 @@ def test_a_folder_with_links_is_not_gone_on_with(name: str, is_there: bool, tmp_
     with pytest.raises(InputError, match=f"{name} is a link|{name}, which no run wrote"):
         check_output(folder, overwrite=True, commands=("claims",))
     assert untouched(foreign)
+
+
+# --- resuming
+
+OPTIONS: dict[str, Any] = {"config": {"steps": 3, "names": ("a", "b")}, "text": "natural"}
+
+
+def begun(folder: Path, command: str = "retrofit") -> None:
+    """Claim a folder for a command with these options."""
+    claim(folder, make_manifest(command, start=time.time(), arms={}, tables=[], **OPTIONS))
+
+
+def test_every_manifest_has_the_same_head(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    manifest = make_manifest("compare", {"runs": []}, time.time() - 2, ("b", "a"), extra=1)
+    assert manifest["tables"] == ["a", "b"]
+    assert manifest["wall_seconds"] >= 2
+    assert manifest["peak_memory_mb"] > 0
+    assert {"sinkscope", "command", "config", "versions", "python", "git_commit", "started", "extra"} < manifest.keys()
+    write_manifest(out, manifest)
+    assert read_manifest(out, ("compare",)) == manifest | {"files": []}
+    assert [path.name for path in out.iterdir()] == [MANIFEST]
+
+
+def test_the_reader_checks_the_command(tmp_path: Path) -> None:
+    begun(tmp_path / "out")
+    run_in(tmp_path / "out" / "vga")
+    assert read_manifest(tmp_path / "out" / "vga")["command"] == "analyze"
+    assert read_manifest(tmp_path / "out", None)["command"] == "retrofit"
+    with pytest.raises(InputError, match=r"of `sinkscope retrofit`, not of `analyze`.*but holds runs: name one"):
+        read_manifest(tmp_path / "out", ("analyze",))
+
+
+def test_only_the_same_options_resume(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert resumable(out, "retrofit", OPTIONS) is None
+    (out / "vga" / ".sinkscope-run-new" / "tables").mkdir(parents=True)  # left by a kill
+    begun(out)
+    assert not list((out / "vga").iterdir())
+    found = resumable(out, "retrofit", OPTIONS)
+    assert found is not None
+    assert found["config"] == {"steps": 3, "names": ["a", "b"]}
+    for changes, named in (
+        ({"config": {"steps": 4, "names": ("a", "b")}}, "steps was 3, now 4"),
+        ({"config": {"steps": 3}}, r"names was \['a', 'b'\], now None"),
+        ({"text": "other.txt"}, "text was natural, now other.txt"),
+        ({"seeds": 2}, "seeds was None, now 2"),
+    ):
+        with pytest.raises(InputError, match=f"made with other options .{named}.: repeat them"):
+            check_resumable(out, "retrofit", OPTIONS | changes, overwrite=False)
+        check_resumable(out, "retrofit", OPTIONS | changes, overwrite=True)
+    older = {**OPTIONS, "config": OPTIONS["config"] | {"decay": 0.1}, "sharded": False}  # was not recorded then
+    defaults = {"config": {"decay": 0.1, "steps": 9}, "sharded": False}
+    assert resumable(out, "retrofit", older, defaults) is not None
+    with pytest.raises(InputError, match=r"decay was 0.1, now 0.2"):
+        resumable(out, "retrofit", {**older, "config": older["config"] | {"decay": 0.2}}, defaults)
+
+
+def test_another_commands_folder_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    begun(out, "train")
+    with pytest.raises(InputError, match="of `sinkscope train`, not of `retrofit`"):
+        check_resumable(out, "retrofit", OPTIONS, overwrite=False)
+    with pytest.raises(InputError, match="holds what `train` wrote, and is not replaced"):
+        check_resumable(out, "retrofit", OPTIONS, overwrite=True)
+    with pytest.raises(InputError, match="holds what `train` wrote, and is not replaced"):
+        check_output(out, overwrite=True)
+    for content in ("{", "[]", json.dumps({"command": "retrofit"})):
+        (out / MANIFEST).write_text(content)
+        for overwrite in (False, True):
+            with pytest.raises(InputError, match="is not the manifest of a run"):
+                check_resumable(out, "retrofit", OPTIONS, overwrite)
+
+
+def written(folder: Path, name: str, error: BaseException | None = None) -> None:
+    with new_folder(folder) as fresh:
+        (fresh / name).touch()
+        if error is not None:
+            raise error
+
+
+def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "run"
+    with pytest.raises(SinkscopeError, match=r"nothing of it is left: .* No space left"):
+        written(target, "half", OSError(28, "No space left on device"))
+    assert not list(tmp_path.glob("deep"))
+    written(target, "one")
+    with pytest.raises(KeyboardInterrupt):
+        written(target, "two", KeyboardInterrupt())
+    assert [path.name for path in target.iterdir()] == ["one"]
+    assert [path.name for path in target.parent.iterdir()] == ["run"]

@@ -1,4 +1,4 @@
-"""The register of metrics: every metric that a table can hold is in it, and its label stands nowhere else."""
+"""The register of metrics: every metric of a table is in it, and no label is repeated elsewhere."""
 
 import ast
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ REGISTER = PACKAGE / "results" / "metrics.py"
 
 
 def literals(path: Path) -> Iterator[str]:
-    """The strings of a module that are whole by themselves, without docstrings."""
+    """Yield the complete strings of a module, without docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     documented = ast.Module | ast.ClassDef | ast.FunctionDef
     docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
@@ -37,21 +37,19 @@ def test_every_metric_of_a_run_is_in_the_register(name: str) -> None:
         assert EFFECT in METRICS[metric].tables
 
 
-def test_what_is_printed_is_in_the_register() -> None:
+def test_each_metric_is_distinct_and_defined() -> None:
     assert all(SUMMARY in METRICS[name].tables for name in SHOWN)
     assert {name for name, metric in METRICS.items() if RETROFIT in metric.tables} == set(ROWS)
-
-
-def test_each_metric_is_told_apart_and_defined() -> None:
     for field in ("label", "short", "definition"):
         texts = [getattr(metric, field) for metric in METRICS.values()]
         assert all(texts)
         if field != "definition":
             assert len(set(texts)) == len(texts)
     assert all(name == metric.name for name, metric in METRICS.items())
+    assert list(listing("metrics")["metrics"]["metric"]) == list(METRICS)
 
 
-def test_a_label_stands_nowhere_else_in_the_source() -> None:
+def test_no_label_is_repeated_in_the_source() -> None:
     """A name may be the label itself: `loss`."""
     labels = {text.lower() for name, metric in METRICS.items() for text in (metric.label, metric.short) if text != name}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -60,9 +58,8 @@ def test_a_label_stands_nowhere_else_in_the_source() -> None:
             assert not found, f"{path.relative_to(PACKAGE)} repeats {found}: read it from METRICS"
 
 
-@pytest.mark.parametrize(
-    ("form", "value", "text"),
-    [
+def test_values_are_printed_in_the_metrics_format() -> None:
+    for form, value, text in (
         ("{:.1%}", 0.7289, "72.9%"),
         ("{:,.2f}", 13412.714, "13,412.71"),
         ("{:,.2f}", 7.5e6, "7.5e+06"),
@@ -70,25 +67,11 @@ def test_a_label_stands_nowhere_else_in_the_source() -> None:
         ("{:+,.2f}", float("inf"), "+inf"),
         ("{:+,.2f}", 600.29, "+600.29"),
         ("{:.3f}", float("nan"), "–"),
-    ],
-)
-def test_values_are_printed_in_the_metrics_format(form: str, value: float, text: str) -> None:
-    assert Metric("x", "x", "x", "x", form=form).text(value) == text
-
-
-def test_a_spread_is_printed_where_there_is_one() -> None:
+    ):
+        assert Metric("x", "x", "x", "x", form=form).text(value) == text
     metric = Metric("x", "x", "x", "x", form="{:+.2f}")
     assert metric.text_with_spread(16.94, 0.014) == "+16.94 ± 0.01"
     assert metric.text_with_spread(16.94, float("nan")) == "+16.94"
     assert metric.text_with_spread(float("nan"), 1.0) == "–"
-
-
-def test_a_heading_is_fit_for_markdown() -> None:
     assert METRICS["perplexity"].heading == "Perplexity (↓)"
     assert METRICS["attention_to_start"].heading == "Attention on `<s>`"
-
-
-def test_list_shows_every_metric() -> None:
-    table = listing("metrics")["metrics"]
-    assert list(table.columns) == ["metric", "label", "unit", "definition", "source"]
-    assert list(table["metric"]) == list(METRICS)

@@ -1,6 +1,5 @@
-"""A name that a result does not have gives an InputError with the closest one that it has, and never a number."""
+"""A name that a result does not have gives an InputError with the closest name that it has."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +22,31 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     return made if request.param == "in memory" else Run.open(save(made, tmp_path / "run"))
 
 
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (lambda run: run.metric("sinkrate"), "metric 'sinkrate' is unknown; did you mean 'sink_rate'"),
-        (lambda run: run.metric("sink_rate", 99), "no layer 99: this run has 0 to 1, and -1 for the whole model"),
-        (lambda run: run.metric("sink_rate", -2), "no layer -2"),
-        (lambda run: run.tables["sumary"], "table 'sumary' is unknown; did you mean 'summary'"),
-        (lambda run: run.at("naturel"), "arm 'naturel' is unknown; did you mean 'natural'"),
-    ],
-)
-def test_names_in_a_run(run: Run, ask: Callable[[Run], object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ask(run)
-
-
-def test_a_metric_that_was_not_measured_is_nan(run: Run) -> None:
+def test_names_in_a_run(run: Run) -> None:
+    for ask, message in (
+        (lambda: run.metric("sinkrate"), "metric 'sinkrate' is unknown; did you mean 'sink_rate'"),
+        (lambda: run.metric("sink_rate", 99), "no layer 99: this run has 0 to 1, and -1 for the whole model"),
+        (lambda: run.metric("sink_rate", -2), "no layer -2"),
+        (lambda: run.tables["sumary"], "table 'sumary' is unknown; did you mean 'summary'"),
+        (lambda: run.at("naturel"), "arm 'naturel' is unknown; did you mean 'natural'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ask()
     assert run.metric("sink_rate", 1) == run.metric("sink_rate", np.int64(1))
-    assert np.isnan(run.metric("compress_slope"))
+    assert np.isnan(run.metric("compress_slope"))  # was not measured
+    assert run.tables.get("sumary") is None
+    assert "sumary" not in run.tables
+    with pytest.raises(KeyError):
+        run.tables["sumary"]
 
 
 def test_a_layer_without_the_metric_is_nan() -> None:
-    """Of a model that attends in some layers only, the summary may lack the last ones."""
+    """The summary may lack the last layers of a model that attends in some layers only."""
     run = made_up(layers=2)
     hybrid = RunData(run.manifest | {"family": {"kinds": ["attention", "attention", "mamba"]}}, run.tables)
     assert np.isnan(hybrid.metric("sink_rate", 2))
     with pytest.raises(InputError, match="no layer 3"):
         hybrid.metric("sink_rate", 3)
-
-
-def test_tables_are_mappings_all_the_same(run: Run) -> None:
-    assert run.tables.get("sumary") is None
-    assert "sumary" not in run.tables
-    with pytest.raises(KeyError):
-        run.tables["sumary"]
 
 
 def test_names_in_what_holds_several_runs() -> None:
@@ -76,7 +66,6 @@ def test_names_in_what_holds_several_runs() -> None:
             ask()
 
 
-def test_grids() -> None:
-    """Of `quantized`, which takes them as text."""
+def test_grids_of_quantized() -> None:
     with pytest.raises(InputError, match="weights_per 'chanel' is unknown; did you mean 'channel'"):
         Precision(weights_per="chanel")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""NU's tables 1 and 2, of GPT-2: from weights by plain torch, and what the paper prints beside."""
+"""NU's tables 1 and 2, of GPT-2: computed from weights by plain torch, next to the values of the paper."""
 
 import numpy as np
 import pandas as pd
@@ -27,8 +27,8 @@ def with_moments(layer: int, massive: dict[int, float], mean: float, spread: flo
     return pd.DataFrame(frame)
 
 
-def test_what_nu_prints_stands_beside_what_gpt2s_weights_give() -> None:
-    """A run with the moments of GPT-2's weights: all digits agree but for one, which the paper misprints."""
+def test_nus_values_are_next_to_those_of_gpt2s_weights() -> None:
+    """All digits of a run with the moments of GPT-2's weights agree, except one that the paper misprints."""
     layers = []
     for layer, (baseline, *entries) in PRINTED.items():
         mean, spread = map(float, baseline.split(" ± "))

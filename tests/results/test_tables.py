@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from sinkscope.errors import InputError
 from sinkscope.results.manifest import MANIFEST, format_of
-from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, read_table
+from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, read_table, write_table
 from sinkscope.verdict.register import written_tables
 
 REPORTS = sorted((Path(__file__).parents[2] / "reports").glob("*/tables/*.parquet"))
@@ -23,42 +24,44 @@ def test_declared_columns_are_those_that_were_written() -> None:
         assert list(table)[:3] == list(LEADING), path
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
+def test_tables_are_read_by_their_columns(tmp_path: Path) -> None:
+    path = tmp_path / "summary.parquet"
+    for rows in (
+        ROWS,
+        ROWS.assign(value=2),  # a whole number is a number
+        ROWS.assign(more=1),
+        ROWS.assign(metric=None),  # text may be missing
+        ROWS[:0].astype(object),  # no rows have no kind
+    ):
+        rows.to_parquet(path, index=False)
+        assert len(read_table(path, COLUMNS)) == len(rows)
+    for rows in (
         ROWS.drop(columns="metric"),
         ROWS.assign(value="1.5"),
         ROWS.assign(value=True),
         ROWS.assign(metric=3),
         ROWS.assign(layer=0.5),
         ROWS.assign(layer=None),
-    ],
-)
-def test_another_table(rows: pd.DataFrame, tmp_path: Path) -> None:
-    rows.to_parquet(tmp_path / "summary.parquet", index=False)
-    with pytest.raises(InputError, match="is not the table 'summary': it has no column"):
-        read_table(tmp_path / "summary.parquet", COLUMNS)
+    ):
+        rows.to_parquet(path, index=False)
+        with pytest.raises(InputError, match="is not the table 'summary': it has no column"):
+            read_table(path, COLUMNS)
+    for share in (0.0, 0.3, 0.9):
+        ROWS.to_parquet(path, index=False)
+        path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+        with pytest.raises(InputError, match=r"summary.parquet is damaged"):
+            read_table(path, (Column("layer", "", kind="whole"),))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        ROWS,
-        ROWS.assign(value=2),  # a whole number is a number
-        ROWS.assign(more=1),
-        ROWS.assign(metric=None),  # text may be missing
-        ROWS[:0].astype(object),  # no rows have no kind
-    ],
-)
-def test_the_table(rows: pd.DataFrame, tmp_path: Path) -> None:
-    rows.to_parquet(tmp_path / "summary.parquet", index=False)
-    assert len(read_table(tmp_path / "summary.parquet", COLUMNS)) == len(rows)
+def test_a_killed_run_leaves_no_partial_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(self: pd.DataFrame, path: Path, **options: Any) -> None:
+        Path(path).write_bytes(b"PAR1 and no more")
+        raise KeyboardInterrupt
 
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
-def test_a_table_cut_short(share: float, tmp_path: Path) -> None:
-    path = tmp_path / "summary.parquet"
-    ROWS.to_parquet(path, index=False)
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    with pytest.raises(InputError, match=r"summary.parquet is damaged"):
-        read_table(path, (Column("layer", "", kind="whole"),))
+    write_table(ROWS, tmp_path / "t.parquet")
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", killed)
+    for path in (tmp_path / "t.parquet", tmp_path / "u.parquet"):
+        with pytest.raises(KeyboardInterrupt):
+            write_table(ROWS.assign(value=2), path)
+    assert not (tmp_path / "u.parquet").exists()
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "t.parquet"), ROWS)

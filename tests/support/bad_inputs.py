@@ -1,4 +1,4 @@
-"""What users can give that is wrong, as hypothesis strategies: files by their content, options by their text.
+"""Wrong input of users, as hypothesis strategies: files by their content, options by their text.
 
 The fast tests draw a few of each for the readers; tests/torture/inputs.py draws thousands for the whole commands.
 """
@@ -11,30 +11,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 ODD_NUMBERS: list[Any] = [
-    *(0, -1, 1, 2, 7, 2**31, 2**63, 2**64, 10**22, -(10**22), 10**400),
-    *(0.0, -0.5, 1.5, 1e308, float("inf"), float("-inf"), float("nan")),
-]
+    0, -1, 1, 2, 7, 2**31, 2**63, 2**64, 10**22, -(10**22), 10**400,
+    0.0, -0.5, 1.5, 1e308, float("inf"), float("-inf"), float("nan"),
+]  # fmt: skip
 ODD_TEXTS = [
-    *(
-        "",
-        " ",
-        ".",
-        "..",
-        "/",
-        "~",
-        "~nosuchuser",
-        "~nosuchuser/x",
-        "\n",
-        "a\nb\nc\nd",
-        "a\0b",
-        "x" * 300,
-        "é",
-        "\u2028",
-    ),
-    *("\ud800", "\udcff", "null", "true", "-1", "1e400", ".inf", "nan", "all", ":", "=", ","),
-    *("a:b=c", "::==,,", "[[["),
-    *("../x", "a/../../x", "https://x", "x.txt", "x.npy", "x.gguf", "natural", "sampled", "none", "9" * 23, "9" * 5000),
-]
+    "", " ", ".", "..", "/", "~", "~nosuchuser", "~nosuchuser/x", "\n", "a\nb\nc\nd", "a\0b", "x" * 300, "é", "\u2028",
+    "\ud800", "\udcff", "null", "true", "-1", "1e400", ".inf", "nan", "all", ":", "=", ",", "a:b=c", "::==,,", "[[[",
+    "../x", "a/../../x", "https://x", "x.txt", "x.npy", "x.gguf", "natural", "sampled", "none", "9" * 23, "9" * 5000,
+]  # fmt: skip
 
 odd_numbers = st.sampled_from(ODD_NUMBERS) | st.integers() | st.floats()
 odd_texts = st.sampled_from(ODD_TEXTS) | st.text(max_size=12)
@@ -128,32 +112,12 @@ YAMLS = [
     "a: &a [*a]",
     "\n".join(["a0: &a0 {x: 1, y: 2}", *(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60))]),
     "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 40))]),
-    *(
-        "- " * 3000,
-        "[" * 100_000,
-        "{" * 100_000,
-        "? " * 3000,
-        "title: !!python/object:os.system x",
-        "title: !!binary x",
-    ),
-    *(
-        "title: 2001-99-99",
-        "title: !!int x",
-        "title: !!float x",
-        "? [a, b]\n: c",
-        "title: x\ntitle: y",
-        "title: &a",
-        "%YAML 9.9",
-    ),
-    *("title: x\noptions: {seq-len: .inf}", "title: x\noptions: {seed: 1e400}", "title: x\noptions: {epsilon: .nan}"),
-    *(
-        'title: "\\ud800"',
-        "title: x\nmodel: ~nosuchuser",
-        "title: x\nout: 5",
-        "title: x\noptions: {? {a: b} : c}",
-        "!!set {a, b}",
-    ),
-]
+    "- " * 3000, "[" * 20_000, "{" * 20_000, "? " * 3000, "title: !!python/object:os.system x", "title: !!binary x",
+    "title: 2001-99-99", "title: !!int x", "title: !!float x", "? [a, b]\n: c", "title: x\ntitle: y", "title: &a",
+    "%YAML 9.9", "title: x\noptions: {seq-len: .inf}", "title: x\noptions: {seed: 1e400}",
+    "title: x\noptions: {epsilon: .nan}", 'title: "\\ud800"', "title: x\nmodel: ~nosuchuser", "title: x\nout: 5",
+    "title: x\noptions: {? {a: b} : c}", "!!set {a, b}",
+]  # fmt: skip
 recipes = (
     st.sampled_from(YAMLS).map(str.encode)
     | edited(RECIPE).map(written)
@@ -163,18 +127,10 @@ recipes = (
 
 # --- options
 
-named = st.sampled_from(
-    [
-        "zero-massive",
-        "mask-sink",
-        "mean-massive",
-        "scale-sink-value",
-        "mean-sink-value",
-        "streaming-window",
-        "nullify-query-bias",
-        "nothing",
-    ]
-)
+named = st.sampled_from([
+    "zero-massive", "mask-sink", "mean-massive", "scale-sink-value", "mean-sink-value", "streaming-window",
+    "nullify-query-bias", "nothing",
+])  # fmt: skip
 methods = st.sampled_from(["vga", "iga", "vscale", "learnable-sink", "key-bias", "register-tokens", "none", "nothing"])
 keys = st.sampled_from(
     ["layers", "heads", "coordinates", "positions", "factor", "scale", "count", "seed", "window", "x", ""]

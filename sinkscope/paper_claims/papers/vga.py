@@ -24,9 +24,9 @@ from sinkscope.paper_claims.over_seeds import (
 )
 from sinkscope.paper_claims.scopes import causal, gated
 from sinkscope.paper_claims.studies import PLAIN, Arm, ArmStudy
-from sinkscope.results.bos import WITH
 from sinkscope.results.judgment import NotDefined, Test, above, at_least, at_most, below
 from sinkscope.results.papers import published
+from sinkscope.results.run import WITH
 from sinkscope.results.sequences import Lacks, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, exact, mean_of_runs, positive_jackknife, rank_correlation
 from sinkscope.training.tables import UNTOUCHED, sinking_layer

@@ -79,12 +79,11 @@ from sinkscope.paper_claims.studies import (
     base_of,
     parameters,
 )
-from sinkscope.results.bos import WITH, WITHOUT
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.papers import SINK_RATES, WSE_TABLE_1, published, published_rates
-from sinkscope.results.run import RunData
+from sinkscope.results.run import WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import (
     Estimate,
