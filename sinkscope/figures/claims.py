@@ -1,6 +1,7 @@
 """Figures of scorecards, and of the routes by which the first token can become a sink."""
 
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from sinkscope.figures.axes import shade_rows
 from sinkscope.figures.labels import escape, heading, model_name, wrapped
+from sinkscope.figures.plot import hide_y, shade_rows
 from sinkscope.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
@@ -21,6 +22,7 @@ from sinkscope.verdict.scorecard import Scorecard, headline, value_text
 
 PAGE_WIDTH, ROW, AROUND = 7.2, 0.145, 0.9  # inches
 LETTERS = 62  # characters in a line's text
+BELOW = "outside lower center"  # the place of legends
 REACH = 4.0  # length of the axis to both sides of the threshold
 LOOKS: dict[str, Look] = {
     Outcome.HOLDS: {"color": NAVY, "marker": "o", "markersize": 3.4},
@@ -41,7 +43,8 @@ def lacking_scorecard(card: Scorecard) -> str | None:
 def draw_scorecard(card: Scorecard) -> Figure:
     """Draw each number at its distance from the threshold; the claim holds on the right.
 
-    Distances are in powers of two where the threshold and the whole interval are positive, else in units of a quarter.
+    Distances are in powers of two where the threshold and the complete interval are positive, else in units of a
+    quarter.
     """
     rows = _decided(card.table)
     figure = new_figure(PAGE_WIDTH, ROW * (len(rows) + rows["paper"].nunique()) + AROUND)
@@ -57,16 +60,18 @@ def draw_scorecard(card: Scorecard) -> Figure:
     text.set_xlim(0, 1)
     text.set_axis_off()
     ax.set(ylim=(height - 0.3, -0.7), xlim=(-REACH * 1.08, REACH * 1.08))
-    ax.set_yticks([])
-    ax.spines["left"].set_visible(False)
+    hide_y(ax)
     ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
     ax.set_xlabel("does not pass  ←  value  →  passes")
-    passed = {outcome: look for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
-    handles = [Line2D([], [], label=str(outcome), **look | {"linestyle": "none"}) for outcome, look in passed.items()]
-    handles += [Line2D([], [], label=label, **look) for label, look in (("null", AT_RANDOM), ("published", PUBLISHED))]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5)
+    signs = {str(outcome): look for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
+    figure.legend(handles=_signs(signs | {"null": AT_RANDOM, "published": PUBLISHED}), loc=BELOW, ncols=5)
     figure.suptitle(heading(model_name(card.models[0]), headline(card), "95 % intervals"))
     return figure
+
+
+def _signs(looks: Mapping[str, Look]) -> list[Line2D]:
+    """Return handles of a legend: marks without lines."""
+    return [Line2D([], [], label=label, **look | {"linestyle": "none"}) for label, look in looks.items()]
 
 
 def _decided(table: pd.DataFrame) -> pd.DataFrame:
@@ -144,9 +149,8 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     ax.set_xticks(range(len(card.models)), [wrapped(model_name(name), 14, 3) for name in card.models])
     ax.tick_params(axis="x", length=0)
     ax.spines[:].set_visible(False)
-    handles = [Line2D([], [], label=str(Outcome(name)), **look | {"linestyle": "none"}) for name, look in LOOKS.items()]
-    handles.append(Line2D([], [], label="does not apply, or not measured", **NOTHING))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    signs = {str(outcome): look for outcome, look in LOOKS.items()} | {"does not apply, or not measured": NOTHING}
+    figure.legend(handles=_signs(signs), loc=BELOW, ncols=4)
     return figure
 
 
@@ -154,7 +158,7 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
 
 ROUTES_ROW, ROUTES_PUBLISHED, ROUTES_AROUND = 0.6, 0.3, 1.0  # inches: a model, the row of NU's own model, the margins
 ROUTES_LETTERS, NAME = 22, 15  # characters in a line of a cell, and of a model's name
-LINE, BELOW = 0.58, 0.24  # heights in a cell: of the arrow, and of the controls
+LINE, LOW = 0.58, 0.24  # heights in a cell: of the arrow, and of the controls
 NEAR = 14.0  # percentage points: before and after that are nearer have no arrow between them
 BEFORE: Look = {"color": NAVY, "marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
 AFTER: Look = {"color": NAVY, "marker": "o", "markersize": 4, "linestyle": "none"}
@@ -162,13 +166,8 @@ INTERVAL: Look = {"color": NAVY, "linewidth": 1.6}
 CONTROLS: Look = {"color": "0.6", "linewidth": 3.5, "solid_capstyle": "butt"}
 CONTROL: Look = {"color": "black", "marker": "|", "markersize": 5, "markeredgewidth": 0.8, "linestyle": "none"}
 ARROW: Look = {
-    "arrowstyle": "-|>",
-    "color": NAVY,
-    "linewidth": 0.9,
-    "shrinkA": 2.5,
-    "shrinkB": 2.5,
-    "mutation_scale": 6,
-}
+    "arrowstyle": "-|>", "color": NAVY, "linewidth": 0.9, "shrinkA": 2.5, "shrinkB": 2.5, "mutation_scale": 6
+}  # fmt: skip
 SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # effect on the sink → background of the cell
 ABSENT = (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED)
 
@@ -208,7 +207,7 @@ def draw_routes(table: pd.DataFrame) -> Figure:
         Patch(facecolor=SHADES[Effect.FALLS], edgecolor="0.75", label="falls beyond the controls"),
         Patch(facecolor=SHADES[Effect.GOES], edgecolor="0.75", label="and less than half is left"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=6.5, columnspacing=1.5)
+    figure.legend(handles=handles, loc=BELOW, ncols=4, fontsize=6.5, columnspacing=1.5)
     return figure
 
 
@@ -236,8 +235,8 @@ def _cell(ax: Axes, row: pd.Series) -> None:
         _words(ax, f"{row['effect']}: {reason}" if reason else row["effect"])
         return
     if row["draws"] > 1:
-        ax.plot([row["control_low"], row["control_high"]], [BELOW, BELOW], **CONTROLS)
-    ax.plot([row["control"]], [BELOW], **CONTROL)
+        ax.plot([row["control_low"], row["control_high"]], [LOW, LOW], **CONTROLS)
+    ax.plot([row["control"]], [LOW], **CONTROL)
     if abs(row["after"] - row["before"]) > NEAR:
         ax.annotate("", (row["after"], LINE), (row["before"], LINE), arrowprops=ARROW)
     for name, look in (("after", AFTER), ("before", BEFORE)):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from sinkscope import InputError
 from sinkscope.cli.app import app
-from sinkscope.output.comparison import compare
+from sinkscope.output.side_by_side import compare
 from sinkscope.verdict.table_formats import formatted
 
 TABLE = pd.DataFrame({"model_name": ["my_org/a&b", "{x} 50%"], "‖v‖ ε": [0.123456, float("nan")], "n": ["1", "12"]})
