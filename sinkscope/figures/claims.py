@@ -1,7 +1,6 @@
 """Figures of scorecards, and of the routes by which the first token can become a sink."""
 
 import textwrap
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from sinkscope.verdict.scorecard import Scorecard, headline, value_text
 
 PAGE_WIDTH, ROW, AROUND = 7.2, 0.145, 0.9  # inches
 LETTERS = 62  # characters in a line's text
-BELOW = "outside lower center"  # the place of legends
 REACH = 4.0  # length of the axis to both sides of the threshold
 LOOKS: dict[str, Look] = {
     Outcome.HOLDS: {"color": NAVY, "marker": "o", "markersize": 3.4},
@@ -30,6 +28,7 @@ LOOKS: dict[str, Look] = {
     Outcome.NOT_ENOUGH_SEEDS: {"color": GRAY, "marker": "s", "markersize": 3, "markerfacecolor": "white"},
     Outcome.FAILS: {"color": VERMILION, "marker": "X", "markersize": 4},
 }
+DOT: Look = {"linestyle": "none"}
 PUBLISHED: Look = {"color": GRAY, "marker": "|", "markersize": 5, "linestyle": "none"}
 AT_RANDOM: Look = {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white", "linestyle": "none"}
 
@@ -63,15 +62,9 @@ def draw_scorecard(card: Scorecard) -> Figure:
     hide_y(ax)
     ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
     ax.set_xlabel("does not pass  ←  value  →  passes")
-    signs = {str(outcome): look for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
-    figure.legend(handles=_signs(signs | {"null": AT_RANDOM, "published": PUBLISHED}), loc=BELOW, ncols=5)
-    figure.suptitle(heading(model_name(card.models[0]), headline(card), "95 % intervals"))
-    return figure
-
-
-def _signs(looks: Mapping[str, Look]) -> list[Line2D]:
-    """Return handles of a legend: marks without lines."""
-    return [Line2D([], [], label=label, **look | {"linestyle": "none"}) for label, look in looks.items()]
+    signs = {str(outcome): look | DOT for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
+    text = heading(model_name(card.models[0]), headline(card), "95 % intervals")
+    return figure.finish(text, signs | {"null": AT_RANDOM, "published": PUBLISHED}, ncols=5)
 
 
 def _decided(table: pd.DataFrame) -> pd.DataFrame:
@@ -93,7 +86,7 @@ def _line(text: Axes, ax: Axes, row: Any, place: int) -> None:
     middle = _place(row.value, row)
     if np.isfinite(middle):
         ax.plot(ends, [place, place], color=look["color"], linewidth=1.1)
-        ax.plot([middle], [place], linestyle="none", **look)
+        ax.plot([middle], [place], **look | DOT)
     published = CLAIMS[row.claim].published if first else ()
     ax.plot([_place(item.value, row) for item in published], [place] * len(published), **PUBLISHED)
     ax.plot([_place(row.null, row)], [place], **AT_RANDOM)
@@ -102,7 +95,7 @@ def _line(text: Axes, ax: Axes, row: Any, place: int) -> None:
 
 
 def _place(value: float, row: Any) -> float:
-    """Return the place of a value on the axis: 0 is the nearer threshold, and the right side passes."""
+    """Return the position of a value on the axis: 0 is the nearer threshold, and the right side passes."""
     if np.isnan(value):
         return float("nan")
     distances = []
@@ -136,8 +129,7 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     shade_rows(ax, len(decided))
     for row, (_, found) in enumerate(decided.iterrows()):
         for column, outcome in enumerate(found):
-            look = LOOKS.get(outcome, NOTHING) | {"linestyle": "none"}
-            ax.plot([column], [row], **look)
+            ax.plot([column], [row], **LOOKS.get(outcome, NOTHING) | DOT)
     names = [
         escape(textwrap.shorten(f"{name}  {CLAIMS[name].statement}", BY_MODEL_LETTERS, placeholder=" …"))
         for name in decided.index
@@ -149,9 +141,8 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     ax.set_xticks(range(len(card.models)), [wrapped(model_name(name), 14, 3) for name in card.models])
     ax.tick_params(axis="x", length=0)
     ax.spines[:].set_visible(False)
-    signs = {str(outcome): look for outcome, look in LOOKS.items()} | {"does not apply, or not measured": NOTHING}
-    figure.legend(handles=_signs(signs), loc=BELOW, ncols=4)
-    return figure
+    signs = {str(outcome): look | DOT for outcome, look in LOOKS.items()} | {"does not apply, or not measured": NOTHING}
+    return figure.finish("", signs, ncols=4)
 
 
 # --- The routes that carry the sink in each model: models × routes, the sink rate with and without each route
@@ -197,7 +188,6 @@ def draw_routes(table: pd.DataFrame) -> Figure:
             ax.set(xlim=(-9, 109), ylim=(0, 1.15), yticks=[])
             ax.set_xticks([0, 50, 100], labels=["0", "50", "100 %"] if model == models[-1] else [])
             ax.tick_params(axis="x", labelsize=6, color="0.6")
-    figure.suptitle("Sink rate at position 0 as it is, and without one route at a time")
     handles: list[Line2D | Patch] = [
         Line2D([], [], label="as it is", **BEFORE),
         Line2D([], [], label="without the route", **AFTER),
@@ -207,8 +197,8 @@ def draw_routes(table: pd.DataFrame) -> Figure:
         Patch(facecolor=SHADES[Effect.FALLS], edgecolor="0.75", label="falls beyond the controls"),
         Patch(facecolor=SHADES[Effect.GOES], edgecolor="0.75", label="and less than half is left"),
     ]
-    figure.legend(handles=handles, loc=BELOW, ncols=4, fontsize=6.5, columnspacing=1.5)
-    return figure
+    text = "Sink rate at position 0 as it is, and without one route at a time"
+    return figure.finish(text, handles, ncols=4, fontsize=6.5, columnspacing=1.5)
 
 
 def _name(ax: Axes, text: str) -> None:

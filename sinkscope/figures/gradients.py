@@ -48,9 +48,7 @@ def draw_gradient_norms(run: RunData) -> Figure:
     if depth.vmax:
         bar = figure.colorbar(ScalarMappable(depth, GRADUAL), ax=axes, label="layer", aspect=30, pad=0.01)
         bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    _legend_of_norms(figure, axes, "mean over layers")
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE), {"mean over layers": MEAN_LINE} | _signs(axes), ncols=2)
 
 
 def _layer_norms(run: RunData, pathway: str) -> pd.DataFrame:
@@ -96,12 +94,9 @@ def _finish(axes: np.ndarray) -> None:
         drawn[0].set_ylim(low / (high / low) ** 0.09, high)  # room for the marks
 
 
-def _legend_of_norms(figure: Figure, axes: np.ndarray, mean: str | None = None) -> None:
-    handles = [] if mean is None else [Line2D([], [], label=mean, **MEAN_LINE)]
-    if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections):
-        handles.append(Line2D([], [], label="off the scale", **OFF))
-    if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=2)
+def _signs(axes: np.ndarray) -> dict[str, Look]:
+    """Return the sign of values off the scale, if there are any."""
+    return {"off the scale": OFF} if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections) else {}
 
 
 # --- Massive activations compress the gradients that sinks concentrate (GS figure 3).
@@ -159,8 +154,7 @@ def draw_gradient_reshaping(run: RunData) -> Figure:
         axes["change"].axhline(1, **GUIDE)
         plot.widen(axes["change"], 10**-1, 10**1)
     _legend(figure, [label for label, *_ in groups], fitted, "change" in drawn)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE))
 
 
 def _token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
@@ -242,16 +236,13 @@ def draw_gradient_bounds(run: RunData) -> Figure:
     for branch, name in BRANCHES.items():
         axes[branch].set_title(f"theorem 2: {name} branch")
         _tightness(axes[branch], run, branch)
+    last = int(check["position"].max())
     handles: list[Artist] = [
         Line2D([], [], label="position 0, measured", **SINK),
         Patch(label="theorem 1's bounds", **BAND),
+        *([Line2D([], [], label=f"mean over {places(1, last)}", **OTHERS)] if last else []),
     ]
-    last = int(check["position"].max())
-    if last:
-        handles.append(Line2D([], [], label=f"mean over {places(1, last)}", **OTHERS))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE), handles, ncols=3)
 
 
 def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
@@ -338,9 +329,7 @@ def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
     bar.set_ticks(named, labels=[plot.step_label(runs[place][0]) for place in named])
     bar.ax.tick_params(which="both", length=0)
     bar.set_label("training step")
-    _legend_of_norms(figure, axes)
-    figure.suptitle(steps_title(runs, "means over layers"))
-    return figure
+    return figure.finish(steps_title(runs, "means over layers"), _signs(axes), ncols=2)
 
 
 def _with_gradients(runs: Checkpoints) -> Checkpoints:

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.image import AxesImage
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from sinkscope.figures import plot
@@ -66,10 +65,7 @@ def draw_effects(run: RunData) -> Figure:
         signs[f"random control, {draws} draws"] = DRAWS
     if draws > 1:
         signs[f"their mean ± {SPREAD:g} standard deviations"] = SPREAD_BAR
-    handles = [Line2D([], [], label=label, **look) for label, look in signs.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE), signs, ncols=3)
 
 
 def _watched(run: RunData) -> dict[str, list[int]]:
@@ -177,9 +173,7 @@ def draw_effects_by_layer(run: RunData) -> Figure:
     figure.supylabel(METRICS["sink_rate"].short + where)
     once = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     handles = [once[label] for label in sorted(once, key=lambda label: label.startswith("random"))]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3 if width == WIDE else 2)
-    figure.suptitle(title(run, width))
-    return figure
+    return figure.finish(title(run, width), handles, ncols=3 if width == WIDE else 2)
 
 
 def _draw_arm(ax: Axes, rates: pd.DataFrame, positions: list[int], all_targets: set[int]) -> None:
@@ -339,8 +333,7 @@ def _placed_figure(width: float, height: float, text: str) -> Figure:
     """Make a figure whose parts are placed in inches, closer together than a layout engine would place them."""
     figure = new_figure(width, height)
     figure.set_layout_engine("none")
-    figure.suptitle(text, y=1 - 0.04 / figure.get_figheight(), va="top")
-    return figure
+    return figure.finish(text, y=1 - 0.04 / figure.get_figheight(), va="top")
 
 
 def _axes_at(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:

@@ -66,9 +66,7 @@ def draw_quantization_cost(run: RunData) -> Figure:
     marks.append(Line2D([], [], label="full precision", **FULL_PRECISION))
     if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes["sites"].get_yticklabels()):
         marks.append(Line2D([], [], linestyle="none", label=f"{MASSIVE} holds massive activations"))
-    figure.legend(handles=marks, loc="outside lower center", ncols=5)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE), marks, ncols=5)
 
 
 def _draw_settings(ax: Axes, run: RunData) -> None:
@@ -152,12 +150,11 @@ def draw_quantization_ranges(run: RunData) -> Figure:
     shown += [Line2D([], [], **RANGES_MASSIVE)] * bool(sites["is_massive"].any())
     figure.legend(handles=shown, loc="outside lower center", ncols=4)
     calibration = run.manifest["quantization"]["calibration"]
-    figure.suptitle(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"))
-    return figure
+    return figure.finish(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"))
 
 
 def _sites(run: RunData) -> pd.DataFrame:
-    """Return the inputs and outputs in the layers. Of several of one kind in a layer (experts), return the widest."""
+    """Return the inputs and outputs in the layers, the widest where a layer has several of a kind (experts)."""
     table = run.tables["quantization_sites"]
     table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
     widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])

@@ -56,9 +56,7 @@ def draw_query_bias_distribution(run: RunData) -> Figure:
     figure.supylabel("tokens (highest bin = 1)")
     labels = {"position 0": "position 0", "later": "later positions"}
     handles = [Patch(label=label, **LOOKS[group]) for group, label in labels.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE), handles, ncols=2)
 
 
 # --- Does the query bias point at the position that is the sink? cos(W_k EPE_i, b_Q) by layer (NU figures 2 and 5).
@@ -110,9 +108,7 @@ def draw_query_bias_alignment(run: RunData) -> Figure:
         Line2D([], [], label="position 0, one head", **HEADS | {"markersize": 3}),
         Patch(label="later positions, 10–90 % over heads", **SPAN),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.4, handletextpad=0.6)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE), handles, ncols=4, columnspacing=1.4, handletextpad=0.6)
 
 
 # --- Does the query bias read the coordinates where EPE₀ is massive? |γ| there against all of γ (NU tables 1 and 2)
@@ -161,9 +157,7 @@ def draw_gamma(run: RunData) -> Figure:
     label = "mean of all" + (f" ({beyond} massive not drawn)" if beyond > 0 else "")
     handles += [Line2D([], [], label=label, **MEAN), Patch(label="mean ± 2 std", **BAND)]
     columns = len(handles) if len(handles) <= 4 else 3
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0, handlelength=2)
-    figure.suptitle(title(run, width))
-    return figure
+    return figure.finish(title(run, width), handles, ncols=columns, columnspacing=1.0, handlelength=2)
 
 
 # --- The effective positional vector of a learned position 0 (EPE₀) by coordinate, massive ones named (NU figure 6)
@@ -197,5 +191,4 @@ def draw_epe_coordinates(run: RunData) -> Figure:
     if entries.empty:
         plot.say(ax, "no values")
     count = len(massive)
-    figure.suptitle(title(run, WIDE, counted(count or "no", "massive coordinate")))
-    return figure
+    return figure.finish(title(run, WIDE, counted(count or "no", "massive coordinate")))

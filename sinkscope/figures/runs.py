@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
@@ -45,14 +44,14 @@ def draw_sink_map(run: RunData) -> Figure:
     ax.set_ylabel("layer")
     plot.whole_numbers(ax, "x")
     plot.whole_numbers(ax, "y")
-    notes = []
+    notes: dict[str, Look] = {}
     layer, head = np.nonzero(share > MOST)
     if len(layer):  # dots as large as the cells allow
         cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
         dot: Look = {"linestyle": "none", "marker": "o", "mfc": "white"}
         ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **dot)
         label = f"sink (ε = {run.manifest['config']['epsilon']:g}) in most sequences"
-        notes.append(Line2D([], [], markersize=3, mec="0.3", mew=0.5, label=label, **dot))
+        notes[label] = dot | {"markersize": 3, "mec": "0.3", "mew": 0.5}
     local = [layer for layer, kind in enumerate(run.manifest["model"].get("layer_types") or []) if kind in LOCAL]
     if local:  # a bar next to the layers whose attention is limited to a window, which may exclude the sink
         edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # each layer's lower and upper edge, then a gap
@@ -61,12 +60,9 @@ def draw_sink_map(run: RunData) -> Figure:
         ax.tick_params(axis="y", length=0, pad=5)
         window = run.manifest["model"].get("sliding_window")
         label = "sliding-window layer" + (f" ({window} tokens)" if window else "")
-        notes.append(Line2D([], [], label=label, **bar))
+        notes[label] = bar
     figure.colorbar(image, ax=ax, label=f"{METRICS['window_mass'].short} at position 0", aspect=30, pad=0.03)
-    if notes:
-        figure.legend(handles=notes, loc="outside lower center", handlelength=1.2)
-    figure.suptitle(title(run, width + ASIDE))
-    return figure
+    return figure.finish(title(run, width + ASIDE), notes, handlelength=1.2)
 
 
 # --- Sinks and massive activations occur together (GS figure 1).
@@ -108,10 +104,8 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
         if name == rate and "attention_outside" in run.tables:
             outside = run.tables["attention_outside"].groupby("layer")["sink_rate_outside"].mean()
             plot.line_by_layer(ax, outside, label="outside the text", **style.OUTSIDE)
-    handles, labels = axes[1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))
-    figure.suptitle(title(run, WIDE))
-    return figure
+    handles, _ = axes[1].get_legend_handles_labels()
+    return figure.finish(title(run, WIDE), handles, ncols=len(handles))
 
 
 # --- Sinks that are not at position 0, such as delimiters (S2M §3; WSE, open question 1).
@@ -212,8 +206,7 @@ def draw_attention_maps(run: RunData) -> Figure:
     figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=30, pad=0.02, extend="min")
     figure.supxlabel("key position")
     figure.supylabel("query position")
-    figure.suptitle(title(run, width, f"one sequence ({table['sequence'].iloc[0]})"))
-    return figure
+    return figure.finish(title(run, width, f"one sequence ({table['sequence'].iloc[0]})"))
 
 
 # --- Why the first key is a sink: its norm is small, and its angle to the queries decides (WSE figure 2).
@@ -242,11 +235,9 @@ def draw_query_key_geometry(run: RunData) -> Figure:
             ax.set_ylabel(unit)
         if not log:
             ax.axhline(0, **style.NEUTRAL)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    handles.append(Patch(color=GRAY, alpha=0.35, linewidth=0))
-    figure.legend(handles, [*labels, "10–90 % of heads"], loc="outside lower center", ncols=3)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    handles, _ = axes[0, 0].get_legend_handles_labels()
+    handles.append(Patch(color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads"))
+    return figure.finish(title(run, WIDE), handles, ncols=3)
 
 
 # --- Gates at position 0 and elsewhere, of a retrofit or of the model itself (VGA §3.2; GS §5.1).
@@ -274,8 +265,7 @@ def draw_gates_by_layer(run: RunData) -> Figure:
     plot.whole_numbers(by_position, "x")
     plot.value_axis(by_position)
     figure.legend(loc="outside lower center", ncols=5, columnspacing=1.2)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE))
 
 
 # --- Massive activations by layer (after the layer-wise figure of Sun et al. 2024).
@@ -306,17 +296,14 @@ def draw_massive_activations(run: RunData) -> Figure:
     ax.set_ylabel("|activation|, mean over sequences")
     ax.margins(x=0.02)
     plot.value_axis(ax, log=True)
-    handles, labels = ax.get_legend_handles_labels()
+    handles, _ = ax.get_legend_handles_labels()
     having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
     shaded = sorted(having[having > massive["sequence"].nunique() / 2].index)
     for layer in shaded:
         ax.axvspan(layer - 0.5, layer + 0.5, color=SHADE, linewidth=0, zorder=0)
     if shaded:
-        handles.append(Patch(color=SHADE, linewidth=0))
-        labels.append("massive in most sequences")
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, columnspacing=1.2)
-    figure.suptitle(title(run, TEXT))
-    return figure
+        handles.append(Patch(color=SHADE, linewidth=0, label="massive in most sequences"))
+    return figure.finish(title(run, TEXT), handles, ncols=4, columnspacing=1.2)
 
 
 # --- Where in one hidden state the massive activations are: tokens × coordinates (Sun et al. 2024, fig. 1).
@@ -378,8 +365,7 @@ def draw_streaming_perplexity(run: RunData) -> Figure:
     by_token, by_kept = figure.subplots(1, 2, width_ratios=(3, 2))
     _by_token(by_token, table[table["bucket"] >= 0])
     _by_kept(by_kept, table[table["bucket"] < 0])
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE))
 
 
 def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:

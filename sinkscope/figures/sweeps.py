@@ -63,8 +63,7 @@ def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = No
     plot.name_rows(ax, model_names(models))
     rate_axis(ax, "x")
     handles = [*ax.lines, *([Line2D([], [], color="0.3", linewidth=BAR, label=INTERVAL)] if has_ends(rows) else [])]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return figure, ax
+    return figure.finish("", handles, ncols=4), ax
 
 
 def has_ends(rows: pd.DataFrame) -> bool:
@@ -312,9 +311,7 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
         ax.set_title(escape(str(task)))
         rate_axis(ax, "x", label=ax in lowest)
     axes[0].set_ylabel("score (± standard error)")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    return figure
+    return figure.finish("", axes[0].get_legend_handles_labels()[0], ncols=3)
 
 
 # --- The sink rate at the end of each training of a sweep, a row for each level of the factor, next to WSE's rate
@@ -390,15 +387,13 @@ def draw_sweep_training_sink(tables: SweepTables) -> Figure:
         ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
     top = max(1.5 * SINK_RATE, 100 * rows["value"].max())
     axes[0].set_ylim(-0.03 * top, 1.03 * top)  # of all panels
-    figure.suptitle(heading(*_of_all(rows), f"above {SINK_RATE:g} % (dashed) a sink is there"))
-    return figure
+    return figure.finish(heading(*_of_all(rows), f"above {SINK_RATE:g} % (dashed) a sink is there"))
 
 
 def draw_sweep_training_loss(tables: SweepTables) -> Figure:
     rows = _training_rows(tables, "loss")
     figure, _ = _panels(rows, METRICS["loss"].label, style.OTHERS)
-    figure.suptitle(heading(*_of_all(rows)))
-    return figure
+    return figure.finish(heading(*_of_all(rows)))
 
 
 def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axes]]:

@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
@@ -104,8 +103,7 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
             plot.say(ax, "not measured")
         ax.set_xlabel("training step" if ax in lowest else "")
     plot.step_axis(axes[0], steps)
-    figure.suptitle(steps_title(runs))
-    return figure
+    return figure.finish(steps_title(runs))
 
 
 # --- The arms of a training and their looks: an arm looks the same in every figure
@@ -198,14 +196,12 @@ def draw_retrofit_bars(arms: Arms) -> Figure:
     for ax in list(axes.flat)[len(shown) :]:
         ax.set_visible(False)
     plot.name_rows(axes[0, 0], [wrapped(arm, LETTERS, 2) for arm in looks], shaded=False)
-    handles: list[Artist] = [Line2D([], [], label=escape(shorten(next(iter(looks)), LETTERS)), **REFERENCE)]
+    signs = {escape(shorten(next(iter(looks)), LETTERS)): REFERENCE}
     if arms.seeds > 1:
-        handles.append(Line2D([], [], label="one seed", **SEED))
-        handles.append(Line2D([], [], color="black", linewidth=0.8, marker="|", label="± standard deviation of seeds"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+        signs["one seed"] = SEED
+        signs["± standard deviation of seeds"] = {"color": "black", "linewidth": 0.8, "marker": "|"}
     nothing = [METRICS[name].short for name, rows in values.items() if len(rows) and name not in shown]
-    figure.suptitle(arms.title(arms.seeds_text(), f"{', '.join(nothing)}: 0" if nothing else ""))
-    return figure
+    return figure.finish(arms.title(arms.seeds_text(), f"{', '.join(nothing)}: 0" if nothing else ""), signs, ncols=3)
 
 
 def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) -> None:
@@ -280,9 +276,7 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
         Line2D([], [], color="0.3", marker="o", label="position 0"),
         Line2D([], [], color="0.3", label=f"mean over {places(1, most)}", **FAINT | {"alpha": 1}),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    figure.suptitle(arms.title(arms.seeds_text(of_runs=True)))
-    return figure
+    return figure.finish(arms.title(arms.seeds_text(of_runs=True)), handles, ncols=4)
 
 
 # --- Loss, and the distance of the new parameters from their start, by training step: the arms of a training together.
@@ -313,11 +307,8 @@ def draw_retrofit_training(arms: Arms) -> Figure:
         ax.set_ylabel(label)
         ax.set_xlabel("training step")
     plot.step_axis(axes[0], sorted(training["step"].unique().tolist()))
-    lines = axes[0].lines
-    figure.legend(lines, [str(line.get_label()) for line in lines], loc="outside lower center", ncols=4)
     band = "bands: lowest to highest" if arms.seeds > 1 else ""
-    figure.suptitle(arms.title(arms.seeds_text(), band))
-    return figure
+    return figure.finish(arms.title(arms.seeds_text(), band), axes[0].lines, ncols=4)
 
 
 # --- Does the value drain disappear, and do gates close at the sink? (VGA figures 1 and 4, GS §5)
@@ -370,10 +361,9 @@ def draw_retrofit_values(arms: Arms) -> Figure:
     handles = [Line2D([], [], **look) for look in looks.values()]
     if has_gates and rows > 1:
         handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **FAINT))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4 if columns > 2 else 2)
     over = "by position: median and quartiles over layers" if rows > 1 else ""
-    figure.suptitle(arms.title(arms.seeds_text(of_runs=True), over))
-    return figure
+    text = arms.title(arms.seeds_text(of_runs=True), over)
+    return figure.finish(text, handles, ncols=4 if columns > 2 else 2)
 
 
 def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -424,8 +414,7 @@ def draw_backcopy_maps(arms: Arms) -> Figure:
     axes[1, 0].set_ylabel("value, L2 norm")
     figure.colorbar(image, ax=axes[0], label="attention weight", aspect=20, pad=0.01)
     figure.supxlabel("token, triggers bold and red (bars: values as projected; lines: as attended to, after a gate)")
-    figure.suptitle(arms.title("one sequence", arms.seeds_text(of_runs=True)))
-    return figure
+    return figure.finish(arms.title("one sequence", arms.seeds_text(of_runs=True)))
 
 
 def sinking_head(maps: pd.DataFrame) -> tuple[int, int]:
@@ -499,5 +488,4 @@ def draw_backcopy_training(arms: Arms) -> Figure:
     figure.supxlabel("training step")
     layers, seeds = table.loc[table["layer"] != WHOLE_MODEL, "layer"].nunique(), table["seed"].nunique()
     where = f"layer {layer}" if layers > 1 else ""
-    figure.suptitle(arms.title(where, seeds_words(seeds), without_start(arms.runs.values())))
-    return figure
+    return figure.finish(arms.title(where, seeds_words(seeds), without_start(arms.runs.values())))

@@ -12,8 +12,6 @@ import pandas as pd
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_RUNS
 from sinkscope.figures.labels import labels
-from sinkscope.figures.spec import draw_all
-from sinkscope.figures.style import Figure
 from sinkscope.html_page import Contents
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.output.drawing import Drawings, drawings_of
@@ -61,10 +59,6 @@ class Comparison(Result):
     differing: pd.DataFrame
     manifest: dict[str, Any] = field(repr=False)
     folder: Path | None = None
-
-    def figures(self) -> dict[str, Figure]:
-        """Draw the comparison's figures, by name."""
-        return draw_all(OF_RUNS, self.runs)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:

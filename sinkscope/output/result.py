@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pandas as pd
 
-from sinkscope.errors import SinkscopeError, counted, described, one_line, was_interrupted
+from sinkscope.errors import Known, SinkscopeError, counted, described, one_line, was_interrupted
+from sinkscope.figures.style import Figure
 from sinkscope.html_page import PAGE, Contents, Paged, page_of
 from sinkscope.output.drawing import Drawings, save_figures
 from sinkscope.results.folders import FileList, new_folder
@@ -52,6 +53,10 @@ class Result(Paged, Tabular):
     def drawings(self) -> Drawings:
         """Name of each figure → the function that draws it."""
         return {}
+
+    def figures(self) -> dict[str, Figure]:
+        """Draw all figures, by name."""
+        return Known("figure", {name: draw() for name, draw in self.drawings.items()})
 
     @property
     def contents(self) -> Contents:

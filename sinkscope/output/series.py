@@ -16,7 +16,6 @@ import pandas as pd
 
 from sinkscope.errors import InputError, Known, one_line
 from sinkscope.figures import OF_STEPS
-from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import STEP, Contents
 from sinkscope.measuring.summary import WHOLE_MODEL
@@ -85,10 +84,6 @@ class Series(Result):
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{folder} is damaged: {one_line(error)}") from error
         return cls(manifest, runs, table, folder)
-
-    def figures(self) -> dict[str, Figure]:
-        """Draw the figures against the step, by name: `training-by-step`, …"""
-        return draw_all(OF_STEPS, list(self.runs.items()))
 
     def figure(self, name: str) -> Figure:
         """Draw one of them; InputError if it is unknown."""

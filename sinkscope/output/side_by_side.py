@@ -23,8 +23,6 @@ import pandas as pd
 
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_ROUTES
-from sinkscope.figures.spec import draw_all
-from sinkscope.figures.style import Figure
 from sinkscope.output.comparison import Comparison, compared, comparison_manifest, differing_settings
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result, written
@@ -59,10 +57,6 @@ class Routes(Result):
     table: pd.DataFrame = field(repr=False)
     differing: pd.DataFrame
     folder: Path | None = None
-
-    def figures(self) -> dict[str, Figure]:
-        """Draw the comparison's figures, by name."""
-        return draw_all(OF_ROUTES, self.table)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:

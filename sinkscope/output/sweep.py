@@ -40,13 +40,13 @@ from sinkscope.verdict.table_formats import as_markdown
 TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over seeds"
 TRAININGS = (
     f"{TRAININGS_TITLE}. The sink rate is at position 0, or at the fixed token, in the first 64 tokens of held-out "
-    "blocks, or in as many as a sliding window holds; of other operations than softmax it is that of the proxy "
-    f"|sim| ÷ Σ|sim|. A sink is there at the first log with a sink rate above {SINK:g} %."
+    "blocks, or in as many as a sliding window holds; for operations other than softmax it is that of the proxy "
+    f"|sim| ÷ Σ|sim|. A sink counts as present from the first log with a sink rate above {SINK:g} %."
 )
 TOTAL_WEIGHT = (
-    " The total weight is Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax: its median over the queries "
-    "behind that token, and over those of them whose share on it is above ε. Where that is close to 0 the proxy shows "
-    "a share of nothing."
+    " The total weight is Σ|sim ÷ Z| over the tokens that a query sees, which is 1 for softmax: its median over the "
+    "queries after that token, and over those of them whose share on it is above ε. Where that is close to 0, the "
+    "proxy is a share of almost no weight."
 )
 MARKED = f" {TRANSCRIBED}: from a transcription of the paper."
 

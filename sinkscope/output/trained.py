@@ -11,8 +11,6 @@ from accelerate import PartialState
 
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.figures import OF_ARMS
-from sinkscope.figures.spec import draw_all
-from sinkscope.figures.style import Figure
 from sinkscope.figures.training import Arms
 from sinkscope.html_page import Contents
 from sinkscope.measuring.tables import all_tables
@@ -105,10 +103,6 @@ class Trained(Result):
     def notes(self) -> list[str]:
         """A line for each finding, and for each setting in which the runs differ."""
         return [finding.sentence for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
-
-    def figures(self) -> dict[str, Figure]:
-        """Draw the figures that the tables, and those of the runs, allow, by name."""
-        return draw_all(OF_ARMS, self._of_first_seed)
 
     @property
     def _of_first_seed(self) -> Arms:

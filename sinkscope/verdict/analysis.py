@@ -599,7 +599,7 @@ def _query_bias(run: RunData, evidence: Sequences) -> Iterator[Finding]:
 
 
 def _eight_bits(run: RunData) -> Iterator[Finding]:
-    """Yield the smallest possible step of 8 bits for a whole tensor, in units of its median entry."""
+    """Yield the smallest possible step of 8 bits with one scale for a tensor, in units of its median entry."""
     if "massive" not in run.tables:
         return
     by_layer = run.tables["massive"].assign(magnitude=run.tables["massive"]["value"].abs()).groupby("layer")

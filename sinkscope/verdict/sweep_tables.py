@@ -148,7 +148,7 @@ def sweep_tables(done: Sequence[Measured]) -> SweepTables:
     """
     known = pd.DataFrame([coordinates(each) for each in done], columns=names_of(COORDINATES))
     labels = pd.Series([each.cell.model for each in done], dtype=object)
-    parts: dict[str, dict[int, pd.DataFrame]] = {}  # name → place of the cell → its table
+    parts: dict[str, dict[int, pd.DataFrame]] = {}  # name → index of the cell → its table
     for place, each in enumerate(done):
         for name, common in OF_COMMANDS[each.cell.command].items():
             table = read_table(each.folder / "tables" / f"{name}.parquet")
@@ -167,10 +167,10 @@ def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.S
     """Return all rows, with their cells' coordinates after the leading columns; `model` is the name in the file."""
     rows = pd.concat(parts.values(), ignore_index=True)
     places = np.repeat(list(parts), [len(table) for table in parts.values()])
-    beside = known.iloc[places].reset_index(drop=True)
-    beside = beside.drop(columns=[name for name in beside if name in rows])  # ε of a table by ε
+    coordinates = known.iloc[places].reset_index(drop=True)
+    coordinates = coordinates.drop(columns=[name for name in coordinates if name in rows])  # ε of a table by ε
     rows["model"] = labels.iloc[places].to_numpy()
-    joined = pd.concat([rows, beside], axis=1)
+    joined = pd.concat([rows, coordinates], axis=1)
     first = [*LEADING, *(name for name in known if name in joined)]
     return joined[[*first, *(name for name in rows if name not in first)]]
 

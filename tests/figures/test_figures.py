@@ -187,7 +187,7 @@ def test_small_runs_are_drawn(sizes: dict[str, int]) -> None:
     check_drawn(make_run(**sizes))
 
 
-@pytest.mark.parametrize("value", [np.nan, 0.0, np.inf])
+@pytest.mark.parametrize("value", [np.nan, 0.0, np.inf, 1.0])
 def test_columns_without_information_are_drawn(value: float) -> None:
     run = make_run(layers=2, heads=2)
     tables = {

@@ -8,18 +8,16 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from support.figure_tables import gradient_tables, grid
-from support.figures import check_all_draw, edges_at, legend_of, render, said
+from support.figures import check_all_draw, draw_all, edges_at, legend_of, render, said
 
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_STEPS, applicable, draw
 from sinkscope.figures.gradients import LOOKS, UNDEFINED
 from sinkscope.figures.plot import step_axis, step_label
-from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import GRADUAL, new_figure
 from sinkscope.measuring.summary import compress_fits
 from sinkscope.output.run import Run
 
-NAMES = ("gradient-norms", "gradient-reshaping", "gradient-bounds")
 PATHWAYS = ("query", "key", "value")
 
 
@@ -52,7 +50,7 @@ def points_of(ax: Axes) -> np.ndarray:
     return np.array(sorted(map(tuple, np.concatenate(drawn))))
 
 
-# gradient-norms
+# --- gradient-norms
 
 
 def test_gradient_norms_draws_every_layer_and_their_mean(run: Run) -> None:
@@ -98,7 +96,7 @@ def test_marks_off_the_scale_are_only_for_tiny_gradients_and_named_once(run: Run
         assert ax.collections[0].get_offsets()[:, 0].tolist() == [14, 15]
 
 
-# gradient-reshaping
+# --- gradient-reshaping
 
 
 def test_reshaping_draws_a_point_for_each_layer_and_position_by_the_papers_token_groups(run: Run) -> None:
@@ -144,7 +142,7 @@ def test_the_fitted_line_is_the_summarys(run: Run) -> None:
     assert said(ax) == [expected.replace("-", "−")]
 
 
-def test_what_is_near_1_looks_near(run: Run) -> None:
+def test_ratios_near_1_are_drawn_near_1(run: Run) -> None:
     ratios = run.tables["gradient_ratio"].assign(change=1.0 + run.tables["gradient_ratio"]["change"] / 1e3)
     ax = draw("gradient-reshaping", make_run(gradient_ratio=ratios)).axes[2]
     low, high = ax.get_ylim()
@@ -153,11 +151,8 @@ def test_what_is_near_1_looks_near(run: Run) -> None:
     assert ax.lines[-1].get_ydata() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("wiring", "absent"),
-    [("parallel", ["bloat", "compress", "change"]), ("parallel", ["compress", "change"]), ("post-norm", ["bloat"])],
-)
-def test_an_undefined_ratio_is_said_with_the_reason(run: Run, wiring: str, absent: list[str]) -> None:
+@pytest.mark.parametrize(("wiring", "absent"), [("parallel", ["compress", "change"]), ("post-norm", ["bloat"])])
+def test_an_undefined_ratio_has_the_reason_in_its_panel(run: Run, wiring: str, absent: list[str]) -> None:
     ratios = run.tables["gradient_ratio"].assign(**dict.fromkeys(absent, np.nan))
     figure = draw("gradient-reshaping", make_run(wiring, gradient_ratio=ratios))
     for ax, name in zip(figure.axes, ("bloat", "compress", "change"), strict=True):
@@ -174,7 +169,7 @@ def test_groups_reach_as_far_as_the_run(positions: int, last: str) -> None:
     assert tokens[-1] == last
 
 
-# gradient-bounds
+# --- gradient-bounds
 
 
 def test_bounds_draws_theorem_1_at_position_0(run: Run) -> None:
@@ -230,32 +225,16 @@ def test_bounds_of_padded_batches_are_unmeasured_and_a_lower_bound_of_zero_reach
     assert left.get_yscale() == "log"
 
 
-# what may be missing
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"layers": 1, "heads": 1, "kv_heads": 1, "positions": 1}, {"positions": 2, "layers": 1}, {"layers": 40}]
-)
-def test_small_and_large_runs_are_drawn(sizes: dict[str, int]) -> None:
-    check_all_draw(make_run(**sizes), NAMES, layout=sizes["layers"] == 1)
-
-
-@pytest.mark.parametrize("value", [np.nan, 0.0, np.inf, 1.0])
-def test_tables_of_one_value_and_gaps_are_drawn(run: Run, value: float) -> None:
-    tables = {
-        name: table.assign(**dict.fromkeys(table.select_dtypes("float").columns, value))
-        for name, table in run.tables.items()
-    }
-    check_all_draw(make_run(**tables), NAMES, layout=False)
-    gaps = {}
+def test_a_layer_and_a_position_without_values_leave_a_gap(run: Run) -> None:
+    tables = {}
     for name, table in run.tables.items():
         gap = (table["layer"] == 2) | (table["position"] == 0)
         floats = table.select_dtypes("float").columns
-        gaps[name] = table.assign(**{column: table[column].mask(gap, value) for column in floats})
-    check_all_draw(make_run(**gaps), NAMES, layout=False)
+        tables[name] = table.assign(**{column: table[column].mask(gap) for column in floats})
+    check_all_draw(make_run(**tables), ("gradient-norms", "gradient-reshaping", "gradient-bounds"), layout=False)
 
 
-# training
+# --- training
 
 
 METRICS = (
@@ -324,9 +303,7 @@ def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
         ([0, 1000, 2000], "linear"),
         ([1, 10, 100, 1000, 10000], "log"),
         ([0, 1, 2, 4, 8, 16, 512, 1000, 143000], "symlog"),
-        ([0, 3, 4, 70], "symlog"),
         ([11, 12, 80], "log"),
-        ([500], "linear"),
         ([0], "linear"),
     ],
 )
@@ -364,7 +341,7 @@ def test_training_figures_of_runs_that_were_not_measured() -> None:
     summary = full[1].tables["summary"]
     forward = Run(full[1].manifest, {"summary": summary[summary["metric"] == "sink_rate"]})
     nothing = Run(full[1].manifest, {"summary": summary.assign(value=np.nan)})
-    for runs in ([(0, forward), full], [(0, forward)], [(0, nothing), (5, nothing)], [(3, forward), (3, full[1])]):
+    for runs in ([(0, forward), full], [(0, nothing), (5, nothing)], [(3, forward), (3, full[1])]):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             figures = draw_all(OF_STEPS, runs)

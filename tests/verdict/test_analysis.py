@@ -179,7 +179,7 @@ def test_observables_that_do_not_apply_are_listed_with_the_reason() -> None:
         ("Qwen3-8B.gguf", None, None),
     ],
 )
-def test_the_bits_of_a_gguf_are_said(source: str, gguf_file: str | None, bits: int | None) -> None:
+def test_the_bits_of_a_gguf_are_stated(source: str, gguf_file: str | None, bits: int | None) -> None:
     run = summarized(model={"name": "tiny", "source": source}, config={"gguf_file": gguf_file, "seq_len": 64})
     found = quantized_source(run, "W8A8")
     assert [finding.value for finding in found] == ([] if bits is None else [bits])

@@ -29,7 +29,7 @@ from sinkscope.verdict import analysis
 
 
 def sentences(run: Run) -> dict[str, str]:
-    """Name of a finding → its words."""
+    """Return name of a finding → its sentence."""
     return {finding.name: finding.sentence for finding in analysis.findings(run)}
 
 
@@ -39,7 +39,7 @@ def sentences(run: Run) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_one_sequence_of_two_tokens(name: str) -> None:
-    """There is no interval, no position 5 and, of the query bias, no deviation of a single later token."""
+    """There is no interval, no position 5 and no deviation of the query bias over a single later token."""
     run = sinkscope.analyze(tiny_model(name), input="random", num_seqs=1, seq_len=2)
     assert "Measured on 1 sequence of 2 tokens" in run.verdict
     assert "A single sequence has no 95 % interval" in run.verdict
@@ -51,7 +51,7 @@ def test_one_sequence_of_two_tokens(name: str) -> None:
 
 
 def test_titles_name_the_input() -> None:
-    """The condition of an arm of a training, or of an intervention, is no input."""
+    """The condition of an arm of a training, or of an intervention, is not an input."""
     run = made_up("natural")
     assert run.reads == "natural input"
     assert made_up("none", input={"text": "natural, held out"}).reads == "arm none on natural, held out"
@@ -99,8 +99,8 @@ def test_pathways_are_compared_by_norms() -> None:
     assert not any("strongest" in sentence for sentence in said.values())
 
 
-def test_gains_below_1_are_said_as_gains() -> None:
-    """A gain of 0.043 is no multiplication by 0, and one of 9 no division."""
+def test_gains_below_1_are_stated_as_gains() -> None:
+    """A gain of 0.043 is not a multiplication by 0, and a gain of 9 is not a division."""
     gains = {"bloat": 0.043, "bloat_later": 0.045, "compress": 9.0, "compress_later": 14.0, "change": 0.83}
     said = sentences(summarized(whole=gains | {"compress_slope": np.nan, "compress_correlation": np.nan}))
     assert "attention branch × 0.043, the norm before it × 9, the residual stream × 0.83" in said["reshaping"]
@@ -109,7 +109,7 @@ def test_gains_below_1_are_said_as_gains() -> None:
     assert sentences(summarized(whole=dict.fromkeys(gains, 0.0)))["reshaping"].count("× 0") == 5
 
 
-def test_the_value_gradient_of_a_scale_is_read_in_front_of_it() -> None:
+def test_the_value_gradient_of_a_scale_is_read_before_it() -> None:
     """GS §5.1's claim is about the raw value state: V-scale with φ = 1/2 lets half of it through."""
     tables = gradient_tables(layers=2)
     value = tables["gradient"].query("pathway == 'value'")
@@ -139,7 +139,7 @@ def test_the_value_gradient_of_a_scale_is_read_in_front_of_it() -> None:
 
 
 @pytest.mark.parametrize("condition", ["natural", "repeated"])
-def test_repeated_tokens_that_are_all_massive_are_not_said_to_have_none(condition: str) -> None:
+def test_repeated_tokens_that_are_all_massive_have_no_sentence_that_denies_it(condition: str) -> None:
     """SmolLM2: 24,168 at every position of a repeated sequence, where the median is 48."""
     at = {"layer": 1, "sequence": 0, "coordinate": 7, "median": 48.0, "is_massive": False}
     massive = pd.DataFrame({"position": range(3), "value": 24_168.0} | at)
@@ -164,7 +164,7 @@ def test_repeated_tokens_that_are_all_massive_are_not_said_to_have_none(conditio
 
 
 @pytest.mark.parametrize("pathway", ["value", "key"])
-def test_the_gradient_ratio_does_not_move_with_the_positions_reported(pathway: str) -> None:
+def test_the_gradient_ratio_does_not_depend_on_the_positions_reported(pathway: str) -> None:
     name = f"{pathway}_gradient_ratio"
     tables = gradient_tables(positions=40)
     ratios = {}
@@ -177,8 +177,8 @@ def test_the_gradient_ratio_does_not_move_with_the_positions_reported(pathway: s
     assert np.isnan(ratios[8]).all()
 
 
-def test_position_0_is_a_register_where_registers_stand_in_front() -> None:
-    """And not the BOS, which is behind them."""
+def test_position_0_is_a_register_where_registers_precede_the_text() -> None:
+    """It is not the BOS, which comes after them."""
     asked = {"input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never", "observables": ("attention",)}
     plain, registers = tiny_model("llama"), retrofit_model(tiny_model("llama"), None, "register-tokens", count=2)
     run = sinkscope.analyze(plain, **asked)
