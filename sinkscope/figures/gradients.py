@@ -139,8 +139,7 @@ def draw_gradient_reshaping(run: RunData) -> Figure:
             ):
                 chosen = rows[((rows["layer"] == 0) == in_first) & (rows["input_norm"] > 0) & (rows[name] > 0)]
                 ax.plot(chosen["input_norm"], chosen[name], marker=marker, **POINT, **look)
-        ax.set_title(f"{name}  {PANELS[name]}")
-        ax.set_xlabel("norm of the branch's input, ‖h‖")
+        ax.set(title=f"{name}  {PANELS[name]}", xlabel="norm of the branch's input, ‖h‖")
     drawn = {name: ax for name, ax in axes.items() if plot.has_values(ax, log=True)}
     for name, ax in axes.items():
         if name not in drawn:
@@ -225,8 +224,7 @@ def draw_gradient_bounds(run: RunData) -> Figure:
     _theorem_one(axes["theorem 1"], check[check["position"] == 0])
     _holds(axes["holds"], check)
     identity, dtype = axes["identity"], str(run.manifest.get("dtype"))
-    identity.set_title("identity")
-    identity.set_ylabel("largest relative error")
+    identity.set(title="identity", ylabel="largest relative error")
     plot.line_by_layer(identity, check.groupby("layer")["identity_residual"].max(), **CHECK)
     plot.layer_axis(identity)
     if plot.value_axis(identity, log=True) and dtype in ROUND_OFF:

@@ -184,8 +184,7 @@ def draw_epe_coordinates(run: RunData) -> Figure:
     named = massive.reindex(massive["epe_0"].abs().sort_values(ascending=False).index[:MOST_NAMED])
     for coordinate, entry in zip(named["coordinate"], named["epe_0"], strict=True):
         plot.write_beside(ax, f"{coordinate}", coordinate, entry, space=5, size=7)
-    ax.set_xlabel("coordinate")
-    ax.set_ylabel(r"$\mathrm{EPE}_0$")
+    ax.set(xlabel="coordinate", ylabel=r"$\mathrm{EPE}_0$")
     ax.set_xlim(-0.01 * len(vector), 1.03 * len(vector))
     ax.margins(y=0.08)
     if entries.empty:

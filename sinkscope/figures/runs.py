@@ -40,8 +40,7 @@ def draw_sink_map(run: RunData) -> Figure:
     ax.patch.set(facecolor="white", edgecolor="0.6", hatch="////", linewidth=0)  # seen where there is no attention
     image = ax.imshow(mass, cmap=style.SEQUENTIAL.with_extremes(bad="none"), vmin=0, vmax=1, aspect="auto")
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
+    ax.set(xlabel="head", ylabel="layer")
     plot.whole_numbers(ax, "x")
     plot.whole_numbers(ax, "y")
     notes: dict[str, Look] = {}
@@ -175,8 +174,7 @@ def _draw_tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
     shares = shares.sort_values(ascending=False, kind="stable").head(MOST_TOKENS)
     plot.name_rows(ax, [token_label(token, token_id) for token_id, token in shares.index], shaded=False)
     ax.barh(range(len(shares)), shares, color=style.VERMILION, height=0.65)
-    ax.set_xlabel("share of (head, sequence) pairs")
-    ax.set_ylabel("token of a later sink")
+    ax.set(xlabel="share of (head, sequence) pairs", ylabel="token of a later sink")
     ax.set_ylim(max(len(shares), 4) - 0.4, -0.6)
     ax.set_xlim(0, shares.max() * 1.18)
     ax.xaxis.set_major_locator(MaxNLocator(4))
@@ -380,8 +378,7 @@ def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
         width = np.diff(starts).min() if len(starts) > 1 else 1.0  # only the last bucket may be shorter
         plot.curve(ax, by_bucket.set_axis(starts + (width - 1) / 2), **look)
     ax.set_title(f"by token; the window of {window} slides from the dotted line on")
-    ax.set_xlabel("token index")
-    ax.set_ylabel("perplexity")
+    ax.set(xlabel="token index", ylabel="perplexity")
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if plot.value_axis(ax, log=True):
         ax.axvline(window, color=GRAY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
@@ -404,8 +401,7 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
         ax.plot(range(len(kept)), by_kept.to_numpy(float), zorder=3, label=f"last {window}", **look)
     ax.set_title("over all tokens")
     ax.set_xticks(range(len(kept)), [str(n) for n in kept])
-    ax.set_xlabel("first tokens kept")
-    ax.set_ylabel("perplexity")
+    ax.set(xlabel="first tokens kept", ylabel="perplexity")
     values = plot.drawn(ax, "y")
     values = values[np.isfinite(values)]
     if plot.value_axis(ax, log=bool(len(values) and values.max() > 10 * values.min())):

@@ -304,8 +304,7 @@ def draw_retrofit_training(arms: Arms) -> Figure:
                 means = rows.groupby(["step", "seed"])["value"].mean()  # over layers
                 plot.curve_with_range(ax, means.reset_index(), **look)
         plot.value_axis(ax)
-        ax.set_ylabel(label)
-        ax.set_xlabel("training step")
+        ax.set(ylabel=label, xlabel="training step")
     plot.step_axis(axes[0], sorted(training["step"].unique().tolist()))
     band = "bands: lowest to highest" if arms.seeds > 1 else ""
     return figure.finish(arms.title(arms.seeds_text(), band), axes[0].lines, ncols=4)
