@@ -24,7 +24,7 @@ TOUCHING = 1.0  # pixels that two labels may share
 
 
 @pytest.mark.parametrize("name", names())
-def test_axes_have_labels_and_tick_labels_stand_apart(name: str) -> None:
+def test_axes_have_labels_and_tick_labels_do_not_overlap(name: str) -> None:
     figure = drawn(name)
     figure.lay_out()
     figure.draw_without_rendering()
@@ -39,7 +39,7 @@ def test_axes_have_labels_and_tick_labels_stand_apart(name: str) -> None:
         assert bar.get_ylabel() or bar.get_xlabel()
 
 
-def test_the_number_of_seeds_is_said_and_their_spread_is_seen() -> None:
+def test_the_number_of_seeds_is_stated_and_their_spread_is_visible() -> None:
     for name in ("retrofit-bars", "retrofit-training", "backcopy-training"):
         assert f"{len(SEEDS)} seeds" in drawn(name).get_suptitle()
         for ax in (ax for ax in drawn(name).axes if ax.get_visible()):

@@ -101,7 +101,7 @@ def test_massive_activations_takes_the_three_largest_of_each_sequence() -> None:
     assert (shade.get_x(), shade.get_width()) == (0.5, 1.0)
 
 
-def test_massive_map_puts_the_largest_coordinates_apart(run: Run) -> None:
+def test_massive_map_separates_the_largest_coordinates(run: Run) -> None:
     figure = draw("massive-map", run)
     top, others = figure.axes[:2]
     assert [label.get_text() for label in top.get_yticklabels()] == ["20", "8"]  # the largest first
@@ -241,7 +241,7 @@ def check_drawn(run: Run, layout: bool = True) -> None:
 # --- names, files and settings
 
 
-def test_what_cannot_be_drawn_is_refused_with_the_reason(run: Run) -> None:
+def test_figures_that_cannot_be_drawn_are_refused_with_the_reason(run: Run) -> None:
     with pytest.raises(InputError, match="did you mean 'sink-map'"):
         draw("sink-maps", run)
     only = Run(run.manifest, {"geometry": run.tables["geometry"], "attention_maps": run.tables["attention_maps"][:0]})
@@ -378,7 +378,7 @@ def test_a_comparison_of_missing_and_empty_metrics_and_of_many_runs() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
 @pytest.mark.parametrize("kind", ["png", "pdf"])
-def test_a_full_disk_is_called_that(kind: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(kind: str, tmp_path: Path) -> None:
     (tmp_path / f"figure.{kind}").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
         new_figure(1, 1).savefig(tmp_path / f"figure.{kind}")

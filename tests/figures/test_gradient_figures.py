@@ -203,7 +203,7 @@ def bounds_axes(run: Run) -> list[Axes]:
 
 
 @pytest.mark.parametrize("rows", ["none", "no table", "attn"])
-def test_bounds_without_norms_say_why(run: Run, rows: str) -> None:
+def test_bounds_without_norms_give_the_reason(run: Run, rows: str) -> None:
     bound = run.tables["norm_bound"]
     changed = make_run("parallel", norm_bound=bound[bound["branch"] == rows])
     if rows == "no table":
@@ -244,7 +244,7 @@ METRICS = (
 
 
 def checkpoint(step: int, layers: int = 3, positions: int = 16, **names: Any) -> tuple[int, Run]:
-    """Random tables of one step."""
+    """Make random tables of one step."""
     random = np.random.default_rng(step)
     summary = grid(layer=range(-1, layers), metric=METRICS)
     summary["value"] = random.uniform(0.1, 0.9, len(summary))

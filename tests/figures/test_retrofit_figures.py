@@ -116,7 +116,7 @@ def bars_of(**by_metric: list[float]) -> Any:
     return dict(zip([name for name in PANELS if name in by_metric], axes, strict=False))
 
 
-def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
+def test_bars_begin_at_0_and_have_their_numbers_next_to_them() -> None:
     axes = bars_of(
         perplexity=[17.03, 16.94, 17.01], perplexity_quantized=[np.inf, 18.5, np.nan], sink_rate=[0.731, 0, 1]
     )
@@ -147,6 +147,6 @@ def test_bars_show_every_seed_and_their_spread() -> None:
     assert len([ax for ax in figure.axes if ax.get_visible()]) == 1
 
 
-def test_nothing_measured_is_refused() -> None:
+def test_a_retrofit_without_measurements_is_refused() -> None:
     with pytest.raises(InputError, match="no arm of this retrofit has been measured"):
         bars_of()

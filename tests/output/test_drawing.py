@@ -16,7 +16,7 @@ NAMES = [f"name{number}" for number in range(FEWEST + 1)]
 
 @pytest.fixture(autouse=True)
 def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Those that are started; as if there were a core for them."""
+    """Record the processes that are started, as if there were a core for them."""
     fork, started = os.fork, list[int]()
 
     def noting() -> int:

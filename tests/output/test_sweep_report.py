@@ -41,7 +41,7 @@ def with_scores(tables: SweepTables, *rows: tuple[str, str, float]) -> SweepTabl
 
 
 def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
-    """Label → its points, those of a row of dots at its middle."""
+    """Return label → points; those of a row of dots are at its middle."""
     return {
         str(line.get_label()): [(round(float(x), 6), round(float(y))) for x, y in line.get_xydata()]
         for line in figure.axes[0].lines

@@ -32,7 +32,7 @@ ENTROPY = {"attention_entropy": 1.0}
 
 
 def massive_run(*values: float) -> Run:
-    """Coordinate 7 at position 0 of layer 1: a value a sequence."""
+    """Make a run in which coordinate 7 is massive at position 0 of layer 1, with these values of its sequences."""
     table = pd.DataFrame({"value": values}).assign(
         layer=1, position=0, coordinate=7, median=2.0, is_massive=True, sequence=range(len(values))
     )
@@ -194,7 +194,7 @@ def test_the_bits_of_a_gguf_are_stated(source: str, gguf_file: str | None, bits:
 
 
 def rich_run() -> Run:
-    """A run with most of the findings."""
+    """Make a run with most of the findings."""
     layered = {
         "sink_rate": [0.01, 0.62, 0.83, 0.97],
         "sink_rate_later": [0.0, 0.31, 0.07, 0.02],
@@ -217,7 +217,7 @@ def rich_run() -> Run:
 
 
 def numbers_of(value: Any) -> list[float]:
-    """All numbers in a finding's data."""
+    """Return all numbers in a finding's data."""
     if isinstance(value, str):
         return [float(number.replace(",", "")) for number in DIGITS.findall(value)]
     if isinstance(value, tuple | list):

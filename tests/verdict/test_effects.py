@@ -28,7 +28,7 @@ def run_of(
     perplexity: tuple[float, float, tuple[float, ...]] = (20.0, 21.0, (20.1, 20.2)),
     expects: str = "sink-falls",
 ) -> Run:
-    """A run of one arm `x`: position → (before, after, controls), the same in each of six layers."""
+    """Make a run of one arm `x`: position → (before, after, controls), the same in each of six layers."""
     rows = []
 
     def add(metric: str, position: int, values: tuple[float, float, tuple[float, ...]], layers: int) -> None:
@@ -51,7 +51,7 @@ def run_of(
 
 
 def massive_run(after: float, layer: int, position: int, coordinate: int) -> Run:
-    """An arm that zeroes coordinate 7 of position 0 after layers 1 and 2; where its largest activation then is."""
+    """Make a run that zeroes coordinate 7 of position 0 after layers 1 and 2, with its largest activation elsewhere."""
     run = run_of({0: (0.7, 0.7, (0.7, 0.7))}, expects="")
     effect = run.tables["effect"]
     is_after = (effect["metric"] == "massive_magnitude") & (effect["arm"] == "after")
@@ -229,7 +229,7 @@ SEQUENCES, LAYERS = 20, 3
 
 @pytest.fixture(scope="module")
 def arm() -> Run:
-    """An arm that takes 0.2 of every sink rate, doubles every perplexity, and leaves the entries."""
+    """Make a run whose arm lowers every sink rate by 0.2, doubles every perplexity, and leaves the entries."""
     random = np.random.default_rng(0)
     before = grid(condition=["before"], layer=range(LAYERS), sequence=range(SEQUENCES), position=[0])
     before = before.assign(sink_rate=random.uniform(0.3, 1, len(before)), window_mass=0.5)

@@ -26,7 +26,7 @@ NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
 
 
 def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
-    """Settings and arm → the sink rate of each seed at the last of three steps, which it rises to."""
+    """Make the table of trainings from settings and arm → the sink rate of each seed at the last of three steps."""
     rows = [
         ("m", arm, -1, settings, seed, step, 32 * step, metric, value)
         for (settings, arm), last in rates.items()
@@ -137,7 +137,7 @@ def test_the_end_of_each_training() -> None:
 
 
 def test_after_how_many_tokens_a_sink_is_there() -> None:
-    """At the first log above 10 %: the sink rate rises evenly over 200 steps of 32 tokens."""
+    """The sink rate rises evenly over 200 steps of 32 tokens, and the onset is the first log above 10 %."""
     begun = onsets(with_levels(SCHEMES))
     assert begun.to_dict() == {("position_scheme=alibi", 0): 6400, ("position_scheme=alibi", 1): 3200}
     text = summary(SCHEMES).set_index("level")[ONSET]

@@ -90,19 +90,19 @@ def test_the_findings_numbers_are_those_of_the_measured_tables(name: str) -> Non
 
 @cache
 def scorecard(name: str) -> pd.DataFrame:
-    """Claims judged by the run, and by itself in the place of random weights: their own values do not depend on it."""
+    """Judge claims by the run, and by the same run as random weights, on which their own values do not depend."""
     run = measured(name)
     at_random = run.manifest["model"] | {"weights": WEIGHTS_AT_RANDOM}
     return judged(evidence_of([run, replace(run, manifest=run.manifest | {"model": at_random})], "MODEL"))
 
 
 def of_a_claim(value: float, name: str) -> bool:
-    """A further part of a claim, or a threshold."""
+    """Return whether a value is another part of a claim, or a threshold."""
     return bool(np.isclose(scorecard(name)[["value", "low", "high", "least", "most"]], value, rtol=1e-9).any())
 
 
 @EACH
-def test_a_verdict_and_a_scorecard_of_one_run_say_the_same(name: str) -> None:
+def test_a_verdict_and_a_scorecard_of_one_run_agree(name: str) -> None:
     rows = measured(name).tables[TABLE].query("claim != '' and number == 'value'")
     table = scorecard(name)
     assert len(rows) >= 4

@@ -1,4 +1,4 @@
-"""Sentences of a verdict that the numbers of a run do not support are not there."""
+"""A verdict has no sentence that the numbers of its run do not support."""
 
 from io import StringIO
 from types import SimpleNamespace
@@ -75,7 +75,7 @@ def test_random_weights_are_no_gradient_sink() -> None:
 
 @pytest.mark.parametrize("length", [64, 256])
 def test_the_gradient_of_uniform_causal_attention(length: int) -> None:
-    """In closed form, and from upstream gradients that are drawn."""
+    """The closed form agrees with upstream gradients that are drawn at random."""
     drawn = np.random.default_rng(0).standard_normal((length - 1, 20_000))  # the last token predicts nothing
     weights = np.tril(np.ones((length - 1, length - 1))) / np.arange(1, length)[:, None]
     norms = np.linalg.norm(weights.T @ drawn, axis=1)
