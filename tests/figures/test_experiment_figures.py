@@ -115,14 +115,14 @@ MAPS, EFFECTS = {"arm-maps", "arm-maps-by-layer"}, {"effects", "effects-by-layer
 # each with the figures that read what is unusual about it
 ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
     "one arm, one layer, one token": (OURS, {"watched": SINGLE, "layers": 1, "tokens": 1}),
-    "no control": (OURS, {"draws": 0}),
+    "no control": ({"arm-maps", "effects"}, {"draws": 0}),
     "one draw": (EFFECTS, {"watched": SINGLE, "draws": 1}),
-    "80 layers": (OURS - {"effects"}, {"layers": 80}),
+    "80 layers": ({"arm-maps-by-layer"}, {"layers": 80}),
     "an arm without maps": (MAPS, {"without_maps": ["transplant-epe"]}),
     "only the unchanged model has maps": (MAPS, {"watched": SINGLE, "without_maps": list(SINGLE)}),
     "different positions for each arm": (EFFECTS, {"watched": ELSEWHERE}),
     "positions beyond the maps": (MAPS, {"watched": {"far": [40, 41]}}),
-    "20 arms": (OURS, {"watched": {f"arm {place}": [0] for place in range(20)}}),
+    "20 arms": (OURS - {"effects-by-layer"}, {"layers": 2, "watched": {f"arm {place}": [0] for place in range(20)}}),
     "a very long label": (OURS, {"watched": {"x" * 90: [0], "a-" * 60: [0], "+" * 9: [0]}}),
 }
 

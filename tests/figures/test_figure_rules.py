@@ -114,7 +114,8 @@ figures = {{name.rpartition(".")[2] for name in sys.modules if ".figures." in na
 assert figures <= {{"spec", "style", "labels"}}, figures
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
-run = sinkscope.analyze(model, out={str(tmp_path / "run")!r}, input="random", num_seqs=2, seq_len=32)
+given = dict(input="random", num_seqs=2, seq_len=32, figures=["sink-map"])
+run = sinkscope.analyze(model, out={str(tmp_path / "run")!r}, **given)
 assert "There is a sink at the first token." in (run.folder / "index.html").read_text(encoding="utf-8")
 print(*(name for name in sys.modules if "paper_claims" in name))
 """
