@@ -67,7 +67,7 @@ BIAS_TESTS = ("tests/measuring/test_query_bias.py",)
 ESTIMATE_TESTS = (
     "tests/paper_claims/test_claims_estimates.py",
     "tests/paper_claims/test_claims_levels.py",
-    "tests/verdict/test_effect_intervals.py",
+    "tests/verdict/test_effects.py",
 )
 INTERVENTION_TESTS = ("tests/interventions", "tests/commands/test_intervene.py")
 

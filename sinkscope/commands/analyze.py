@@ -24,7 +24,7 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.output.outputs import draw_run, finished, write_run
 from sinkscope.output.result import draw, figure_failure, write_data
 from sinkscope.output.run import Run
-from sinkscope.output.series import COMMAND, Series, name_of, series_manifest, series_table
+from sinkscope.output.series import COMMAND, Series
 from sinkscope.results.folders import new_folder, own_folder
 
 
@@ -145,12 +145,7 @@ def analyze_steps(
                     write_run(replace(run, folder=folder / checkpoint.folder), written)
                     run = Run.open(written)  # its tables leave the memory to the next step
                 runs[checkpoint.step] = run
-            series = Series(
-                series_manifest(model, checkpoints, configs[0], runs, start),
-                runs,
-                series_table(name_of(model), runs),
-                folder,
-            )
+            series = replace(Series.of(model, checkpoints, configs[0], runs, start), folder=folder)
             if fresh is not None:
                 write_data(series, fresh)
         if folder is None:

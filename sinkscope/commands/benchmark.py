@@ -27,7 +27,7 @@ from sinkscope.options.measuring import BenchmarkOptions
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.output.result import draw, figure_failure, write_data
-from sinkscope.output.scores import DrawnScores
+from sinkscope.output.scorecard import DrawnScores
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.scores import COLUMNS, COMMAND, TABLE, Scores

@@ -47,7 +47,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.training import ArmOptions, TrainingConfig
-from sinkscope.output.comparison import compare
+from sinkscope.output.comparison import compared
 from sinkscope.output.outputs import redrawn, write_run
 from sinkscope.output.result import draw, write_data
 from sinkscope.output.run import Run
@@ -386,7 +386,7 @@ class TrainingArms:
         for name in self._task_tables(trained[0]):
             tables[name] = self._all_arms(name, [label for label in trained if runs[label].folder in first_folders])
         manifest = self._manifest(tables)
-        comparison = compare(*firsts.values()) if len(firsts) > 1 else None
+        comparison = compared(list(firsts.values()), time.time()) if len(firsts) > 1 else None
         if comparison is not None and self.is_main:
             comparison = replace(comparison, folder=self.folder / "comparison")
         done = Trained(self.folder, manifest, runs, comparison, tables)

@@ -16,7 +16,7 @@ from sinkscope.results.run import RunData
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sinkscope.figures.steps import Checkpoints
+    from sinkscope.figures.labels import Checkpoints
     from sinkscope.figures.training import Arms
     from sinkscope.verdict.scorecard import Scorecard
     from sinkscope.verdict.sweep_tables import SweepTables

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from sinkscope.figures.axes import shade_rows
 from sinkscope.figures.labels import escape, heading, model_name, wrapped
+from sinkscope.figures.plot import hide_y, shade_rows
 from sinkscope.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
@@ -28,6 +28,7 @@ LOOKS: dict[str, Look] = {
     Outcome.NOT_ENOUGH_SEEDS: {"color": GRAY, "marker": "s", "markersize": 3, "markerfacecolor": "white"},
     Outcome.FAILS: {"color": VERMILION, "marker": "X", "markersize": 4},
 }
+DOT: Look = {"linestyle": "none"}
 PUBLISHED: Look = {"color": GRAY, "marker": "|", "markersize": 5, "linestyle": "none"}
 AT_RANDOM: Look = {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white", "linestyle": "none"}
 
@@ -41,7 +42,8 @@ def lacking_scorecard(card: Scorecard) -> str | None:
 def draw_scorecard(card: Scorecard) -> Figure:
     """Draw each number at its distance from the threshold; the claim holds on the right.
 
-    Distances are in powers of two where the threshold and the whole interval are positive, else in units of a quarter.
+    Distances are in powers of two where the threshold and the complete interval are positive, else in units of a
+    quarter.
     """
     rows = _decided(card.table)
     figure = new_figure(PAGE_WIDTH, ROW * (len(rows) + rows["paper"].nunique()) + AROUND)
@@ -57,16 +59,12 @@ def draw_scorecard(card: Scorecard) -> Figure:
     text.set_xlim(0, 1)
     text.set_axis_off()
     ax.set(ylim=(height - 0.3, -0.7), xlim=(-REACH * 1.08, REACH * 1.08))
-    ax.set_yticks([])
-    ax.spines["left"].set_visible(False)
+    hide_y(ax)
     ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
     ax.set_xlabel("does not pass  ←  value  →  passes")
-    passed = {outcome: look for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
-    handles = [Line2D([], [], label=str(outcome), **look | {"linestyle": "none"}) for outcome, look in passed.items()]
-    handles += [Line2D([], [], label=label, **look) for label, look in (("null", AT_RANDOM), ("published", PUBLISHED))]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5)
-    figure.suptitle(heading(model_name(card.models[0]), headline(card), "95 % intervals"))
-    return figure
+    signs = {str(outcome): look | DOT for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
+    text = heading(model_name(card.models[0]), headline(card), "95 % intervals")
+    return figure.finish(text, signs | {"null": AT_RANDOM, "published": PUBLISHED}, ncols=5)
 
 
 def _decided(table: pd.DataFrame) -> pd.DataFrame:
@@ -88,7 +86,7 @@ def _line(text: Axes, ax: Axes, row: Any, place: int) -> None:
     middle = _place(row.value, row)
     if np.isfinite(middle):
         ax.plot(ends, [place, place], color=look["color"], linewidth=1.1)
-        ax.plot([middle], [place], linestyle="none", **look)
+        ax.plot([middle], [place], **look | DOT)
     published = CLAIMS[row.claim].published if first else ()
     ax.plot([_place(item.value, row) for item in published], [place] * len(published), **PUBLISHED)
     ax.plot([_place(row.null, row)], [place], **AT_RANDOM)
@@ -97,7 +95,7 @@ def _line(text: Axes, ax: Axes, row: Any, place: int) -> None:
 
 
 def _place(value: float, row: Any) -> float:
-    """Return the place of a value on the axis: 0 is the nearer threshold, and the right side passes."""
+    """Return the position of a value on the axis: 0 is the nearer threshold, and the right side passes."""
     if np.isnan(value):
         return float("nan")
     distances = []
@@ -131,8 +129,7 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     shade_rows(ax, len(decided))
     for row, (_, found) in enumerate(decided.iterrows()):
         for column, outcome in enumerate(found):
-            look = LOOKS.get(outcome, NOTHING) | {"linestyle": "none"}
-            ax.plot([column], [row], **look)
+            ax.plot([column], [row], **LOOKS.get(outcome, NOTHING) | DOT)
     names = [
         escape(textwrap.shorten(f"{name}  {CLAIMS[name].statement}", BY_MODEL_LETTERS, placeholder=" …"))
         for name in decided.index
@@ -144,17 +141,15 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     ax.set_xticks(range(len(card.models)), [wrapped(model_name(name), 14, 3) for name in card.models])
     ax.tick_params(axis="x", length=0)
     ax.spines[:].set_visible(False)
-    handles = [Line2D([], [], label=str(Outcome(name)), **look | {"linestyle": "none"}) for name, look in LOOKS.items()]
-    handles.append(Line2D([], [], label="does not apply, or not measured", **NOTHING))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return figure
+    signs = {str(outcome): look | DOT for outcome, look in LOOKS.items()} | {"does not apply, or not measured": NOTHING}
+    return figure.finish("", signs, ncols=4)
 
 
 # --- The routes that carry the sink in each model: models × routes, the sink rate with and without each route
 
 ROUTES_ROW, ROUTES_PUBLISHED, ROUTES_AROUND = 0.6, 0.3, 1.0  # inches: a model, the row of NU's own model, the margins
 ROUTES_LETTERS, NAME = 22, 15  # characters in a line of a cell, and of a model's name
-LINE, BELOW = 0.58, 0.24  # heights in a cell: of the arrow, and of the controls
+LINE, LOW = 0.58, 0.24  # heights in a cell: of the arrow, and of the controls
 NEAR = 14.0  # percentage points: before and after that are nearer have no arrow between them
 BEFORE: Look = {"color": NAVY, "marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
 AFTER: Look = {"color": NAVY, "marker": "o", "markersize": 4, "linestyle": "none"}
@@ -162,13 +157,8 @@ INTERVAL: Look = {"color": NAVY, "linewidth": 1.6}
 CONTROLS: Look = {"color": "0.6", "linewidth": 3.5, "solid_capstyle": "butt"}
 CONTROL: Look = {"color": "black", "marker": "|", "markersize": 5, "markeredgewidth": 0.8, "linestyle": "none"}
 ARROW: Look = {
-    "arrowstyle": "-|>",
-    "color": NAVY,
-    "linewidth": 0.9,
-    "shrinkA": 2.5,
-    "shrinkB": 2.5,
-    "mutation_scale": 6,
-}
+    "arrowstyle": "-|>", "color": NAVY, "linewidth": 0.9, "shrinkA": 2.5, "shrinkB": 2.5, "mutation_scale": 6
+}  # fmt: skip
 SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # effect on the sink → background of the cell
 ABSENT = (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED)
 
@@ -198,7 +188,6 @@ def draw_routes(table: pd.DataFrame) -> Figure:
             ax.set(xlim=(-9, 109), ylim=(0, 1.15), yticks=[])
             ax.set_xticks([0, 50, 100], labels=["0", "50", "100 %"] if model == models[-1] else [])
             ax.tick_params(axis="x", labelsize=6, color="0.6")
-    figure.suptitle("Sink rate at position 0 as it is, and without one route at a time")
     handles: list[Line2D | Patch] = [
         Line2D([], [], label="as it is", **BEFORE),
         Line2D([], [], label="without the route", **AFTER),
@@ -208,8 +197,8 @@ def draw_routes(table: pd.DataFrame) -> Figure:
         Patch(facecolor=SHADES[Effect.FALLS], edgecolor="0.75", label="falls beyond the controls"),
         Patch(facecolor=SHADES[Effect.GOES], edgecolor="0.75", label="and less than half is left"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=6.5, columnspacing=1.5)
-    return figure
+    text = "Sink rate at position 0 as it is, and without one route at a time"
+    return figure.finish(text, handles, ncols=4, fontsize=6.5, columnspacing=1.5)
 
 
 def _name(ax: Axes, text: str) -> None:
@@ -236,8 +225,8 @@ def _cell(ax: Axes, row: pd.Series) -> None:
         _words(ax, f"{row['effect']}: {reason}" if reason else row["effect"])
         return
     if row["draws"] > 1:
-        ax.plot([row["control_low"], row["control_high"]], [BELOW, BELOW], **CONTROLS)
-    ax.plot([row["control"]], [BELOW], **CONTROL)
+        ax.plot([row["control_low"], row["control_high"]], [LOW, LOW], **CONTROLS)
+    ax.plot([row["control"]], [LOW], **CONTROL)
     if abs(row["after"] - row["before"]) > NEAR:
         ax.annotate("", (row["after"], LINE), (row["before"], LINE), arrowprops=ARROW)
     for name, look in (("after", AFTER), ("before", BEFORE)):

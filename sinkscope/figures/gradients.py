@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,36 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from sinkscope.figures.axes import (
-    band_by_layer,
-    curve,
-    finite,
-    has_values,
-    layer_axis,
-    line_by_layer,
-    log_ticks,
-    say,
-    value_axis,
-    whole_numbers,
-    widen,
-    with_decades,
-)
-from sinkscope.figures.labels import places, title
-from sinkscope.figures.steps import Checkpoints, in_order, step_label, steps_title
-from sinkscope.figures.style import (
-    GRADUAL,
-    GREEN,
-    GUIDE,
-    MEAN_LINE,
-    NAVY,
-    OTHERS,
-    SINK,
-    SKY,
-    WIDE,
-    Figure,
-    Look,
-    new_figure,
-)
+from sinkscope.figures import plot, style
+from sinkscope.figures.labels import Checkpoints, places, steps_title, title
+from sinkscope.figures.style import GRADUAL, GUIDE, MEAN_LINE, NAVY, OTHERS, SINK, SKY, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.summary import compress_fits, fit_points, pathway_norms
 from sinkscope.results.metrics import METRICS, TOKEN_GROUPS
 from sinkscope.results.run import RunData
@@ -62,35 +34,29 @@ OFF: Look = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "m
 def draw_gradient_norms(run: RunData) -> Figure:
     figure = new_figure(WIDE, 2.3)
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
-    norms = [layer_norms(run, pathway) for pathway in PATHWAYS]
+    norms = [_layer_norms(run, pathway) for pathway in PATHWAYS]
     depth = Normalize(0, max(table.index.max() for table in norms))
     for ax, table in zip(axes, norms, strict=True):
         mean = table.mean()
         for layer, norm in table.iterrows():
-            draw_curve(ax, norm, least=OFF_SCALE * mean.max(), color=GRADUAL(depth(layer)), linewidth=0.5)
-        draw_curve(ax, mean, color="white", linewidth=3, zorder=3)  # an outline
-        draw_curve(ax, mean, **MEAN_LINE)
-        mark_off_scale(ax, [mean])
-    finish(axes)
+            plot.curve(ax, norm.where(norm > OFF_SCALE * mean.max()), color=GRADUAL(depth(layer)), linewidth=0.5)
+        on_scale = mean.where(mean > OFF_SCALE * mean.max())
+        plot.curve(ax, on_scale, color="white", linewidth=3, zorder=3)  # an outline
+        plot.curve(ax, on_scale, **MEAN_LINE)
+        _mark_off_scale(ax, [mean])
+    _finish(axes)
     if depth.vmax:
         bar = figure.colorbar(ScalarMappable(depth, GRADUAL), ax=axes, label="layer", aspect=30, pad=0.01)
         bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    add_legend(figure, axes, "mean over layers")
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE), {"mean over layers": MEAN_LINE} | _signs(axes), ncols=2)
 
 
-def layer_norms(run: RunData, pathway: str) -> pd.DataFrame:
+def _layer_norms(run: RunData, pathway: str) -> pd.DataFrame:
     """Return the gradient norms over all heads: layers × positions."""
-    return finite(pathway_norms(run.tables["gradient"], pathway))
+    return plot.finite(pathway_norms(run.tables["gradient"], pathway))
 
 
-def draw_curve(ax: Axes, norms: pd.Series, least: float | None = None, **look: Any) -> None:
-    """Draw norms by position, without those that are not above `least`."""
-    curve(ax, norms.where(norms > (OFF_SCALE * norms.max() if least is None else least)), **look)
-
-
-def mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
+def _mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
     """Draw a mark on the panel's floor where a curve is off the scale, and write the largest value there.
 
     In a sequence of neighboring positions, only the first has its value written out.
@@ -104,22 +70,23 @@ def mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
         ax.scatter(values.index, floor, gid=FLOOR, **look, **place)
     for position, value in values.items():
         if position - 1 not in values.index:
-            text = "0" if value == 0 else f"≈ 0 ({_scientific(value)})"
+            digits, exponent = f"{value:.0e}".split("e")
+            text = "0" if value == 0 else rf"≈ 0 (${digits}\cdot 10^{{{int(exponent)}}}$)"
             align = "center" if value == 0 else "left" if position <= max(ax.get_xlim()) / 2 else "right"
             place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points", "fontsize": 6}
             ax.annotate(text, (position, 0), (0, 5), ha=align, **place)
 
 
-def finish(axes: np.ndarray) -> None:
+def _finish(axes: np.ndarray) -> None:
     """Set titles and common scales of the three panels, once everything is drawn."""
     last = max(max(line.get_xdata()) for ax in axes for line in ax.lines)
     margin = max(0.5, 0.04 * last)
     axes[0].set_xlim(-margin, last + margin)  # also where there is only a mark on the floor
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
         ax.set_title(pathway)
-        whole_numbers(ax, "x")
+        plot.whole_numbers(ax, "x")
         ax.set_xlabel("token position")
-    drawn = [ax for ax in axes if value_axis(ax, log=True)]
+    drawn = [ax for ax in axes if plot.value_axis(ax, log=True)]
     if drawn:
         drawn[0].set_ylabel("gradient, L2 norm")
         drawn[0].tick_params(labelleft=True)
@@ -127,17 +94,9 @@ def finish(axes: np.ndarray) -> None:
         drawn[0].set_ylim(low / (high / low) ** 0.09, high)  # room for the marks
 
 
-def add_legend(figure: Figure, axes: np.ndarray, mean: str | None = None) -> None:
-    handles = [] if mean is None else [Line2D([], [], label=mean, **MEAN_LINE)]
-    if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections):
-        handles.append(Line2D([], [], label="off the scale", **OFF))
-    if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=2)
-
-
-def _scientific(value: float) -> str:
-    digits, exponent = f"{value:.0e}".split("e")
-    return rf"${digits}\cdot 10^{{{int(exponent)}}}$"
+def _signs(axes: np.ndarray) -> dict[str, Look]:
+    """Return the sign of values off the scale, if there are any."""
+    return {"off the scale": OFF} if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections) else {}
 
 
 # --- Massive activations compress the gradients that sinks concentrate (GS figure 3).
@@ -151,7 +110,7 @@ PANELS = {  # ratio: its definition
     "change": r"$\|\nabla h\|\,/\,\|\nabla h_{\mathrm{mid}}\|$",
 }
 # From dark to light, each with its own marker. The last is for positions beyond the paper's groups.
-LOOKS = ((NAVY, "o"), ("#b33c12", "s"), (GREEN, "^"), (SKY, "D"), ("#d1bf9a", "v"), ("#e0e0e0", "P"))
+LOOKS = ((NAVY, "o"), ("#b33c12", "s"), (style.GREEN, "^"), (SKY, "D"), ("#d1bf9a", "v"), ("#e0e0e0", "P"))
 POINT: Look = {"linestyle": "none", "markersize": 3}
 HOLLOW: Look = {"mfc": "none", "mew": 0.7}
 FIT: Look = {"color": "black", "linewidth": 1, "zorder": 4}
@@ -166,36 +125,38 @@ UNDEFINED = {  # (wiring, ratio) → why the ratio is undefined in such models
 
 
 def draw_gradient_reshaping(run: RunData) -> Figure:
-    table = finite(run.tables["gradient_ratio"])
+    table = plot.finite(run.tables["gradient_ratio"])
     ratios = table[table["branch"] == "attn"]
-    groups = token_groups(ratios)
+    groups = _token_groups(ratios)
     figure = new_figure(WIDE, 2.55)
     axes = dict(zip(PANELS, figure.subplots(1, 3, sharex=True), strict=True))
     for name, ax in axes.items():
-        for (_, first, last), look in reversed(list(zip(groups, LOOKS, strict=False))):
-            _points(ax, ratios[ratios["position"].between(first, last)], name, *look)
-        ax.set_title(f"{name}  {PANELS[name]}")
-        ax.set_xlabel("norm of the branch's input, ‖h‖")
-    drawn = {name: ax for name, ax in axes.items() if has_values(ax, log=True)}
+        for (_, first, last), (color, marker) in reversed(list(zip(groups, LOOKS, strict=False))):
+            rows = ratios[ratios["position"].between(first, last)]
+            for in_first, look in (
+                (False, {"mfc": color, "mec": "white", "mew": 0.3}),
+                (True, HOLLOW | {"mec": color}),
+            ):
+                chosen = rows[((rows["layer"] == 0) == in_first) & (rows["input_norm"] > 0) & (rows[name] > 0)]
+                ax.plot(chosen["input_norm"], chosen[name], marker=marker, **POINT, **look)
+        ax.set(title=f"{name}  {PANELS[name]}", xlabel="norm of the branch's input, ‖h‖")
+    drawn = {name: ax for name, ax in axes.items() if plot.has_values(ax, log=True)}
     for name, ax in axes.items():
         if name not in drawn:
-            say(ax, why_undefined(run, name))
+            plot.say(ax, _why_undefined(run, name))
             continue
-        value_axis(ax, log=True)
+        plot.value_axis(ax, log=True)
         ax.set_ylabel("ratio of gradient norms")
-        ax.set_xscale("log", nonpositive="mask")
-        ax.set_xlim(*with_decades(*ax.get_xlim()))
-        log_ticks(ax.xaxis, *ax.get_xlim())
+        plot.log_x_axis(ax)
     fitted = "compress" in drawn and _compression(axes["compress"], ratios)
     if "change" in drawn:  # a line at 1, on a scale of at least a decade to both sides, so that values near 1 look near
         axes["change"].axhline(1, **GUIDE)
-        widen(axes["change"], 10**-1, 10**1)
+        plot.widen(axes["change"], 10**-1, 10**1)
     _legend(figure, [label for label, *_ in groups], fitted, "change" in drawn)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE))
 
 
-def token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
+def _token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
     """Return (label, first, last) of the paper's groups up to the run's last position, and of one group beyond them."""
     last = int(ratios["position"].max())
     spans = [(start, min(end, last)) for _, start, end in TOKEN_GROUPS if start <= last]
@@ -204,15 +165,9 @@ def token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
     return [(f"token {start}" if start == end else f"tokens {start}–{end}", start, end) for start, end in spans]
 
 
-def why_undefined(run: RunData, ratio: str) -> str:
+def _why_undefined(run: RunData, ratio: str) -> str:
     wiring = (run.manifest.get("family") or {}).get("wiring")
     return UNDEFINED.get((str(wiring), ratio), "no values")
-
-
-def _points(ax: Axes, rows: pd.DataFrame, name: str, color: str, marker: str) -> None:
-    for in_first, look in ((False, {"mfc": color, "mec": "white", "mew": 0.3}), (True, HOLLOW | {"mec": color})):
-        chosen = rows[((rows["layer"] == 0) == in_first) & (rows["input_norm"] > 0) & (rows[name] > 0)]
-        ax.plot(chosen["input_norm"], chosen[name], marker=marker, **POINT, **look)
 
 
 def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
@@ -254,7 +209,6 @@ def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) ->
 # they rest on, ∇v = Σ_t a[t,s] g_t. Right: theorem 2, ‖∇x‖ ÷ ‖∇y‖ of the norm before each branch, divided by its bound.
 
 BAND: Look = {"color": NAVY, "alpha": 0.18, "linewidth": 0}
-EDGE: Look = {"color": NAVY, "alpha": 0.5, "linewidth": 0.5}
 CHECK: Look = {"color": "0.25", "marker": "D", "markersize": 2.4}
 ROUND_OFF = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 BRANCHES = {"attn": "attention", "mlp": "MLP"}
@@ -262,55 +216,59 @@ UNMEASURED = "not measured: all batches\nhad padding"
 
 
 def draw_gradient_bounds(run: RunData) -> Figure:
-    check = finite(run.tables["gradient_check"])
+    check = plot.finite(run.tables["gradient_check"])
     figure = new_figure(WIDE, 3.4)
     axes = figure.subplot_mosaic(
         [["theorem 1", "holds", "attn"], ["theorem 1", "identity", "mlp"]], width_ratios=[1.2, 1, 1]
     )
     _theorem_one(axes["theorem 1"], check[check["position"] == 0])
     _holds(axes["holds"], check)
-    _identity(axes["identity"], check, str(run.manifest.get("dtype")))
+    identity, dtype = axes["identity"], str(run.manifest.get("dtype"))
+    identity.set(title="identity", ylabel="largest relative error")
+    plot.line_by_layer(identity, check.groupby("layer")["identity_residual"].max(), **CHECK)
+    plot.layer_axis(identity)
+    if plot.value_axis(identity, log=True) and dtype in ROUND_OFF:
+        least = ROUND_OFF[dtype]
+        plot.widen(identity, least / 10, least * 100)
+        _guide(identity, least, f"round-off of {dtype}", below=True)
     for branch, name in BRANCHES.items():
         axes[branch].set_title(f"theorem 2: {name} branch")
         _tightness(axes[branch], run, branch)
+    last = int(check["position"].max())
     handles: list[Artist] = [
         Line2D([], [], label="position 0, measured", **SINK),
         Patch(label="theorem 1's bounds", **BAND),
+        *([Line2D([], [], label=f"mean over {places(1, last)}", **OTHERS)] if last else []),
     ]
-    last = int(check["position"].max())
-    if last:
-        handles.append(Line2D([], [], label=f"mean over {places(1, last)}", **OTHERS))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE), handles, ncols=3)
 
 
 def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
     ax.set_title("theorem 1 at position 0")
     means = first.groupby("layer")[["lower_bound", "measured", "upper_bound"]].mean()
     if not means["measured"].notna().any():
-        say(ax, UNMEASURED)
+        plot.say(ax, UNMEASURED)
         return
     alone: Look = {"marker": "_", "markersize": 8} if len(means) == 1 else {}  # a line needs two layers
     for bound in ("lower_bound", "upper_bound"):
-        line_by_layer(ax, means[bound], **EDGE, **alone)
-    line_by_layer(ax, means["measured"], **SINK)
-    layer_axis(ax)
+        plot.line_by_layer(ax, means[bound], color=NAVY, alpha=0.5, linewidth=0.5, **alone)
+    plot.line_by_layer(ax, means["measured"], **SINK)
+    plot.layer_axis(ax)
     ax.set_ylabel("‖∇v₀‖² of values, mean over heads")
-    if value_axis(ax, log=True):
+    if plot.value_axis(ax, log=True):
         floor = ax.get_ylim()[0]  # where a lower bound is 0
-        band_by_layer(ax, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
+        plot.band_by_layer(ax, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
 
 
 def _holds(ax: Axes, check: pd.DataFrame) -> None:
     ax.set_title(METRICS["theorem1_holds"].short)
     measured = check[check["measured"].notna()]
     if measured.empty:
-        say(ax, UNMEASURED)
+        plot.say(ax, UNMEASURED)
         return
-    line_by_layer(ax, measured.groupby("layer")["holds"].mean(), **CHECK)
-    layer_axis(ax)
-    if not value_axis(ax, share=True):
+    plot.line_by_layer(ax, measured.groupby("layer")["holds"].mean(), **CHECK)
+    plot.layer_axis(ax)
+    if not plot.value_axis(ax, share=True):
         return
     ax.set_ylabel("share of places")
     above, below = measured["measured"] > measured["upper_bound"], measured["measured"] < measured["lower_bound"]
@@ -318,29 +276,18 @@ def _holds(ax: Axes, check: pd.DataFrame) -> None:
     ax.text(0.04, 0.06, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
 
 
-def _identity(ax: Axes, check: pd.DataFrame, dtype: str) -> None:
-    ax.set_title("identity")
-    ax.set_ylabel("largest relative error")
-    line_by_layer(ax, check.groupby("layer")["identity_residual"].max(), **CHECK)
-    layer_axis(ax)
-    if value_axis(ax, log=True) and dtype in ROUND_OFF:
-        least = ROUND_OFF[dtype]
-        widen(ax, least / 10, least * 100)
-        _guide(ax, least, f"round-off of {dtype}", below=True)
-
-
 def _tightness(ax: Axes, run: RunData, branch: str) -> None:
     """Draw theorem 2. The table `norm_bound` has no rows, or is missing, where no branch has its own norm."""
     bounds = run.tables.get("norm_bound", pd.DataFrame(columns=["branch", "position", "layer", "tightness"]))
-    rows = finite(bounds[bounds["branch"] == branch])
+    rows = plot.finite(bounds[bounds["branch"] == branch])
     for chosen, look in ((rows[rows["position"] == 0], SINK), (rows[rows["position"] > 0], OTHERS)):
-        line_by_layer(ax, chosen.groupby("layer")["tightness"].mean(), **look)
-    layer_axis(ax)
+        plot.line_by_layer(ax, chosen.groupby("layer")["tightness"].mean(), **look)
+    plot.layer_axis(ax)
     ax.set_ylabel("measured ÷ bound")
-    if not has_values(ax):
-        say(ax, why_undefined(run, "compress"))
+    if not plot.has_values(ax):
+        plot.say(ax, _why_undefined(run, "compress"))
         return
-    value_axis(ax)
+    plot.value_axis(ax)
     ax.set_ylim(0, max(1.15, ax.get_ylim()[1]))
     _guide(ax, 1, "bound")
 
@@ -368,21 +315,21 @@ def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
     colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last step is dark, even if it is the only one
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
-        curves = [layer_norms(run, pathway).mean() for _, run in runs]
+        curves = [_layer_norms(run, pathway).mean() for _, run in runs]
         for course, color in zip(curves, colors, strict=True):
-            draw_curve(ax, course, color=color, linewidth=0.9, marker="o", markersize=1.8)
-        mark_off_scale(ax, curves)
-    finish(axes)
+            on_scale = course.where(course > OFF_SCALE * course.max())
+            plot.curve(ax, on_scale, color=color, linewidth=0.9, marker="o", markersize=1.8)
+        _mark_off_scale(ax, curves)
+    _finish(axes)
     edges = BoundaryNorm(np.arange(len(runs) + 1) - 0.5, len(runs))
     bar = figure.colorbar(ScalarMappable(edges, ListedColormap(colors)), ax=axes, aspect=30, pad=0.01)
     named = range(len(runs) - 1, -1, -(1 + (len(runs) - 1) // MOST_NAMED))  # the last step in any case
-    bar.set_ticks(named, labels=[step_label(runs[place][0]) for place in named])
+    bar.set_ticks(named, labels=[plot.step_label(runs[place][0]) for place in named])
     bar.ax.tick_params(which="both", length=0)
     bar.set_label("training step")
-    add_legend(figure, axes)
-    figure.suptitle(steps_title(runs, "means over layers"))
-    return figure
+    return figure.finish(steps_title(runs, "means over layers"), _signs(axes), ncols=2)
 
 
 def _with_gradients(runs: Checkpoints) -> Checkpoints:
-    return [(step, run) for step, run in in_order(runs) if len(run.tables.get("gradient", ()))]
+    known = [(step, run) for step, run in runs if len(run.tables.get("gradient", ()))]
+    return sorted(known, key=lambda pair: pair[0])

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 
 import pandas as pd
 from matplotlib import font_manager
@@ -15,6 +16,7 @@ INCHES_PER_CHARACTER = 0.068  # in an 8 pt title, an upper estimate
 VISIBLE = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "␣"}
 LONGEST_TOKEN = 12
 LONGEST_TITLE = 90  # characters, in figures as wide as a page
+Checkpoints = Sequence[tuple[int, RunData]]  # (training step, its run)
 
 
 def title(run: RunData, width: float, *shown: str) -> str:
@@ -24,7 +26,17 @@ def title(run: RunData, width: float, *shown: str) -> str:
     """
     room = int(width / INCHES_PER_CHARACTER)
     name = shorten(model_name(run.model), room)
-    rest = " · ".join([run.condition, *(shown or _size(run))])
+    read = run.manifest.get("input") or {}
+    sequences, tokens = read.get("sequences"), read.get("tokens")
+    if sequences and tokens and not shown:
+        even = tokens % sequences == 0
+        size = (
+            f"{sequences} × {tokens // sequences} tokens"
+            if even
+            else f"{counted(sequences, 'sequence')}, {tokens} tokens"
+        )
+        shown = (size,)
+    rest = " · ".join([run.condition, *shown])
     text = f"{name} · {rest}"
     return escape(text if len(text) <= room else f"{name}\n{shorten(rest, room)}")
 
@@ -54,14 +66,22 @@ def labels(runs: Sequence[RunData]) -> tuple[list[str], str]:
     return names, common
 
 
-def _size(run: RunData) -> list[str]:
-    read = run.manifest.get("input") or {}
-    sequences, tokens = read.get("sequences"), read.get("tokens")
-    if not sequences or not tokens:
-        return []
-    if tokens % sequences == 0:
-        return [f"{sequences} × {tokens // sequences} tokens"]
-    return [f"{counted(sequences, 'sequence')}, {tokens} tokens"]
+def seeds_words(count: int, least: int | None = None) -> str:
+    """Describe the seeds of means and bands: `count`, or from `least` to `count` where some curves have fewer."""
+    if count == 1:
+        return "1 seed"
+    return f"mean and range of {count if least in (None, count) else f'{least} to {count}'} seeds"
+
+
+def steps_title(runs: Checkpoints, *more: str) -> str:
+    """Return «model · condition · steps 0–1000». Checkpoints in one folder are named by the folder."""
+    names = {model_name(run.model) for _, run in runs}
+    if len(names) > 1:
+        names = {Path(str(run.manifest["model"].get("source", ""))).parent.name for _, run in runs}
+    conditions = dict.fromkeys(run.condition for _, run in runs)
+    first, last = runs[0][0], runs[-1][0]
+    steps = f"step {first}" if first == last else f"steps {first}–{last}"
+    return heading(names.pop() if len(names) == 1 else "", ", ".join(conditions), steps, *more)
 
 
 def places(first: int, last: int) -> str:
@@ -92,19 +112,14 @@ def token_label(token: object, token_id: float | None, longest: int = LONGEST_TO
     """Return a token as visible text, or «id 123» if it has no text or the font cannot show it."""
     text = "".join(VISIBLE.get(sign, sign) for sign in token) if isinstance(token, str) else ""
     has_text = text and token != f"<id {token_id}>"  # the text of a model without a tokenizer
-    if not has_text or not all(_printable(sign) for sign in text):
+    # the font cannot show some characters, and U+FFFD is a part of one
+    if not has_text or not all(sign.isprintable() and sign != "\ufffd" and ord(sign) in _glyphs() for sign in text):
         return "?" if token_id is None or pd.isna(token_id) else f"id {int(token_id)}"
     return escape(text if len(text) <= longest else text[: longest - 1] + "…")
 
 
 def token_labels(tokens: Iterable[object], token_ids: Iterable[float], longest: int = LONGEST_TOKEN) -> list[str]:
     return [token_label(token, token_id, longest) for token, token_id in zip(tokens, token_ids, strict=True)]
-
-
-@cache
-def _printable(sign: str) -> bool:
-    """Return whether the font can show a character; U+FFFD, a part of a character, does not count."""
-    return sign.isprintable() and sign != "\ufffd" and ord(sign) in _glyphs()
 
 
 @cache

@@ -7,21 +7,9 @@ from matplotlib.lines import Line2D
 from matplotlib.typing import HashableList
 
 from sinkscope.errors import counted
-from sinkscope.figures.axes import drawn, layer_axis, line_by_layer, name_rows, panel_grid, value_axis, wide_x_axis
+from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, shorten, title, wrapped
-from sinkscope.figures.style import (
-    HIGHEST,
-    NAVY,
-    OTHERS,
-    REFERENCE,
-    SINK,
-    SKY,
-    VERMILION,
-    WIDE,
-    Figure,
-    Look,
-    new_figure,
-)
+from sinkscope.figures.style import HIGHEST, NAVY, OTHERS, REFERENCE, SKY, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
 from sinkscope.results.metrics import METRICS
@@ -69,18 +57,16 @@ def draw_quantization_cost(run: RunData) -> Figure:
         _draw_sites(axes["sites"], sites, reference, run.tables["quantization_sites"])
     for name, ax in axes.items():
         table = run.tables["quantization"] if name == "whole" else alone
-        values = drawn(ax, "x")
+        values = plot.drawn(ax, "x")
         values = values[np.isfinite(values)]  # infinite ones lie beyond the axis
-        wide_x_axis(ax, values.min(), values.max(), room=1.02)
+        plot.wide_x_axis(ax, values.min(), values.max(), room=1.02)
         ax.set_xlabel(f"{METRICS['perplexity'].short}, {counted(table['sequences'].max(), 'sequence')}")
     shown = {str(part) for part in alone["part"]}
     marks = [Line2D([], [], linestyle="none", label=part, **look) for part, look in MARKS.items() if part in shown]
     marks.append(Line2D([], [], label="full precision", **FULL_PRECISION))
     if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes["sites"].get_yticklabels()):
         marks.append(Line2D([], [], linestyle="none", label=f"{MASSIVE} holds massive activations"))
-    figure.legend(handles=marks, loc="outside lower center", ncols=5)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE), marks, ncols=5)
 
 
 def _draw_settings(ax: Axes, run: RunData) -> None:
@@ -116,7 +102,7 @@ def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataF
 
 def _rows(ax: Axes, names: list[str], reference: float) -> None:
     """Name the rows, and draw the line of full precision through all of them."""
-    name_rows(ax, names)
+    plot.name_rows(ax, names)
     ax.plot([reference, reference], [-0.5, len(names) - 0.5], **FULL_PRECISION)
 
 
@@ -127,18 +113,13 @@ COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in all
 HEIGHT = 1.3  # inches of a row
 RANGES_LONGEST = 30  # letters of a title
 
-LARGEST = SINK | {"label": "largest entry"}
+LARGEST = style.SINK | {"label": "largest entry"}
 MEDIAN = OTHERS | {"label": "median entry"}
 HALF_STEP = HIGHEST | {"label": "half a step: less rounds to zero"}
 RANGES_MASSIVE: Look = {
-    "label": "massive activations",
-    "linestyle": "none",
-    "marker": "o",
-    "markersize": 7,
-    "markerfacecolor": "none",
-    "markeredgecolor": VERMILION,
-    "zorder": 5,
-}
+    "label": "massive activations", "linestyle": "none", "marker": "o", "markersize": 7, "markerfacecolor": "none",
+    "markeredgecolor": VERMILION, "zorder": 5,
+}  # fmt: skip
 
 
 def lacking_quantization_ranges(run: RunData) -> str | None:
@@ -150,31 +131,30 @@ def draw_quantization_ranges(run: RunData) -> Figure:
     kinds = list(_kinds(sites).items())[:RANGES_MOST]
     across = min(COLUMNS, len(kinds))
     figure = new_figure(WIDE, HEIGHT * -(-len(kinds) // across) + 0.7)
-    axes, lowest = panel_grid(figure, len(kinds), across)
+    axes, lowest = plot.panel_grid(figure, len(kinds), across)
     for ax, (name, table) in zip(axes, kinds, strict=True):
         table = table.set_index("layer").sort_index()
-        line_by_layer(ax, table["max_abs"], **LARGEST)
-        line_by_layer(ax, table["median_abs"], **MEDIAN)
-        line_by_layer(ax, table["step"] / 2, **HALF_STEP)
+        plot.line_by_layer(ax, table["max_abs"], **LARGEST)
+        plot.line_by_layer(ax, table["median_abs"], **MEDIAN)
+        plot.line_by_layer(ax, table["step"] / 2, **HALF_STEP)
         massive = table[table["is_massive"]]
         ax.plot(massive.index, massive["max_abs"].to_numpy(float), **RANGES_MASSIVE)
         ax.set_title(escape(name), fontsize=7)
         ax.margins(y=0.12)  # rings have a size
     for ax in axes:
-        layer_axis(ax, "layer" if ax in lowest else "")
-        value_axis(ax, log=True)
+        plot.layer_axis(ax, "layer" if ax in lowest else "")
+        plot.value_axis(ax, log=True)
     for ax in axes[::across]:
         ax.set_ylabel("|entry|")
     shown = [Line2D([], [], **look) for look in (LARGEST, MEDIAN, HALF_STEP)]
     shown += [Line2D([], [], **RANGES_MASSIVE)] * bool(sites["is_massive"].any())
     figure.legend(handles=shown, loc="outside lower center", ncols=4)
     calibration = run.manifest["quantization"]["calibration"]
-    figure.suptitle(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"))
-    return figure
+    return figure.finish(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"))
 
 
 def _sites(run: RunData) -> pd.DataFrame:
-    """Return the inputs and outputs in the layers. Of several of one kind in a layer (experts), return the widest."""
+    """Return the inputs and outputs in the layers, the widest where a layer has several of a kind (experts)."""
     table = run.tables["quantization_sites"]
     table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
     widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])

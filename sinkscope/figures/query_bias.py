@@ -1,30 +1,15 @@
 """Figures of the query bias and of the effective positional encodings (NU)."""
 
 import numpy as np
-import pandas as pd
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from sinkscope.errors import counted
-from sinkscope.figures.axes import finite, layer_axis, line_by_layer, say, value_axis, write_beside
+from sinkscope.figures import plot, style
 from sinkscope.figures.labels import title
-from sinkscope.figures.style import (
-    COLUMN,
-    GRAY,
-    GREEN,
-    HIGHEST,
-    NAVY,
-    OTHERS,
-    SINK,
-    VERMILION,
-    WIDE,
-    Figure,
-    Look,
-    new_figure,
-)
+from sinkscope.figures.style import COLUMN, GRAY, GREEN, NAVY, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
 from sinkscope.measuring.summary import delta_gap
 from sinkscope.results.run import RunData
@@ -51,7 +36,16 @@ def draw_query_bias_distribution(run: RunData) -> Figure:
     figure = new_figure(WIDE, min(TALLEST, 0.8 + rows * (1.15 if columns == 4 else 0.85)))
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for ax, layer in zip(axes, layers, strict=False):
-        _panel(ax, table[table["layer"] == layer])
+        for group, look in LOOKS.items():
+            bins = table[(table["layer"] == layer) & (table["group"] == group)].sort_values("delta")
+            centers, counts = bins["delta"].to_numpy(float), bins["count"].to_numpy(float)
+            if np.isfinite(centers).all() and counts.sum() > 0:
+                width = (centers[-1] - centers[0]) / max(1, len(centers) - 1) or 1.0
+                ax.bar(centers, counts / counts.max(), width=width, **look)
+        ax.set_ylim(0, 1.08)
+        plot.hide_y(ax)
+        ax.xaxis.set_major_locator(MaxNLocator(3))
+        ax.tick_params(axis="x", labelsize=6)
         gap = gaps.get(layer, np.nan)
         text = f"layer {layer}" + (f": {gap:+.1f}σ".replace("-", "−") if np.isfinite(gap) else "")
         ax.set_title(text, fontsize=7 if columns == 4 else 6, pad=2)
@@ -62,23 +56,7 @@ def draw_query_bias_distribution(run: RunData) -> Figure:
     figure.supylabel("tokens (highest bin = 1)")
     labels = {"position 0": "position 0", "later": "later positions"}
     handles = [Patch(label=label, **LOOKS[group]) for group, label in labels.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    figure.suptitle(title(run, WIDE))
-    return figure
-
-
-def _panel(ax: Axes, rows: pd.DataFrame) -> None:
-    for group, look in LOOKS.items():
-        bins = rows[rows["group"] == group].sort_values("delta")
-        centers, counts = bins["delta"].to_numpy(float), bins["count"].to_numpy(float)
-        if np.isfinite(centers).all() and counts.sum() > 0:
-            width = (centers[-1] - centers[0]) / max(1, len(centers) - 1) or 1.0
-            ax.bar(centers, counts / counts.max(), width=width, **look)
-    ax.set_ylim(0, 1.08)
-    ax.set_yticks([])
-    ax.spines["left"].set_visible(False)
-    ax.xaxis.set_major_locator(MaxNLocator(3))
-    ax.tick_params(axis="x", labelsize=6)
+    return figure.finish(title(run, WIDE), handles, ncols=2)
 
 
 # --- Does the query bias point at the position that is the sink? cos(W_k EPE_i, b_Q) by layer (NU figures 2 and 5).
@@ -89,7 +67,6 @@ LATER: Look = {"color": VERMILION, "linestyle": "none", "marker": "s", "markersi
 HEADS: Look = {"color": NAVY, "linestyle": "none", "marker": "o", "markersize": 2.2, "mfc": "none", "mew": 0.6}
 SPAN: Look = {"color": VERMILION, "alpha": 0.3, "linewidth": 0}
 SPREAD = 0.5  # share of a layer's width over which the dots of its positions are spread
-QUANTILES = (0.1, 0.9)
 
 
 def lacking_query_bias_alignment(run: RunData) -> str | None:
@@ -102,7 +79,7 @@ def lacking_query_bias_alignment(run: RunData) -> str | None:
 
 
 def draw_query_bias_alignment(run: RunData) -> Figure:
-    table = finite(run.tables["query_bias"])
+    table = plot.finite(run.tables["query_bias"])
     together, by_head = table[table["head"] == ALL_HEADS], table[table["head"] != ALL_HEADS]
     figure = new_figure(WIDE, 2.7)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -110,16 +87,16 @@ def draw_query_bias_alignment(run: RunData) -> Figure:
     later = together[together["position"] > 0]
     offset = (later["position"] - 1) / max(1, later["position"].max() - 1) - 0.5 if len(later) else 0.0
     left.plot(later["layer"] + SPREAD * offset, later["key_alignment"], rasterized=len(later) > 5000, **LATER)
-    line_by_layer(left, together[together["position"] == 0].set_index("layer")["key_alignment"], **SINK)
+    plot.line_by_layer(left, together[together["position"] == 0].set_index("layer")["key_alignment"], **SINK)
     right.set_title("each head")
     cosines = by_head[by_head["position"] > 0].groupby("layer")["key_alignment"]
-    low, high = cosines.quantile(QUANTILES[0]), cosines.quantile(QUANTILES[1])
+    low, high = cosines.quantile(0.1), cosines.quantile(0.9)
     right.bar(low.index, high - low, bottom=low, width=SPREAD, **SPAN)
     first = by_head[by_head["position"] == 0]
     right.plot(first["layer"], first["key_alignment"], **HEADS)
     for ax in (left, right):
-        layer_axis(ax)
-        if value_axis(ax):
+        plot.layer_axis(ax)
+        if plot.value_axis(ax):
             ax.axhline(0, color=GRAY, linewidth=0.6, zorder=1)
     lowest, highest = np.nanmin([left.dataLim.y0, right.dataLim.y0]), np.nanmax([left.dataLim.y1, right.dataLim.y1])
     if np.isfinite([lowest, highest]).all():
@@ -131,9 +108,7 @@ def draw_query_bias_alignment(run: RunData) -> Figure:
         Line2D([], [], label="position 0, one head", **HEADS | {"markersize": 3}),
         Patch(label="later positions, 10–90 % over heads", **SPAN),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.4, handletextpad=0.6)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE), handles, ncols=4, columnspacing=1.4, handletextpad=0.6)
 
 
 # --- Does the query bias read the coordinates where EPE₀ is massive? |γ| there against all of γ (NU tables 1 and 2)
@@ -143,7 +118,7 @@ MEAN: Look = {"color": "0.35", "linewidth": 0.9}
 GAMMA_LOOKS = (
     SINK,
     OTHERS,
-    HIGHEST,
+    style.HIGHEST,
     {"color": GREEN, "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5},
 )
 
@@ -158,7 +133,7 @@ def lacking_gamma(run: RunData) -> str | None:
 
 
 def draw_gamma(run: RunData) -> Figure:
-    gamma = finite(run.tables["gamma"])
+    gamma = plot.finite(run.tables["gamma"])
     gamma = gamma.assign(magnitude=gamma["gamma"].abs())
     by_layer = gamma.groupby("layer")["magnitude"]
     mean, spread = by_layer.mean(), 2 * by_layer.std(ddof=0)
@@ -169,22 +144,20 @@ def draw_gamma(run: RunData) -> Figure:
     ax = figure.subplots()
     low = (mean - spread).clip(lower=0)
     ax.bar(mean.index, mean + spread - low, bottom=low, width=0.6, **BAND)
-    line_by_layer(ax, mean, **MEAN)
+    plot.line_by_layer(ax, mean, **MEAN)
     handles: list[Artist] = []
     for coordinate, look in zip(largest, GAMMA_LOOKS, strict=False):
         at = massive[massive["coordinate"] == coordinate].set_index("layer")["magnitude"]
-        handles.append(line_by_layer(ax, at, label=f"d = {coordinate}", **look))
-    layer_axis(ax)
+        handles.append(plot.line_by_layer(ax, at, label=f"d = {coordinate}", **look))
+    plot.layer_axis(ax)
     ax.set_ylabel("|γ|")
-    if value_axis(ax):
+    if plot.value_axis(ax):
         ax.set_ylim(bottom=0)
     beyond = len(largest) - len(handles)
     label = "mean of all" + (f" ({beyond} massive not drawn)" if beyond > 0 else "")
     handles += [Line2D([], [], label=label, **MEAN), Patch(label="mean ± 2 std", **BAND)]
     columns = len(handles) if len(handles) <= 4 else 3
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0, handlelength=2)
-    figure.suptitle(title(run, width))
-    return figure
+    return figure.finish(title(run, width), handles, ncols=columns, columnspacing=1.0, handlelength=2)
 
 
 # --- The effective positional vector of a learned position 0 (EPE₀) by coordinate, massive ones named (NU figure 6)
@@ -210,13 +183,11 @@ def draw_epe_coordinates(run: RunData) -> Figure:
     ax.plot(massive["coordinate"], massive["epe_0"], color=VERMILION, linestyle="none", marker="s", markersize=3)
     named = massive.reindex(massive["epe_0"].abs().sort_values(ascending=False).index[:MOST_NAMED])
     for coordinate, entry in zip(named["coordinate"], named["epe_0"], strict=True):
-        write_beside(ax, f"{coordinate}", coordinate, entry, space=5, size=7)
-    ax.set_xlabel("coordinate")
-    ax.set_ylabel(r"$\mathrm{EPE}_0$")
+        plot.write_beside(ax, f"{coordinate}", coordinate, entry, space=5, size=7)
+    ax.set(xlabel="coordinate", ylabel=r"$\mathrm{EPE}_0$")
     ax.set_xlim(-0.01 * len(vector), 1.03 * len(vector))
     ax.margins(y=0.08)
     if entries.empty:
-        say(ax, "no values")
+        plot.say(ax, "no values")
     count = len(massive)
-    figure.suptitle(title(run, WIDE, counted(count or "no", "massive coordinate")))
-    return figure
+    return figure.finish(title(run, WIDE, counted(count or "no", "massive coordinate")))

@@ -6,62 +6,16 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from sinkscope.figures.axes import (
-    band_by_layer,
-    curve,
-    draw_weights,
-    drawn,
-    finite,
-    has_values,
-    layer_axis,
-    line_by_layer,
-    panel_grid,
-    say,
-    square,
-    value_axis,
-    whole_numbers,
-    write_beside,
-)
-from sinkscope.figures.labels import (
-    escape,
-    heading,
-    labels,
-    places,
-    title,
-    token_label,
-    token_labels,
-)
-from sinkscope.figures.style import (
-    COLUMN,
-    GRADUAL,
-    GRAY,
-    GUIDE,
-    HIGHEST,
-    MARKERS,
-    MEAN_LINE,
-    NAVY,
-    NEUTRAL,
-    OTHERS,
-    OUTSIDE,
-    SEQUENTIAL,
-    SINK,
-    SKY,
-    TEXT,
-    VERMILION,
-    WIDE,
-    Figure,
-    Look,
-    line_looks,
-    new_figure,
-)
+from sinkscope.figures import plot, style
+from sinkscope.figures.labels import escape, heading, labels, places, title, token_label, token_labels
+from sinkscope.figures.style import COLUMN, GRAY, GUIDE, HIGHEST, OTHERS, SINK, TEXT, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.observables.massive import RATIO, THRESHOLD
 from sinkscope.measuring.summary import WHOLE_MODEL, clear_sinks
 from sinkscope.results.findings import FEWEST_QUERIES
-from sinkscope.results.metrics import METRICS, UNITS, Metric
+from sinkscope.results.metrics import METRICS, UNITS
 from sinkscope.results.run import RunData
 
 # --- Which heads are sinks: window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE
@@ -84,45 +38,30 @@ def draw_sink_map(run: RunData) -> Figure:
     figure = new_figure(width + ASIDE, height + 1.1)
     ax = figure.subplots()
     ax.patch.set(facecolor="white", edgecolor="0.6", hatch="////", linewidth=0)  # seen where there is no attention
-    image = ax.imshow(mass, cmap=SEQUENTIAL.with_extremes(bad="none"), vmin=0, vmax=1, aspect="auto")
+    image = ax.imshow(mass, cmap=style.SEQUENTIAL.with_extremes(bad="none"), vmin=0, vmax=1, aspect="auto")
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
-    whole_numbers(ax, "x")
-    whole_numbers(ax, "y")
-    notes = _dots(ax, share, run, width, height) + _local_layers(ax, run)
-    figure.colorbar(image, ax=ax, label=f"{METRICS['window_mass'].short} at position 0", aspect=30, pad=0.03)
-    if notes:
-        figure.legend(handles=notes, loc="outside lower center", handlelength=1.2)
-    figure.suptitle(title(run, width + ASIDE))
-    return figure
-
-
-def _dots(ax: Axes, share: np.ndarray, run: RunData, width: float, height: float) -> list[Line2D]:
-    """Mark the heads that are sinks in most sequences, with dots as large as the cells allow."""
+    ax.set(xlabel="head", ylabel="layer")
+    plot.whole_numbers(ax, "x")
+    plot.whole_numbers(ax, "y")
+    notes: dict[str, Look] = {}
     layer, head = np.nonzero(share > MOST)
-    if not len(layer):
-        return []
-    cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
-    look: Look = {"linestyle": "none", "marker": "o", "mfc": "white"}
-    ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **look)
-    label = f"sink (ε = {run.manifest['config']['epsilon']:g}) in most sequences"
-    return [Line2D([], [], markersize=3, mec="0.3", mew=0.5, label=label, **look)]
-
-
-def _local_layers(ax: Axes, run: RunData) -> list[Line2D]:
-    """Draw a bar next to the layers whose attention is limited to a window, which may exclude the sink."""
-    types = run.manifest["model"].get("layer_types") or []
-    local = [layer for layer, kind in enumerate(types) if kind in LOCAL]
-    if not local:
-        return []
-    edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # each layer's lower and upper edge, then a gap
-    look: Look = {"color": GRAY, "linewidth": 2.5, "solid_capstyle": "butt"}
-    ax.plot(np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **look)
-    ax.tick_params(axis="y", length=0, pad=5)
-    window = run.manifest["model"].get("sliding_window")
-    label = "sliding-window layer" + (f" ({window} tokens)" if window else "")
-    return [Line2D([], [], label=label, **look)]
+    if len(layer):  # dots as large as the cells allow
+        cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
+        dot: Look = {"linestyle": "none", "marker": "o", "mfc": "white"}
+        ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **dot)
+        label = f"sink (ε = {run.manifest['config']['epsilon']:g}) in most sequences"
+        notes[label] = dot | {"markersize": 3, "mec": "0.3", "mew": 0.5}
+    local = [layer for layer, kind in enumerate(run.manifest["model"].get("layer_types") or []) if kind in LOCAL]
+    if local:  # a bar next to the layers whose attention is limited to a window, which may exclude the sink
+        edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # each layer's lower and upper edge, then a gap
+        bar: Look = {"color": GRAY, "linewidth": 2.5, "solid_capstyle": "butt"}
+        ax.plot(np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **bar)
+        ax.tick_params(axis="y", length=0, pad=5)
+        window = run.manifest["model"].get("sliding_window")
+        label = "sliding-window layer" + (f" ({window} tokens)" if window else "")
+        notes[label] = bar
+    figure.colorbar(image, ax=ax, label=f"{METRICS['window_mass'].short} at position 0", aspect=30, pad=0.03)
+    return figure.finish(title(run, width + ASIDE), notes, handlelength=1.2)
 
 
 # --- Sinks and massive activations occur together (GS figure 1).
@@ -136,39 +75,36 @@ SITES = {"layer_out": "layer output", "mlp_out": "MLP output"}
 
 def draw_sinks_by_layer(run: RunData) -> Figure:
     attention, activation = run.tables["attention"], run.tables["activation"]
-    norms = {name: activation[activation["site"] == site] for site, name in SITES.items()}
-    norms = {name: rows for name, rows in norms.items() if len(rows)}
+    rate = f"{METRICS['sink_rate'].short} (ε = {run.manifest['config']['epsilon']:g})"
+    panels: list[tuple[str, str, pd.DataFrame, str, dict[str, bool]]] = [
+        (METRICS["sink_mass"].short, "share of attention", attention, "sink_mass", {"share": True}),
+        (rate, "share of heads", attention, "sink_rate", {"share": True}),
+    ]
+    for site, name in SITES.items():
+        if len(rows := activation[activation["site"] == site]):
+            panels.append((name, "L2 norm", rows, "norm_mean", {"log": True}))
     figure = new_figure(WIDE, 2.1)
-    axes = figure.subplots(1, 2 + len(norms), sharex=True)  # layers without attention are gaps on the left
-    mass, rate = axes[:2]
-    _panel(mass, METRICS["sink_mass"].short, "share of attention", attention, "sink_mass", share=True)
-    name = f"{METRICS['sink_rate'].short} (ε = {run.manifest['config']['epsilon']:g})"
-    _panel(rate, name, "share of heads", attention, "sink_rate", share=True)
-    if "attention_outside" in run.tables:
-        outside = run.tables["attention_outside"].groupby("layer")["sink_rate_outside"].mean()
-        line_by_layer(rate, outside, label="outside the text", **OUTSIDE)
-    for ax, (name, rows) in zip(axes[2:], norms.items(), strict=True):
-        _panel(ax, name, "L2 norm", rows, "norm_mean", log=True)
-    handles, labels = rate.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))
-    figure.suptitle(title(run, WIDE))
-    return figure
-
-
-def _panel(ax: Axes, name: str, unit: str, table: pd.DataFrame, column: str, **scale: bool) -> None:
-    ax.set_title(name)
-    # over heads first: the maximum over positions is of the layer, not of one head
-    means = table.groupby(["layer", "position"])[[column]].mean().reset_index()
-    later = means[means["position"] > 0]
-    line_by_layer(ax, means[means["position"] == 0].set_index("layer")[column], label="token 0", **SINK)
-    if len(later):
-        others = places(1, int(later["position"].max()))
-        by_layer = later.groupby("layer")
-        line_by_layer(ax, by_layer[column].mean(), label=f"mean over {others}", **OTHERS)
-        line_by_layer(ax, by_layer[column].max(), label=f"maximum over {others}", **HIGHEST)
-    layer_axis(ax)
-    if value_axis(ax, **scale):
-        ax.set_ylabel(unit)
+    axes = figure.subplots(1, len(panels), sharex=True)  # layers without attention are gaps on the left
+    for ax, (name, unit, table, column, scale) in zip(axes, panels, strict=True):
+        ax.set_title(name)
+        # over heads first: the maximum over positions is of the layer, not of one head
+        means = table.groupby(["layer", "position"])[[column]].mean().reset_index()
+        later = means[means["position"] > 0]
+        first = means[means["position"] == 0].set_index("layer")[column]
+        plot.line_by_layer(ax, first, label="token 0", **SINK)
+        if len(later):
+            others = places(1, int(later["position"].max()))
+            by_layer = later.groupby("layer")[column]
+            plot.line_by_layer(ax, by_layer.mean(), label=f"mean over {others}", **OTHERS)
+            plot.line_by_layer(ax, by_layer.max(), label=f"maximum over {others}", **HIGHEST)
+        plot.layer_axis(ax)
+        if plot.value_axis(ax, **scale):
+            ax.set_ylabel(unit)
+        if name == rate and "attention_outside" in run.tables:
+            outside = run.tables["attention_outside"].groupby("layer")["sink_rate_outside"].mean()
+            plot.line_by_layer(ax, outside, label="outside the text", **style.OUTSIDE)
+    handles, _ = axes[1].get_legend_handles_labels()
+    return figure.finish(title(run, WIDE), handles, ncols=len(handles))
 
 
 # --- Sinks that are not at position 0, such as delimiters (S2M §3; WSE, open question 1).
@@ -193,21 +129,21 @@ def draw_sink_positions(run: RunData) -> Figure:
     figure = new_figure(width, 0.9 if sinks.empty else 2.5)
     figure.suptitle(title(run, width))
     if sinks.empty:
-        say(figure.subplots(), f"no head has a sink at {places(0, last)}, in any sequence")
+        plot.say(figure.subplots(), f"no head has a sink at {places(0, last)}, in any sequence")
         return figure
     later = sinks[sinks["position"] > 0]
     widths = [1.0] if later.empty else [1.35, 1.0]
     left, *right = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
-    _positions(left, sinks, last, pairs)
+    _draw_shares(left, sinks, last, pairs)
     left.set_xlabel("position of the sink" + f" (with ≥ {FEWEST_QUERIES} queries after it)" * run.is_causal)
     if right:
-        _tokens(right[0], later, pairs)
+        _draw_tokens(right[0], later, pairs)
     else:
         left.set_title(f"no sink at {places(1, last)}" if last else "too few queries after later positions")
     return figure
 
 
-def _positions(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
+def _draw_shares(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
     """Draw the share of (head, sequence) pairs with a sink at each position.
 
     The axis is logarithmic, as later sinks are rare, and has dots only, as a length on a log axis means nothing. The
@@ -219,40 +155,32 @@ def _positions(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
     ax.axhline(1 / pairs, **GUIDE)
     ax.annotate("one pair", (1, 1 / pairs), (0, 1), xycoords=ax.get_yaxis_transform(), textcoords="offset points",
         ha="right", va="bottom", fontsize=6, color="0.35")  # fmt: skip
-    ax.grid(True, axis="y", color="0.9", linewidth=0.4)
+    plot.grid(ax, "y")
     size = max(0.8, 2.6 * min(1.0, 50 / max(last, 1)))  # long sequences have many dots
-    ax.plot(shares.index, shares, linestyle="none", marker="o", markersize=size, color=NAVY, clip_on=False)
+    ax.plot(shares.index, shares, linestyle="none", marker="o", markersize=size, color=style.NAVY, clip_on=False)
     ax.yaxis.set_major_formatter(PERCENT)
     ax.yaxis.set_minor_formatter(NullFormatter())
     if 0 in shares.index:
-        write_beside(ax, percent(shares[0]), 0, shares[0], space=5)
+        plot.write_beside(ax, percent(shares[0]), 0, shares[0], space=5)
     ax.set_ylabel("share of (head, sequence) pairs")
-    whole_numbers(ax, "x")
+    plot.whole_numbers(ax, "x")
     ax.set_xlim(-0.03 * max(last, 20), max(last, 0.5) + 0.03 * max(last, 20))
 
 
-def _tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
-    ax.set_xlabel("share of (head, sequence) pairs")
-    shares = token_shares(later, pairs).head(MOST_TOKENS)
-    labels = [token_label(token, token_id) for token_id, token in shares.index]
-    rows = range(len(shares))
-    ax.barh(rows, shares, color=VERMILION, height=0.65)
-    ax.set_yticks(rows, labels)
-    ax.set_ylabel("token of a later sink")
-    ax.tick_params(axis="y", length=0)
+def _draw_tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
+    """Draw the share of (head, sequence) pairs that have a token as a later sink; several times count once."""
+    once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])
+    shares = once.groupby(["token_id", "token"], dropna=False).size() / pairs
+    shares = shares.sort_values(ascending=False, kind="stable").head(MOST_TOKENS)
+    plot.name_rows(ax, [token_label(token, token_id) for token_id, token in shares.index], shaded=False)
+    ax.barh(range(len(shares)), shares, color=style.VERMILION, height=0.65)
+    ax.set(xlabel="share of (head, sequence) pairs", ylabel="token of a later sink")
     ax.set_ylim(max(len(shares), 4) - 0.4, -0.6)
     ax.set_xlim(0, shares.max() * 1.18)
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_formatter(PERCENT)
-    for row, share in zip(rows, shares, strict=True):
-        write_beside(ax, percent(share), share, row)
-
-
-def token_shares(later: pd.DataFrame, pairs: int) -> pd.Series:
-    """Return the share of (head, sequence) pairs that have a token as a later sink, by (token_id, token)."""
-    once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])
-    counts = once.groupby(["token_id", "token"], dropna=False).size()
-    return (counts / pairs).sort_values(ascending=False, kind="stable")
+    for row, share in enumerate(shares):
+        plot.write_beside(ax, percent(share), share, row)
 
 
 # --- Attention weights of selected heads on one sequence, from the strongest sink to the weakest
@@ -267,17 +195,16 @@ def draw_attention_maps(run: RunData) -> Figure:
     across = min(ACROSS, len(heads))
     width = WIDE * (across + 0.45) / (ACROSS + 0.45)
     figure = new_figure(width, 1.98 * -(-len(heads) // across) + 0.65)
-    axes, _ = panel_grid(figure, len(heads), across)
+    axes, _ = plot.panel_grid(figure, len(heads), across)
     for ax, ((layer, head), rows) in zip(axes, heads, strict=True):
-        image = draw_weights(ax, square(rows, int(rows["query"].max()) + 1), FAINTEST)
+        image = plot.draw_weights(ax, plot.square(rows, int(rows["query"].max()) + 1), FAINTEST)
         ax.set_title(f"layer {layer}, head {head}")
-        whole_numbers(ax, "x")
-        whole_numbers(ax, "y")
+        plot.whole_numbers(ax, "x")
+        plot.whole_numbers(ax, "y")
     figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=30, pad=0.02, extend="min")
     figure.supxlabel("key position")
     figure.supylabel("query position")
-    figure.suptitle(title(run, width, f"one sequence ({table['sequence'].iloc[0]})"))
-    return figure
+    return figure.finish(title(run, width, f"one sequence ({table['sequence'].iloc[0]})"))
 
 
 # --- Why the first key is a sink: its norm is small, and its angle to the queries decides (WSE figure 2).
@@ -292,7 +219,6 @@ PANELS = (  # column, name, unit, log scale
     ("qk_norm_product", "‖q‖ ‖k‖", "product of L2 norms", True),
     ("sink_logit_gap", "gap to the other keys", "logits", False),
 )
-BAND = (0.1, 0.9)
 
 
 def draw_query_key_geometry(run: RunData) -> Figure:
@@ -301,32 +227,15 @@ def draw_query_key_geometry(run: RunData) -> Figure:
     axes = figure.subplots(2, 3, sharex=True)
     for ax, (column, name, unit, log) in zip(axes.flat, PANELS, strict=True):
         ax.set_title(name)
-        _first_and_others(ax, geometry, column)
-        layer_axis(ax, "layer" if ax in axes[-1] else "")
-        if value_axis(ax, log):
+        plot.first_and_others(ax, geometry, column)
+        plot.layer_axis(ax, "layer" if ax in axes[-1] else "")
+        if plot.value_axis(ax, log):
             ax.set_ylabel(unit)
         if not log:
-            ax.axhline(0, **NEUTRAL)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    handles.append(Patch(color=GRAY, alpha=0.35, linewidth=0))
-    figure.legend(handles, [*labels, "10–90 % of heads"], loc="outside lower center", ncols=3)
-    figure.suptitle(title(run, WIDE))
-    return figure
-
-
-def _first_and_others(ax: Axes, table: pd.DataFrame, column: str) -> None:
-    """Draw means over heads by layer, with the bands of their quantiles."""
-    at_first = table["position"] == 0
-    for rows, label, look in (
-        (table[at_first], "position 0", SINK),
-        (table[~at_first], "mean over the other positions", OTHERS),
-    ):
-        if rows.empty:  # --positions 1
-            continue
-        by_layer = rows.groupby(["layer", "head"])[column].mean().groupby("layer")
-        low, high = by_layer.quantile(BAND[0]), by_layer.quantile(BAND[1])
-        band_by_layer(ax, low, high, color=look["color"], alpha=0.2, linewidth=0)
-        line_by_layer(ax, by_layer.mean(), label=label, **look)
+            ax.axhline(0, **style.NEUTRAL)
+    handles, _ = axes[0, 0].get_legend_handles_labels()
+    handles.append(Patch(color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads"))
+    return figure.finish(title(run, WIDE), handles, ncols=3)
 
 
 # --- Gates at position 0 and elsewhere, of a retrofit or of the model itself (VGA §3.2; GS §5.1).
@@ -337,25 +246,24 @@ def _first_and_others(ax: Axes, table: pd.DataFrame, column: str) -> None:
 def draw_gates_by_layer(run: RunData) -> Figure:
     figure = new_figure(WIDE, 2.3)
     by_layer, by_position = figure.subplots(1, 2, sharey=True)
-    gate = finite(run.tables["gate"])
-    _first_and_others(by_layer, gate, "gate")
+    gate = plot.finite(run.tables["gate"])
+    plot.first_and_others(by_layer, gate, "gate")
     by_layer.fill_between([], [], color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads")
     by_layer.set_ylabel("gate, a factor")
-    layer_axis(by_layer)
+    plot.layer_axis(by_layer)
     # up to the last layer of the model, which may have no attention, where the run measured all layers
     last = max(int(run.tables[name]["layer"].max()) for name in ("gate", "activation") if name in run.tables)
     by_layer.set_xlim(-0.3, last + 0.3)
-    value_axis(by_layer)
+    plot.value_axis(by_layer)
     means = gate.groupby(["layer", "position"])["gate"].mean().unstack("layer")
     for place, layer in enumerate(means):
-        by_position.plot(means.index, means[layer], color=SKY, linewidth=0.7, label="" if place else "one layer")
-    by_position.plot(means.index, means.mean(axis=1), label="mean over layers", **MEAN_LINE)
+        by_position.plot(means.index, means[layer], color=style.SKY, linewidth=0.7, label="" if place else "one layer")
+    by_position.plot(means.index, means.mean(axis=1), label="mean over layers", **style.MEAN_LINE)
     by_position.set_xlabel("position")
-    whole_numbers(by_position, "x")
-    value_axis(by_position)
+    plot.whole_numbers(by_position, "x")
+    plot.value_axis(by_position)
     figure.legend(loc="outside lower center", ncols=5, columnspacing=1.2)
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE))
 
 
 # --- Massive activations by layer (after the layer-wise figure of Sun et al. 2024).
@@ -363,8 +271,6 @@ def draw_gates_by_layer(run: RunData) -> Figure:
 # sequences have a massive activation are shaded: above 100, and above 1000 × the median, the two thin lines.
 
 LOOKS = (("largest", SINK), ("second", OTHERS), ("third", HIGHEST))
-MEDIAN: Look = {"color": "0.45", "linestyle": "-.", "marker": "D"}
-RULE = GUIDE | {"linestyle": (0, (1, 1))}
 SHADE = "0.9"
 
 
@@ -372,37 +278,30 @@ def draw_massive_activations(run: RunData) -> Figure:
     massive = run.tables["massive"]
     figure = new_figure(TEXT, 2.7)
     ax = figure.subplots()
+    magnitude = massive.assign(value=massive["value"].abs()).sort_values("value", ascending=False)
     for rank, (label, look) in enumerate(LOOKS):
-        by_layer = top_magnitudes(massive, rank)
-        if len(by_layer):
-            line_by_layer(ax, by_layer, label=label, **look)
+        means = magnitude.groupby(["layer", "sequence"]).nth(rank).groupby("layer")["value"].mean()
+        if len(means):
+            plot.line_by_layer(ax, means, label=label, **look)
     sequences = massive.drop_duplicates(["layer", "sequence"])
     median = sequences.groupby("layer")["median"].mean()
-    line_by_layer(ax, median, label="median", **MEDIAN)
-    if has_values(ax, log=True):
-        line_by_layer(ax, RATIO * median, label=f"{RATIO:g} × median", **RULE)
+    plot.line_by_layer(ax, median, label="median", color="0.45", linestyle="-.", marker="D")
+    if plot.has_values(ax, log=True):
+        rule = GUIDE | {"linestyle": (0, (1, 1))}
+        plot.line_by_layer(ax, RATIO * median, label=f"{RATIO:g} × median", **rule)
         ax.axhline(THRESHOLD, label=f"{THRESHOLD:g}", **GUIDE)
-    layer_axis(ax)
+    plot.layer_axis(ax)
     ax.set_ylabel("|activation|, mean over sequences")
     ax.margins(x=0.02)
-    value_axis(ax, log=True)
-    handles, labels = ax.get_legend_handles_labels()
+    plot.value_axis(ax, log=True)
+    handles, _ = ax.get_legend_handles_labels()
     having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
     shaded = sorted(having[having > massive["sequence"].nunique() / 2].index)
     for layer in shaded:
         ax.axvspan(layer - 0.5, layer + 0.5, color=SHADE, linewidth=0, zorder=0)
     if shaded:
-        handles.append(Patch(color=SHADE, linewidth=0))
-        labels.append("massive in most sequences")
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, columnspacing=1.2)
-    figure.suptitle(title(run, TEXT))
-    return figure
-
-
-def top_magnitudes(massive: pd.DataFrame, rank: int) -> pd.Series:
-    """Return the mean over sequences of the largest (rank 0), second or third magnitude, by layer."""
-    magnitude = massive.assign(value=massive["value"].abs()).sort_values("value", ascending=False)
-    return magnitude.groupby(["layer", "sequence"]).nth(rank).groupby("layer")["value"].mean()
+        handles.append(Patch(color=SHADE, linewidth=0, label="massive in most sequences"))
+    return figure.finish(title(run, TEXT), handles, ncols=4, columnspacing=1.2)
 
 
 # --- Where in one hidden state the massive activations are: tokens × coordinates (Sun et al. 2024, fig. 1).
@@ -416,48 +315,38 @@ def draw_massive_map(run: RunData) -> Figure:
     table = run.tables["massive_map"]
     layer = table["layer"].iloc[0]
     is_top = table["is_top"].astype(bool)
-    named = {
-        "largest\ncoordinates": _grid(table[is_top], by_size=True),
-        "evenly spaced\ncoordinates": _grid(table[~is_top]),
-    }
+    top, spaced = (  # coordinates × positions, the first with the largest magnitude first
+        rows.pivot(index="coordinate", columns="position", values="magnitude")
+        for rows in (table[is_top], table[~is_top])
+    )
+    top = top.loc[top.max(axis=1).sort_values(ascending=False, kind="stable").index]
+    named = {"largest\ncoordinates": top, "evenly spaced\ncoordinates": spaced}
     parts = [(part, name) for name, part in named.items() if part.size]
     rows = [max(6, len(part)) for part, _ in parts]  # at least as high as the panel's name is long
     figure = new_figure(WIDE, 0.12 * sum(rows) + 1.5)
     axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     sequence = f"one sequence ({table['sequence'].iloc[0]})"
     figure.suptitle(title(run, WIDE, sequence, f"output of layer {layer}"))
-    scale = _scale(table["magnitude"])
+    positive = table["magnitude"][np.isfinite(table["magnitude"]) & (table["magnitude"] > 0)]
+    if positive.empty:
+        for ax in axes:
+            plot.say(ax, "no positive values")
+        return figure
+    high = float(positive.max())
+    scale = LogNorm(min(float(positive.quantile(MASSIVE_MAP_FAINTEST)), high / 10), high)
     for ax, (part, name) in zip(axes, parts, strict=True):
-        if scale is None:
-            say(ax, "no positive values")
-            continue
         ax.spines[:].set_visible(False)
         ax.set_ylabel(name)
-        image = ax.imshow(part.clip(lower=scale.vmin), cmap=SEQUENTIAL, norm=scale, aspect="auto")
+        image = ax.imshow(part.clip(lower=scale.vmin), cmap=style.SEQUENTIAL, norm=scale, aspect="auto")
         ax.set_yticks(range(len(part)), [str(coordinate) for coordinate in part.index])
         ax.tick_params(length=0, labelsize=6)
-    if scale is not None:
-        figure.colorbar(image, ax=list(axes), label="|activation|", aspect=25, pad=0.015, extend="min")
-        tokens = table.drop_duplicates("position").sort_values("position")
-        names = token_labels(tokens["token"], tokens["token_id"])
-        axes[-1].set_xticks(range(len(tokens)), names, rotation=90, fontsize=5.5)
-        axes[-1].tick_params(axis="x", pad=1)
-        axes[-1].set_xlabel("token, from position 0")
+    figure.colorbar(image, ax=list(axes), label="|activation|", aspect=25, pad=0.015, extend="min")
+    tokens = table.drop_duplicates("position").sort_values("position")
+    names = token_labels(tokens["token"], tokens["token_id"])
+    axes[-1].set_xticks(range(len(tokens)), names, rotation=90, fontsize=5.5)
+    axes[-1].tick_params(axis="x", pad=1)
+    axes[-1].set_xlabel("token, from position 0")
     return figure
-
-
-def _grid(table: pd.DataFrame, by_size: bool = False) -> pd.DataFrame:
-    """Return magnitudes as coordinates × positions, in order or with the largest magnitude first."""
-    grid = table.pivot(index="coordinate", columns="position", values="magnitude")
-    return grid.loc[grid.max(axis=1).sort_values(ascending=False, kind="stable").index] if by_size else grid
-
-
-def _scale(magnitude: pd.Series) -> LogNorm | None:
-    positive = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
-    if positive.empty:
-        return None
-    high = float(positive.max())
-    return LogNorm(min(float(positive.quantile(MASSIVE_MAP_FAINTEST)), high / 10), high)
 
 
 # --- Perplexity of a long text read through a short cache (StreamingLLM, Xiao et al. 2024, figure 3 and table 1).
@@ -474,8 +363,7 @@ def draw_streaming_perplexity(run: RunData) -> Figure:
     by_token, by_kept = figure.subplots(1, 2, width_ratios=(3, 2))
     _by_token(by_token, table[table["bucket"] >= 0])
     _by_kept(by_kept, table[table["bucket"] < 0])
-    figure.suptitle(title(run, WIDE))
-    return figure
+    return figure.finish(title(run, WIDE))
 
 
 def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
@@ -488,12 +376,11 @@ def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
         by_bucket = buckets[of_method].set_index("bucket")["perplexity"].sort_index()
         starts = by_bucket.index.to_numpy(float)
         width = np.diff(starts).min() if len(starts) > 1 else 1.0  # only the last bucket may be shorter
-        curve(ax, by_bucket.set_axis(starts + (width - 1) / 2), **look)
+        plot.curve(ax, by_bucket.set_axis(starts + (width - 1) / 2), **look)
     ax.set_title(f"by token; the window of {window} slides from the dotted line on")
-    ax.set_xlabel("token index")
-    ax.set_ylabel("perplexity")
+    ax.set(xlabel="token index", ylabel="perplexity")
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if value_axis(ax, log=True):
+    if plot.value_axis(ax, log=True):
         ax.axvline(window, color=GRAY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
         _legend_above(ax, columns=3)
 
@@ -507,18 +394,17 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
     for nth, window in enumerate(windows):
         by_kept = streams[streams["window"] == window].set_index("keep")["perplexity"].reindex(kept)
         look: Look = {
-            "color": GRADUAL(1 - 0.65 * nth / max(len(windows) - 1, 1)),
-            "marker": MARKERS[nth % len(MARKERS)],
+            "color": style.GRADUAL(1 - 0.65 * nth / max(len(windows) - 1, 1)),
+            "marker": style.MARKERS[nth % len(style.MARKERS)],
             "linestyle": DASHES[nth % len(DASHES)],
         }
         ax.plot(range(len(kept)), by_kept.to_numpy(float), zorder=3, label=f"last {window}", **look)
     ax.set_title("over all tokens")
     ax.set_xticks(range(len(kept)), [str(n) for n in kept])
-    ax.set_xlabel("first tokens kept")
-    ax.set_ylabel("perplexity")
-    values = drawn(ax, "y")
+    ax.set(xlabel="first tokens kept", ylabel="perplexity")
+    values = plot.drawn(ax, "y")
     values = values[np.isfinite(values)]
-    if value_axis(ax, log=bool(len(values) and values.max() > 10 * values.min())):
+    if plot.value_axis(ax, log=bool(len(values) and values.max() > 10 * values.min())):
         _legend_above(ax, columns=2)
 
 
@@ -546,14 +432,24 @@ def draw_by_layer(runs: Sequence[RunData]) -> Figure:
     figure = new_figure(WIDE, 3.6 + 0.15 * -(-len(runs) // across))
     axes = figure.subplots(2, 2)
     for ax, metric in zip(axes.flat, COMPARISON_PANELS, strict=True):
-        for run, label, depth, look in zip(runs, names, depths, line_looks(), strict=False):
+        for run, label, depth, look in zip(runs, names, depths, style.line_looks(), strict=False):
             summary = run.tables["summary"]
             rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
-            line = line_by_layer(ax, rows.set_index("layer")["value"], label=label, **look)
+            line = plot.line_by_layer(ax, rows.set_index("layer")["value"], label=label, **look)
             if is_relative:
                 line.set_xdata(np.asarray(line.get_xdata()) / max(depth - 1, 1))
-        _finish(ax, METRICS[metric], is_relative)
-    counts = drawn(axes[1, 1], "y")
+        unit = METRICS[metric].unit
+        ax.set_title(METRICS[metric].short)
+        if is_relative:
+            ax.set_xlim(-0.03, 1.03)
+            ax.set_xlabel("relative depth")
+        else:
+            plot.layer_axis(ax)
+        if plot.value_axis(ax, log=unit == "ratio", share=unit == "share"):
+            ax.set_ylabel(UNITS.get(unit, unit) or "count")
+        if ax.get_yscale() == "log":
+            ax.axhline(1, **style.NEUTRAL)
+    counts = plot.drawn(axes[1, 1], "y")
     counts = counts[np.isfinite(counts)]
     if np.any(counts > MANY):  # from 0 to hundreds: linear up to 1, logarithmic above
         axes[1, 1].set_yscale("symlog", linthresh=1)
@@ -563,16 +459,3 @@ def draw_by_layer(runs: Sequence[RunData]) -> Figure:
     if common:
         figure.suptitle(heading(common))
     return figure
-
-
-def _finish(ax: Axes, metric: Metric, is_relative: bool) -> None:
-    ax.set_title(metric.short)
-    if is_relative:
-        ax.set_xlim(-0.03, 1.03)
-        ax.set_xlabel("relative depth")
-    else:
-        layer_axis(ax)
-    if value_axis(ax, log=metric.unit == "ratio", share=metric.unit == "share"):
-        ax.set_ylabel(UNITS.get(metric.unit, metric.unit) or "count")
-    if ax.get_yscale() == "log":
-        ax.axhline(1, **NEUTRAL)

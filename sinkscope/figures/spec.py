@@ -1,11 +1,10 @@
 """An entry of the register of figures: name, description, the tables that the figure needs, and its functions."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
-from sinkscope.errors import InputError, Known
+from sinkscope.errors import InputError
 from sinkscope.figures.style import Figure, in_style
 
 # The data of a figure: a run, several runs, runs by training step, or the arms of a training.
@@ -55,8 +54,3 @@ class FigureSpec(Generic[Data_contra]):
     def _function(self, what: str) -> Any:
         module = import_module(f"sinkscope.figures.{self.file}")
         return getattr(module, f"{what}_{self.name.replace('-', '_')}", None)
-
-
-def draw_all(specs: Mapping[str, FigureSpec[Data_contra]], data: Data_contra) -> dict[str, Figure]:
-    """Draw the figures that the data allow, by name."""
-    return Known("figure", {name: spec(data) for name, spec in specs.items() if spec.applies(data)})

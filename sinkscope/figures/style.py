@@ -5,19 +5,21 @@ Nothing here uses pyplot or changes matplotlib's global settings.
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import matplotlib
 import matplotlib.style
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure as MatplotlibFigure
+from matplotlib.lines import Line2D
 from PIL import Image
 
 TEXT, WIDE = 5.5, 6.75  # inches: the text width of one-column and of two-column proceedings
@@ -71,6 +73,16 @@ class Figure(MatplotlibFigure):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         FigureCanvasAgg(self)
+
+    def finish(self, title: str, signs: "Mapping[str, Look] | Sequence[Artist]" = (), **legend: Any) -> Self:
+        """Add a title, and below the panels a legend of artists, or of lines by label; return the figure."""
+        if isinstance(signs, Mapping):
+            signs = [Line2D([], [], label=label, **look) for label, look in signs.items()]
+        if signs:
+            self.legend(handles=signs, loc="outside lower center", **legend)
+        if title:
+            self.suptitle(title)
+        return self
 
     def lay_out(self) -> None:
         """Fix the layout as in a PNG file: matplotlib would otherwise draw everything once more for each file."""

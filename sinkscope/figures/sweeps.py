@@ -1,6 +1,7 @@
 """Figures of the cells of a sweep."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -9,25 +10,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from sinkscope.figures.axes import curve, curve_with_range, log_ticks, name_rows, panel_grid, value_axis, with_decades
-from sinkscope.figures.labels import escape, heading, shorten
-from sinkscope.figures.steps import seeds_words, step_axis
-from sinkscope.figures.style import (
-    GRAY,
-    GUIDE,
-    HIGHEST,
-    NAVY,
-    NEUTRAL,
-    OTHERS,
-    SINK,
-    TEXT,
-    VERMILION,
-    WIDE,
-    Figure,
-    Look,
-    line_looks,
-    new_figure,
-)
+from sinkscope.figures import plot, style
+from sinkscope.figures.labels import escape, heading, seeds_words, shorten
+from sinkscope.figures.style import GRAY, GUIDE, HIGHEST, NAVY, SINK, TEXT, WIDE, Figure, Look, line_looks, new_figure
 from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
@@ -53,10 +38,7 @@ def model_names(models: Iterable[str]) -> list[str]:
 
 
 def rows_by_policy(tables: SweepTables) -> pd.DataFrame:
-    """Return the rows of `tables.by_policy`, with the model's own name in `name`.
-
-    If a model was measured with a BOS and without, `model` says which, so that each policy is a row of its own.
-    """
+    """Return the rows of `tables.by_policy`; `model` also has the BOS policy where one model has both."""
     rows = tables.by_policy
     rows = rows.assign(name=rows["model"])
     if rows.empty or rows.groupby("model")["bos"].nunique().max() == 1:
@@ -66,10 +48,7 @@ def rows_by_policy(tables: SweepTables) -> pd.DataFrame:
 
 
 def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = None) -> tuple[Figure, Axes]:
-    """Draw a row for each model, with a dot for each value of `by` at its sink rate, each a little lower.
-
-    A bar through the dot is its 95 % interval over sequences.
-    """
+    """Draw a row for each model, with a dot for each value of `by` at its sink rate, and its 95 % interval."""
     models = list(rows["model"].unique())
     figure = new_figure(TEXT, ROW * len(models) + AROUND)
     ax = figure.subplots()
@@ -81,11 +60,10 @@ def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = No
         ax.plot(100 * found["sink_rate"], where, label=escape(str(value)), **own)
         low, high = (100 * found.get(end, pd.Series(np.nan, found.index)) for end in ENDS)
         ax.hlines(where, low, high, color=own["color"], linewidth=BAR)
-    name_rows(ax, model_names(models))
+    plot.name_rows(ax, model_names(models))
     rate_axis(ax, "x")
     handles = [*ax.lines, *([Line2D([], [], color="0.3", linewidth=BAR, label=INTERVAL)] if has_ends(rows) else [])]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return figure, ax
+    return figure.finish("", handles, ncols=4), ax
 
 
 def has_ends(rows: pd.DataFrame) -> bool:
@@ -105,24 +83,26 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
 
     A line is the mean over cells that differ in nothing that is shown. Its band reaches from their lowest to their
     highest rate; where there is a single cell, it is the 95 % interval over sequences.
-
-    Returns:
-        The figure and its panels.
     """
     inputs = list(rows["input"].unique())
     across = min(len(inputs), ACROSS)
-    rows = rows.assign(line=_line_names(rows, by))
+    differing = [name for name in by if rows[name].nunique() > 1] or list(by[:1])
+    names = rows[differing].astype(str).agg(" · ".join, axis=1)
+    rows = rows.assign(line=names.map(lambda text: shorten(text, LONGEST_NAME)))
     looks = dict(zip(rows["line"].unique(), line_looks(), strict=False))
     legend_across = max(1, min(4, LEGEND // (max(map(len, looks)) + 8)))
     height = PANEL * -(-len(inputs) // across) + 0.55 + 0.16 * -(-len(looks) // legend_across)
     figure = new_figure(TEXT, height)
-    axes, lowest = panel_grid(figure, len(inputs), across)
+    axes, lowest = plot.panel_grid(figure, len(inputs), across)
     for ax, reads in zip(axes, inputs, strict=True):
         for name, found in rows[rows["input"] == reads].groupby("line", sort=False):
             means = found.groupby(x)["sink_rate"].mean()
-            curve(ax, 100 * means, label=escape(str(name)), markersize=2.4, **looks[name])
-            ends = 100 * _ends(found, x)
-            ax.fill_between(ends.index, ends["low"], ends["high"], color=looks[name]["color"], **BAND)
+            plot.curve(ax, 100 * means, label=escape(str(name)), markersize=2.4, **looks[name])
+            cells = found.reindex(columns=[x, "sink_rate", *ENDS]).groupby(x)
+            several, alone = cells.size() > 1, cells[ENDS].mean()
+            low = cells["sink_rate"].min().where(several, alone["low"])
+            high = cells["sink_rate"].max().where(several, alone["high"])
+            ax.fill_between(means.index, 100 * low, 100 * high, color=looks[name]["color"], **BAND)
         ax.set_title(escape(str(reads)))
         rate_axis(ax, "y", label=False)
     for ax in lowest:
@@ -137,28 +117,9 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
     return figure, axes
 
 
-def _ends(rows: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return the band of a line: rows are the values of `x`, columns are low and high."""
-    cells = rows.reindex(columns=[x, "sink_rate", *ENDS]).groupby(x)
-    several = cells.size() > 1
-    lowest, highest = cells["sink_rate"].min(), cells["sink_rate"].max()
-    alone = cells[ENDS].mean()
-    return pd.DataFrame({"low": lowest.where(several, alone["low"]), "high": highest.where(several, alone["high"])})
-
-
-def _line_names(rows: pd.DataFrame, by: Sequence[str]) -> pd.Series:
-    """Name each row's line by the columns that differ, at least by the first."""
-    differing = [name for name in by if rows[name].nunique() > 1] or list(by[:1])
-    texts = rows[differing].astype(str).agg(" · ".join, axis=1)
-    return texts.map(lambda text: shorten(text, LONGEST_NAME))
-
-
-def rate_axis(ax: Axes, which: str, label: bool = True) -> None:
-    if which == "x":
-        ax.set(xlabel=RATE if label else "", xlim=LIMITS)
-    else:
-        ax.set(ylabel=RATE if label else "", ylim=LIMITS)
-    ax.grid(True, axis="x" if which == "x" else "y", color="0.9", linewidth=0.4)
+def rate_axis(ax: Axes, which: Literal["x", "y"], label: bool = True) -> None:
+    ax.set(**{f"{which}label": RATE if label else "", f"{which}lim": LIMITS})
+    plot.grid(ax, which)
 
 
 def _lacking(rows: Callable[[SweepTables], pd.DataFrame], reason: str) -> Callable[[SweepTables], str | None]:
@@ -201,9 +162,7 @@ lacking_sweep_sizes = _lacking(_rows_by_size, "no family has models of two sizes
 
 def draw_sweep_sizes(tables: SweepTables) -> Figure:
     figure, axes = lines_by_input(_rows_by_size(tables), "parameters", "parameters", ("family",))
-    axes[0].set_xscale("log")  # of all panels
-    axes[0].set_xlim(*with_decades(*axes[0].get_xlim()))
-    log_ticks(axes[0].xaxis, *axes[0].get_xlim())
+    plot.log_x_axis(axes[0])  # of all panels
     return figure
 
 
@@ -222,7 +181,7 @@ def draw_sweep_steps(tables: SweepTables) -> Figure:
     rows = _rows_by_step(tables)
     figure, axes = lines_by_input(rows, "step", "training step", ("model", "settings"))
     for ax in axes:
-        step_axis(ax, sorted(int(step) for step in rows["step"].unique()))
+        plot.step_axis(ax, sorted(int(step) for step in rows["step"].unique()))
     return figure
 
 
@@ -230,7 +189,6 @@ def draw_sweep_steps(tables: SweepTables) -> Figure:
 
 
 def _rows_by_epsilon(tables: SweepTables) -> pd.DataFrame:
-    """Return the rows of the cells that are compared by input."""
     table = tables.tables.get(EPSILON)
     if table is None:
         return pd.DataFrame()
@@ -276,9 +234,9 @@ def draw_sweep_lengths(tables: SweepTables) -> Figure:
 
 
 def _rows_by_domain(tables: SweepTables) -> pd.DataFrame:
-    """Return the rows of texts: an input that is drawn at random has no domain."""
     rows = rows_by_policy(tables)
-    return several(rows[~rows["condition"].isin(list(DRAWN))], ("model",), "input")
+    texts = rows[~rows["condition"].isin(list(DRAWN))]  # an input that is drawn at random has no domain
+    return several(texts, ("model",), "input")
 
 
 lacking_sweep_domains = _lacking(_rows_by_domain, "no model read texts of two domains")
@@ -291,7 +249,7 @@ def draw_sweep_domains(tables: SweepTables) -> Figure:
 # --- Base models next to those that were tuned from them (WSE table 1, right)
 
 BASE, TUNED = "base", "tuned"
-LOOKS = {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": VERMILION, "marker": "s"}}
+LOOKS = {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": style.VERMILION, "marker": "s"}}
 
 
 def _chat_rows(tables: SweepTables) -> pd.DataFrame:
@@ -315,7 +273,7 @@ def draw_sweep_chat(tables: SweepTables) -> Figure:
     figure, ax = dots_by_model(rows, "kind", LOOKS)
     places = places_in_row(rows["kind"])
     for at, (_, pair) in enumerate(rows.groupby("model", sort=False)):
-        ax.plot(100 * pair["sink_rate"], at + pair["kind"].map(places), **NEUTRAL)
+        ax.plot(100 * pair["sink_rate"], at + pair["kind"].map(places), **style.NEUTRAL)
     return figure
 
 
@@ -323,18 +281,16 @@ def draw_sweep_chat(tables: SweepTables) -> Figure:
 
 
 def _benchmarks_rows(tables: SweepTables) -> pd.DataFrame:
-    """Return the scores of models whose sink rate on the first input is known at the same revision."""
+    """Return the scores of models whose sink rate on the first input is known at the same revision, if several are."""
     scores, rates = tables.scores, tables.rates
     if scores.empty or rates.empty:
         return pd.DataFrame()
     first = rates[(rates["input"] == rates["input"].iloc[0]) & (rates["settings"] == rates["settings"].iloc[0])]
-    return scores.merge(first[["model", "revision", "input", "sink_rate"]], on=["model", "revision"])
+    rows = scores.merge(first[["model", "revision", "input", "sink_rate"]], on=["model", "revision"])
+    return rows if len(rows.drop_duplicates(["model", "revision"])) > 1 else rows[:0]
 
 
-def lacking_sweep_benchmarks(tables: SweepTables) -> str | None:
-    rows = _benchmarks_rows(tables)
-    few = rows.empty or len(rows.drop_duplicates(["model", "revision"])) < 2
-    return "no two models have a score and a sink rate" if few else None
+lacking_sweep_benchmarks = _lacking(_benchmarks_rows, "no two models have a score and a sink rate")
 
 
 def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
@@ -345,21 +301,17 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
     looks = dict(zip(rows["line"].unique(), line_looks(), strict=False))
     across = min(len(tasks), ACROSS)
     figure = new_figure(TEXT if across > 1 else TEXT * 0.6, PANEL * -(-len(tasks) // across) + 0.9)
-    axes, lowest = panel_grid(figure, len(tasks), across)
+    axes, lowest = plot.panel_grid(figure, len(tasks), across)
     for ax, task in zip(axes, tasks, strict=True):
         for name, found in rows[rows["task"] == task].groupby("line", sort=False):
             found = found.sort_values("parameters")
-            style = looks[name] | ({} if len(found) > 1 else {"linestyle": "none"})
-            (label,) = model_names([str(name)])
-            ax.errorbar(
-                100 * found["sink_rate"], found["score"], yerr=found["error"], label=label, capsize=1.5, **style
-            )
+            look = looks[name] | ({} if len(found) > 1 else {"linestyle": "none"})
+            look |= {"label": escape(shorten(str(name), LONGEST_NAME)), "capsize": 1.5}
+            ax.errorbar(100 * found["sink_rate"], found["score"], yerr=found["error"], **look)
         ax.set_title(escape(str(task)))
         rate_axis(ax, "x", label=ax in lowest)
     axes[0].set_ylabel("score (± standard error)")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    return figure
+    return figure.finish("", axes[0].get_legend_handles_labels()[0], ncols=3)
 
 
 # --- The sink rate at the end of each training of a sweep, a row for each level of the factor, next to WSE's rate
@@ -401,7 +353,7 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
             look = {"color": HIGHEST["color"], "markersize": 4, "fillstyle": "none"}
             ax.plot(*zip(*points, strict=True), shape, label=name, **look)
     key, names = without_key(levels)
-    name_rows(ax, [escape(shorten(name, NAME_LENGTH)) for name in names])
+    plot.name_rows(ax, [escape(shorten(name, NAME_LENGTH)) for name in names])
     ax.set_ylabel(escape(key))
     ax.set_xlim(-3, 103)
     totals = end.get("total_weight", pd.Series(dtype=float)).dropna()
@@ -435,15 +387,13 @@ def draw_sweep_training_sink(tables: SweepTables) -> Figure:
         ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
     top = max(1.5 * SINK_RATE, 100 * rows["value"].max())
     axes[0].set_ylim(-0.03 * top, 1.03 * top)  # of all panels
-    figure.suptitle(heading(*_said_of_all(rows), f"above {SINK_RATE:g} % (dashed) a sink is there"))
-    return figure
+    return figure.finish(heading(*_of_all(rows), f"above {SINK_RATE:g} % (dashed) a sink is there"))
 
 
 def draw_sweep_training_loss(tables: SweepTables) -> Figure:
     rows = _training_rows(tables, "loss")
-    figure, _ = _panels(rows, METRICS["loss"].label, OTHERS)
-    figure.suptitle(heading(*_said_of_all(rows)))
-    return figure
+    figure, _ = _panels(rows, METRICS["loss"].label, style.OTHERS)
+    return figure.finish(heading(*_of_all(rows)))
 
 
 def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axes]]:
@@ -453,19 +403,19 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
     titles = ["\n".join(escape(shorten(part, TRAINING_NAME_LENGTH)) for part in name.split()) for name in names]
     panel = HEIGHT + LINE * max(title.count("\n") + 1 for title in titles)
     figure = new_figure(WIDE, 0.9 + panel * -(-len(levels) // across))
-    axes, lowest = panel_grid(figure, len(levels), across)
+    axes, lowest = plot.panel_grid(figure, len(levels), across)
     for ax, level, title in zip(axes, levels, titles, strict=True):
-        curve_with_range(ax, rows[rows[LEVEL] == level], 5, **look)
+        plot.curve_with_range(ax, rows[rows[LEVEL] == level], 5, **look)
         ax.set_title(title)
-        value_axis(ax)
-    step_axis(lowest[0], sorted(rows["step"].unique()))
+        plot.value_axis(ax)
+    plot.step_axis(lowest[0], sorted(rows["step"].unique()))
     figure.supxlabel("training step")
     figure.supylabel(name)
     return figure, axes
 
 
-def _said_of_all(rows: pd.DataFrame) -> list[str]:
-    """Name the setting whose values are the titles, if it is a single one, and the seeds that curves are means of."""
+def _of_all(rows: pd.DataFrame) -> list[str]:
+    """Return the setting whose values are the titles, if it is a single one, and the seeds that curves are means of."""
     key, _ = without_key(list(rows[LEVEL].unique()))
     counts = rows.groupby(LEVEL)["seed"].nunique()
     seeds = seeds_words(counts.max(), counts.min())

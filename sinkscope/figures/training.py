@@ -6,45 +6,25 @@ from functools import partial
 
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from sinkscope.figures.axes import (
-    curve,
-    curve_with_range,
-    layer_axis,
-    line_by_layer,
-    name_rows,
-    panel_grid,
-    say,
-    square,
-    value_axis,
-    write_beside,
+from sinkscope.figures import plot, style
+from sinkscope.figures.labels import (
+    Checkpoints,
+    escape,
+    heading,
+    model_name,
+    places,
+    seeds_words,
+    shorten,
+    steps_title,
+    token_labels,
+    wrapped,
 )
-from sinkscope.figures.labels import escape, heading, model_name, places, shorten, token_labels, wrapped
-from sinkscope.figures.steps import Checkpoints, in_order, seeds_words, step_axis, step_label, steps_title
-from sinkscope.figures.steps import lacking as lacking_training_by_step  # noqa: F401 (the register names it)
-from sinkscope.figures.style import (
-    GUIDE,
-    HIGHEST,
-    NAVY,
-    NEUTRAL,
-    OTHERS,
-    REFERENCE,
-    SEQUENTIAL,
-    SINK,
-    SKY,
-    TEXT,
-    VERMILION,
-    WIDE,
-    Figure,
-    Look,
-    line_looks,
-    new_figure,
-)
+from sinkscope.figures.style import GUIDE, HIGHEST, OTHERS, REFERENCE, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.metrics import METRICS, Metric
 from sinkscope.results.run import RunData
@@ -54,87 +34,76 @@ from sinkscope.verdict.trained import without_start
 # --- How sinks, gradient sinks and massive activations grow in training: the model's numbers against the step
 
 ACROSS = 3  # panels in a row
+Curves = dict[str, Callable[[RunData], float]]  # name → its value in a run
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """One quantity, or two with their names; `neutral` is the value without an effect, or the value of theory."""
-
-    name: str
-    unit: str
-    curves: Mapping[str, pd.Series]
-    log: bool = False
-    share: bool = False
-    neutral: float | None = None
-
-    @property
-    def has_values(self) -> bool:
-        known = pd.concat(list(self.curves.values())).replace([np.inf, -np.inf], np.nan).dropna()
-        return bool((known > 0).any() if self.log else len(known))
-
-
-def draw_training_by_step(runs: Checkpoints) -> Figure:
-    runs = in_order(runs)
-    steps = [step for step, _ in runs]
-
-    def by_step(value: Callable[[RunData], float]) -> pd.Series:
-        return pd.Series([value(run) for _, run in runs], steps)
-
-    def curves(*metrics: str) -> dict[str, pd.Series]:
-        return {METRICS[name].short: by_step(partial(RunData.metric, name=name)) for name in metrics}
-
-    pathways = ("value", "key")
-    gradients = {name: by_step(partial(RunData.metric, name=f"{name}_gradient_ratio")) for name in pathways}
-    norms = {name: by_step(partial(_largest_norm, of=name)) for name in ("token 0", "others")}
-    ratios, slopes = {"": by_step(_largest_ratio)}, curves("compress_slope", "compress_correlation")
-    panels = [
-        _Panel(METRICS["loss"].short, "nats per token", curves("loss")),
-        _Panel(METRICS["sink_rate"].short, "share of heads", curves("sink_rate"), share=True),
-        _Panel("gradient, token 0 ÷ later", "ratio of L2 norms", gradients, log=True, neutral=1),
-        _Panel("layer output, largest layer", "L2 norm", norms, log=True),
-        _Panel("token 0 ÷ others, largest layer", "ratio of L2 norms", ratios, log=True, neutral=1),
-        _Panel("compress on ‖h‖, log–log", "slope; correlation", slopes, neutral=-1),
-    ]
-    panels = [panel for panel in panels if panel.has_values] or panels[:1]
-    across = min(ACROSS, len(panels))
-    figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.6 * -(-len(panels) // across))
-    axes, lowest = panel_grid(figure, len(panels), across, sharey=False)
-    for ax, panel in zip(axes, panels, strict=True):
-        _draw(ax, panel)
-        ax.set_xlabel("training step" if ax in lowest else "")
-    step_axis(axes[0], steps)
-    figure.suptitle(steps_title(runs))
-    return figure
-
-
-def _draw(ax: Axes, panel: _Panel) -> None:
-    ax.set_title(panel.name)
-    for (label, values), look in zip(panel.curves.items(), (SINK, OTHERS), strict=False):
-        curve(ax, values.where(np.isfinite(values)), label=label, **look)
-    if not panel.has_values:
-        say(ax, "not measured")
-        return
-    if panel.neutral is not None:
-        ax.axhline(panel.neutral, **GUIDE)
-        ax.autoscale(axis="y")  # with a margin below the line
-    value_axis(ax, panel.log, panel.share)
-    ax.set_ylabel(panel.unit)
-    if len(panel.curves) > 1:
-        ax.legend(loc="best", handlelength=2.2, borderaxespad=0.2)
-
-
-def _largest_norm(run: RunData, of: str) -> float:
+def _largest_norm(run: RunData, of_first: bool) -> float:
     """Return the largest norm of a layer's output over layers, at position 0 or as the mean over the others."""
     activation = run.tables.get("activation")
     if activation is None:
         return float("nan")
-    rows = activation[(activation["site"] == "layer_out") & ((activation["position"] == 0) == (of == "token 0"))]
+    rows = activation[(activation["site"] == "layer_out") & ((activation["position"] == 0) == of_first)]
     return float(rows.groupby("layer")["norm_mean"].mean().max())
 
 
 def _largest_ratio(run: RunData) -> float:
     summary = run.tables["summary"]
     return float(summary[(summary["metric"] == "norm_ratio") & (summary["layer"] != WHOLE_MODEL)]["value"].max())
+
+
+def _metrics(*names: str, **labeled: str) -> Curves:
+    of = {METRICS[name].short: name for name in names} | labeled
+    return {label: partial(RunData.metric, name=name) for label, name in of.items()}
+
+
+# title, unit, curves, scale of the y axis, the value without an effect or the value of theory
+BY_STEP: tuple[tuple[str, str, Curves, dict[str, bool], float | None], ...] = (
+    (METRICS["loss"].short, "nats per token", _metrics("loss"), {}, None),
+    (METRICS["sink_rate"].short, "share of heads", _metrics("sink_rate"), {"share": True}, None),
+    ("gradient, token 0 ÷ later", "ratio of L2 norms",
+        _metrics(value="value_gradient_ratio", key="key_gradient_ratio"), {"log": True}, 1),
+    ("layer output, largest layer", "L2 norm",
+        {"token 0": partial(_largest_norm, of_first=True), "others": partial(_largest_norm, of_first=False)},
+        {"log": True}, None),
+    ("token 0 ÷ others, largest layer", "ratio of L2 norms", {"": _largest_ratio}, {"log": True}, 1),
+    ("compress on ‖h‖, log–log", "slope; correlation", _metrics("compress_slope", "compress_correlation"), {}, -1),
+)  # fmt: skip
+
+
+def lacking_training_by_step(runs: Checkpoints) -> str | None:
+    return None if runs else "there are no checkpoints"
+
+
+def draw_training_by_step(runs: Checkpoints) -> Figure:
+    runs = sorted(runs, key=lambda pair: pair[0])
+    steps = [step for step, _ in runs]
+    measured = []
+    for panel in BY_STEP:
+        values = pd.DataFrame({label: [value(run) for _, run in runs] for label, value in panel[2].items()}, steps)
+        values = plot.finite(values)
+        has_values = bool(((values > 0) if panel[3].get("log") else values.notna()).any(axis=None))
+        measured.append((panel, values, has_values))
+    shown = [one for one in measured if one[2]] or measured[:1]
+    across = min(ACROSS, len(shown))
+    figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.6 * -(-len(shown) // across))
+    axes, lowest = plot.panel_grid(figure, len(shown), across, sharey=False)
+    for ax, ((name, unit, _, scale, neutral), values, has_values) in zip(axes, shown, strict=True):
+        ax.set_title(name)
+        for label, look in zip(values, (SINK, OTHERS), strict=False):
+            plot.curve(ax, values[label], label=label, **look)
+        if has_values:
+            if neutral is not None:
+                ax.axhline(neutral, **GUIDE)
+                ax.autoscale(axis="y")  # with a margin below the line
+            plot.value_axis(ax, **scale)
+            ax.set_ylabel(unit)
+            if len(values.columns) > 1:
+                ax.legend(loc="best", handlelength=2.2, borderaxespad=0.2)
+        else:
+            plot.say(ax, "not measured")
+        ax.set_xlabel("training step" if ax in lowest else "")
+    plot.step_axis(axes[0], steps)
+    return figure.finish(steps_title(runs))
 
 
 # --- The arms of a training and their looks: an arm looks the same in every figure
@@ -156,15 +125,14 @@ class Arms:
     tables: Mapping[str, pd.DataFrame]
     runs: Mapping[str, RunData]
 
-    def rows(self, table: str) -> int:
-        """Return the number of rows of a table, 0 if it does not exist."""
-        return len(self.tables.get(table, ()))
+    def has(self, *tables: str) -> bool:
+        """Return whether these tables exist and have rows."""
+        return all(len(self.tables.get(table, ())) for table in tables)
 
     @property
     def seeds(self) -> int:
         """Number of seeds in the tables."""
-        seeds = [seed for table in self.tables.values() if "seed" in table for seed in table["seed"].unique()]
-        return len(set(seeds))
+        return len({seed for table in self.tables.values() if "seed" in table for seed in table["seed"]})
 
     def seeds_text(self, of_runs: bool = False) -> str:
         """Return «3 seeds», or «first of 3 seeds» for a figure of runs, which have the first seed."""
@@ -187,7 +155,7 @@ def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
     The untouched model is gray and takes no color, so that figures of only the trained arms have the same colors.
     """
     arms = list(arms)
-    looks = line_looks()
+    looks = style.line_looks()
     untouched: Look = {"color": "0.6", "linestyle": "-", "marker": "P"}
     return {
         arm: (untouched if arm == UNTOUCHED else next(looks))
@@ -205,13 +173,13 @@ PANELS = ("perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sin
 ROW, PANEL, AROUND = 0.24, 0.42, 0.5  # inches: a bar, the margins of a row of panels, and those of the figure
 LETTERS = 18  # in a line of an arm's name
 ROOM = {False: 1.45, True: 1.8}  # has a spread → length of the axis, times the longest bar: room for its number
-BEHIND_NUMBER: Look = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # over the line of the first arm
+NUMBER_BOX: Look = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # over the line of the first arm
 SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 2.4, "mfc": "white", "mew": 0.6}
 WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "capsize": 2, "capthick": 0.8}
 
 
 def lacking_retrofit_bars(arms: Arms) -> str | None:
-    return None if arms.rows("retrofit") else "no arm of this retrofit has been measured"
+    return None if arms.has("retrofit") else "no arm of this retrofit has been measured"
 
 
 def draw_retrofit_bars(arms: Arms) -> Figure:
@@ -227,15 +195,13 @@ def draw_retrofit_bars(arms: Arms) -> Figure:
         _bars(ax, METRICS[name], values[name], looks)
     for ax in list(axes.flat)[len(shown) :]:
         ax.set_visible(False)
-    name_rows(axes[0, 0], [wrapped(arm, LETTERS, 2) for arm in looks], shaded=False)
-    handles: list[Artist] = [Line2D([], [], label=escape(shorten(next(iter(looks)), LETTERS)), **REFERENCE)]
+    plot.name_rows(axes[0, 0], [wrapped(arm, LETTERS, 2) for arm in looks], shaded=False)
+    signs = {escape(shorten(next(iter(looks)), LETTERS)): REFERENCE}
     if arms.seeds > 1:
-        handles.append(Line2D([], [], label="one seed", **SEED))
-        handles.append(Line2D([], [], color="black", linewidth=0.8, marker="|", label="± standard deviation of seeds"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+        signs["one seed"] = SEED
+        signs["± standard deviation of seeds"] = {"color": "black", "linewidth": 0.8, "marker": "|"}
     nothing = [METRICS[name].short for name, rows in values.items() if len(rows) and name not in shown]
-    figure.suptitle(arms.title(arms.seeds_text(), f"{', '.join(nothing)}: 0" if nothing else ""))
-    return figure
+    return figure.finish(arms.title(arms.seeds_text(), f"{', '.join(nothing)}: 0" if nothing else ""), signs, ncols=3)
 
 
 def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) -> None:
@@ -257,12 +223,12 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
             ax.plot(single, np.full(len(single), row), zorder=5, **SEED)
         text = "∞" if np.isinf(means[arm]) else metric.text_with_spread(means[arm], spreads[arm])
         ends.append(float(max([length + np.nan_to_num(spreads[arm]), *single])))
-        write_beside(ax, text, ends[-1], row, space=4, size=6.5).set_bbox(BEHIND_NUMBER)
+        plot.write_beside(ax, text, ends[-1], row, space=4, size=6.5).set_bbox(NUMBER_BOX)
     ax.set_xlim(0, ROOM[has_spread] * (max(ends) or 1.0))
     ax.xaxis.set_major_locator(MaxNLocator(3))
     if metric.unit == "share":
         ax.xaxis.set_major_formatter(PercentFormatter(1))
-    ax.grid(True, axis="x", color="0.9", linewidth=0.4)
+    plot.grid(ax, "x")
 
 
 # --- Sinks and norms by layer, the arms of a training side by side (GS figure 5).
@@ -291,14 +257,18 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
     figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(looks) // 4))
     sites = {site for run in arms.runs.values() for site in run.tables["activation"]["site"]}
     panels = [panel for panel in RETROFIT_LAYERS_PANELS if panel[1] is None or panel[1] in sites]
-    axes, lowest = panel_grid(figure, len(panels), 2, sharey=False)
+    axes, lowest = plot.panel_grid(figure, len(panels), 2, sharey=False)
     for ax, (table, site, column, name, unit) in zip(axes, panels, strict=True):
         for arm, run in arms.runs.items():
             rows = run.tables[table]
-            _lines(ax, rows if site is None else rows[rows["site"] == site], column, looks[arm])
+            rows = rows if site is None else rows[rows["site"] == site]
+            first = rows["position"] == 0
+            means = [rows[chosen].groupby("layer")[column].mean() for chosen in (~first, first)]  # also over heads
+            plot.line_by_layer(ax, means[0], zorder=2, **looks[arm] | FAINT)
+            plot.line_by_layer(ax, means[1], zorder=3, **looks[arm])
         ax.set_title(name)
-        layer_axis(ax, "layer" if ax in lowest else "")
-        if value_axis(ax, log=site is not None, share=site is None):
+        plot.layer_axis(ax, "layer" if ax in lowest else "")
+        if plot.value_axis(ax, log=site is not None, share=site is None):
             ax.set_ylabel(unit)
     most = max(int(run.tables["attention"]["position"].max()) for run in arms.runs.values())
     handles = [
@@ -306,16 +276,7 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
         Line2D([], [], color="0.3", marker="o", label="position 0"),
         Line2D([], [], color="0.3", label=f"mean over {places(1, most)}", **FAINT | {"alpha": 1}),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    figure.suptitle(arms.title(arms.seeds_text(of_runs=True)))
-    return figure
-
-
-def _lines(ax: Axes, rows: pd.DataFrame, column: str, look: Look) -> None:
-    """Draw means over heads, where there are several."""
-    first = rows["position"] == 0
-    line_by_layer(ax, rows[~first].groupby("layer")[column].mean(), zorder=2, **look | FAINT)
-    line_by_layer(ax, rows[first].groupby("layer")[column].mean(), zorder=3, **look)
+    return figure.finish(arms.title(arms.seeds_text(of_runs=True)), handles, ncols=4)
 
 
 # --- Loss, and the distance of the new parameters from their start, by training step: the arms of a training together.
@@ -323,7 +284,7 @@ def _lines(ax: Axes, rows: pd.DataFrame, column: str, look: Look) -> None:
 
 
 def lacking_retrofit_training(arms: Arms) -> str | None:
-    return None if arms.rows("training") else "nothing was logged in training: take a smaller --log-every"
+    return None if arms.has("training") else "nothing was logged in training: take a smaller --log-every"
 
 
 def draw_retrofit_training(arms: Arms) -> Figure:
@@ -333,7 +294,7 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     panels = [("training loss", "nats per token", loss)]
     if len(gates):
         panels.append(("distance of new parameters from their start", "‖p − p₀‖,\nmean over heads", gates))
-    figure = new_figure(WIDE if len(panels) > 1 else TEXT, 2.6)
+    figure = new_figure(WIDE if len(panels) > 1 else style.TEXT, 2.6)
     axes = figure.subplots(1, len(panels), sharex=True, squeeze=False)[0]
     for ax, (name, label, table) in zip(axes, panels, strict=True):
         ax.set_title(name)
@@ -341,16 +302,12 @@ def draw_retrofit_training(arms: Arms) -> Figure:
             rows = table[table["condition"] == arm]
             if len(rows):
                 means = rows.groupby(["step", "seed"])["value"].mean()  # over layers
-                curve_with_range(ax, means.reset_index(), **look)
-        value_axis(ax)
-        ax.set_ylabel(label)
-        ax.set_xlabel("training step")
-    step_axis(axes[0], sorted(training["step"].unique().tolist()))
-    lines = axes[0].lines
-    figure.legend(lines, [str(line.get_label()) for line in lines], loc="outside lower center", ncols=4)
+                plot.curve_with_range(ax, means.reset_index(), **look)
+        plot.value_axis(ax)
+        ax.set(ylabel=label, xlabel="training step")
+    plot.step_axis(axes[0], sorted(training["step"].unique().tolist()))
     band = "bands: lowest to highest" if arms.seeds > 1 else ""
-    figure.suptitle(arms.title(arms.seeds_text(), band))
-    return figure
+    return figure.finish(arms.title(arms.seeds_text(), band), axes[0].lines, ncols=4)
 
 
 # --- Does the value drain disappear, and do gates close at the sink? (VGA figures 1 and 4, GS §5)
@@ -378,41 +335,34 @@ def draw_retrofit_values(arms: Arms) -> Figure:
     figure = new_figure(WIDE * columns / len(RETROFIT_VALUES_PANELS), 1.95 * rows + 0.15 * (1 + len(looks) // 4))
     axes = figure.subplots(rows, columns, squeeze=False)
     for arm, run in arms.runs.items():
-        for column, by_layer in enumerate(_measured(run)[:columns]):
-            if by_layer.empty:
-                continue
+        attended = to_others(run.tables["geometry"], "value_norm")
+        shown = [attended, attended]  # layers × positions
+        if "gate" in run.tables:
+            gate = run.tables["gate"]
+            gates = gate.groupby(["layer", "position"])["gate"].mean().unstack()
+            shown = [to_others(gate, "raw_value_norm"), attended, gates]
+        for column, by_layer in enumerate(shown):
             above, look = axes[0, column], looks[arm]
             above.plot(by_layer.columns, by_layer.median(), **look)
             low, high = by_layer.quantile(0.25), by_layer.quantile(0.75)
             above.fill_between(by_layer.columns, low, high, color=look["color"], alpha=0.12, linewidth=0)
             if rows > 1:
                 if column == 2:
-                    line_by_layer(axes[1, column], by_layer.drop(columns=0).mean(axis=1), **look | FAINT)
-                line_by_layer(axes[1, column], by_layer[0], **look)
+                    plot.line_by_layer(axes[1, column], by_layer.drop(columns=0).mean(axis=1), **look | FAINT)
+                plot.line_by_layer(axes[1, column], by_layer[0], **look)
     for column, (name, unit) in enumerate(list(RETROFIT_VALUES_PANELS.items())[:columns]):
         axes[0, column].set_title(name)
         for ax, across in zip(axes[:, column], ("position", "layer, at position 0"), strict=False):
-            layer_axis(ax, across)
-            ax.axhline(1.0, **NEUTRAL)
-            if value_axis(ax, log=column < 2):
+            plot.layer_axis(ax, across)
+            ax.axhline(1.0, **style.NEUTRAL)
+            if plot.value_axis(ax, log=column < 2):
                 ax.set_ylabel(unit)
     handles = [Line2D([], [], **look) for look in looks.values()]
     if has_gates and rows > 1:
         handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **FAINT))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4 if columns > 2 else 2)
     over = "by position: median and quartiles over layers" if rows > 1 else ""
-    figure.suptitle(arms.title(arms.seeds_text(of_runs=True), over))
-    return figure
-
-
-def _measured(run: RunData) -> list[pd.DataFrame]:
-    """Return a table (layers × positions) for each panel; the last is empty where the arm has no gates."""
-    attended = to_others(run.tables["geometry"], "value_norm")
-    if "gate" not in run.tables:
-        return [attended, attended, pd.DataFrame()]
-    gate = run.tables["gate"]
-    gates = gate.groupby(["layer", "position"])["gate"].mean().unstack()
-    return [to_others(gate, "raw_value_norm"), attended, gates]
+    text = arms.title(arms.seeds_text(of_runs=True), over)
+    return figure.finish(text, handles, ncols=4 if columns > 2 else 2)
 
 
 def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -428,12 +378,12 @@ def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
 # Upper row: attention weights, a map for each arm, of the head that attends most to <s>. Lower row: the norm of each
 # token's value; bars are as projected, lines as attended to where there is a gate on the values.
 
-BACKCOPY_MAPS_NAME_LENGTH = 20  # characters of an arm's name
+SHORT_NAME = 20  # characters of an arm's name
 SMALL = 5.5  # points: font size of the tokens
 
 
 def lacking_backcopy_maps(arms: Arms) -> str | None:
-    return None if arms.rows("attention_maps") and arms.rows("value_norms") else "there is no attention map"
+    return None if arms.has("attention_maps", "value_norms") else "there is no attention map"
 
 
 def draw_backcopy_maps(arms: Arms) -> Figure:
@@ -446,25 +396,24 @@ def draw_backcopy_maps(arms: Arms) -> Figure:
         layer, head = sinking_head(maps)
         norms = value_norms[(value_norms["condition"] == name) & (value_norms["layer"] == layer)]
         norms = norms.sort_values("position")
-        weights = square(maps[(maps["layer"] == layer) & (maps["head"] == head)], len(norms))
-        image = above.imshow(weights, cmap=SEQUENTIAL.with_extremes(bad="white"), vmin=0, vmax=1, aspect="auto")
+        weights = plot.square(maps[(maps["layer"] == layer) & (maps["head"] == head)], len(norms))
+        image = above.imshow(weights, cmap=style.SEQUENTIAL.with_extremes(bad="white"), vmin=0, vmax=1, aspect="auto")
         at = norms["position"].to_numpy()
-        below.bar(at, norms["norm"], width=0.8, color=[NAVY if position == 0 else SKY for position in at])
+        below.bar(at, norms["norm"], width=0.8, color=[style.NAVY if position == 0 else style.SKY for position in at])
         if not np.allclose(norms["norm"], norms["attended_norm"], rtol=1e-3):
             below.hlines(norms["attended_norm"], at - 0.4, at + 0.4, color=VERMILION, linewidth=1.1)
-        below.grid(True, axis="y", color="0.9", linewidth=0.4)
+        plot.grid(below, "y")
         if above is axes[0, 0]:
             _name_tokens(above.yaxis, norms)
         _name_tokens(below.xaxis, norms)
         above.tick_params(length=0)
         which = f"\nlayer {layer}, head {head}" if maps.groupby(["layer", "head"]).ngroups > 1 else ""
-        above.set_title(escape(shorten(name, BACKCOPY_MAPS_NAME_LENGTH)) + which)
+        above.set_title(escape(shorten(name, SHORT_NAME)) + which)
     axes[0, 0].set_ylabel("query")
     axes[1, 0].set_ylabel("value, L2 norm")
     figure.colorbar(image, ax=axes[0], label="attention weight", aspect=20, pad=0.01)
     figure.supxlabel("token, triggers bold and red (bars: values as projected; lines: as attended to, after a gate)")
-    figure.suptitle(arms.title("one sequence", arms.seeds_text(of_runs=True)))
-    return figure
+    return figure.finish(arms.title("one sequence", arms.seeds_text(of_runs=True)))
 
 
 def sinking_head(maps: pd.DataFrame) -> tuple[int, int]:
@@ -489,7 +438,6 @@ def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
 # band reaches from the lowest to the highest. With several layers, the figure shows the layer whose sink is largest in
 # the first arm.
 
-BACKCOPY_TRAINING_NAME_LENGTH = 20  # characters of an arm's name
 FEW_MARKERS = 5  # on one line, in a narrow panel
 TICKS = 15  # in all panels of a row
 ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric → its name and look
@@ -506,15 +454,17 @@ ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric →
     },
     "Δlogit\nof <s>": {"delta_logit": ("", SINK)},
 }
+BACKCOPY_METRICS = [metric for row in ROWS.values() for metric in row]
 
 
 def lacking_backcopy_training(arms: Arms) -> str | None:
-    known = arms.rows("training") and not _measures(arms.tables["training"]).empty
+    known = arms.has("training") and arms.tables["training"]["metric"].isin(BACKCOPY_METRICS).any()
     return None if known else "the table training has no metric of the Bigram-Backcopy task"
 
 
 def draw_backcopy_training(arms: Arms) -> Figure:
-    table = _measures(arms.tables["training"])
+    training = arms.tables["training"]
+    table = training[training["metric"].isin(BACKCOPY_METRICS)]
     names = list(table["condition"].unique())
     layer = sinking_layer(table)
     figure = new_figure(WIDE, 4.1)
@@ -523,24 +473,18 @@ def draw_backcopy_training(arms: Arms) -> Figure:
         rows = table[(table["condition"] == name) & table["layer"].isin((WHOLE_MODEL, layer))]
         for ax, curves in zip(axes[:, column], ROWS.values(), strict=True):
             for metric, (label, look) in curves.items():
-                curve_with_range(ax, rows[rows["metric"] == metric], FEW_MARKERS, label=label, **look)
-        axes[0, column].set_title(escape(shorten(name, BACKCOPY_TRAINING_NAME_LENGTH)))
+                plot.curve_with_range(ax, rows[rows["metric"] == metric], FEW_MARKERS, label=label, **look)
+        axes[0, column].set_title(escape(shorten(name, SHORT_NAME)))
     for row, (label, curves) in zip(axes, ROWS.items(), strict=True):
         for ax in row:
-            value_axis(ax, log="backcopy_risk" in curves, share="attention_to_start" in curves)
+            plot.value_axis(ax, log="backcopy_risk" in curves, share="attention_to_start" in curves)
         row[0].set_ylabel(label)
         if len(curves) > 1:
             row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.8, borderaxespad=0.2)
     ticks = max(2, min(5, TICKS // len(names)))  # of a panel: steps are logged evenly
     axes[-1, 0].xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
-    axes[-1, 0].xaxis.set_major_formatter(FuncFormatter(lambda step, _: step_label(step)))
+    axes[-1, 0].xaxis.set_major_formatter(FuncFormatter(lambda step, _: plot.step_label(step)))
     figure.supxlabel("training step")
     layers, seeds = table.loc[table["layer"] != WHOLE_MODEL, "layer"].nunique(), table["seed"].nunique()
     where = f"layer {layer}" if layers > 1 else ""
-    figure.suptitle(arms.title(where, seeds_words(seeds), without_start(arms.runs.values())))
-    return figure
-
-
-def _measures(training: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the table `training` that this figure shows."""
-    return training[training["metric"].isin(metric for row in ROWS.values() for metric in row)]
+    return figure.finish(arms.title(where, seeds_words(seeds), without_start(arms.runs.values())))

@@ -1,16 +1,9 @@
-"""Runs of `analyze` side by side, from their folders alone: no model is loaded.
-
-OUT/run.json                             which runs, and the settings in which they differ
-OUT/tables/comparison.parquet            one row a metric of the whole model, one column a run
-OUT/tables/comparison_by_layer.parquet   the same metrics by layer, one row a value
-OUT/figures/*.png|pdf
-"""
+"""Runs of `analyze` side by side, and the settings in which runs differ."""
 
 import html
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +12,16 @@ import pandas as pd
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_RUNS
 from sinkscope.figures.labels import labels
-from sinkscope.figures.spec import draw_all
-from sinkscope.figures.style import Figure
 from sinkscope.html_page import Contents
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.output.drawing import Drawings, drawings_of
-from sinkscope.output.result import Result, written
+from sinkscope.output.result import Result
 from sinkscope.output.run import Run
-from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.run import policy_of
 from sinkscope.verdict.report import span
 
-# What two runs must share for their numbers to be comparable, and where run.json has it.
+# the settings that two runs must share for their numbers to be comparable, and where run.json has them
 SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     # the arms of a retrofit have their method for a condition
     "input": lambda manifest: manifest["input"].get("text", manifest["condition"]),
@@ -51,13 +41,16 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @dataclass(frozen=True)
 class Comparison(Result):
-    """Runs side by side.
+    """Runs of `analyze` side by side.
 
-    table        rows metrics of the whole model, columns runs; of two runs also `difference` (second − first)
-                 and `ratio` (second ÷ first)
-    by_layer     model, condition, layer, run, metric, value
-    differing    rows settings in which the runs differ, columns runs: these stand in the way of comparing
-    manifest     the content of run.json
+    Attributes:
+        runs: The runs.
+        table: Rows metrics of the whole model, columns runs; of two runs also `difference` (second − first) and `ratio`
+            (second ÷ first).
+        by_layer: model, condition, layer, run, metric, value.
+        differing: Rows settings in which the runs differ, columns runs: these make numbers hard to compare.
+        manifest: The content of run.json.
+        folder: Where it is written; None if it is in memory only.
     """
 
     runs: tuple[Run, ...]
@@ -66,10 +59,6 @@ class Comparison(Result):
     differing: pd.DataFrame
     manifest: dict[str, Any] = field(repr=False)
     folder: Path | None = None
-
-    def figures(self) -> dict[str, Figure]:
-        """The comparison's figures, by name."""
-        return draw_all(OF_RUNS, self.runs)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
@@ -85,114 +74,80 @@ class Comparison(Result):
 
     @property
     def contents(self) -> Contents:
-        parts = dict(zip(_labels(self.runs), self.runs, strict=True))
+        parts = dict(zip(labels(self.runs)[0], self.runs, strict=True))
         return Contents(self.manifest, self.tables, parts, folder=self.folder)
 
     @property
     def warnings(self) -> list[str]:
-        """One line a setting in which the runs differ."""
+        """A line for each setting in which the runs differ."""
         return differing_lines(self.differing.to_dict(orient="index"))
 
-    def _repr_html_(self) -> str:  # what a notebook shows
+    def _repr_html_(self) -> str:  # for notebooks
         warned = "".join(f"<li>{html.escape(line)}</li>" for line in self.warnings)
         return self.table.to_html(float_format="{:.4g}".format, na_rep="–") + (warned and f"<ul>{warned}</ul>")
 
 
-def compare(
-    *runs: Run | str | os.PathLike[str],
-    out: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
-    page: bool = True,
-) -> Comparison:
-    """Compare runs, or run folders; with `out`, also write the tables and figures there, and without `page=False` the
-    page.
-
-    Errors: InputError for fewer than two runs, for a folder that holds none, or for an `out` that is taken;
-    SinkscopeError where writing fails.
-    """
-    start = time.time()
-    check_count(runs)
-    with own_folder(out, overwrite, ("compare",), reads=_folders(runs)) as folder:
-        return written(replace(compared(runs, start), folder=folder), page)
-
-
-def check_count(given: Sequence[object]) -> None:
-    """InputError for fewer than two."""
-    if len(given) < 2:
-        raise InputError(f"a comparison needs at least two runs; {len(given) or 'none'} was given")
-
-
-def _folders(runs: tuple[Run | str | os.PathLike[str], ...]) -> list[str | os.PathLike[str] | None]:
-    return [run.folder if isinstance(run, Run) else run for run in runs]
-
-
-def compared(runs: Sequence[Run | str | os.PathLike[str]], start: float) -> Comparison:
-    """Compare runs in memory. `start`: when the command began."""
-    opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
-    for run in opened:
+def compared(given: Sequence[Run | str | os.PathLike[str]], start: float) -> Comparison:
+    """Compare runs of `analyze` in memory, for a command that began at `start`."""
+    runs = tuple(run if isinstance(run, Run) else Run.open(run) for run in given)
+    for run in runs:
         if run.command != "analyze":
             raise InputError(
                 f"{run.folder or run.model} is a run of `{run.command}`: what it compares is in its own tables"
             )
-    names = _labels(opened)
-    differing = differing_settings([run.manifest for run in opened], names)
-    listed = [
-        {"label": name, "folder": run.folder and str(run.folder), "model": run.model, "condition": run.condition}
-        for run, name in zip(opened, names, strict=True)
-    ]
-    config, tables = {"runs": [run["folder"] for run in listed]}, ("comparison", "comparison_by_layer")
-    facts = {"runs": listed, "differing": differing.to_dict(orient="index")}
-    manifest = make_manifest("compare", config, start, tables, **facts)
-    return Comparison(opened, _table(opened, names), _by_layer(opened, names), differing, manifest)
-
-
-def differing_settings(manifests: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
-    """Rows the settings in which runs are not all alike, by their manifests; columns the runs."""
-    rows = {setting: [_setting(read, manifest) for manifest in manifests] for setting, read in SETTINGS.items()}
-    differing = {setting: values for setting, values in rows.items() if len(set(values)) > 1}
-    if "input" in differing:
-        differing.pop("input tokens", None)  # goes without saying
-    return pd.DataFrame.from_dict(differing, orient="index", columns=names)
-
-
-def differing_lines(differing: Mapping[Any, Mapping[Any, object]]) -> list[str]:
-    """One line a setting: «dtype differs: float32 (a), bfloat16 (b)»."""
-    return [
-        f"{setting} differs: {', '.join(f'{value} ({run})' for run, value in values.items())}"
-        for setting, values in differing.items()
-    ]
-
-
-def _setting(read: Callable[[dict[str, Any]], Any], manifest: dict[str, Any]) -> str:
-    try:
-        return str(read(manifest))
-    except (KeyError, TypeError):
-        return "not recorded"
-
-
-def _labels(runs: tuple[Run, ...]) -> list[str]:
-    """As in the figures' legends: of model, revision and condition those that differ."""
-
-    return labels(list(runs))[0]
-
-
-def _table(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
-    columns = []
-    for run in runs:
+    names = labels(runs)[0]
+    differing = differing_settings([run.manifest for run in runs], names)
+    whole, layers = [], []
+    for run, name in zip(runs, names, strict=True):
         summary = run.tables["summary"]
-        whole = summary[summary["layer"] == WHOLE_MODEL]
-        columns.append(whole.set_index("metric")["value"])
-    table = pd.concat(columns, axis=1, keys=names, sort=False).rename_axis("metric")
+        whole.append(summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"])
+        layers.append(summary[summary["layer"] != WHOLE_MODEL].assign(run=name))
+    table = pd.concat(whole, axis=1, keys=names, sort=False).rename_axis("metric")
     if len(runs) == 2:
         first, second = table.iloc[:, 0], table.iloc[:, 1]
         table["difference"] = second - first
         table["ratio"] = second / first.where(first != 0)
-    return table
+    by_layer = pd.concat(layers, ignore_index=True)[["model", "condition", "layer", "run", "metric", "value"]]
+    facts = [{"model": run.model, "condition": run.condition} for run in runs]
+    tables = ("comparison", "comparison_by_layer")
+    manifest = comparison_manifest(start, tables, names, [run.folder for run in runs], differing, facts)
+    return Comparison(runs, table, by_layer, differing, manifest)
 
 
-def _by_layer(runs: tuple[Run, ...], names: list[str]) -> pd.DataFrame:
-    parts = []
-    for run, name in zip(runs, names, strict=True):
-        summary = run.tables["summary"]
-        parts.append(summary[summary["layer"] != WHOLE_MODEL].assign(run=name))
-    return pd.concat(parts, ignore_index=True)[["model", "condition", "layer", "run", "metric", "value"]]
+def comparison_manifest(
+    start: float,
+    tables: Iterable[str],
+    names: Sequence[str],
+    folders: Sequence[Path | None],
+    differing: pd.DataFrame,
+    facts: Sequence[Mapping[str, str]] = (),
+) -> dict[str, Any]:
+    """Return the manifest of a comparison; `facts` are further entries of each run."""
+    runs = [{"label": name, "folder": folder and str(folder)} for name, folder in zip(names, folders, strict=True)]
+    runs = [run | dict(fact) for run, fact in zip(runs, facts or [{}] * len(runs), strict=True)]
+    config = {"runs": [run["folder"] for run in runs]}
+    return make_manifest("compare", config, start, tables, runs=runs, differing=differing.to_dict(orient="index"))
+
+
+def differing_settings(manifests: Sequence[dict[str, Any]], names: Sequence[str]) -> pd.DataFrame:
+    """Return a row for each setting in which runs are not all alike, by their manifests; columns are the runs."""
+
+    def setting(read: Callable[[dict[str, Any]], Any], manifest: dict[str, Any]) -> str:
+        try:
+            return str(read(manifest))
+        except (KeyError, TypeError):
+            return "not recorded"
+
+    rows = {name: [setting(read, manifest) for manifest in manifests] for name, read in SETTINGS.items()}
+    differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    if "input" in differing:
+        differing.pop("input tokens", None)  # these then differ, too
+    return pd.DataFrame.from_dict(differing, orient="index", columns=list(names))
+
+
+def differing_lines(differing: Mapping[Any, Mapping[Any, object]]) -> list[str]:
+    """Return a line for each setting: "dtype differs: float32 (a), bfloat16 (b)"."""
+    return [
+        f"{setting} differs: {', '.join(f'{value} ({run})' for run, value in values.items())}"
+        for setting, values in differing.items()
+    ]

@@ -35,7 +35,7 @@ def save_figures(drawings: Drawings, folder: Path) -> dict[str, str]:
         The figures that could not be drawn, each with the reason.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: Writing failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
@@ -55,24 +55,19 @@ def save_figures(drawings: Drawings, folder: Path) -> dict[str, str]:
 
 def _save(name: str, draw: Callable[[], Figure], folder: Path) -> None:
     paths = [folder / f"{name}.{kind}" for kind in ("png", "pdf")]
+    drawn = False
     try:
         figure = draw()
         figure.lay_out()
-    except Exception as error:  # a mistake in one figure must not cost the others
-        raise _failed(error) from error
-    try:
+        drawn = True
         for path in paths:
             figure.savefig(path)
-    except OSError:
-        raise
-    except Exception as error:
+    except Exception as error:  # a mistake in one figure must not cost the others
+        if drawn and isinstance(error, OSError):
+            raise
         for path in paths:
             path.unlink(missing_ok=True)
-        raise _failed(error) from error
-
-
-def _failed(error: Exception) -> BaseException:
-    return KeyboardInterrupt() if was_interrupted(error) else _FailedFigure(described(error))
+        raise (KeyboardInterrupt() if was_interrupted(error) else _FailedFigure(described(error))) from error
 
 
 def shared_out(work: Callable[[str], object], names: Sequence[str]) -> None:

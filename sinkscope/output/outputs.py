@@ -52,15 +52,9 @@ def write_run(run: Run, folder: Path, is_drawn: bool = True) -> None:
 
 
 def draw_run(run: Run, figures: Iterable[str] | None = None, page: bool = True) -> Run:
-    """Draw figures and the page into the folder of a run that is written.
+    """Draw figures, all that apply or those named, and the page into the folder of a run that is written.
 
-    Args:
-        run: what was measured.
-        figures: names of the figures to draw; None: all that apply.
-        page: whether to write index.html.
-
-    Returns:
-        The run; its manifest names the figures that could not be drawn.
+    The manifest of the returned run names the figures that could not be drawn.
     """
     return draw(run, None if figures is None else {name: partial(run.figure, name) for name in figures}, page)
 
@@ -71,20 +65,14 @@ def redrawn(run: Run, figures: Iterable[str] | None = None, page: bool = True) -
 
 
 def finished(run: Run, console: Console, figures: Iterable[str] | None = None, page: bool = True) -> Run:
-    """Return the run, written to its folder if it has one. `figures` and `page` as for `draw_run`."""
-    if figures is not None:
-        figures = tuple(figures)
-        check_known(figures)
+    """Return the run, written to its folder if it has one; InputError for a figure that does not exist."""
+    figures = None if figures is None else tuple(figures)
+    for name in figures or ():
+        if name not in FIGURES:
+            raise InputError(f"figure {unknown(name, FIGURES)}")
     if run.folder is None:
         return run
     with new_folder(run.folder) as fresh:
         write_run(run, fresh)
     with spinner(console, "drawing the figures"):
         return draw_run(run, figures, page)
-
-
-def check_known(figures: Iterable[str]) -> None:
-    """Raise InputError for a figure of a run that does not exist."""
-    for name in figures:
-        if name not in FIGURES:
-            raise InputError(f"figure {unknown(name, FIGURES)}")

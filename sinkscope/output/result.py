@@ -6,14 +6,15 @@ drawn, run.json has `"drawn": false`.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pandas as pd
 
-from sinkscope.errors import SinkscopeError, counted, described, one_line, was_interrupted
+from sinkscope.errors import Known, SinkscopeError, counted, described, one_line, was_interrupted
+from sinkscope.figures.style import Figure
 from sinkscope.html_page import PAGE, Contents, Paged, page_of
 from sinkscope.output.drawing import Drawings, save_figures
 from sinkscope.results.folders import FileList, new_folder
@@ -50,8 +51,12 @@ class Result(Paged, Tabular):
 
     @property
     def drawings(self) -> Drawings:
-        """Name of each figure → draws it."""
+        """Name of each figure → the function that draws it."""
         return {}
+
+    def figures(self) -> dict[str, Figure]:
+        """Draw all figures, by name."""
+        return Known("figure", {name: draw() for name, draw in self.drawings.items()})
 
     @property
     def contents(self) -> Contents:
@@ -84,17 +89,17 @@ def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, file
     """Draw figures and the page into the folder that `write_data` has finished.
 
     Args:
-        result: what was written.
-        drawings: the figures; None: all that the result has; empty: figures are left as they are.
-        page: whether to write index.html.
-        files: the list of the folder's files, if it was written step by step.
+        result: The result that was written.
+        drawings: The figures; None: all that the result has; empty: figures are left as they are.
+        page: Whether to write index.html.
+        files: The list of the folder's files, if it was written step by step.
 
     Returns:
         The result. Its manifest, and a warning, name the figures that could not be drawn, with the reasons.
 
     Raises:
-        SinkscopeError: the disk refuses. The tables are complete.
-        KeyboardInterrupt: an interrupt, with a message which says that the tables are complete.
+        SinkscopeError: Writing failed. The tables are complete.
+        KeyboardInterrupt: An interrupt, with a message which says that the tables are complete.
     """
     folder = result.folder
     assert folder is not None
@@ -108,7 +113,7 @@ def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, file
         if drawings is None or drawings:
             with files.new_folder(folder / FIGURES) as fresh:
                 failed = save_figures(result.drawings if drawings is None else drawings, fresh)
-        failed |= _write_page(lambda: result.contents, files, page)
+        failed |= _write_page(result, files, page)
         if failed:
             manifest["failed_figures"] = failed
         write_manifest(folder, manifest | {"files": files.names})
@@ -123,8 +128,8 @@ def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, file
     return replace(result, manifest=manifest)  # type: ignore[type-var]  # every kind of result is a dataclass
 
 
-def _write_page(contents: Callable[[], Contents], files: FileList, wanted: bool) -> dict[str, str]:
-    """Write index.html if it is wanted; else remove an earlier one of the command."""
+def _write_page(result: Result, files: FileList, wanted: bool) -> dict[str, str]:
+    """Write index.html if it is wanted, else remove an earlier one of the command; return the failure, if any."""
     path = files.folder / PAGE
     is_ours = files.names is None or PAGE in files.names
     if not wanted:
@@ -134,7 +139,7 @@ def _write_page(contents: Callable[[], Contents], files: FileList, wanted: bool)
     if path.exists() and not is_ours:
         raise SinkscopeError(f"{path} was written by somebody else meanwhile: move it away, and repeat the command")
     try:
-        text = page_of(contents()).html
+        text = page_of(result.contents).html
     except Exception as error:
         if was_interrupted(error):
             raise KeyboardInterrupt from None
@@ -146,7 +151,7 @@ def _write_page(contents: Callable[[], Contents], files: FileList, wanted: bool)
 
 
 def is_undrawn(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a folder lacks figures or its page: a killed command left it, or one of them failed."""
+    """Return whether a folder lacks figures or its page: the command was killed, or one of them failed."""
     return manifest.get("drawn") is False or bool(manifest.get("failed_figures"))
 
 

@@ -26,7 +26,10 @@ ACROSS = 4  # names in a line of the tree
 
 
 class Run(RunData, Result):
-    """What a command measured: `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`."""
+    """The result of `analyze`, `intervene` or `quantize`.
+
+    `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`, `run.verdict`.
+    """
 
     columns: ClassVar[Mapping[str, Columns]] = all_tables() | {analysis.TABLE: analysis.COLUMNS}
 
@@ -34,7 +37,7 @@ class Run(RunData, Result):
     def of_analysis(
         cls, manifest: dict[str, Any], tables: Mapping[str, pd.DataFrame], folder: Path | None = None
     ) -> Self:
-        """What `analyze` measured, with the table of its findings."""
+        """Return a run of `analyze`, with the table of its findings."""
         own = Known("table", tables)
         run = cls(manifest | {"tables": sorted([*manifest["tables"], analysis.TABLE])}, own, folder)
         own[analysis.TABLE] = analysis.finding_table(run, run.report)
@@ -44,7 +47,7 @@ class Run(RunData, Result):
         """Draw one figure from the tables.
 
         Raises:
-            InputError: the figure is unknown, or this run has no data for it.
+            InputError: The figure is unknown, or this run has no data for it.
         """
         return figures.draw(name, self)
 
@@ -54,7 +57,7 @@ class Run(RunData, Result):
 
     @cached_property
     def report(self) -> Report:
-        """What the tables say, as data."""
+        """The findings, as data."""
         return REPORTS[self.command](self)
 
     @cached_property
@@ -74,23 +77,21 @@ class Run(RunData, Result):
         """The table of the verdict, and those that papers print."""
         return {"": self.report.table, **paper_tables(self)}
 
-    def _repr_markdown_(self) -> str:  # what a notebook shows
+    def _repr_markdown_(self) -> str:  # for notebooks
         return self.verdict
 
 
 def _files(run: RunData, folder: Path) -> str:
-    """The run folder as a tree."""
+    """Return the run folder as a tree, with names in columns, as `ls` prints them."""
+
+    def columns(names: Sequence[str], indent: str) -> list[str]:
+        width = max(map(len, names), default=0) + 2
+        rows = [names[first : first + ACROSS] for first in range(0, len(names), ACROSS)]
+        return [(indent + "".join(name.ljust(width) for name in row)).rstrip() for row in rows]
+
     recipe = run.manifest.get("recipe")  # which draws its own figures only
     drawn = recipe["content"].get("figures", []) if recipe else figures.applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
     first = ("run.json", "verdict.md", "index.html (but with --no-page)", *spared_files(run))
-    lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *_columns(tables, "│   ")]
-    lines += ["└── figures/ (each as .png and .pdf)", *_columns(drawn, "    ")]
-    return "\n".join(lines)
-
-
-def _columns(names: Sequence[str], indent: str) -> list[str]:
-    """Names in columns, as `ls` prints them."""
-    width = max(map(len, names), default=0) + 2
-    rows = [names[first : first + ACROSS] for first in range(0, len(names), ACROSS)]
-    return [(indent + "".join(name.ljust(width) for name in row)).rstrip() for row in rows]
+    lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *columns(tables, "│   ")]
+    return "\n".join([*lines, "└── figures/ (each as .png and .pdf)", *columns(drawn, "    ")])

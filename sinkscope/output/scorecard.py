@@ -1,11 +1,14 @@
-"""A scorecard with its words, figures and page, as it is written."""
+"""Scorecards and scores on benchmarks, with the words, figures and page that are written with them."""
 
 from collections.abc import Mapping
+
+import pandas as pd
 
 from sinkscope.figures import OF_CLAIMS, OF_ROUTES
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
-from sinkscope.verdict.scorecard import Scorecard, legend
+from sinkscope.results.scores import TABLE, Scores
+from sinkscope.verdict.scorecard import LEGEND, Scorecard
 
 
 class DrawnScorecard(Scorecard, Result):
@@ -17,7 +20,7 @@ class DrawnScorecard(Scorecard, Result):
 
     @property
     def texts(self) -> Mapping[str, str]:
-        return {"scorecard.md": f"{self.markdown}\n\n{legend()}\n"}
+        return {"scorecard.md": f"{self.markdown}\n\n{LEGEND}\n"}
 
     @property
     def drawings(self) -> Drawings:
@@ -26,3 +29,15 @@ class DrawnScorecard(Scorecard, Result):
 
 def scorecard_drawings(card: Scorecard) -> Drawings:
     return {**drawings_of(OF_CLAIMS, card), **drawings_of(OF_ROUTES, card.routes)}
+
+
+class DrawnScores(Scores, Result):
+    """Scores that can be written."""
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {TABLE: self.table}
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        return {"": self.main[["condition", "metric", "score", "error", "questions"]]}

@@ -2,7 +2,7 @@
 
 OUT/run.json                  which steps, and the options that they share
 OUT/step512/                  the run folder of a step
-OUT/tables/series.parquet     the summaries of all steps, one row per value
+OUT/tables/series.parquet     the summaries of all steps, a row for each value
 OUT/figures/training-*.png|pdf
 """
 
@@ -16,13 +16,12 @@ import pandas as pd
 
 from sinkscope.errors import InputError, Known, one_line
 from sinkscope.figures import OF_STEPS
-from sinkscope.figures.spec import draw_all
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import STEP, Contents
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import Checkpoint
 from sinkscope.options.option import Options
-from sinkscope.output.comparison import differing_settings
+from sinkscope.output.comparison import differing_lines, differing_settings
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
@@ -40,10 +39,10 @@ class Series(Result):
     """One model at several steps of its training, in their order.
 
     Attributes:
-        manifest: the content of run.json.
+        manifest: The content of run.json.
         runs: step → Run.
-        table: the runs' summaries: model, condition, step, layer (−1: the whole model), metric, value.
-        folder: where it is written; None if it is in memory only.
+        table: The runs' summaries: model, condition, step, layer (−1: the whole model), metric, value.
+        folder: Where it is written; None if it is in memory only.
     """
 
     manifest: dict[str, Any]
@@ -55,12 +54,28 @@ class Series(Result):
         object.__setattr__(self, "runs", Known("step", self.runs))
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> "Series":
-        """Open what `analyze_steps` wrote.
+    def of(
+        cls, model: str, checkpoints: list[Checkpoint], options: Options, runs: Mapping[int, Run], start: float
+    ) -> "Series":
+        """Return the series of these runs in memory; `options` are those of one of them."""
+        path = Path(model).expanduser()
+        name = path.resolve().name if path.is_dir() else model  # as in a run's tables
+        parts = [run.tables["summary"].assign(model=name, step=step) for step, run in runs.items()]
+        revisions = ",".join(checkpoint.name for checkpoint in checkpoints)
+        manifest = make_manifest(
+            COMMAND,
+            options.model_dump(mode="json") | {"model": model, "revision": revisions},
+            start,
+            tables=["series"],
+            model=name,
+            condition=runs[checkpoints[0].step].condition,
+            steps=[{"step": at.step, "name": at.name, "folder": at.folder} for at in checkpoints],
+        )
+        return cls(manifest, runs, pd.concat(parts, ignore_index=True)[COLUMNS])
 
-        Raises:
-            InputError: it is no such folder, or it is damaged.
-        """
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "Series":
+        """Open what `analyze_steps` wrote; InputError for another folder, or a damaged one."""
         folder = folder_of(folder)
         manifest = read_manifest(folder, (COMMAND,))
         try:
@@ -70,12 +85,8 @@ class Series(Result):
             raise InputError(f"{folder} is damaged: {one_line(error)}") from error
         return cls(manifest, runs, table, folder)
 
-    def figures(self) -> dict[str, Figure]:
-        """The figures against the step, by name: `training-by-step`, …"""
-        return draw_all(OF_STEPS, list(self.runs.items()))
-
     def figure(self, name: str) -> Figure:
-        """One of them; InputError if it is unknown."""
+        """Draw one of them; InputError if it is unknown."""
         return self.figures()[name]
 
     @property
@@ -95,7 +106,6 @@ class Series(Result):
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
-        """The headlines."""
         return {"": self.headlines.rename_axis(columns=None).reset_index()}
 
     @property
@@ -104,41 +114,10 @@ class Series(Result):
 
     @property
     def warnings(self) -> list[str]:
-        """One line a setting in which the steps differ: it stands in the way of comparing them."""
+        """A line for each setting in which the steps differ, which makes them hard to compare."""
         names = [f"step {step}" for step in self.runs]
         rows = differing_settings([run.manifest for run in self.runs.values()], names)
-        return [
-            f"{setting} differs: {', '.join(f'{value} ({step})' for step, value in row.items())}"
-            for setting, row in rows.iterrows()
-        ]
+        return differing_lines(rows.to_dict(orient="index"))
 
-    def _repr_html_(self) -> str:  # what a notebook shows
+    def _repr_html_(self) -> str:  # for notebooks
         return self.headlines.to_html(float_format="{:.4g}".format, na_rep="–")
-
-
-def name_of(model: str) -> str:
-    """As in a run's tables: the hub id, or the folder's name."""
-    folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
-
-
-def series_table(model: str, runs: Mapping[int, Run]) -> pd.DataFrame:
-    parts = [run.tables["summary"].assign(model=model, step=step) for step, run in runs.items()]
-    return pd.concat(parts, ignore_index=True)[COLUMNS]
-
-
-def series_manifest(
-    model: str, checkpoints: list[Checkpoint], options: Options, runs: Mapping[int, Run], start: float
-) -> dict[str, Any]:
-    """The manifest of all steps together; `options` are those of one of them."""
-    revisions = ",".join(checkpoint.name for checkpoint in checkpoints)
-    shared = options.model_dump(mode="json") | {"model": model, "revision": revisions}
-    return make_manifest(
-        COMMAND,
-        shared,
-        start,
-        tables=["series"],
-        model=name_of(model),
-        condition=runs[checkpoints[0].step].condition,
-        steps=[{"step": at.step, "name": at.name, "folder": at.folder} for at in checkpoints],
-    )

@@ -1,11 +1,11 @@
 """The comparison of all cells of a sweep, as a folder.
 
 OUT/run.json                        which cells are done
-OUT/tables/sweep.parquet            one row a metric of a cell, with the cell's coordinates
+OUT/tables/sweep.parquet            a row for each metric of a cell, with the cell's coordinates
 OUT/tables/sweep_epsilon.parquet    the sink rate of each cell at many ε
 OUT/tables/*.parquet                tables of cells of other commands
 OUT/figures/*.png|pdf
-OUT/sweep.md                        sink rates by model and input, beside published ones
+OUT/sweep.md                        sink rates by model and input, next to published ones
 """
 
 import os
@@ -40,13 +40,13 @@ from sinkscope.verdict.table_formats import as_markdown
 TRAININGS_TITLE = "Trainings at their last step, mean ± standard deviation over seeds"
 TRAININGS = (
     f"{TRAININGS_TITLE}. The sink rate is at position 0, or at the fixed token, in the first 64 tokens of held-out "
-    "blocks, or in as many as a sliding window holds; of other operations than softmax it is that of the proxy "
-    f"|sim| ÷ Σ|sim|. A sink is there at the first log with a sink rate above {SINK:g} %."
+    "blocks, or in as many as a sliding window holds; for operations other than softmax it is that of the proxy "
+    f"|sim| ÷ Σ|sim|. A sink counts as present from the first log with a sink rate above {SINK:g} %."
 )
 TOTAL_WEIGHT = (
-    " The total weight is Σ|sim ÷ Z| over the tokens that a query sees, 1 of softmax: its median over the queries "
-    "behind that token, and over those of them whose share on it is above ε. Where that is close to 0 the proxy shows "
-    "a share of nothing."
+    " The total weight is Σ|sim ÷ Z| over the tokens that a query sees, which is 1 for softmax: its median over the "
+    "queries after that token, and over those of them whose share on it is above ε. Where that is close to 0, the "
+    "proxy is a share of almost no weight."
 )
 MARKED = f" {TRANSCRIBED}: from a transcription of the paper."
 
@@ -56,9 +56,9 @@ class SweepComparison(Result):
     """All cells of a sweep that are done.
 
     Attributes:
-        manifest: the content of run.json.
-        compared: the tables, with what they need to be shown.
-        folder: where it is written.
+        manifest: The content of run.json.
+        compared: The tables, with what is needed to show them.
+        folder: Where it is written.
     """
 
     manifest: dict[str, Any]
@@ -94,11 +94,7 @@ class SweepComparison(Result):
 
 
 def open_comparison(folder: str | os.PathLike[str]) -> SweepTables:
-    """Open the comparison of a sweep.
-
-    Raises:
-        InputError: it is no such folder, or it is damaged.
-    """
+    """Open the comparison of a sweep; InputError for another folder, or a damaged one."""
     folder = folder_of(folder)
     manifest = read_manifest(folder, (COMMAND,))
     tables = {name: read_table(folder / "tables" / f"{name}.parquet") for name in manifest["tables"]}
@@ -110,7 +106,7 @@ def open_comparison(folder: str | os.PathLike[str]) -> SweepTables:
 
 
 def summary_tables(tables: SweepTables) -> dict[str, pd.DataFrame]:
-    """Trainings by level, and WSE table 1 of these models, by title; those for which there are cells."""
+    """Return title → trainings by level, and WSE table 1 of these models; those for which there are cells."""
     found = {TRAININGS_TITLE: summary(tables.tables[STUDY])} if STUDY in tables.tables else {}
     if not tables.main.empty:
         found[f"Sink rate at position 0 ({_measured_at(tables)})"] = _with_published(tables)
@@ -118,7 +114,7 @@ def summary_tables(tables: SweepTables) -> dict[str, pd.DataFrame]:
 
 
 def one_cell_each(claims: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one cell of each model: of its last revision the first."""
+    """Return the rows of one cell of each model: the first cell of its last revision."""
     cells = claims.drop_duplicates("cell")
     last = cells.groupby("model")["revision"].transform("last")
     chosen = cells[cells["revision"] == last].drop_duplicates("model")["cell"]
@@ -126,17 +122,15 @@ def one_cell_each(claims: pd.DataFrame) -> pd.DataFrame:
 
 
 def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
-    """The title, and WSE table 1 of these models."""
+    """Return the title, the trainings by level, and WSE table 1 of these models."""
     parts = [f"## {record['content']['title']}"]
     if STUDY in tables.tables:
         table = summary(tables.tables[STUDY])
         has_weight, is_marked = METRICS["total_weight"].short in table, TRANSCRIBED in "".join(table[PAPER])
         parts.append(TRAININGS + TOTAL_WEIGHT * has_weight + MARKED * is_marked)
         parts.append(as_markdown(table, numbers=True))
-    if tables.main.empty and len(parts) > 1:
-        return "\n\n".join(parts)
     if tables.main.empty:
-        return "\n\n".join([*parts, "No cell of `analyze` is done."])
+        return "\n\n".join(parts if len(parts) > 1 else [*parts, "No cell of `analyze` is done."])
     parts.append(
         f"Sink rate at position 0 ({_measured_at(tables)}), mean over layers and heads; BOS: whether one is in front "
         "of every sequence."
@@ -148,13 +142,12 @@ def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
 
 
 def _measured_at(tables: SweepTables) -> str:
-    """Lengths and thresholds."""
-    said = dict.fromkeys(f"T = {row.seq_len}, ε = {row.epsilon:g}" for row in tables.main.itertuples())
-    return "; ".join(said)
+    """Return the lengths and thresholds."""
+    return "; ".join(dict.fromkeys(f"T = {row.seq_len}, ε = {row.epsilon:g}" for row in tables.main.itertuples()))
 
 
 def _with_published(tables: SweepTables) -> pd.DataFrame:
-    """The overview; behind it what the paper has of the models that name one, in the same setting."""
+    """Return the overview, and after it the paper's rates of the models that name one, in the same setting."""
     table = tables.overview
     same = all((tables.main[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items())
     if not same or not tables.papers:

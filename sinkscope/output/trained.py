@@ -11,8 +11,6 @@ from accelerate import PartialState
 
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.figures import OF_ARMS
-from sinkscope.figures.spec import draw_all
-from sinkscope.figures.style import Figure
 from sinkscope.figures.training import Arms
 from sinkscope.html_page import Contents
 from sinkscope.measuring.tables import all_tables
@@ -24,14 +22,8 @@ from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import MANIFEST, folder_of, format_of, read_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
 from sinkscope.training.tables import UNTOUCHED, retrofit_table
+from sinkscope.verdict import trained as words
 from sinkscope.verdict.analysis import quantized_source
-from sinkscope.verdict.trained import (
-    backcopy_markdown,
-    gates_moved,
-    retrofit_markdown,
-    retrofit_summaries,
-    without_start,
-)
 
 COMMANDS = ("retrofit", "train")
 
@@ -43,8 +35,8 @@ class Trained(Result):
     Attributes:
         folder: Where it was written.
         manifest: Its whole configuration, and its arms.
-        runs: Arm → its run on held-out text; of `retrofit` also "untouched", the model as it was.
-        comparison: Of the runs of the first seed; None where there is only one.
+        runs: Arm → its run on held-out text; for `retrofit` also "untouched", the model as it was.
+        comparison: The comparison of the runs of the first seed; None where there is only one.
         tables: `training`, `gates` and `retrofit`, whose condition is the method; a task adds its own.
     """
 
@@ -60,11 +52,7 @@ class Trained(Result):
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Trained":
-        """Open what `retrofit` or `train` wrote, without its comparison.
-
-        Raises:
-            InputError: it is no such folder, unfinished, or damaged.
-        """
+        """Open what `retrofit` or `train` wrote, without its comparison; InputError as for `tables_of_arms`."""
         folder = folder_of(folder)
         manifest, tables = tables_of_arms(folder)
         labels = [label for label in (UNTOUCHED, *manifest["arms"]) if (folder / label / "run" / MANIFEST).exists()]
@@ -75,22 +63,23 @@ class Trained(Result):
 
     @property
     def verdict(self) -> str:
-        """The table `retrofit` as Markdown, and of a task its own metrics."""
-        parts = [retrofit_markdown(self.tables["retrofit"])]
+        """The table `retrofit` as Markdown, and the metrics of a task."""
+        parts = [words.retrofit_markdown(self.tables["retrofit"])]
         if UNTOUCHED in self.runs:
             parts += [f"{finding.sentence}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
         if "value_norms" in self.tables:
-            parts.append(backcopy_markdown(self.tables["training"], without_start(self.runs.values())))
+            note = words.without_start(self.runs.values())
+            parts.append(words.backcopy_markdown(self.tables["training"], note))
         return "\n".join(parts)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
-        return retrofit_summaries(self.tables["retrofit"])
+        return words.retrofit_summaries(self.tables["retrofit"])
 
     @property
     def findings(self) -> list[Finding]:
         """How far the new parameters of each method have moved."""
-        return gates_moved(self.tables["gates"])
+        return words.gates_moved(self.tables["gates"])
 
     @property
     def contents(self) -> Contents:
@@ -102,7 +91,7 @@ class Trained(Result):
 
     @property
     def drawings(self) -> Drawings:
-        return drawings_of(OF_ARMS, self._drawn)
+        return drawings_of(OF_ARMS, self._of_first_seed)
 
     @property
     def failure(self) -> str:
@@ -112,37 +101,33 @@ class Trained(Result):
 
     @property
     def notes(self) -> list[str]:
-        """The findings, and the settings in which the runs differ, a line each."""
+        """A line for each finding, and for each setting in which the runs differ."""
         return [finding.sentence for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
 
-    def figures(self) -> dict[str, Figure]:
-        """By name, those that the tables, and the runs' own, allow."""
-        return draw_all(OF_ARMS, self._drawn)
-
     @property
-    def _drawn(self) -> Arms:
+    def _of_first_seed(self) -> Arms:
         return Arms(self.tables, first_runs(self.manifest, self.runs))
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one of several processes that prints."""
+        """Whether this process is the one that prints, if there are several."""
         return PartialState().is_main_process
 
     def model(self, label: str) -> Path:
-        """The folder of a trained model. Raises InputError: there is no such arm."""
+        """Return the folder of a trained model; InputError for an unknown arm."""
         if label not in self.manifest["arms"]:
             raise InputError(f"arm {unknown(label, self.manifest['arms'])}")
         return self.folder / label / "model"
 
-    def _repr_markdown_(self) -> str:  # what a notebook shows
+    def _repr_markdown_(self) -> str:  # for notebooks
         return self.verdict
 
 
 def tables_of_arms(folder: Path) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
-    """The manifest and the tables that `retrofit` or `train` wrote for all arms together.
+    """Return the manifest and the tables that `retrofit` or `train` wrote for all arms together.
 
     Raises:
-        InputError: it is no such folder, unfinished, or damaged.
+        InputError: The folder is another kind, unfinished, or damaged.
     """
     manifest = read_manifest(folder, COMMANDS)
     if not manifest["tables"]:
@@ -158,7 +143,7 @@ def tables_of_arms(folder: Path) -> tuple[dict[str, Any], dict[str, pd.DataFrame
 
 
 def by_seed(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> Iterator[tuple[int, dict[str, Run]]]:
-    """Each seed with its runs by method; the untouched model's run belongs to every seed."""
+    """Yield each seed with its runs by method; the untouched model's run belongs to every seed."""
     arms = {label: manifest["arms"][label] for label in runs if label != UNTOUCHED}
     for seed in sorted({arm["seed"] for arm in arms.values()}):
         shared = {UNTOUCHED: runs[UNTOUCHED]} if UNTOUCHED in runs else {}
@@ -166,21 +151,19 @@ def by_seed(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> Iterator[tu
 
 
 def first_runs(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Run]:
-    """The runs of the first seed, by method."""
+    """Return the runs of the first seed, by method."""
     return next(by_seed(manifest, runs))[1]
 
 
 def retrofit_tables(manifest: Mapping[str, Any], runs: Mapping[str, Run], gates: pd.DataFrame) -> pd.DataFrame:
-    """The table `retrofit` of all seeds."""
+    """Return the table `retrofit` of all seeds."""
+    for run in runs.values():
+        if not run.manifest.get("w8a8"):  # the cost of W8A8
+            raise InputError(
+                f"{run.folder}/{MANIFEST} has no `w8a8`: delete the folder, and the command makes it again"
+            )
     parts = []
     for seed, mine in by_seed(manifest, runs):
-        quantized = {method: _quantized(run) for method, run in mine.items()}
+        quantized = {method: run.manifest["w8a8"] for method, run in mine.items()}
         parts.append(retrofit_table(mine, quantized, gates[gates["seed"] == seed], seed))
     return pd.concat(parts, ignore_index=True)
-
-
-def _quantized(run: Run) -> dict[str, float]:
-    """What W8A8 costs an arm, by its run.json."""
-    if not run.manifest.get("w8a8"):
-        raise InputError(f"{run.folder}/{MANIFEST} has no `w8a8`: delete the folder, and the command makes it again")
-    return run.manifest["w8a8"]

@@ -5,10 +5,10 @@ A finding whose number belongs to a claim has the value, interval, threshold and
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from math import inf, isclose, isfinite, isnan
+from math import inf, isclose, isfinite, isnan, nan
 from numbers import Real
 from typing import Any
 
@@ -21,19 +21,8 @@ from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
-from sinkscope.results.findings import (
-    ALMOST_NO_SINK,
-    AT_ONE_POSITION,
-    COARSE_STEP,
-    MOSTLY,
-    NO_SINK,
-    OUTLIER,
-    RARE,
-    STRONG,
-    USUAL,
-    Finding,
-    Outcome,
-)
+from sinkscope.results import findings as limits
+from sinkscope.results.findings import ALMOST_NO_SINK, NO_SINK, STRONG, USUAL, Finding, Outcome
 from sinkscope.results.judgment import NotDefined, estimated
 from sinkscope.results.judgment import Outcome as Judged
 from sinkscope.results.metrics import METRICS
@@ -77,6 +66,7 @@ MOST_COORDINATES = 3  # coordinates of massive activations that are named
 MOST_TOKENS = 3  # tokens of later sinks that are named
 REGISTERS = "register tokens"  # the entry of the manifest's `outside` for registers, which precede the text
 EIGHT_BITS = 255  # steps of an 8-bit grid
+GGUF = re.compile(r"(?<![A-Za-z0-9])(?P<kind>I?Q(?P<bits>\d)[\w-]*)(?=\.gguf$)", re.IGNORECASE)  # the end of its name
 
 # outcome of a claim's number → outcome of the finding
 OUTCOMES = {
@@ -95,10 +85,11 @@ def report(run: RunData) -> Report:
 def overview(run: RunData) -> pd.DataFrame:
     """Return the metrics of the whole model as printed."""
     values = {name: run.metric(name) for name in SHOWN}
-    shown = {
-        name: value for name, value in values.items() if np.isfinite(value) and (value or name not in HIDDEN_AT_ZERO)
-    }
-    rows = [(METRICS[name].label, METRICS[name].text(value)) for name, value in shown.items()]
+    rows = [
+        (METRICS[name].label, METRICS[name].text(value))
+        for name, value in values.items()
+        if np.isfinite(value) and (value or name not in HIDDEN_AT_ZERO)
+    ]
     return pd.DataFrame(rows, columns=["whole model", "value"])
 
 
@@ -113,10 +104,7 @@ def findings(run: RunData) -> list[Finding]:
 def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Finding]:
     """Return how a run was measured, and whether its weights had been quantized before.
 
-    Args:
-        run: The run.
-        sentence_end: What a command adds to the sentence.
-        more: Further numbers of the command.
+    A command can add an end to the sentence, and `more` numbers.
     """
     given, dtype = run.manifest["input"], run.manifest["dtype"]
     sequences, lengths = given["sequences"], (given["shortest"], given["longest"])
@@ -151,17 +139,13 @@ def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Fi
 def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
     """Return a finding with the bits of the weights if these come from a quantized checkpoint.
 
-    The model's configuration or the name of a GGUF file says so.
-
-    Args:
-        run: The run.
-        scheme: The quantization that is simulated on top of that, such as W8A8.
+    The model's configuration or the name of a GGUF file says so. `scheme` is the quantization that is simulated on top
+    of that, such as W8A8.
     """
     source, weights = (str(run.manifest["model"].get(entry, "")) for entry in ("source", "weights"))
     dtype = run.manifest["dtype"]
     for file in (source, str(run.manifest.get("config", {}).get("gguf_file"))):
-        gguf = re.search(r"(?<![A-Za-z0-9])(?P<kind>I?Q(?P<bits>\d)[\w-]*)(?=\.gguf$)", file, re.IGNORECASE)
-        found = gguf or re.fullmatch(r"(?P<bits>\d+)-bit (?P<kind>.+)", weights)
+        found = GGUF.search(file) or re.fullmatch(r"(?P<bits>\d+)-bit (?P<kind>.+)", weights)
         if found:
             name, bits, kind = re.split(r"[/\\]", file)[-1], float(found["bits"]), found["kind"]
             sentence = f"The weights are those of {name}, which are quantized to {bits:g} bits ({kind})"
@@ -172,33 +156,28 @@ def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
     return []
 
 
-# --- the table `finding`
-
-
 def finding_table(run: RunData, report: Report) -> pd.DataFrame:
     """Return the table `finding`: every number that the verdict on a run of `analyze` states, with its interval."""
-    rows = [row for finding in (*report.settings, *report.findings) for row in _rows(finding)]
+    rows = []
+    for finding in (*report.settings, *report.findings):
+        about = (finding.threshold, str(finding.outcome), finding.claim)
+        if not isnan(finding.value):
+            rows.append((finding.name, "value", finding.value, finding.low, finding.high, *about))
+        numbers = [(name, number) for name, value in finding.numbers.items() for number in _numbers(value)]
+        by_name = dict(numbers)
+        ends = {f"{name}_{end}" for name in by_name for end in ("low", "high")}
+        for name, value in numbers:
+            if name not in ends:
+                low, high = (by_name.get(f"{name}_{end}", nan) for end in ("low", "high"))
+                rows.append((finding.name, name, value, low, high, *about))
     table = pd.DataFrame(rows, columns=names_of(COLUMNS))
     table = table.astype({column.name: float for column in COLUMNS if column.kind == "number"})
-    for name, value in (("layer", WHOLE_MODEL), ("condition", run.condition), ("model", run.model)):
-        table.insert(0, name, value)
+    for column, label in (("layer", WHOLE_MODEL), ("condition", run.condition), ("model", run.model)):
+        table.insert(0, column, label)
     return table
 
 
-def _rows(finding: Finding) -> Iterator[tuple]:
-    about = (finding.threshold, str(finding.outcome), finding.claim)
-    if not isnan(finding.value):
-        yield (finding.name, "value", finding.value, finding.low, finding.high, *about)
-    numbers = [(name, float(number)) for name, value in finding.numbers.items() for number in _numbers(value)]
-    ends = {f"{name}_{end}" for name, _ in numbers for end in ("low", "high")}
-    by_name = dict(numbers)
-    for name, value in numbers:
-        if name not in ends:
-            low, high = (by_name.get(f"{name}_{end}", float("nan")) for end in ("low", "high"))
-            yield (finding.name, name, value, low, high, *about)
-
-
-def _numbers(value: Any) -> Iterable[float]:
+def _numbers(value: Any) -> list[float]:
     """Return the numbers in a value of `Finding.numbers`, without NaN; those of nested tuples in one list."""
     if isinstance(value, tuple | list):
         return [number for part in value for number in _numbers(part)]
@@ -209,11 +188,12 @@ def _numbers(value: Any) -> Iterable[float]:
 
 
 def measured(measure: Callable[[Sequences], Estimate], sequences: Sequences) -> Estimate | None:
-    """Return an estimate; None if the quantity is not defined for the model, or the run lacks its table."""
+    """Return an estimate; None if it is not defined for the model, is not finite, or the run lacks its table."""
     try:
-        return estimated(measure, sequences)
+        found = estimated(measure, sequences)
     except (NotDefined, Lacks):
         return None
+    return found if isfinite(found.value) else None
 
 
 def of_claim(sequences: Sequences, claim: str, part: int = 0) -> Estimate | None:
@@ -221,42 +201,32 @@ def of_claim(sequences: Sequences, claim: str, part: int = 0) -> Estimate | None
     return measured(RUN_CLAIMS[claim].parts[part].measure, sequences)
 
 
-def threshold_of(claim: str, part: int = 0) -> float:
-    """Return the threshold of a test that has only one."""
-    test = RUN_CLAIMS[claim].parts[part].test
-    return test.most if test.least == -inf else test.least
-
-
-def finding(name: str, section: str, estimate: Estimate, claim: str = "", part: int = 0, **given: Any) -> Finding:
+def finding(name: str, section: str, estimate: Estimate, claim: str = "", **given: Any) -> Finding:
     """Return a finding with the value and interval of an estimate.
 
-    With a claim it also has the outcome and threshold of that number of the claim, unless `given` has others.
+    With a claim it also has the outcome and threshold of the claim's first number, unless `given` has others.
     """
     if claim:
-        judged = OUTCOMES[RUN_CLAIMS[claim].parts[part].test.outcome(estimate)]
-        given = {"outcome": judged, "threshold": threshold_of(claim, part), "claim": claim} | given
-    ends: dict[str, Any] = interval(estimate)
-    return Finding(name, section, value=estimate.value, **ends, **given)
+        test = RUN_CLAIMS[claim].parts[0].test
+        threshold = test.most if test.least == -inf else test.least
+        given = {"outcome": OUTCOMES[test.outcome(estimate)], "threshold": threshold, "claim": claim} | given
+    return Finding(name, section, value=estimate.value, **interval(estimate), **given)
 
 
-def interval(estimate: Estimate, name: str = "") -> dict[str, float]:
+def interval(estimate: Estimate, name: str = "") -> dict[str, Any]:
     """Return `low` and `high` of an estimate, after a prefix; empty if nothing was resampled or they are not finite."""
     if isclose(estimate.low, estimate.high, rel_tol=1e-9) or not (isfinite(estimate.low) and isfinite(estimate.high)):
         return {}
     return {f"{name}low": estimate.low, f"{name}high": estimate.high}
 
 
-def is_known(estimate: Estimate | None) -> bool:
-    return estimate is not None and isfinite(estimate.value)
+def _with_interval(estimate: Estimate, form: str, unit: str = "", label: str = "95 % interval ") -> str:
+    """Return a value and its interval in words: "1.31 × (95 % interval 1.20 to 1.40)"."""
+    return f"{estimate.value:{form}}{unit}{interval_text(form=form, label=label, **interval(estimate))}"
 
 
 def _text(metric: str, value: float) -> str:
     return METRICS[metric].text(value)
-
-
-def _interval_of(numbers: Mapping[str, Any], name: str, form: str, label: str = "") -> str:
-    nan = float("nan")
-    return interval_text(numbers.get(f"{name}_low", nan), numbers.get(f"{name}_high", nan), form, label)
 
 
 def _single(run: RunData) -> str:
@@ -281,8 +251,8 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     published = WSE.get(run.condition, ()) if comparable else ()
     found = finding("sink", SINK, rate, "W-1", published=published, numbers=numbers, is_headline=True)
 
-    interval = "" if isnan(found.low) else f"95 % interval {found.low:.1f} to {found.high:.1f}%, "
-    what = f"{METRICS['sink_rate'].label} is {found.value:.1f}% ({interval}ε = {config['epsilon']:g})."
+    ends = "" if isnan(found.low) else f"95 % interval {found.low:.1f} to {found.high:.1f}%, "
+    what = f"{METRICS['sink_rate'].label} is {found.value:.1f}% ({ends}ε = {config['epsilon']:g})."
     if found.outcome == Outcome.PRESENT:
         sentence = f"The {what}"
     elif found.outcome == Outcome.ABSENT:
@@ -301,7 +271,16 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     yield replace(found, sentence=sentence)
 
     yield from _outside(run)
-    yield from _attention_layers(run)
+    kinds = run.manifest["family"].get("kinds") or ()
+    others = _counted_kinds(kind for kind in kinds if kind != ATTENTION)
+    if others:
+        layers = tuple(layer for layer, kind in enumerate(kinds) if kind == ATTENTION)
+        sentence = (
+            f"Only {layers_text(layers)} {'have' if len(layers) > 1 else 'has'} attention, and means over layers are "
+            f"over these; the other layers are {others}."
+        )
+        numbers = {"layers": layers, "others": others}
+        yield Finding("attention-layers", SINK, value=len(layers), numbers=numbers, sentence=sentence)
     if operations := run.manifest["model"].get("operations"):
         what = " and ".join(operations)
         sentence = f"This model's attention is not a softmax ({what}): its weights are |sim| ÷ Σ|sim|, a proxy."
@@ -323,7 +302,7 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
 
 
 def _outside(run: RunData) -> Iterator[Finding]:
-    """Yield the attention to what is not a token of the text, such as registers, if the model has any of it."""
+    """Yield the attention to keys that are not tokens of the text, such as registers, if the model has any."""
     kinds, rates = run.manifest.get("outside"), _by_layer(run, "sink_rate_outside")
     if not kinds or rates.empty:
         return
@@ -335,34 +314,16 @@ def _outside(run: RunData) -> Iterator[Finding]:
         f"more than {epsilon:g} of the attention goes to {what} in {_text('sink_rate_outside', value)} of heads and "
         f"sequences{f' of {layers_text(having)}' if having else ''}"
     )
-    threshold = STRONG
+    outcome, threshold = Outcome.WEAK, STRONG
+    sentence = f"There is a weak sink outside the text: {share}, in no layer in {STRONG:.0%} of them."
     if strong:
-        outcome = Outcome.PRESENT
-        sentence = (
-            f"There is a sink outside the text: {share}, in at least {STRONG:.0%} of them in {layers_text(strong)}."
-        )
+        outcome, where = Outcome.PRESENT, layers_text(strong)
+        sentence = f"There is a sink outside the text: {share}, in at least {STRONG:.0%} of them in {where}."
     elif rates.max() < NO_SINK:
         outcome, threshold = Outcome.ABSENT, NO_SINK
         sentence = f"There is no sink outside the text: {share}, below {NO_SINK:.0%} in every layer."
-    else:
-        outcome = Outcome.WEAK
-        sentence = f"There is a weak sink outside the text: {share}, in no layer in {STRONG:.0%} of them."
     numbers = {"what": what, "epsilon": epsilon, "layers": strong, "having": having}
     yield Finding("sink-outside", SINK, outcome, value, threshold=threshold, numbers=numbers, sentence=sentence)
-
-
-def _attention_layers(run: RunData) -> Iterator[Finding]:
-    """Yield the layers that have attention if others do not."""
-    kinds = run.manifest["family"].get("kinds") or ()
-    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == ATTENTION)
-    without = _counted_kinds(kind for kind in kinds if kind != ATTENTION)
-    if without:
-        sentence = (
-            f"Only {layers_text(layers)} {'have' if len(layers) > 1 else 'has'} attention, and means over layers are "
-            f"over these; the other layers are {without}."
-        )
-        numbers = {"layers": layers, "others": without}
-        yield Finding("attention-layers", SINK, value=len(layers), numbers=numbers, sentence=sentence)
 
 
 def _counted_kinds(kinds: Iterable[str]) -> str:
@@ -378,8 +339,8 @@ def _later_sinks(run: RunData) -> Finding:
         sentence = f"No later position is a sink: {text}, below {NO_SINK:.0%}."
         return Finding("later-sinks", SINK, Outcome.ABSENT, rate, threshold=NO_SINK, sentence=sentence)
     tokens = sinks["token"].value_counts(normalize=True).head(MOST_TOKENS)
-    tokens = tokens[(tokens >= RARE) | (tokens == tokens.max())]
-    layers = _where(rates > max(ALMOST_NO_SINK, MOSTLY * rates.max()))
+    tokens = tokens[(tokens >= limits.RARE) | (tokens == tokens.max())]
+    layers = _where(rates > max(ALMOST_NO_SINK, limits.MOSTLY * rates.max()))
     shares = tuple((str(token), float(share)) for token, share in tokens.items())
     sentence = f"Later positions are sinks in {text}{f', mostly in {layers_text(layers)}' if layers else ''}"
     sentence += f"; most often at the tokens {', '.join(f'{token!r} ({share:.0%})' for token, share in shares)}."
@@ -424,23 +385,23 @@ def _repeated(run: RunData, evidence: Sequences) -> Iterator[Finding]:
 def _expected_on_repeated(run: RunData) -> Finding:
     positions = run.manifest["family"]["positions"]
     kinds, reasons = kinds_of_positions(run), unequal(run)
-    if any(reasons.values()) or not kinds <= ADDED | WITHIN_ATTENTION:
-        others = _counted_kinds(reasons.pop("others"))
-        words = {name: " and ".join(of) for name, of in reasons.items()}
-        sentence = f"WSE's propositions on repeated tokens do not cover this model: its positions are {positions}"
-        sentence += f", and tokens are also mixed by {others}" if others else ""
-        if operations := words.get("operations"):
-            sentence += f", its attention is {operations}, whose weights do not sum to 1"
-        if outside := words.get("outside"):
-            sentence += (
-                f"; attention also goes to {outside}, more of it the fewer tokens a query sees, so that equal tokens "
-                "do not stay equal"
-            )
-        numbers = {"positions": positions, "others": others} | words
-        return Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers, sentence=f"{sentence}.")
-    outcome, fate = (Outcome.PRESENT, "survive") if kinds & ADDED else (Outcome.ABSENT, "vanish on")
-    sentence = f"This model's positions are {positions}, for which WSE expects the sink to {fate} repeated tokens."
-    return Finding("repeated", SINK, outcome, numbers={"positions": positions}, sentence=sentence)
+    if not any(reasons.values()) and kinds <= ADDED | WITHIN_ATTENTION:
+        outcome, fate = (Outcome.PRESENT, "survive") if kinds & ADDED else (Outcome.ABSENT, "vanish on")
+        sentence = f"This model's positions are {positions}, for which WSE expects the sink to {fate} repeated tokens."
+        return Finding("repeated", SINK, outcome, numbers={"positions": positions}, sentence=sentence)
+    others = _counted_kinds(reasons.pop("others"))
+    words = {name: " and ".join(of) for name, of in reasons.items()}
+    sentence = f"WSE's propositions on repeated tokens do not cover this model: its positions are {positions}"
+    sentence += f", and tokens are also mixed by {others}" if others else ""
+    if operations := words.get("operations"):
+        sentence += f", its attention is {operations}, whose weights do not sum to 1"
+    if outside := words.get("outside"):
+        sentence += (
+            f"; attention also goes to {outside}, more of it the fewer tokens a query sees, so that equal tokens do "
+            "not stay equal"
+        )
+    numbers = {"positions": positions, "others": others} | words
+    return Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers, sentence=f"{sentence}.")
 
 
 def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
@@ -449,99 +410,86 @@ def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         return
     table = run.tables["massive"]
     massive = table[table["is_massive"]]
-    entry = table.loc[table["value"].abs().idxmax()]
-    if massive.empty and run.condition == "repeated" and abs(entry["value"]) > THRESHOLD:
-        yield _all_alike(run, entry)
-        return
     if massive.empty:
-        nearest = table.loc[table["ratio"].idxmax()]
-        value = float(abs(nearest["value"]))
-        sentence = (
-            "No entry of the residual stream is a massive activation as Sun et al. (2024) define it; the nearest, at "
-            f"coordinate {nearest['coordinate']} of layer {nearest['layer']}'s output and position "
-            f"{nearest['position']}, is {value:,.0f}: {nearest['ratio']:,.0f} × the median."
-        )
-        numbers = {name: nearest[name] for name in ("coordinate", "layer", "position", "ratio")}
-        yield Finding("massive", MASSIVE, Outcome.ABSENT, value, numbers=numbers, is_headline=True, sentence=sentence)
+        yield _nothing_massive(run, table)
         return
     coordinates = tuple(int(coordinate) for coordinate in massive["coordinate"].value_counts().index[:MOST_COORDINATES])
     largest = massive["value"].abs().max()
     numbers = {"coordinates": coordinates, "largest": largest}
-    found = finding("massive", MASSIVE, count, "S-6", outcome=Outcome.PRESENT, numbers=numbers, is_headline=True)
-    interval = "" if isnan(found.low) else f" (95 % interval {found.low:.3g} to {found.high:.3g})"
     sentence = (
-        f"The layer with the most massive activations (Sun et al. 2024) has {found.value:.3g} per sequence{interval}, "
-        f"most often at {coordinates_text(coordinates)}; the largest over all sequences is {largest:,.0f}."
+        f"The layer with the most massive activations (Sun et al. 2024) has {count.value:.3g} per sequence"
+        f"{interval_text(form='.3g', **interval(count))}, most often at {coordinates_text(coordinates)}; the largest "
+        f"over all sequences is {largest:,.0f}."
     )
-    yield replace(found, sentence=sentence)
+    given = {"outcome": Outcome.PRESENT, "numbers": numbers, "is_headline": True, "sentence": sentence}
+    yield finding("massive", MASSIVE, count, "S-6", **given)
     for coordinate in coordinates:
         rows = massive[massive["coordinate"] == coordinate]
-        yield _massive_coordinate(coordinate, rows, run.manifest["input"]["sequences"])
-
-
-def _massive_coordinate(coordinate: int, rows: pd.DataFrame, sequences: int) -> Finding:
-    layers = _where(rows.groupby("layer")["sequence"].nunique() / sequences >= USUAL)
-    positions = rows["position"].value_counts(normalize=True)
-    is_one = positions.iloc[0] > AT_ONE_POSITION
-    position, places = (int(positions.index[0]), None) if is_one else (None, len(positions))
-    value = float(rows["value"].abs().max())
-    where = f"in the output of {layers_text(layers)}" if layers else f"in less than {USUAL:.0%} of the sequences"
-    sentence = (
-        f"Coordinate {coordinate} is massive {where}, at {f'position {position}' if is_one else f'{places} positions'};"
-        f" the largest over all sequences is {value:,.0f}."
-    )
-    numbers = {
-        "coordinate": coordinate,
-        "layers": layers,
-        "usual": None if layers else USUAL,
-        "position": position,
-        "places": places,
-    }
-    return Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers, sentence=sentence)
-
-
-def _all_alike(run: RunData, entry: pd.Series) -> Finding:
-    """Return the finding if every repeated token is massive: so is the median then, and the definition finds none."""
-    value = float(abs(entry["value"]))
-    sentence = (
-        "On repeated tokens the median by which Sun et al. (2024) define massive activations grows with the other "
-        f"entries, so it cannot identify them. The largest entry, at coordinate {entry['coordinate']} of layer "
-        f"{entry['layer']}'s output, is {value:,.0f} ({entry['ratio']:,.0f} × the median)"
-    )
-    numbers = {name: entry[name] for name in ("coordinate", "layer", "ratio")}
-    if "activation_by_sequence" in run.tables:
-        norms = run.tables["activation_by_sequence"].query("site == 'layer_out'").groupby("layer")
-        first, smallest = (norms[name].mean()[entry["layer"]] for name in ("norm", "norm_smallest"))
-        numbers |= {"first": first, "smallest": smallest}
-        sentence += (
-            f"; there the norm of position 0 is {first:,.0f} and the smallest of any token {smallest:,.0f}: `sinkscope "
-            "claims`, W-6, compares these with the sink's on natural text"
+        shares = rows.groupby("layer")["sequence"].nunique() / run.manifest["input"]["sequences"]
+        layers = _where(shares >= USUAL)
+        positions = rows["position"].value_counts(normalize=True)
+        is_one = positions.iloc[0] > limits.AT_ONE_POSITION
+        position, places = (int(positions.index[0]), None) if is_one else (None, len(positions))
+        value = float(rows["value"].abs().max())
+        where = f"in the output of {layers_text(layers)}" if layers else f"in less than {USUAL:.0%} of the sequences"
+        sentence = (
+            f"Coordinate {coordinate} is massive {where}, at "
+            f"{f'position {position}' if is_one else f'{places} positions'}; the largest over all sequences is "
+            f"{value:,.0f}."
         )
-    return Finding(
-        "massive", MASSIVE, Outcome.UNDECIDED, value, numbers=numbers, is_headline=True, sentence=f"{sentence}."
-    )
+        numbers = {"coordinate": coordinate, "layers": layers, "usual": None if layers else USUAL}
+        numbers |= {"position": position, "places": places}
+        yield Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers, sentence=sentence)
+
+
+def _nothing_massive(run: RunData, table: pd.DataFrame) -> Finding:
+    """Return the finding without massive activations.
+
+    If every repeated token has the large entries, so has the median, and the definition cannot identify them.
+    """
+    entry = table.loc[table["value"].abs().idxmax()]
+    if run.condition == "repeated" and abs(entry["value"]) > THRESHOLD:
+        outcome, value = Outcome.UNDECIDED, float(abs(entry["value"]))
+        sentence = (
+            "On repeated tokens the median by which Sun et al. (2024) define massive activations grows with the other "
+            f"entries, so it cannot identify them. The largest entry, at coordinate {entry['coordinate']} of layer "
+            f"{entry['layer']}'s output, is {value:,.0f} ({entry['ratio']:,.0f} × the median)"
+        )
+        numbers = {name: entry[name] for name in ("coordinate", "layer", "ratio")}
+        if "activation_by_sequence" in run.tables:
+            norms = run.tables["activation_by_sequence"].query("site == 'layer_out'").groupby("layer")
+            first, smallest = (norms[name].mean()[entry["layer"]] for name in ("norm", "norm_smallest"))
+            numbers |= {"first": first, "smallest": smallest}
+            sentence += (
+                f"; there the norm of position 0 is {first:,.0f} and the smallest of any token {smallest:,.0f}: "
+                "`sinkscope claims`, W-6, compares these with the sink's on natural text"
+            )
+    else:
+        entry = table.loc[table["ratio"].idxmax()]
+        outcome, value = Outcome.ABSENT, float(abs(entry["value"]))
+        sentence = (
+            "No entry of the residual stream is a massive activation as Sun et al. (2024) define it; the nearest, at "
+            f"coordinate {entry['coordinate']} of layer {entry['layer']}'s output and position {entry['position']}, is "
+            f"{value:,.0f}: {entry['ratio']:,.0f} × the median"
+        )
+        numbers = {name: entry[name] for name in ("coordinate", "layer", "position", "ratio")}
+    return Finding("massive", MASSIVE, outcome, value, numbers=numbers, is_headline=True, sentence=f"{sentence}.")
 
 
 def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     drain, having = of_claim(evidence, "GS-20"), of_claim(evidence, "GS-20", part=1)
-    if drain is None or having is None or not is_known(drain):
+    if drain is None or having is None:
         return
+    ratio = f"{_with_interval(drain, '.2f')} of that at positions 5–15, median over"
     if not having.value:  # then it is over all heads
-        found = finding("value-drain", VALUES, drain, "GS-20", outcome=Outcome.MEASURED)
-        sentence = (
-            f"No head has its sink at position 0. The value norm there is {found.value:.2f}"
-            f"{interval_text(found.low, found.high)} of that at positions 5–15, median over all heads."
-        )
-        yield replace(found, sentence=sentence)
+        sentence = f"No head has its sink at position 0. The value norm there is {ratio} all heads."
+        yield finding("value-drain", VALUES, drain, "GS-20", outcome=Outcome.MEASURED, sentence=sentence)
         return
     chosen, _ = sink_heads(evidence)
     heads = int(chosen.sum())
     total = round(heads / having.value)
     found = finding("value-drain", VALUES, drain, "GS-20", numbers={"heads": heads, "total": total})
-    ratio = (
-        f"their norm is {found.value:.2f}{interval_text(found.low, found.high)} of that at positions 5–15, median over "
-        f"the {heads} of {total} heads with a sink"
-    )
+    ratio = f"their norm is {ratio} the {heads} of {total} heads with a sink"
     if found.outcome == Outcome.PRESENT:
         sentence = f"Value states at position 0 are drained where the sink is: {ratio}."
     elif found.outcome == Outcome.ABSENT:
@@ -558,24 +506,22 @@ def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
 
 def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     """Yield numbers only: comparison with the same model with random weights decides on a gradient sink (GS-6)."""
-    value, key = (measured(partial(_ratio, pathway), evidence) for pathway in ("value", "key"))
-    if value is not None and is_known(value):
+    value, key = (measured(partial(gradient_ratio, pathway=of), evidence) for of in ("value", "key"))
+    if value is not None:
         uniform = run.metric("uniform_gradient_ratio")
         numbers = {"uniform": uniform}
-        numbers |= {"key": key.value, **interval(key, "key_")} if key is not None else {}
-        found = finding("value-gradient", GRADIENTS, value, numbers=numbers, is_headline=True)
-        sentence = (
-            f"The value gradient at position 0 is {found.value:.1f} ×{interval_text(found.low, found.high, '.1f')}"
-        )
-        if not isnan(numbers.get("key", float("nan"))):
-            sentence += f" and the key gradient {numbers['key']:.1f} ×{_interval_of(numbers, 'key', '.1f')}"
+        sentence = f"The value gradient at position 0 is {_with_interval(value, '.1f', ' ×')}"
+        if key is not None:
+            numbers |= {"key": key.value, **interval(key, "key_")}
+            sentence += f" and the key gradient {_with_interval(key, '.1f', ' ×', label='')}"
         sentence += " that of positions 5–15"
         if not isnan(uniform):
             sentence += (
                 f"; uniform causal attention alone makes the value gradient {_text('uniform_gradient_ratio', uniform)} "
                 "× (with unrelated token gradients of equal size)"
             )
-        yield replace(found, sentence=f"{sentence}.")
+        about: dict[str, Any] = {"numbers": numbers, "is_headline": True, "sentence": f"{sentence}."}
+        yield finding("value-gradient", GRADIENTS, value, **about)
         if (run.tables["gradient"]["pathway"] == "raw_value").any():
             attended = run.metric("value_gradient_ratio")
             sentence = (
@@ -584,78 +530,64 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
             )
             yield Finding("gradient-behind", GRADIENTS, value=attended, sentence=sentence)
         if run.is_causal:
-            least = SPIKE
             sentence = (
                 "Whether that is a gradient sink is decided against the same model with random weights: it must be at "
-                f"least {least:g} × the ratio of that model (`sinkscope claims`, GS-6)."
+                f"least {SPIKE:g} × the ratio of that model (`sinkscope claims`, GS-6)."
             )
-            yield Finding("gradient-null", GRADIENTS, value=least, sentence=sentence)
+            yield Finding("gradient-null", GRADIENTS, value=SPIKE, sentence=sentence)
     norms = of_claim(evidence, "GS-8")
-    if norms is not None and is_known(norms):
-        found = finding("gradient-norms", GRADIENTS, norms, "GS-8", outcome=Outcome.MEASURED)
-        interval_words = interval_text(found.low, found.high, ".1f")
-        sentence = f"At position 0 the value gradient is {found.value:.1f} ×{interval_words} the key gradient."
-        yield replace(found, sentence=sentence)
+    if norms is not None:
+        sentence = f"At position 0 the value gradient is {_with_interval(norms, '.1f', ' ×')} the key gradient."
+        yield finding("gradient-norms", GRADIENTS, norms, "GS-8", outcome=Outcome.MEASURED, sentence=sentence)
     gains = {name: run.metric(name) for name in ("bloat", "bloat_later", "compress", "compress_later", "change")}
+    texts = {name: f"× {gain:,.0f}" if abs(gain) >= 100 else f"× {gain:.3g}" for name, gain in gains.items()}
     if np.isfinite([gains["bloat"], gains["compress"], gains["change"]]).all():
         sentence = (
-            f"Gradient gains at position 0, medians over layers: attention branch {_gain(gains['bloat'])}, the norm "
-            f"before it {_gain(gains['compress'])}, the residual stream {_gain(gains['change'])}"
+            f"Gradient gains at position 0, medians over layers: attention branch {texts['bloat']}, the norm before it "
+            f"{texts['compress']}, the residual stream {texts['change']}"
         )
         if not (isnan(gains["bloat_later"]) or isnan(gains["compress_later"])):
             sentence += (
-                f" (positions 5–15: attention branch {_gain(gains['bloat_later'])}, the norm before it "
-                f"{_gain(gains['compress_later'])})"
+                f" (positions 5–15: attention branch {texts['bloat_later']}, the norm before it "
+                f"{texts['compress_later']})"
             )
         yield Finding("reshaping", GRADIENTS, value=gains["change"], numbers=gains, sentence=f"{sentence}.")
     slope, correlation = of_claim(evidence, "GS-17"), of_claim(evidence, "GS-17", part=1)
-    if slope is not None and correlation is not None and is_known(slope) and is_known(correlation):
-        numbers = {"r": correlation.value, **interval(correlation, "r_")}
-        found = finding(
-            "compress", GRADIENTS, slope, "GS-17", outcome=Outcome.MEASURED, threshold=None, numbers=numbers
-        )
+    if slope is not None and correlation is not None:
         sentence = (
-            f"log₁₀ compress against log₁₀‖h‖: slope {found.value:.2f}{interval_text(found.low, found.high)}, r = "
-            f"{correlation.value:.2f}{_interval_of(numbers, 'r', '.2f')} (GS fig. 3)."
+            f"log₁₀ compress against log₁₀‖h‖: slope {_with_interval(slope, '.2f')}, r = "
+            f"{_with_interval(correlation, '.2f', label='')} (GS fig. 3)."
         )
-        yield replace(found, sentence=sentence)
-
-
-def _ratio(pathway: str, evidence: Sequences) -> Estimate:
-    return gradient_ratio(evidence, pathway)
-
-
-def _gain(x: float) -> str:
-    return f"× {x:,.0f}" if abs(x) >= 100 else f"× {x:.3g}"
+        numbers = {"r": correlation.value, **interval(correlation, "r_")}
+        given = {"outcome": Outcome.MEASURED, "threshold": None, "numbers": numbers, "sentence": sentence}
+        yield finding("compress", GRADIENTS, slope, "GS-17", **given)
 
 
 def _query_bias(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     apart = of_claim(evidence, "N-1")
-    if apart is None or not is_known(apart):
+    if apart is None:
         return
     every = np.unique(run.tables["query_bias_by_sequence"]["layer"])
-    layers = tuple(every[delta_gaps(evidence)[0] > OUTLIER])
-    numbers = {"layers": layers, "total": len(every), "outlier": OUTLIER}
-    found = finding("query-bias", BIAS, apart, "N-1", outcome=Outcome.MEASURED, numbers=numbers)
+    layers = tuple(every[delta_gaps(evidence)[0] > limits.OUTLIER])
+    numbers = {"layers": layers, "total": len(every), "outlier": limits.OUTLIER}
     sentence = (
-        f"The query bias lifts the logits of position 0 by more than {OUTLIER:g} standard deviations above those of "
-        f"later tokens in {found.value:.0%}{interval_text(found.low, found.high, '.0%')} of the second half of the "
-        "layers"
+        f"The query bias lifts the logits of position 0 by more than {limits.OUTLIER:g} standard deviations above "
+        f"those of later tokens in {_with_interval(apart, '.0%')} of the second half of the layers"
     )
     sentence += f"; among all {len(every)} layers, in {layers_text(layers)}" if layers else ""
-    yield replace(found, sentence=f"{sentence}.")
+    given = {"outcome": Outcome.MEASURED, "numbers": numbers, "sentence": f"{sentence}."}
+    yield finding("query-bias", BIAS, apart, "N-1", **given)
     alignment, later = of_claim(evidence, "N-2"), of_claim(evidence, "N-2", part=1)
-    if alignment is None or not is_known(alignment):
+    if alignment is None:
         return
-    magnitude = None if later is None else later.value
-    found = finding("key-alignment", BIAS, alignment, "N-2", outcome=Outcome.MEASURED, numbers={"later": magnitude})
     sentence = (
-        f"The part of the key that the first token alone determines, W_k EPE₀, has cosine {found.value:.2f} with the "
-        "query bias, mean over the second half of the layers"
+        f"The part of the key that the first token alone determines, W_k EPE₀, has cosine {alignment.value:.2f} with "
+        "the query bias, mean over the second half of the layers"
     )
-    if magnitude is not None and not isnan(magnitude):
-        sentence += f" (positions 5–15: {magnitude:.2f} in magnitude)"
-    yield replace(found, sentence=f"{sentence}.")
+    magnitude = None if later is None else later.value
+    sentence += "" if magnitude is None else f" (positions 5–15: {magnitude:.2f} in magnitude)"
+    given = {"outcome": Outcome.MEASURED, "numbers": {"later": magnitude}, "sentence": f"{sentence}."}
+    yield finding("key-alignment", BIAS, alignment, "N-2", **given)
     ratio = run.metric("gamma_ratio")
     if np.isfinite(ratio):
         gamma = run.tables["gamma"]
@@ -666,30 +598,29 @@ def _query_bias(run: RunData, evidence: Sequences) -> Iterator[Finding]:
 
 
 def _eight_bits(run: RunData) -> Iterator[Finding]:
-    """Yield the smallest possible step of 8 bits for a whole tensor, in units of its median entry."""
+    """Yield the smallest possible step of 8 bits with one scale for a tensor, in units of its median entry."""
     if "massive" not in run.tables:
         return
     by_layer = run.tables["massive"].assign(magnitude=run.tables["massive"]["value"].abs()).groupby("layer")
     largest, median = by_layer["magnitude"].max(), by_layer["median"].mean()
     steps = (largest / EIGHT_BITS / median).fillna(0.0)  # NaN in layers whose outputs are all zero
     worst = steps.idxmax()
-    step = float(steps[worst])
+    step, threshold = float(steps[worst]), limits.COARSE_STEP
     entries = f"(largest over all sequences {largest[worst]:,.0f}, median {median[worst]:.2g})"
-    if step > COARSE_STEP:
-        outcome = Outcome.PRESENT
+    outcome = Outcome.PRESENT if step > threshold else Outcome.ABSENT
+    if outcome == Outcome.PRESENT:
         sentence = (
             f"One step of per-tensor 8-bit activations at the output of layer {worst} is {step:.1f} × the median entry "
-            f"{entries}, more than {COARSE_STEP:g}: most of the tensor rounds to zero. Keep these tokens or "
-            "coordinates in higher precision, or scale per token."
+            f"{entries}, more than {threshold:g}: most of the tensor rounds to zero. Keep these tokens or coordinates "
+            "in higher precision, or scale per token."
         )
     else:
-        outcome = Outcome.ABSENT
         sentence = (
             f"One step of per-tensor 8-bit activations is at most {step:.1f} × the median entry, at the output of "
             f"layer {worst} {entries}: outliers do not rule out per-tensor scales."
         )
     numbers = {"layer": worst, "largest": largest[worst], "median": median[worst]}
-    yield Finding("8-bit-step", QUANTIZATION, outcome, step, threshold=COARSE_STEP, numbers=numbers, sentence=sentence)
+    yield Finding("8-bit-step", QUANTIZATION, outcome, step, threshold=threshold, numbers=numbers, sentence=sentence)
 
 
 def _windows(run: RunData) -> Iterator[Finding]:
@@ -700,17 +631,15 @@ def _windows(run: RunData) -> Iterator[Finding]:
     longest, layers = run.manifest["input"]["longest"], layers_text(sliding)
     name = "sliding-window" if run.is_causal else "window-both-ways"
     reach = counted(f"{window:g}", "token") + ("" if run.is_causal else " to either side")
-    if longest <= window:
-        outcome = Outcome.ABSENT
+    outcome = Outcome.ABSENT if longest <= window else Outcome.PRESENT
+    if outcome == Outcome.ABSENT:
         sentence = (
             f"The window of {reach} that {layers} attend to is never reached: sequences have at most {longest} tokens."
         )
     else:
-        outcome = Outcome.PRESENT
         seen = f"the last {reach}" if run.is_causal else f"tokens at most {window:g} away"
         sentence = f"Only {seen} can be attended to in {layers}."
-    numbers = {"layers": sliding, "longest": longest}
-    yield Finding(name, SINK, outcome, window, numbers=numbers, sentence=sentence)
+    yield Finding(name, SINK, outcome, window, numbers={"layers": sliding, "longest": longest}, sentence=sentence)
 
 
 def _not_applicable(run: RunData) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 An arm's change counts only if it is larger than the effect of random changes of the same kind (the control's draws).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,7 @@ from sinkscope.verdict.analysis import settings
 from sinkscope.verdict.report import Report, layers_text
 
 MOST_CHANGED = 3  # layers that are named
-Layers = tuple[int, ...]
-
+PERPLEXITY, SINK_RATE = METRICS["perplexity"].text, METRICS["sink_rate"].text
 
 # --- reading the table
 
@@ -108,9 +107,10 @@ def overview(run: RunData) -> pd.DataFrame:
             spreads = {column: (effect.control, effect.spread) for column, effect in effects.items()}
             rows.append({"arm": "  control"} | _texts(spreads))
     for label in arms(run):
-        if label not in measured:
-            rows += [{"arm": _streaming_name(row)} | _texts({("perplexity", NO_POSITION): (row.perplexity, np.nan)})
-                     for row in _streamed(run, label).itertuples()]  # fmt: skip
+        for row in () if label in measured else _streamed(run, label).itertuples():
+            name = f"last {row.window} tokens" + (f" and the first {row.keep}" if row.keep else "")
+            name = "dense, as streaming measures it" if row.method == "dense" else name
+            rows.append({"arm": name} | _texts({("perplexity", NO_POSITION): (row.perplexity, np.nan)}))
     table = pd.DataFrame(rows or [before]).fillna("")
     return table[["arm", *(heading for heading in map(_heading, columns) if heading in table)]]
 
@@ -135,54 +135,7 @@ def _streamed(run: RunData, label: str) -> pd.DataFrame:
     return table[(table["condition"] == label) & (table["bucket"] == -1)]
 
 
-def _streaming_name(row: Any) -> str:
-    if row.method == "dense":
-        return "dense, as streaming measures it"
-    return f"last {row.window} tokens" + (f" and the first {row.keep}" if row.keep else "")
-
-
 # --- findings
-
-
-def findings(run: RunData) -> list[Finding]:
-    """Return the effects of every arm compared with the papers' findings, then the arms that were not measured."""
-    found = [finding for label in arms(run) for finding in findings_of(run, label)]
-    for name, reason in run.manifest["skipped"].items():
-        sentence = f"`{name}` does not apply: {reason}."
-        numbers = {"what": name, "reason": reason}
-        found.append(Finding("skipped", "Does not apply here", numbers=numbers, sentence=sentence))
-    for name, reason in run.manifest.get("failed", {}).items():
-        sentence = f"`{name}` could not be measured: {reason}."
-        found.append(Finding("failed", "Failed", numbers={"what": name, "reason": reason}, sentence=sentence))
-    return found
-
-
-def findings_of(run: RunData, label: str) -> list[Finding]:
-    """Return the findings of one arm. A sink falls, rises or moves only if it does so beyond the control's spread."""
-    arm, section = arms(run)[label], f"`{label}`"
-    if not arm["watched"]:
-        return list(_streaming(run, label, section))
-    sink, *targets = arm["watched"]
-    found = [_sink_rate(run, label, section, sink)]
-    found += [_change_of("window_mass", section, effect_of(run, label, "window_mass", at), at) for at in targets]
-    perplexity = effect_of(run, label, "perplexity")
-    numbers = {"before": perplexity.before, "control": perplexity.control}
-    sentence = f"Perplexity {_numbers('perplexity', perplexity)}."
-    found.append(
-        Finding(
-            "perplexity",
-            section,
-            value=perplexity.after,
-            spread=perplexity.spread,
-            numbers=numbers,
-            sentence=sentence,
-        )
-    )
-    found += _largest_elsewhere(run, label, section)
-    if arm["expects"]:
-        found.append(_expected(run, label, section, Expectation(arm["expects"])))
-    return found
-
 
 CHANGES = {
     Outcome.FALLS: "falls",
@@ -192,34 +145,60 @@ CHANGES = {
 }
 
 
-def _numbers(metric: str, effect: Effect) -> str:
+def findings(run: RunData) -> list[Finding]:
+    """Return the effects of every arm compared with the papers' findings, then the arms that were not measured."""
+    found = [finding for label in arms(run) for finding in findings_of(run, label)]
+    for name, reason in run.manifest["skipped"].items():
+        sentence, numbers = f"`{name}` does not apply: {reason}.", {"what": name, "reason": reason}
+        found.append(Finding("skipped", "Does not apply here", numbers=numbers, sentence=sentence))
+    for name, reason in run.manifest.get("failed", {}).items():
+        sentence, numbers = f"`{name}` could not be measured: {reason}.", {"what": name, "reason": reason}
+        found.append(Finding("failed", "Failed", numbers=numbers, sentence=sentence))
+    return found
+
+
+def findings_of(run: RunData, label: str) -> list[Finding]:
+    """Return the findings of one arm. A sink falls, rises or moves only if it does so beyond the control's spread."""
+    arm, section = arms(run)[label], f"`{label}`"
+    if not arm["watched"]:
+        return list(_streaming(run, label, section))
+    sink, *targets = arm["watched"]
+    rate = effect_of(run, label, "sink_rate", sink)
+    moved = rate.outcome in (Outcome.FALLS, Outcome.RISES)
+    found = [_change_of("sink_rate", section, rate, sink, _most_changed(run, label, sink) if moved else ())]
+    if rate.before < NO_SINK and rate.after < NO_SINK:
+        sentence = f"There is no sink at position {sink}, before or after."
+        found = [replace(found[0], outcome=Outcome.ABSENT, sentence=sentence)]
+    found += [_change_of("window_mass", section, effect_of(run, label, "window_mass", at), at) for at in targets]
+    cost = effect_of(run, label, "perplexity")
+    numbers, sentence = (
+        {"before": cost.before, "control": cost.control},
+        f"Perplexity {_change_text('perplexity', cost)}.",
+    )
+    about: dict[str, Any] = {"numbers": numbers, "sentence": sentence}
+    found.append(Finding("perplexity", section, value=cost.after, spread=cost.spread, **about))
+    found += _largest_elsewhere(run, label, section)
+    if arm["expects"]:
+        found.append(_expected(run, label, section, Expectation(arm["expects"])))
+    return found
+
+
+def _change_text(metric: str, effect: Effect) -> str:
     """Return for example "70.0% → 10.0%, control 69.0% ± 1.0%"."""
     text = METRICS[metric].text
-    numbers = f"{text(effect.before)} → {text(effect.after)}"
-    numbers += "" if np.isnan(effect.control) else f", control {text(effect.control)}"
-    return numbers + ("" if np.isnan(effect.spread) else f" ± {text(effect.spread)}")
+    change = f"{text(effect.before)} → {text(effect.after)}"
+    change += "" if np.isnan(effect.control) else f", control {text(effect.control)}"
+    return change + ("" if np.isnan(effect.spread) else f" ± {text(effect.spread)}")
 
 
-def _change_of(metric: str, section: str, effect: Effect, position: int, layers: Layers = ()) -> Finding:
+def _change_of(metric: str, section: str, effect: Effect, position: int, layers: tuple[int, ...] = ()) -> Finding:
     numbers = {"metric": metric, "position": position, "before": effect.before, "control": effect.control}
-    numbers |= {"layers": layers}
     sentence = (
-        f"The {METRICS[metric].short} at position {position} {CHANGES[effect.outcome]}: {_numbers(metric, effect)}"
+        f"The {METRICS[metric].short} at position {position} {CHANGES[effect.outcome]}: {_change_text(metric, effect)}"
         f"{f', most in {layers_text(layers)}' if layers else ''}."
     )
-    return Finding(
-        "change", section, effect.outcome, effect.after, effect.spread, SPREAD, (), numbers, sentence=sentence
-    )
-
-
-def _sink_rate(run: RunData, label: str, section: str, position: int) -> Finding:
-    rate = effect_of(run, label, "sink_rate", position)
-    moved = rate.outcome in (Outcome.FALLS, Outcome.RISES)
-    if rate.before < NO_SINK and rate.after < NO_SINK:
-        sentence = f"There is no sink at position {position}, before or after."
-        found = _change_of("sink_rate", section, rate, position)
-        return replace(found, outcome=Outcome.ABSENT, sentence=sentence)
-    return _change_of("sink_rate", section, rate, position, _most_changed(run, label, position) if moved else ())
+    about: dict[str, Any] = {"threshold": SPREAD, "numbers": numbers | {"layers": layers}, "sentence": sentence}
+    return Finding("change", section, effect.outcome, effect.after, effect.spread, **about)
 
 
 def _most_changed(run: RunData, label: str, position: int) -> tuple[int, ...]:
@@ -248,30 +227,28 @@ def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Findi
     layer = largest.groupby("layer")["magnitude"].mean().idxmax()
     coordinate, position = largest[largest["layer"] == layer][["coordinate", "position"]].value_counts().idxmax()
     where = {"layer": int(layer), "position": int(position), "coordinate": int(coordinate)}
-    set_there = [{"layer": one.layers, "position": one.positions, "coordinate": one.coordinates} for one in done]
     for place, value in where.items():
-        if not any(value in (chosen[place] or ()) for chosen in set_there):
-            what = " and ".join(one.name for one in done)
-            text = METRICS["massive_magnitude"].text
-            sentence = (
-                f"The largest |activation| rises, {text(change.before)} → {text(change.after)}: it is now at "
-                f"coordinate {coordinate} of layer {layer}'s output and position {position}, a {place} that "
-                f"`{what}` does not change."
-            )
-            numbers = {"before": change.before, "place": place, "what": what} | where
-            yield Finding("largest-rises", section, value=change.after, numbers=numbers, sentence=sentence)
-            return
+        if any(value in (getattr(one, f"{place}s") or ()) for one in done):
+            continue
+        what = " and ".join(one.name for one in done)
+        sentence = (
+            f"The largest |activation| rises, {_change_text('massive_magnitude', replace(change, controls=()))}: it is "
+            f"now at coordinate {coordinate} of layer {layer}'s output and position {position}, a {place} that "
+            f"`{what}` does not change."
+        )
+        numbers = {"before": change.before, "place": place, "what": what} | where
+        yield Finding("largest-rises", section, value=change.after, numbers=numbers, sentence=sentence)
+        return
 
 
 def _streaming(run: RunData, label: str, section: str) -> Iterator[Finding]:
     table = _streamed(run, label)
     dense = float(table.query("method == 'dense'")["perplexity"].iloc[0])
     for row in table.query("method != 'dense'").sort_values(["window", "keep"]).itertuples():
-        text = METRICS["perplexity"].text
         kept = f" and the first {row.keep}" if row.keep else ""
         sentence = (
-            f"The last {counted(row.window, 'token')}{kept}: perplexity {text(row.perplexity)}; with dense attention "
-            f"{text(dense)}."
+            f"The last {counted(row.window, 'token')}{kept}: perplexity {PERPLEXITY(row.perplexity)}; with dense "
+            f"attention {PERPLEXITY(dense)}."
         )
         numbers = {"window": row.window, "keep": row.keep or None, "dense": dense}
         yield Finding("streaming", section, value=float(row.perplexity), numbers=numbers, sentence=sentence)
@@ -286,7 +263,6 @@ FOUND = {
     Expectation.PERPLEXITY_COLLAPSES: "perplexity collapses",
     Expectation.PERPLEXITY_UNHARMED: "perplexity is unharmed",
 }
-NO_SINK_BEFORE = Outcome.ABSENT, "there is no sink to begin with"
 TOO_FEW = Outcome.UNDECIDED, "there are too few controls to judge by"
 
 
@@ -314,48 +290,37 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
             gain = Outcome.UNDECIDED if target is None else effect_of(run, label, "window_mass", target).outcome
             outcome, here = _moves(rate, gain, sink, target)
         else:
-            outcome, here = (_falls if expectation == Expectation.SINK_FALLS else _stays)(rate)
+            outcome, here = _falls_or_stays(rate, expectation == Expectation.SINK_FALLS)
     sentence = f"{arm['paper']} found that {FOUND[expectation]}. Here {here}."
-    return Finding(
-        str(expectation), section, outcome, value, None, threshold, (), numbers, is_headline=True, sentence=sentence
-    )
+    about: dict[str, Any] = {"threshold": threshold, "numbers": numbers, "is_headline": True, "sentence": sentence}
+    return Finding(str(expectation), section, outcome, value, **about)
 
 
-def _rates(rate: Effect) -> str:
-    return f"{METRICS['sink_rate'].text(rate.before)} → {METRICS['sink_rate'].text(rate.after)}"
-
-
-def _falls(rate: Effect) -> tuple[Outcome, str]:
-    """Return whether the sink falls, and the end of the sentence "Here …"."""
+def _falls_or_stays(rate: Effect, falls: bool) -> tuple[Outcome, str]:
+    """Return whether the sink falls, or whether it stays, and the end of the sentence "Here …"."""
+    rates = f"{SINK_RATE(rate.before)} → {SINK_RATE(rate.after)}"
     if rate.before < NO_SINK:
-        return NO_SINK_BEFORE
+        return Outcome.ABSENT, "there is no sink to begin with"
     if rate.outcome == Outcome.UNDECIDED:
         return TOO_FEW
     if rate.outcome != Outcome.FALLS:
-        return Outcome.REFUTED, f"it does not fall beyond the control's spread: {_rates(rate)}"
+        if falls:
+            return Outcome.REFUTED, f"it does not fall beyond the control's spread: {rates}"
+        return Outcome.CONFIRMED, f"it does: {rates}"
     if rate.after < HALF * rate.before:
-        return Outcome.CONFIRMED, f"it does: {_rates(rate)}"
-    return Outcome.PARTLY, f"it does, but at least {HALF:.0%} of it is left: {_rates(rate)}"
-
-
-def _stays(rate: Effect) -> tuple[Outcome, str]:
-    if rate.before < NO_SINK:
-        return NO_SINK_BEFORE
-    if rate.outcome == Outcome.UNDECIDED:
-        return TOO_FEW
-    if rate.outcome != Outcome.FALLS:
-        return Outcome.CONFIRMED, f"it does: {_rates(rate)}"
-    if rate.after < HALF * rate.before:
-        return Outcome.REFUTED, f"less than {HALF:.0%} of it is left: {_rates(rate)}"
-    return Outcome.PARTLY, f"it does, though part of it is lost: {_rates(rate)}"
+        if falls:
+            return Outcome.CONFIRMED, f"it does: {rates}"
+        return Outcome.REFUTED, f"less than {HALF:.0%} of it is left: {rates}"
+    part = f"but at least {HALF:.0%} of it is left" if falls else "though part of it is lost"
+    return Outcome.PARTLY, f"it does, {part}: {rates}"
 
 
 def _moves(rate: Effect, gain: Outcome, source: int, target: int | None) -> tuple[Outcome, str]:
-    """As `_falls`; `gain` is the change of the window mass at `target`."""
+    """Return whether the sink moves; `gain` is the change of the window mass at `target`."""
     if gain == Outcome.UNDECIDED:
         return TOO_FEW
     if gain != Outcome.RISES:
-        return Outcome.REFUTED, (f"it did not move: position {target} gains no attention beyond the control's spread")
+        return Outcome.REFUTED, f"it did not move: position {target} gains no attention beyond the control's spread"
     if rate.outcome == Outcome.FALLS:
         return Outcome.CONFIRMED, f"the sink moved to position {target}"
     return Outcome.PARTLY, (
@@ -372,17 +337,10 @@ def _moves(rate: Effect, gain: Outcome, source: int, target: int | None) -> tupl
 
 
 def interval(run: RunData, label: str, metric: str, position: int = NO_POSITION) -> tuple[float, float] | None:
-    """Return the 95 % interval of a metric of the whole model under an arm.
+    """Return the 95 % interval of a metric of the whole model under an arm, for a fixed number before.
 
-    Args:
-        run: A run of `intervene`.
-        label: The arm's.
-        metric: A key of `REPLICATES`.
-        position: The position of the metric, if it has one.
-
-    Returns:
-        Ends of the interval of the arm's number, for a fixed number before; None if the run lacks the table, or rows of
-        this arm.
+    The metric is the sink rate or window mass at a position, perplexity or massive_magnitude. None if the run lacks the
+    table, or rows of this arm.
     """
     pair = _pair(run, label, metric, position)
     if pair is None:
@@ -406,41 +364,27 @@ def interval_by_layer(run: RunData, label: str, metric: str, position: int) -> p
 def _change(before: np.ndarray, after: np.ndarray, is_factor: bool = False) -> tuple[float, float]:
     """Return the interval of a change, from (1 + draws,) each; of a factor, for perplexities, (1 + passages,) each."""
     found = positive_jackknife(after / before) if is_factor else bootstrap(after - before)
-    ends = found.low, found.high
-    low, high = (before[0] * end if is_factor else before[0] + end for end in ends)
+    low, high = (before[0] * end if is_factor else before[0] + end for end in (found.low, found.high))
     return float(low), float(high)
 
 
 def _pair(run: RunData, label: str, metric: str, position: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Return values before and under the arm, (1 + draws,) or (1 + draws, layers) each; None without sequences."""
     try:
-        before, after = (REPLICATES[metric](Sequences(run, name), metric, position) for name in (BEFORE, label))
+        before, after = (_replicates(Sequences(run, name), metric, position) for name in (BEFORE, label))
     except Lacks:
         return None
     return (before, after) if before.shape == after.shape and before.size else None
 
 
-def _of_attention(sequences: Sequences, metric: str, position: int) -> np.ndarray:
-    return sequences.means("attention_by_sequence", metric, position=position)
-
-
-def _perplexity(sequences: Sequences, metric: str, position: int) -> np.ndarray:
-    return np.exp(sequences.losses)
-
-
-def _magnitude(sequences: Sequences, metric: str, position: int) -> np.ndarray:
-    """Return the largest |activation| of the layer that has the largest."""
-    massive = table_of(sequences.run, "massive")
+def _replicates(sequences: Sequences, metric: str, position: int) -> np.ndarray:
+    """Return a metric's values for all sequences, then for each draw of sequences."""
+    if metric == "perplexity":
+        return np.exp(sequences.losses)
+    if metric != "massive_magnitude":
+        return sequences.means("attention_by_sequence", metric, position=position)
+    massive = table_of(sequences.run, "massive")  # the layer that has the largest |activation|
     rows = massive[massive["condition"] == sequences.condition]
     largest = rows["value"].abs().groupby([rows["sequence"], rows["layer"]]).max().unstack("layer")
     count = sequences.weights.shape[1]
     return weighted_means(largest.reindex(range(count)).to_numpy(float), sequences.weights).max(1)
-
-
-# metric → its values for all sequences, then for each draw of sequences
-REPLICATES: dict[str, Callable[[Sequences, str, int], np.ndarray]] = {
-    "sink_rate": _of_attention,
-    "window_mass": _of_attention,
-    "perplexity": _perplexity,
-    "massive_magnitude": _magnitude,
-}

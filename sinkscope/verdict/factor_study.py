@@ -8,7 +8,6 @@ setting in the sweep's file, which makes each a cell of its own.
 import re
 from collections.abc import Sequence
 
-import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
@@ -17,7 +16,10 @@ from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import WSE_TRAININGS
 
 TABLE = "sweep_training"
-SHOWN = ("sink_rate", "loss", "bigram_risk", "backcopy_risk")
+# metric → its heading
+SHOWN = {
+    "sink_rate": "sink rate in %", "loss": "loss", "bigram_risk": "bigram risk", "backcopy_risk": "backcopy risk"
+}  # fmt: skip
 TOTALS = ("total_weight", "total_weight_at_sink")  # what the sink rate's shares are shares of
 LEVEL = "level"
 SAID_OTHERWISE = ("seed=", "method=")  # settings that are the column `seed` and the arm
@@ -36,7 +38,7 @@ def studied(training: pd.DataFrame) -> pd.DataFrame:
 def levels(table: pd.DataFrame) -> dict[tuple[str, str], str]:
     """Return (settings, condition) → level, for a table with both columns."""
     pairs = table[["settings", "condition"]].drop_duplicates()
-    parts = {(row.settings, row.condition): _parts(row.settings, row.condition) for row in pairs.itertuples()}
+    parts = {pair: _parts(*pair) for pair in pairs.itertuples(index=False, name=None)}
     common = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
     return {pair: " ".join(part for part in own if part not in common) or own[-1] for pair, own in parts.items()}
 
@@ -100,12 +102,12 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for level, own in end.groupby(level=LEVEL, sort=False):
         row = {"level": str(level), "seeds": str(len(own))}
-        row |= {_heading(metric): _spread(own[metric]) for metric in SHOWN if metric in own}
-        row[ONSET] = _of_some(begun[begun.index.isin(own.index)] / 1000, len(own))
+        row |= {heading: _spread(own[metric]) for metric, heading in SHOWN.items() if metric in own}
+        row[ONSET] = _spread(begun[begun.index.isin(own.index)] / 1000, len(own))
         rate = published(str(level))
         row[PAPER] = "–" if rate is None else f"{rate.value:.2f}{rate.mark}"
         totals = [metric for metric in TOTALS if metric in own]
-        row |= {METRICS[metric].short: _of_some(own[metric].dropna(), len(own)) for metric in totals}
+        row |= {METRICS[metric].short: _spread(own[metric], len(own)) for metric in totals}
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -113,25 +115,16 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 def at_a_glance(table: pd.DataFrame) -> pd.DataFrame:
     """Return the columns of `summary` that fit into a terminal."""
     whole = summary(table)
-    return whole[[name for name in whole if name in ("level", "seeds", _heading("sink_rate"), "loss", PAPER)]]
+    return whole[[name for name in whole if name in ("level", "seeds", SHOWN["sink_rate"], "loss", PAPER)]]
 
 
-def _heading(metric: str) -> str:
-    return {"sink_rate": "sink rate in %"}.get(metric, metric.replace("_", " "))
-
-
-def _of_some(values: pd.Series, seeds: int) -> str:
-    """Return `_spread`, with the number of seeds unless all of them have a value."""
-    return _spread(values) + (f" ({len(values)} of {seeds})" if 0 < len(values) < seeds else "")
-
-
-def _spread(values: pd.Series) -> str:
-    known: Sequence[float] = values.dropna().to_list()
-    if not known:
+def _spread(values: pd.Series, seeds: int = 0) -> str:
+    """Return mean ± standard deviation (n − 1) of the values that are known, with their number if below `seeds`."""
+    known = values.dropna().to_numpy(float)
+    if not len(known):
         return "–"
-    return _digits(float(np.mean(known)), 3) + (
-        f" ± {_digits(float(np.std(known, ddof=1)), 2)}" if len(known) > 1 else ""
-    )
+    spread = f" ± {_digits(known.std(ddof=1), 2)}" if len(known) > 1 else ""
+    return _digits(known.mean(), 3) + spread + (f" ({len(known)} of {seeds})" if len(known) < seeds else "")
 
 
 def _digits(x: float, count: int) -> str:

@@ -1,16 +1,16 @@
-"""The findings of a run of `quantize`, each with its sentence, and the files that tell other tools what to spare.
+"""The findings of a run of `quantize`, each with its sentence, and files for other tools with the sites to spare.
 
 The tables are `quantization` and `quantization_sites`. The files hold the sites that the run kept in full
 precision last (`costliest-kept`):
 
 spared.json           the sites, the cost of quantizing each of them alone, and their modules
 llm-compressor.yaml   a recipe of llm-compressor: the bits and grids of the run, and these modules in `ignore`;
-                      llm-compressor leaves out whole modules: input, weight and output
+                      llm-compressor leaves out complete modules: input, weight and output
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,8 @@ import pandas as pd
 import yaml
 
 from sinkscope.errors import counted
-from sinkscope.quantization.settings import (
-    ACTIVATIONS,
-    ALL,
-    ALL_LAYERS,
-    ALONE,
-    COSTLIEST_KEPT,
-    COSTLY,
-    FULL,
-    KEPT,
-    KV_CACHE,
-    MASSIVE_KEPT,
-    RESTORED,
-    WEIGHTS,
-)
+from sinkscope.quantization import settings as levels
+from sinkscope.quantization.settings import ALL, ALL_LAYERS, ALONE, COSTLIEST_KEPT, COSTLY, FULL, MASSIVE_KEPT
 from sinkscope.quantization.sites import CACHED, FULL_SCHEME, LINEAR_SCHEME, NO_LAYER, PARTS
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
@@ -57,24 +45,27 @@ GRIDS = {
     },
 }
 # settings of the whole model
-WHOLE = (FULL, ALL, WEIGHTS, ACTIVATIONS, KV_CACHE, MASSIVE_KEPT, COSTLIEST_KEPT)
+WHOLE = (FULL, ALL, levels.WEIGHTS, levels.ACTIVATIONS, levels.KV_CACHE, MASSIVE_KEPT, COSTLIEST_KEPT)
+NATS, PERPLEXITY = METRICS["cost"].text, METRICS["perplexity"].text
 
 
 def report(run: RunData) -> Report:
     """Return the report on a run of `quantize`."""
     given = run.manifest["quantization"]
     further = FURTHER if given.get("scheme", LINEAR_SCHEME) == FULL_SCHEME else ""
+    # grids that are not a single static range for each tensor
+    grids = "; ".join(words[given[name]] for name, words in GRIDS.items() if given.get(name) in words)
     numbers = {"calibration": given["calibration"], "linear_layers": given["linear_layers"]}
     sentence = (
         f"; static ranges from the {counted(given['calibration'], 'sequence')} after them. Quantized: input, weight "
         f"and output of {counted(given['linear_layers'], 'linear layer')}, except the LM head"
     )
     sentence += f"; also {further}" if further else ""
-    sentence += f"; {grids(run)}" if grids(run) else ""
-    setting = settings(run, sentence, **numbers, further=further, grids=grids(run))
-    setting = [finding for finding in setting if finding.name != "quantized-source"]
+    sentence += f"; {grids}" if grids else ""
+    found = settings(run, sentence, **numbers, further=further, grids=grids)
+    found = [finding for finding in found if finding.name != "quantized-source"]
     title = f"{run.model}: simulated {bits(run)}, {run.reads}"
-    return Report(title, setting + quantized_source(run, bits(run)), overview(run), findings(run))
+    return Report(title, found + quantized_source(run, bits(run)), overview(run), findings(run))
 
 
 # --- reading the tables
@@ -86,12 +77,6 @@ def bits(run: RunData) -> str:
     scheme = given.get("scheme", LINEAR_SCHEME)
     cache = f"KV{given['bits_kv_cache']}" if given.get("kv_cache_per") else ""
     return f"W{given['bits_weights']}A{given['bits_activations']}{cache}" + f" ({scheme})" * (scheme != LINEAR_SCHEME)
-
-
-def grids(run: RunData) -> str:
-    """Return in words which grids are not a single static range for each tensor."""
-    given = run.manifest["quantization"]
-    return "; ".join(words[given[name]] for name, words in GRIDS.items() if given.get(name) in words)
 
 
 def whole(run: RunData) -> pd.DataFrame:
@@ -108,26 +93,31 @@ def probed(run: RunData, setting: str) -> pd.DataFrame:
     return table.assign(name=table["site"] + " " + table["part"]).sort_values("cost", ascending=False, kind="stable")
 
 
-def label(run: RunData, setting: str) -> str:
+def kept_names(run: RunData) -> list[str]:
+    """Return the printed names of the sites that were kept in full precision last; [""] if there are none."""
+    return whole(run)["kept"].get(COSTLIEST_KEPT, "").split(", ")
+
+
+def label(run: RunData, name: str) -> str:
     """Return a setting of the whole model in words."""
-    given, kept = run.manifest["quantization"], whole(run)["kept"].get(COSTLIEST_KEPT, "")
-    count = len(kept.split(", "))
+    given, count = run.manifest["quantization"], len(kept_names(run))
     return {
         FULL: "full precision",
         ALL: bits(run),
-        WEIGHTS: f"weights only ({given['bits_weights']} bits)",
-        ACTIVATIONS: f"activations only ({given['bits_activations']} bits)",
-        KV_CACHE: f"keys and values only ({given.get('bits_kv_cache')} bits)",
+        levels.WEIGHTS: f"weights only ({given['bits_weights']} bits)",
+        levels.ACTIVATIONS: f"activations only ({given['bits_activations']} bits)",
+        levels.KV_CACHE: f"keys and values only ({given.get('bits_kv_cache')} bits)",
         MASSIVE_KEPT: f"{bits(run)} except sites with massive activations",
         COSTLIEST_KEPT: f"{bits(run)} except the costliest {'site' if count == 1 else f'{count} sites'}",
-    }[setting]
+    }[name]
 
 
 def overview(run: RunData) -> pd.DataFrame:
     """Return a table of texts with a row for each setting."""
     rows = [
-        {"setting": label(run, str(setting))} | {METRICS[name].label: METRICS[name].text(row[name]) for name in COLUMNS}
-        for setting, row in whole(run).iterrows()
+        {"setting": label(run, str(name))}
+        | {METRICS[column].label: METRICS[column].text(row[column]) for column in COLUMNS}
+        for name, row in whole(run).iterrows()
     ]
     return pd.DataFrame(rows)
 
@@ -137,138 +127,121 @@ def overview(run: RunData) -> pd.DataFrame:
 
 def findings(run: RunData) -> list[Finding]:
     """Return the cost of quantization, and the sites that cause most of it."""
-    parts = [_cost, _massive, _costliest, _kinds, _sites, _not_quantized]
-    return [finding for part in parts for finding in part(run)]
-
-
-def _is_harmless(run: RunData) -> bool:
-    return bool(whole(run)["cost"][ALL] < COSTLY)
-
-
-def _cost(run: RunData) -> Iterator[Finding]:
-    cost, perplexity = whole(run)["cost"], whole(run)["perplexity"]
-    factor, text = float(np.exp(cost[ALL])), METRICS["perplexity"].text
-    numbers = {"scheme": bits(run), "before": perplexity[FULL], "after": perplexity[ALL]}
-    outcome = Outcome.ABSENT if _is_harmless(run) else Outcome.PRESENT
-    sentence = f"{bits(run)} multiplies perplexity by {factor:,.4g}: "
-    if outcome == Outcome.ABSENT:
-        sentence = f"{bits(run)} is harmless: perplexity "
-    sentence += f"{text(perplexity[FULL])} → {text(perplexity[ALL])}."
-    yield Finding("cost", COST, outcome, factor, None, COSTLY, (), numbers, is_headline=True, sentence=sentence)
-    if outcome == Outcome.PRESENT:
-        parts = {"weights": cost[WEIGHTS], "activations": cost[ACTIVATIONS]}
-        sentence = (
-            f"Weights alone cost {_nats(cost[WEIGHTS])} nats per token, activations alone {_nats(cost[ACTIVATIONS])}, "
-            f"both {_nats(cost[ALL])}."
+    is_harmless = bool(whole(run)["cost"][ALL] < COSTLY)
+    found = [*_cost(run, is_harmless), *_outliers(run, is_harmless)]
+    if not is_harmless:
+        found += [*_kinds(run), *_sites(run)]
+    if left := run.manifest["quantization"]["not_quantized"]:
+        share, names = sum(left.values()), ", ".join(f"`{name}`" for name in left)
+        sentence = f"Not quantized: {names}, which are not linear layers ({share:.0%} of all parameters)."
+        found.append(
+            Finding("not-quantized", REST, value=share, numbers={"parameters": tuple(left)}, sentence=sentence)
         )
-        yield Finding("cost-parts", COST, value=cost[ALL], numbers=parts, is_headline=True, sentence=sentence)
+    return found
 
 
-def _nats(cost: float) -> str:
-    return METRICS["cost"].text(cost)
+def _cost(run: RunData, is_harmless: bool) -> Iterator[Finding]:
+    cost, perplexity = whole(run)["cost"], whole(run)["perplexity"]
+    factor = float(np.exp(cost[ALL]))
+    numbers = {"scheme": bits(run), "before": perplexity[FULL], "after": perplexity[ALL]}
+    what = "is harmless: perplexity" if is_harmless else f"multiplies perplexity by {factor:,.4g}:"
+    sentence = f"{bits(run)} {what} {PERPLEXITY(perplexity[FULL])} → {PERPLEXITY(perplexity[ALL])}."
+    about: dict[str, Any] = {"threshold": COSTLY, "numbers": numbers, "is_headline": True, "sentence": sentence}
+    yield Finding("cost", COST, Outcome.ABSENT if is_harmless else Outcome.PRESENT, factor, **about)
+    if not is_harmless:
+        weights, activations = cost[levels.WEIGHTS], cost[levels.ACTIVATIONS]
+        sentence = (
+            f"Weights alone cost {NATS(weights)} nats per token, activations alone {NATS(activations)}, both "
+            f"{NATS(cost[ALL])}."
+        )
+        about = {"numbers": {"weights": weights, "activations": activations}, "is_headline": True}
+        yield Finding("cost-parts", COST, value=cost[ALL], sentence=sentence, **about)
 
 
-def _massive(run: RunData) -> Iterator[Finding]:
+def _outliers(run: RunData, is_harmless: bool) -> Iterator[Finding]:
+    """Yield the sites with massive activations and the costliest ones, each with what sparing them recovers."""
     sites = run.tables["quantization_sites"]
-    sites = sites[sites["is_massive"]]
-    if sites.empty:
+    massive = sites[sites["is_massive"]]
+    if massive.empty:
         sentence = "No quantized site holds massive activations."
         yield Finding("massive-sites", OUTLIERS, Outcome.ABSENT, sentence=sentence)
-        return
-    by_kind = _by_kind(sites)
-    sentence = f"Massive activations are in {_sites_text(by_kind)}."
-    yield Finding("massive-sites", OUTLIERS, Outcome.PRESENT, numbers={"sites": by_kind}, sentence=sentence)
-    yield from _restored(run, MASSIVE_KEPT, "the sites with massive activations", is_headline=True)
-
-
-def _costliest(run: RunData) -> Iterator[Finding]:
+    else:
+        by_kind = _by_kind(massive)
+        sentence = f"Massive activations are in {_sites_text(by_kind)}."
+        yield Finding("massive-sites", OUTLIERS, Outcome.PRESENT, numbers={"sites": by_kind}, sentence=sentence)
+        if not is_harmless:
+            yield _restored(run, MASSIVE_KEPT, "the sites with massive activations", is_headline=True)
     if COSTLIEST_KEPT not in whole(run).index:
         return
-    names = whole(run).loc[COSTLIEST_KEPT, "kept"].split(", ")
-    sites = run.tables["quantization_sites"]
-    kept = sites[site_names(sites).isin(names)]
-    massive, by_kind = int(kept["is_massive"].sum()) or None, _by_kind(kept)
+    kept = sites[site_names(sites).isin(kept_names(run))]
+    holding, by_kind = int(kept["is_massive"].sum()) or None, _by_kind(kept)
     sentence = f"The {counted(len(kept), 'costliest site')} of {len(sites)}"
-    if massive:
-        sentence += f", {massive} of which {'hold' if len(kept) > 1 else 'holds'} massive activations"
+    if holding:
+        sentence += f", {holding} of which {'hold' if len(kept) > 1 else 'holds'} massive activations"
     sentence += f": {_sites_text(by_kind)}."
-    numbers = {"count": len(kept), "total": len(sites), "massive": massive, "sites": by_kind}
+    numbers = {"count": len(kept), "total": len(sites), "massive": holding, "sites": by_kind}
     yield Finding("costliest", OUTLIERS, numbers=numbers, sentence=sentence)
-    yield from _restored(run, COSTLIEST_KEPT, "the costliest sites")
+    if not is_harmless:
+        yield _restored(run, COSTLIEST_KEPT, "the costliest sites")
 
 
-def _restored(run: RunData, setting: str, which: str, is_headline: bool = False) -> Iterator[Finding]:
-    """Yield the share of the cost that is recovered if some sites stay in full precision."""
-    if _is_harmless(run):
-        return
-    cost, perplexity = whole(run)["cost"], whole(run)["perplexity"][setting]
-    share, text = 1 - float(cost[setting] / cost[ALL]), METRICS["perplexity"].text(perplexity)
+def _restored(run: RunData, kept: str, which: str, is_headline: bool = False) -> Finding:
+    """Return the share of the cost that is recovered if some sites stay in full precision."""
+    cost, perplexity, threshold = whole(run)["cost"], whole(run)["perplexity"][kept], 1 - levels.RESTORED
+    share, text = 1 - float(cost[kept] / cost[ALL]), PERPLEXITY(perplexity)
     if share <= 0:
         outcome, effect = Outcome.ABSENT, f"recovers nothing: perplexity {text}"
-    elif share >= 1 - RESTORED:
+    elif share >= threshold:
         outcome, effect = Outcome.CONFIRMED, f"nearly restores perplexity: {text}, {share:.0%} of the cost recovered"
     else:
         outcome, effect = Outcome.PARTLY, f"recovers {share:.0%} of the cost: perplexity {text}"
-    sentence = f"Leaving {which} in full precision {effect}."
-    numbers = {"which": which, "perplexity": perplexity}
-    yield Finding("restored", OUTLIERS, outcome, share, None, 1 - RESTORED, (), numbers, is_headline, sentence=sentence)
+    about: dict[str, Any] = {"threshold": threshold, "numbers": {"which": which, "perplexity": perplexity}}
+    about |= {"is_headline": is_headline, "sentence": f"Leaving {which} in full precision {effect}."}
+    return Finding("restored", OUTLIERS, outcome, share, **about)
 
 
 def _kinds(run: RunData) -> Iterator[Finding]:
     """Yield the costs of kinds of site, each quantized alone, and the cost with one of them in full precision."""
-    if _is_harmless(run):
-        return
     table = probed(run, ALONE)
     sequences = int(table["sequences"].min())
     first = f"first {counted(sequences, 'sequence')}"
     kinds = table[table["layer"] == ALL_LAYERS]
     costly = kinds[kinds["cost"] >= COSTLY].head(SHOWN)
+    about: dict[str, Any] = {"threshold": COSTLY, "numbers": {"sequences": sequences}}
     if costly.empty:
         sentence = f"No kind of site costs {COSTLY:g} nats per token when it is quantized alone ({first})."
-        numbers = {"sequences": sequences}
-        yield Finding("kind", KINDS, Outcome.ABSENT, threshold=COSTLY, numbers=numbers, sentence=sentence)
+        yield Finding("kind", KINDS, Outcome.ABSENT, sentence=sentence, **about)
         return
     for name, cost in zip(costly["name"], costly["cost"], strict=True):
-        sentence = f"`{name}` quantized alone costs {_nats(cost)} nats per token (all layers, {first})."
-        numbers = {"sequences": sequences, "kind": name}
-        yield Finding("kind", KINDS, Outcome.PRESENT, cost, threshold=COSTLY, numbers=numbers, sentence=sentence)
-    kept = probed(run, KEPT)
+        sentence = f"`{name}` quantized alone costs {NATS(cost)} nats per token (all layers, {first})."
+        about["numbers"] = {"sequences": sequences, "kind": name}
+        yield Finding("kind", KINDS, Outcome.PRESENT, cost, sentence=sentence, **about)
+    kept = probed(run, levels.KEPT)
     if len(kept):
         name, left = kept["name"].iloc[-1], float(kept["cost"].iloc[-1])
         before = float(probed(run, ALL)["cost"].iloc[0])
         sentence = f"No single kind of site saves anything in full precision; the cost is lowest with `{name}`"
         if left < before:
             sentence = f"Of single kinds in full precision, `{name}` saves most"
-        sentence += f": {_nats(before)} → {_nats(left)} nats per token."
+        sentence += f": {NATS(before)} → {NATS(left)} nats per token."
         yield Finding("kept", KINDS, value=left, numbers={"kind": name, "before": before}, sentence=sentence)
 
 
 def _sites(run: RunData) -> Iterator[Finding]:
     """Yield the costs of sites of one layer, each quantized alone."""
-    if _is_harmless(run):
-        return
     table = probed(run, ALONE)
     sites = table[(table["layer"] != ALL_LAYERS) & (table["cost"] >= COSTLY)].head(SHOWN)
     ranges = run.tables["quantization_sites"].set_index(["layer", "site", "part"])
     for _, row in sites.iterrows():
         known = ranges.loc[(row["layer"], row["site"], row["part"])]
+        numbers = {"kind": row["name"], "layer": row["layer"], "largest": known["max_abs"]}
+        numbers |= {"median": known["median_abs"], "zeroed": known["zeroed"]}
         sentence = (
-            f"`{row['name']}` of layer {row['layer']} quantized alone costs {_nats(row['cost'])} nats per token; in "
+            f"`{row['name']}` of layer {row['layer']} quantized alone costs {NATS(row['cost'])} nats per token; in "
             f"calibration its largest entry is {known['max_abs']:,.0f}, the median {known['median_abs']:.2g}, and "
             f"{known['zeroed']:.0%} round to zero."
         )
-        numbers = {"kind": row["name"], "layer": row["layer"], "largest": known["max_abs"]}
-        numbers |= {"median": known["median_abs"], "zeroed": known["zeroed"]}
         yield Finding("site", SITES, Outcome.PRESENT, row["cost"], threshold=COSTLY, numbers=numbers, sentence=sentence)
-
-
-def _not_quantized(run: RunData) -> Iterator[Finding]:
-    left = run.manifest["quantization"]["not_quantized"]
-    if left:
-        share = sum(left.values())
-        names = ", ".join(f"`{name}`" for name in left)
-        sentence = f"Not quantized: {names}, which are not linear layers ({share:.0%} of all parameters)."
-        yield Finding("not-quantized", REST, value=share, numbers={"parameters": tuple(left)}, sentence=sentence)
 
 
 def site_names(sites: pd.DataFrame) -> pd.Series:
@@ -280,9 +253,7 @@ def site_names(sites: pd.DataFrame) -> pd.Series:
 def _by_kind(sites: pd.DataFrame) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return kinds of site with their layers, in the table's order."""
     by_kind = sites.groupby(sites["site"] + " " + sites["part"], sort=False)["layer"]
-    return tuple(
-        (str(kind), tuple(sorted({int(layer) for layer in layers if layer != NO_LAYER}))) for kind, layers in by_kind
-    )
+    return tuple((str(kind), tuple(sorted({int(at) for at in layers if at != NO_LAYER}))) for kind, layers in by_kind)
 
 
 def _sites_text(sites: Sequence[tuple[str, Sequence[int]]]) -> str:
@@ -293,23 +264,24 @@ def _sites_text(sites: Sequence[tuple[str, Sequence[int]]]) -> str:
 # --- files for other tools
 
 JSON, RECIPE = "spared.json", "llm-compressor.yaml"
+RECORDED = {"full_precision_modules", "bits_kv_cache", "weights_per", "activations_per", "kv_cache_per"}
 
 
 def spared_files(run: RunData) -> list[str]:
     """Return the names of the files; none for other commands, and for runs of versions without these files."""
-    if run.command != "quantize" or not _is_recorded(run.manifest["quantization"]):
+    if run.command != "quantize" or not run.manifest["quantization"].keys() >= RECORDED:
         return []
     return [JSON] if run.manifest["quantization"]["full_precision_modules"] is None else [JSON, RECIPE]
-
-
-def _is_recorded(given: Mapping[str, Any]) -> bool:
-    return {"full_precision_modules", "bits_kv_cache", "weights_per", "activations_per", "kv_cache_per"} <= given.keys()
 
 
 def write_spared(run: RunData, folder: Path) -> None:
     """Write the files of a run of `quantize`; nothing for other commands."""
     for name in spared_files(run):
-        (folder / name).write_text(_TEXTS[name](run), encoding="utf-8")
+        if name == JSON:
+            text = json.dumps(spared(run), indent=2, ensure_ascii=False) + "\n"
+        else:
+            text = _comments(run) + yaml.safe_dump(llm_compressor_recipe(run), sort_keys=False)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def spared(run: RunData) -> dict[str, Any]:
@@ -321,22 +293,20 @@ def spared(run: RunData) -> dict[str, Any]:
         modules: Paths of the linear layers and embeddings to which they belong.
         perplexity: In full precision, with every site quantized, and with these spared; None if it was not measured.
     """
-    sites, perplexity = spared_sites(run), whole(run)["perplexity"]
-    records = [{name: _plain(value) for name, value in row.items()} for row in sites.to_dict("records")]
-    settings = {"full_precision": FULL, "quantized": ALL, "spared": COSTLIEST_KEPT}
+    sites, perplexity = _spared_sites(run), whole(run)["perplexity"]
+    names = {"full_precision": FULL, "quantized": ALL, "spared": COSTLIEST_KEPT}
     return {
         "model": run.model,
-        "sites": records,
+        "sites": [{name: _plain(value) for name, value in row.items()} for row in sites.to_dict("records")],
         "modules": _modules(sites),
-        "perplexity": {name: _plain(perplexity.get(setting)) for name, setting in settings.items()},
+        "perplexity": {name: _plain(perplexity.get(setting)) for name, setting in names.items()},
     }
 
 
-def spared_sites(run: RunData) -> pd.DataFrame:
+def _spared_sites(run: RunData) -> pd.DataFrame:
     """Return a row for each spared site, the costliest first: module, layer, part, cost, is_massive."""
     table = run.tables["quantization_sites"]
-    kept = whole(run)["kept"].get(COSTLIEST_KEPT, "").split(", ")
-    sites = table[site_names(table).isin(kept)].rename(columns={"path": "module"})
+    sites = table[site_names(table).isin(kept_names(run))].rename(columns={"path": "module"})
     keys = ["layer", "site", "part"]
     costs = probed(run, ALONE).drop_duplicates(keys)[[*keys, "cost"]]
     sites = sites.merge(costs, on=keys, how="left").sort_values("cost", ascending=False, kind="stable")
@@ -353,15 +323,14 @@ def llm_compressor_recipe(run: RunData) -> dict[str, Any] | None:
     given = run.manifest["quantization"]
     if given["full_precision_modules"] is None:
         return None
-    weights = _grid(given["bits_weights"], given["weights_per"], is_symmetric=True)
-    activations = _grid(given["bits_activations"], given["activations_per"])
     group = {
         "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": activations,
-        "output_activations": dict(activations),  # equal dicts, not one, or YAML writes an alias
+        "weights": _grid(given["bits_weights"], given["weights_per"], is_symmetric=True),
+        # two equal dicts, because YAML would write one dict as an alias
+        "input_activations": _grid(given["bits_activations"], given["activations_per"]),
+        "output_activations": _grid(given["bits_activations"], given["activations_per"]),
     }
-    modules = [*given["full_precision_modules"], *_modules(spared_sites(run))]
+    modules = [*given["full_precision_modules"], *_modules(_spared_sites(run))]
     modifier: dict[str, Any] = {"ignore": list(dict.fromkeys(modules)), "config_groups": {"group_0": group}}
     if given["kv_cache_per"] == "tensor":
         modifier["kv_cache_scheme"] = _grid(given["bits_kv_cache"], "tensor")
@@ -386,25 +355,14 @@ def _modules(sites: pd.DataFrame) -> list[str]:
 
 
 def _comments(run: RunData) -> str:
-    given, sites = run.manifest["quantization"], spared_sites(run)
+    cache = run.manifest["quantization"]["kv_cache_per"]
     lines = [
         f"{run.model}: the modules to keep in full precision are in `ignore`.",
         "Outputs are quantized as in the simulation: leave output_activations out for kernels that do not.",
     ]
-    beyond = [f"{row.module} {row.part}" for row in sites.itertuples() if row.part not in PARTS]
+    beyond = [f"{row.module} {row.part}" for row in _spared_sites(run).itertuples() if row.part not in PARTS]
     if beyond:
         lines.append(f"Costly too, but no module that could be left out: {', '.join(beyond)}.")
-    if given["kv_cache_per"] not in ("tensor", None):
-        lines.append(f"{' and '.join(CACHED).capitalize()} by {given['kv_cache_per']} cannot be written as a recipe.")
+    if cache not in ("tensor", None):
+        lines.append(f"{' and '.join(CACHED).capitalize()} by {cache} cannot be written as a recipe.")
     return "".join(f"# {line}\n" for line in lines)
-
-
-def _json_text(run: RunData) -> str:
-    return json.dumps(spared(run), indent=2, ensure_ascii=False) + "\n"
-
-
-def _recipe_text(run: RunData) -> str:
-    return _comments(run) + yaml.safe_dump(llm_compressor_recipe(run), sort_keys=False)
-
-
-_TEXTS = {JSON: _json_text, RECIPE: _recipe_text}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import isnan
+from math import isnan, nan
 
 import pandas as pd
 
@@ -30,8 +30,8 @@ class Report:
 
 def report_markdown(report: Report) -> str:
     """Return title, headlines, table, settings, and the other findings under the headings of their sections."""
-    headlines = [f"**{finding.section}:** {finding.sentence}" for finding in report.findings if finding.is_headline]
-    parts = [f"## {report.title}", _list(headlines), as_markdown(report.table, numbers=True)]
+    headlines = [f"- **{finding.section}:** {finding.sentence}" for finding in report.findings if finding.is_headline]
+    parts = [f"## {report.title}", "\n".join(headlines), as_markdown(report.table, numbers=True)]
     parts.append(" ".join(finding.sentence for finding in report.settings))
     for section in dict.fromkeys(finding.section for finding in report.findings):
         lines: list[str] = []
@@ -39,12 +39,8 @@ def report_markdown(report: Report) -> str:
             if finding.section == section:
                 lines += ([] if finding.is_headline else [finding.sentence]) + published_lines(finding.published)
         if lines:
-            parts += [f"### {section}", _list(lines)]
+            parts += [f"### {section}", "\n".join(f"- {line}" for line in lines)]
     return "\n\n".join(part for part in parts if part)
-
-
-def _list(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def published_lines(published: Sequence[Published]) -> list[str]:
@@ -57,10 +53,7 @@ def published_lines(published: Sequence[Published]) -> list[str]:
     return lines
 
 
-# --- words that several sentences share
-
-
-def interval_text(low: float, high: float, form: str = ".2f", label: str = "95 % interval ") -> str:
+def interval_text(low: float = nan, high: float = nan, form: str = ".2f", label: str = "95 % interval ") -> str:
     """Return " (95 % interval 1.20 to 1.40)", and "" if the ends are NaN."""
     return "" if isnan(low) else f" ({label}{low:{form}} to {high:{form}})"
 
@@ -78,13 +71,9 @@ def coordinates_text(coordinates: Sequence[int]) -> str:
 
 def spans(numbers: Iterable[int]) -> str:
     """Return for example "0–2, 5" for (5, 0, 1, 2)."""
-    spans: list[list[int]] = []
-    for number in sorted(int(number) for number in numbers):
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
+    runs = groupby(enumerate(sorted(map(int, numbers))), lambda pair: pair[1] - pair[0])  # constant in a run
+    ends = [[number for _, number in run] for _, run in runs]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in ends)
 
 
 def span(ends: tuple[int, int]) -> str:

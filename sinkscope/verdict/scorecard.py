@@ -56,7 +56,7 @@ class Scorecard(Tabular):
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Scorecard":
-        """Open what `claims` wrote. Raises InputError: The folder is another kind, or damaged."""
+        """Open what `claims` wrote; InputError for another folder, or a damaged one."""
         folder = folder_of(folder)
         manifest = read_manifest(folder, (COMMAND,))
         table, routes = (
@@ -82,31 +82,28 @@ class Scorecard(Tabular):
         return list(dict.fromkeys(self.table["model"]))
 
     def outcome(self, claim: str, model: str | None = None) -> Outcome:
-        """Return the outcome of a claim, by default for the first model. Raises InputError: One is unknown."""
+        """Return the outcome of a claim, by default for the first model; InputError for an unknown one."""
         if model is not None and model not in self.models:
             raise InputError(f"model {unknown(model, self.models)}")
         found = self.table[self.table["model"] == (model or self.models[0])]
         if claim not in set(found["claim"]):
             raise InputError(f"claim {unknown(claim, found['claim'].unique())}")
-        found = found[found["claim"] == claim]
-        return Outcome(found["outcome"].iloc[0])
+        return Outcome(found[found["claim"] == claim]["outcome"].iloc[0])
 
     @property
     def by_model(self) -> pd.DataFrame:
         """Outcomes: rows claims, columns models."""
-        first = self.table[self.table["part"] == 0]
-        wide = first.pivot(index="claim", columns="model", values="outcome")
+        wide = self.table[self.table["part"] == 0].pivot(index="claim", columns="model", values="outcome")
         return wide.reindex(index=[name for name in CLAIMS if name in wide.index], columns=self.models)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
         """For one model the numbers by paper, for several the outcomes; then the routes."""
         if len(self.models) > 1:
-            tables = {"Claims": _outcomes(_decided(self))}
+            tables = {"Claims": _outcomes(self)}
         else:
-            tables = {
-                str(paper): _printed(own) for paper, own in _with_numbers(self.table).groupby("paper", sort=False)
-            }
+            judged = self.table[~self.table["outcome"].isin(NOT_JUDGED)]
+            tables = {str(paper): _printed(own) for paper, own in judged.groupby("paper", sort=False)}
         return tables | ({ROUTES_TITLE: routes_text(self.routes)} if measured_models(self.routes) else {})
 
     @property
@@ -118,76 +115,80 @@ class Scorecard(Tabular):
     def markdown(self) -> str:
         return scorecard_markdown(self)
 
-    def _repr_markdown_(self) -> str:  # what a notebook shows
+    def _repr_markdown_(self) -> str:  # for notebooks
         return self.markdown
 
 
 # --- words
 
+# whether a claim distinguishes the model from its null → how claims that hold are introduced
+KINDS_OF_HOLDING = {
+    "yes": "Hold, and their null does not pass them",
+    "no": "Hold, and their null passes them or gives as much",
+    "": "Hold, and no null was measured",
+    "theorem": "Hold as theorems and identities do, which test the code",
+}
+LEGEND = (
+    "Null: what the test of a claim should not pass: the same architecture with random weights, each tensor drawn "
+    "with the mean and the standard deviation that it has in the model; for an intervention its random controls; "
+    "for a trained method a plain training of another seed. Mean (least to most) over draws, and the share of "
+    "draws that pass, if any does. Intervals are two-sided at 95 %: a claim whose truth is just at its threshold "
+    "is decided in 5 % of studies, and holds falsely in 2.5 %. Power: how probable it is that so many seeds would "
+    "show the claim if it is true; below 50 % there are not enough seeds. ‡ the threshold is ours, not the "
+    "paper's. † taken from public transcriptions or the authors' code."
+)
+
 
 def scorecard_markdown(card: Scorecard) -> str:
     """Return all numbers by paper for one model, and outcomes side by side for several."""
-    if len(card.models) > 1:
-        return _side_by_side(card)
-    parts = [f"## {card.models[0]}: {headline(card)}", *_summary(card.table)]
-    for paper, rows in card.table.groupby("paper", sort=False):
-        decided = _with_numbers(rows)
-        parts += [f"### {paper}"]
-        if len(decided):
-            parts += [as_markdown(_printed(decided)), *_published_lines(decided)]
-        parts += [text for outcome in NOT_JUDGED if (text := _others(rows, outcome))]
-    return "\n\n".join([*parts, *_gamma_lines(card), *_routes_lines(card)])
-
-
-def _gamma_lines(card: Scorecard) -> list[str]:
-    """Return NU tables 1 and 2 as computed for models with such coordinates, and as printed unless one is GPT-2."""
+    parts = _of_several(card) if len(card.models) > 1 else _of_one(card)
     runs = {model: own[NATURAL] for model, own in card.runs.items() if NATURAL in own}
     computed = {model: table for model, run in runs.items() if (table := gamma_table(run)) is not None}
-    if not computed:
-        return []
-    parts = ["### |γ| where EPE₀ is massive (NU tables 1 and 2)"]
-    parts += [f"{model}, computed:\n\n{as_markdown(table)}" for model, table in computed.items()]
-    if not any("NU prints" in heading for table in computed.values() for heading in table):
-        parts.append(f"GPT-2, as NU prints it; {NEEDS_GPT2}.\n\n{as_markdown(printed_gamma())}")
+    if computed:
+        parts.append("### |γ| where EPE₀ is massive (NU tables 1 and 2)")
+        parts += [f"{model}, computed:\n\n{as_markdown(table)}" for model, table in computed.items()]
+        if not any("NU prints" in heading for table in computed.values() for heading in table):  # none is GPT-2
+            parts.append(f"GPT-2, as NU prints it; {NEEDS_GPT2}.\n\n{as_markdown(printed_gamma())}")
+    if measured_models(card.routes):
+        parts += [f"### {ROUTES_TITLE}", as_markdown(routes_text(card.routes))]
+    return "\n\n".join(parts)
+
+
+def _of_one(card: Scorecard) -> list[str]:
+    parts = [f"## {card.models[0]}: {headline(card)}", *_summary(card.table)]
+    for paper, rows in card.table.groupby("paper", sort=False):
+        parts += [f"### {paper}"]
+        judged = rows[~rows["outcome"].isin(NOT_JUDGED)]
+        if len(judged):
+            parts.append(as_markdown(_printed(judged)))
+            published = judged[(judged["part"] == 0) & (judged["published"] != "")]
+            lines = [f"- {row.claim}: {row.published}" for row in published.itertuples()]
+            parts += ["Published:\n\n" + "\n".join(lines)] if lines else []
+        reasons = {outcome: _by_reason(rows, outcome) for outcome in NOT_JUDGED}
+        parts += [f"{str(outcome).capitalize()}: {text}." for outcome, text in reasons.items() if text]
     return parts
 
 
-def _routes_lines(card: Scorecard) -> list[str]:
-    """Return the table of routes that carry the sink, in percent of the sink rate."""
-    if not measured_models(card.routes):
-        return []
-    return [f"### {ROUTES_TITLE}", as_markdown(routes_text(card.routes))]
-
-
-def _side_by_side(card: Scorecard) -> str:
+def _of_several(card: Scorecard) -> list[str]:
     """Return outcomes of several models; a single line lists the claims that none of them decides."""
-    decided = _decided(card)
-    others = ", ".join(name for name in card.by_model.index if name not in decided.index)
+    outcomes = _outcomes(card)
+    others = ", ".join(name for name in card.by_model.index if name not in set(outcomes["claim"]))
     parts = [f"## {len(card.models)} models: {headline(card)}"]
     by_model = {model: card.table[card.table["model"] == model] for model in card.models}
     for model, rows in by_model.items():
         parts += [f"**{model}**", *_summary(rows)]
-    parts += [as_markdown(_outcomes(decided)), f"Decided by no model: {others}."]
+    parts += [as_markdown(outcomes), f"Decided by no model: {others}."]
     reasons = {model: _by_reason(rows, Outcome.DOES_NOT_APPLY) for model, rows in by_model.items()}
     if any(reasons.values()):
         parts += ["Why claims do not apply:", *(f"- {model}: {text}." for model, text in reasons.items() if text)]
-    return "\n\n".join([*parts, *_numbers_of_some(card), *_gamma_lines(card), *_routes_lines(card)])
+    return [*parts, *_numbers_of_some(card)]
 
 
-def _decided(card: Scorecard) -> pd.DataFrame:
-    """Return outcomes: rows claims that at least one model decides, columns models."""
+def _outcomes(card: Scorecard) -> pd.DataFrame:
+    """Return outcomes: rows claims that at least one model decides, with their statements, columns models."""
     wide = card.by_model.fillna(str(Outcome.NOT_MEASURED))
-    return wide[~wide.isin(NOT_JUDGED).all(axis=1)]
-
-
-def _with_numbers(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of claims that were judged."""
-    return rows[~rows["outcome"].isin(NOT_JUDGED)]
-
-
-def _outcomes(decided: pd.DataFrame) -> pd.DataFrame:
-    table = decided.reset_index()
-    table.insert(1, "what it says", [CLAIMS[name].statement for name in decided.index])
+    table = wide[~wide.isin(NOT_JUDGED).all(axis=1)].reset_index()
+    table.insert(1, "what it says", [CLAIMS[name].statement for name in table["claim"]])
     return table
 
 
@@ -197,9 +198,9 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
     A single model's scorecard may lack the former. Numbers that several models share are listed once.
     """
     of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].is_study]
-    decided = _with_numbers(card.table)
-    counts = decided.groupby("claim")["model"].nunique()
-    rows = decided[decided["claim"].isin([*of_studies, *counts[counts == 1].index])]
+    judged = card.table[~card.table["outcome"].isin(NOT_JUDGED)]
+    counts = judged.groupby("claim")["model"].nunique()
+    rows = judged[judged["claim"].isin([*of_studies, *counts[counts == 1].index])]
     shared: dict[tuple[str, str], list[str]] = {}
     for (model, claim), own in rows.groupby(["model", "claim"], sort=False):
         shared.setdefault((claim, as_markdown(_printed(own))), []).append(model)
@@ -213,30 +214,16 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
     ]
 
 
-# whether a claim distinguishes the model from its null → how claims that hold are introduced
-KINDS_OF_HOLDING = {
-    "yes": "Hold, and their null does not pass them",
-    "no": "Hold, and their null passes them or gives as much",
-    "": "Hold, and no null was measured",
-    "theorem": "Hold as theorems and identities do, which test the code",
-}
-
-
-def telling(table: pd.DataFrame) -> list[str]:
-    """Return the ids of claims that hold for a model but not for their null, each once."""
-    return _holding(table).get("yes", [])
-
-
 def headline(card: Scorecard) -> str:
-    count = len(telling(card.table))
-    holds, them = ("holds", "it") if count == 1 else ("hold", "them")
-    return (
-        f"{count} claim{'s' * (count != 1)} {holds}, and {'its' if count == 1 else 'their'} null does not pass {them}"
-    )
+    """Return in words how many claims hold for a model but not for their null."""
+    count = len(_holding(card.table).get("yes", []))
+    if count == 1:
+        return "1 claim holds, and its null does not pass it"
+    return f"{count} claims hold, and their null does not pass them"
 
 
 def _holding(table: pd.DataFrame) -> dict[str, list[str]]:
-    """Return whether claims distinguish a model from its null → the ids of those that hold."""
+    """Return whether claims distinguish a model from its null → the ids of those that hold, each once."""
     first = table[(table["part"] == 0) & (table["outcome"] == Outcome.HOLDS)]
     return {str(tells): list(dict.fromkeys(own["claim"])) for tells, own in first.groupby("tells", sort=False)}
 
@@ -251,10 +238,9 @@ def _summary(table: pd.DataFrame) -> list[str]:
     others = Counter(first["outcome"])
     lines.append(", ".join(f"{others[outcome]} {outcome}" for outcome in NOT_JUDGED if others[outcome]))
     tested = int((table["low"] < table["high"]).sum())
-    by_chance = f"{(1 - LEVEL) * tested:.0f}"
     chance = (
         f"{tested} numbers were tested, each separately at 95 %: if all truths were at their thresholds, about "
-        f"{by_chance} of the intervals would miss them by chance."
+        f"{(1 - LEVEL) * tested:.0f} of the intervals would miss them by chance."
     )
     return ["\n".join(f"- {line}." for line in lines if line), chance]
 
@@ -267,45 +253,20 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
         value = value_text(row.claim, row.part, row.value, row.low, row.high)
         statement = f"{row.statement} {row.quantity[:1].upper()}{row.quantity[1:]}" if first else f"… {row.quantity}"
         note = f" ({row.note})" if row.note else ""
-        null = null_text(row, with_share=first)
         test = row.test + "‡" * row.is_ours
         outcome = f"**{row.outcome}**" if row.outcome == Outcome.FAILS else row.outcome
         if row.passes == Outcome.NOT_ENOUGH_SEEDS:
             test += f" (power {row.power:.0%})"
-        lines.append((row.claim if first else "", statement + note, value, null, test, outcome if first else ""))
+        cells = (statement + note, value, null_text(row, with_share=first), test)
+        lines.append((row.claim if first else "", *cells, outcome if first else ""))
     columns = ["claim", "what it says, and what is measured", "value [95 %]", "null", "test", "outcome"]
     return pd.DataFrame(lines, columns=columns)
-
-
-def _published_lines(rows: pd.DataFrame) -> list[str]:
-    """Return what the papers measured, with their settings."""
-    first = rows[(rows["part"] == 0) & (rows["published"] != "")]
-    lines = [f"- {row.claim}: {row.published}" for row in first.itertuples()]
-    return ["Published:\n\n" + "\n".join(lines)] if lines else []
-
-
-def _others(rows: pd.DataFrame, outcome: Outcome) -> str:
-    """Return the claims with an outcome that has no number, in a sentence."""
-    text = _by_reason(rows, outcome)
-    return f"{str(outcome).capitalize()}: {text}." if text else ""
 
 
 def _by_reason(rows: pd.DataFrame, outcome: Outcome) -> str:
     """Return claims with an outcome, grouped by reason: "W-3, W-5 (its positions are learned); W-12 (…)"."""
     chosen = rows[(rows["outcome"] == outcome) & (rows["part"] == 0)]
     return "; ".join(f"{', '.join(group['claim'])} ({reason})" for reason, group in chosen.groupby("note", sort=False))
-
-
-def legend() -> str:
-    return (
-        "Null: what the test of a claim should not pass: the same architecture with random weights, each tensor drawn "
-        "with the mean and the standard deviation that it has in the model; for an intervention its random controls; "
-        "for a trained method a plain training of another seed. Mean (least to most) over draws, and the share of "
-        "draws that pass, if any does. Intervals are two-sided at 95 %: a claim whose truth is just at its threshold "
-        "is decided in 5 % of studies, and holds falsely in 2.5 %. Power: how probable it is that so many seeds would "
-        "show the claim if it is true; below 50 % there are not enough seeds. ‡ the threshold is ours, not the "
-        "paper's. † taken from public transcriptions or the authors' code."
-    )
 
 
 # --- numbers
@@ -319,11 +280,9 @@ def value_text(claim: str, part: int, value: float, low: float, high: float) -> 
 
 
 def null_text(row: Any, with_share: bool) -> str:
-    """Return the mean and the extremes of the null's draws, "0.73 (0.70 to 0.76)".
+    """Return the mean and the extremes of the null's draws, "0.73 (0.70 to 0.76)", for a row of the table `claim`.
 
-    Args:
-        row: A row of the table `claim`.
-        with_share: Whether to add the share of draws that pass if the claim does not distinguish the model from them.
+    With the share of draws that pass, if wanted, where the claim does not distinguish the model from them.
     """
     share = ""
     if with_share and row.tells == "no":

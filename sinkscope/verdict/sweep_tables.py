@@ -132,16 +132,12 @@ class SweepTables:
         wide = wide.map(lambda rate: "–" if rate != rate else f"{rate:.1%}").reset_index()
         if not self.scores.empty:
             last = self.scores.drop_duplicates(["model", "task"], keep="last")
-            scores = in_order(last, "model", "task", "score").map(lambda x: "–" if x != x else f"{x:.3f}")
+            scores = last.pivot(index="model", columns="task", values="score")
+            scores = scores.reindex(index=last["model"].unique(), columns=last["task"].unique())
+            scores = scores.map(lambda x: "–" if x != x else f"{x:.3f}")
             alone = pd.DataFrame({"model": scores.index[~scores.index.isin(wide["model"])]})
             wide = pd.concat([wide, alone]).merge(scores.reset_index(), on="model", how="left")
         return wide.fillna("–").rename(columns={"bos": "BOS"}).rename_axis(columns=None).reset_index(drop=True)
-
-
-def in_order(rows: pd.DataFrame, index: str, columns: str, values: str = "sink_rate") -> pd.DataFrame:
-    """Pivot a table, keeping the order in which rows and columns appear."""
-    wide = rows.pivot(index=index, columns=columns, values=values)
-    return wide.reindex(index=rows[index].unique(), columns=rows[columns].unique())
 
 
 def sweep_tables(done: Sequence[Measured]) -> SweepTables:
@@ -152,31 +148,29 @@ def sweep_tables(done: Sequence[Measured]) -> SweepTables:
     """
     known = pd.DataFrame([coordinates(each) for each in done], columns=names_of(COORDINATES))
     labels = pd.Series([each.cell.model for each in done], dtype=object)
-    parts: dict[str, dict[int, pd.DataFrame]] = {}  # name → place of the cell → its table
+    parts: dict[str, dict[int, pd.DataFrame]] = {}  # name → index of the cell → its table
     for place, each in enumerate(done):
         for name, common in OF_COMMANDS[each.cell.command].items():
             table = read_table(each.folder / "tables" / f"{name}.parquet")
-            parts.setdefault(common, {})[place] = _studied(each, table) if common == STUDY else table
+            if common == STUDY:  # with the number of tokens read until each step
+                tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
+                table = studied(table)
+                table = table.assign(tokens=table["step"] * tokens)
+            parts.setdefault(common, {})[place] = table
         if each.cell.command == "analyze" and ALPHA in each.manifest["tables"]:
             parts.setdefault(EPSILON, {})[place] = _by_epsilon(each)
     tables = {name: _joined(found, known, labels) for name, found in sorted(parts.items())}
     return SweepTables(tables, {each.cell.model: each.cell.entry.paper for each in done if each.cell.entry.paper})
 
 
-def _studied(each: Measured, training: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of a training for the factor study, with the number of tokens read until each step."""
-    tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
-    return studied(training).assign(tokens=lambda rows: rows["step"] * tokens)
-
-
 def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.Series) -> pd.DataFrame:
     """Return all rows, with their cells' coordinates after the leading columns; `model` is the name in the file."""
     rows = pd.concat(parts.values(), ignore_index=True)
     places = np.repeat(list(parts), [len(table) for table in parts.values()])
-    beside = known.iloc[places].reset_index(drop=True)
-    beside = beside.drop(columns=[name for name in beside if name in rows])  # ε of a table by ε
+    coordinates = known.iloc[places].reset_index(drop=True)
+    coordinates = coordinates.drop(columns=[name for name in coordinates if name in rows])  # ε of a table by ε
     rows["model"] = labels.iloc[places].to_numpy()
-    joined = pd.concat([rows, beside], axis=1)
+    joined = pd.concat([rows, coordinates], axis=1)
     first = [*LEADING, *(name for name in known if name in joined)]
     return joined[[*first, *(name for name in rows if name not in first)]]
 
@@ -184,30 +178,27 @@ def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.S
 def coordinates(each: Measured) -> dict[str, Any]:
     """Return column → value for a cell."""
     cell, manifest = each.cell, each.manifest
-    config = manifest["config"]
-    of_model = manifest.get("model") if isinstance(manifest.get("model"), dict) else {}
+    config, of_model = manifest["config"], manifest.get("model")
+    token_zero = manifest.get("input", {}).get("token_zero", "")
+    try:
+        step = NO_STEP if cell.revision is None else step_of(cell.revision)
+    except InputError:
+        step = NO_STEP
     return {
         "cell": cell.name,
         "revision": cell.revision or "",
-        "step": _step(cell.revision),
+        "step": step,
         "family": cell.entry.family or "",
         "base": cell.entry.base or "",
-        "parameters": int((of_model or {}).get("parameters") or 0),
+        "parameters": int(of_model.get("parameters") or 0) if isinstance(of_model, dict) else 0,
         "input": cell.input,
         "settings": cell.setting,
         "seq_len": config.get("seq_len") or config.get("block_length", 0),
         **{name: config.get(name, 0) for name in ("window", "epsilon", "seed")},  # 0: the command has none
         "dtype": manifest.get("dtype", ""),
-        "token_zero": (token_zero := manifest.get("input", {}).get("token_zero", "")),
+        "token_zero": token_zero,
         "bos": policy_of(token_zero),
     }
-
-
-def _step(revision: str | None) -> int:
-    try:
-        return NO_STEP if revision is None else step_of(revision)
-    except InputError:
-        return NO_STEP
 
 
 def _by_epsilon(each: Measured) -> pd.DataFrame:

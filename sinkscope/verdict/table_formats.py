@@ -40,13 +40,8 @@ class Tabular:
         raise NotImplementedError
 
     def formatted(self, format: TableFormat = "text") -> str:
-        """Return all summary tables as text.
-
-        Raises:
-            InputError: The format is unknown.
-        """
-        parts = [formatted(table, format, title) for title, table in self.summary_tables.items()]
-        return "\n\n".join(parts)
+        """Return all summary tables as text; InputError for an unknown format."""
+        return "\n\n".join(formatted(table, format, title) for title, table in self.summary_tables.items())
 
 
 def formatted(table: pd.DataFrame, format: TableFormat = "text", title: str = "") -> str:
@@ -62,7 +57,13 @@ def formatted(table: pd.DataFrame, format: TableFormat = "text", title: str = ""
     """
     if format not in FORMATS:
         raise InputError(f"format {unknown(format, FORMATS)}")
-    return FORMATS[format](table.map(_text), title)
+
+    def text(value: object) -> str:
+        if isinstance(value, float):
+            return MISSING if value != value else f"{value:.4g}"
+        return str(value)
+
+    return FORMATS[format](table.map(text), title)
 
 
 def _as_text(table: pd.DataFrame, title: str) -> str:
@@ -86,12 +87,12 @@ def as_markdown(table: pd.DataFrame, title: str = "", numbers: bool = False) -> 
 
 
 def _as_latex(table: pd.DataFrame, title: str) -> str:
-    def row(cells: object) -> str:
-        return " & ".join(_latex(str(cell)) for cell in cells) + r" \\"  # type: ignore[attr-defined]
-
     columns = "".join(_column(table[name], place) for place, name in enumerate(table))
-    body = [row(cells) for cells in table.itertuples(index=False)]
-    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", row(table.columns), r"\midrule", *body, r"\bottomrule"]
+    heading, *body = (
+        " & ".join(_latex(str(cell)) for cell in row) + r" \\"
+        for row in (table.columns, *table.itertuples(index=False))
+    )
+    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", heading, r"\midrule", *body, r"\bottomrule"]
     lines.append(r"\end{tabular}")
     return "\n".join([f"% {' '.join(title.split())}", *lines] if title else lines)
 
@@ -101,12 +102,6 @@ FORMATS: Mapping[str, Callable[[pd.DataFrame, str], str]] = {
     "markdown": as_markdown,
     "latex": _as_latex,
 }
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return MISSING if value != value else f"{value:.4g}"
-    return str(value)
 
 
 def _column(cells: pd.Series, place: int) -> str:

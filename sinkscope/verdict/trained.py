@@ -12,15 +12,9 @@ from sinkscope.training.tables import TABLES, sinking_layer
 from sinkscope.verdict.table_formats import as_markdown, table_with_spread
 
 BACKCOPY_COLUMNS = (
-    "bigram_risk",
-    "backcopy_risk",
-    "attention_to_start",
-    "early_attention_to_start",
-    "attention_to_triggers",
-    "value_ratio",
-    "attended_ratio",
-    "delta_logit",
-)
+    "bigram_risk", "backcopy_risk", "attention_to_start", "early_attention_to_start", "attention_to_triggers",
+    "value_ratio", "attended_ratio", "delta_logit",
+)  # fmt: skip
 
 
 def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
@@ -49,19 +43,18 @@ def without_start(runs: Iterable[RunData]) -> str:
 
 def gates_moved(gates: pd.DataFrame) -> list[Finding]:
     """Return how far the new parameters of each method have moved, from the table `gates`."""
-    return [_moved(str(arm), rows) for arm, rows in gates.groupby("condition", sort=False)]
-
-
-def _moved(arm: str, gates: pd.DataFrame) -> Finding:
-    most, mean = gates.loc[gates["displacement"].idxmax()], gates["displacement"].mean()
-    layer = most["layer"] if most["layer"] >= 0 else None
-    sentence = (
-        f"{arm}: new parameters moved by {METRICS['gate_displacement_mean'].text(mean)} on average, by "
-        f"{METRICS['gate_displacement_max'].text(most['displacement'])} at most"
-    )
-    sentence += "" if layer is None else f", in layer {layer}"
-    numbers = {"arm": arm, "mean": mean, "layer": layer}
-    return Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers, sentence=sentence)
+    found = []
+    for arm, rows in gates.groupby("condition", sort=False):
+        most, mean = rows.loc[rows["displacement"].idxmax()], rows["displacement"].mean()
+        layer = most["layer"] if most["layer"] >= 0 else None
+        sentence = (
+            f"{arm}: new parameters moved by {METRICS['gate_displacement_mean'].text(mean)} on average, by "
+            f"{METRICS['gate_displacement_max'].text(most['displacement'])} at most"
+        )
+        sentence += "" if layer is None else f", in layer {layer}"
+        numbers = {"arm": str(arm), "mean": mean, "layer": layer}
+        found.append(Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers, sentence=sentence))
+    return found
 
 
 def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:

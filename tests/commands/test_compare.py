@@ -11,7 +11,7 @@ from support.made_up_runs import made_up, save
 
 import sinkscope
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.output.comparison import compare
+from sinkscope.output.side_by_side import compare
 
 
 def test_two_runs_side_by_side() -> None:

@@ -27,8 +27,8 @@ from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
-from sinkscope.output.comparison import compare
 from sinkscope.output.run import Run
+from sinkscope.output.side_by_side import compare
 from sinkscope.output.trained import Trained
 from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import new_parameters, retrofit_model

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from support.figure_tables import grid
 from support.figures import edges_at
 
 from sinkscope.errors import InputError
@@ -33,49 +34,28 @@ def draw_backcopy_maps(attention_maps: pd.DataFrame, value_norms: pd.DataFrame) 
 
 
 def training(arms: int = 3, seeds: int = 2, layers: int = 1) -> pd.DataFrame:
-    random = np.random.default_rng(0)
-    rows = [
-        ("tiny", f"arm {arm}", -1 if metric.endswith("risk") else layer, seed, step, metric, random.uniform(0.1, 1))
-        for arm in range(arms)
-        for layer in range(layers)
-        for seed in range(seeds)
-        for step in STEPS
-        for metric in BACKCOPY
-        if layer == 0 or not metric.endswith("risk")
-    ]
-    return pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "step", "metric", "value"])
+    names = [f"arm {arm}" for arm in range(arms)]
+    table = grid(model=["tiny"], condition=names, layer=range(layers), seed=range(seeds), step=STEPS, metric=BACKCOPY)
+    of_model = table["metric"].str.endswith("risk")
+    table = table[~of_model | (table["layer"] == 0)].assign(layer=table["layer"].mask(of_model, -1))
+    return table.assign(value=np.random.default_rng(0).uniform(0.1, 1, len(table)))
 
 
-def maps(arms: int = 2, layers: int = 1, heads: int = 1, tokens: int = 6) -> tuple[pd.DataFrame, pd.DataFrame]:
-    random = np.random.default_rng(0)
-    text = ["<s>", "h", " ", "h", "$", "t"][:tokens]
-    weights = [
-        ("tiny", f"arm {arm}", layer, head, 0, query, key, 10 + key, text[key], random.uniform())
-        for arm in range(arms)
-        for layer in range(layers)
-        for head in range(heads)
-        for query in range(tokens)
-        for key in range(query + 1)
-    ]
-    norms = [
-        ("tiny", f"arm {arm}", layer, 0, at, 10 + at, text[at], text[at] in " t", 1.0 + at, (1.0 + at) / (1 + arm))
-        for arm in range(arms)
-        for layer in range(layers)
-        for at in range(tokens)
-    ]
-    leading = ["model", "condition", "layer"]
-    return (
-        pd.DataFrame(weights, columns=[*leading, "head", "sequence", "query", "key", "token_id", "token", "weight"]),
-        pd.DataFrame(
-            norms,
-            columns=[
-                *leading, "sequence", "position", "token_id", "token", "is_trigger", "norm", "attended_norm",
-            ],
-        ),
-    )  # fmt: skip
+def maps(arms: int = 2, layers: int = 1, heads: int = 1) -> tuple[pd.DataFrame, pd.DataFrame]:
+    text = pd.Series(["<s>", "h", " ", "h", "$", "t"])
+    tokens, names = range(len(text)), [f"arm {arm}" for arm in range(arms)]
+    of_arm = {"model": ["tiny"], "condition": names, "layer": range(layers)}
+    weights = grid(**of_arm, head=range(heads), sequence=[0], query=tokens, key=tokens)
+    weights = weights[weights["key"] <= weights["query"]]
+    weights = weights.assign(token_id=10 + weights["key"], token=weights["key"].map(text))
+    weights["weight"] = np.random.default_rng(0).uniform(size=len(weights))
+    norms = grid(**of_arm, sequence=[0], position=tokens)
+    at = norms["position"]
+    norms = norms.assign(token_id=10 + at, token=at.map(text), is_trigger=at.map(text.isin([" ", "t"])), norm=1.0 + at)
+    return weights, norms.assign(attended_norm=norms["norm"] / (1 + norms["condition"].str[-1].astype(int)))
 
 
-def test_where_no_start_is_in_front_it_is_said() -> None:
+def test_a_first_token_in_place_of_the_start_is_noted() -> None:
     note = "the first token takes the place of <s>"
     without = draw_backcopy_training(training(), {"arm 0": run("varies")})
     for figure, known in ((draw_backcopy_training(training()), False), (without, True)):
@@ -99,7 +79,7 @@ def test_lines_are_means_over_seeds_and_bands_reach_the_extremes() -> None:
                     assert edges_at(ax, step, nth) == pytest.approx((rows.min()[step], rows.max()[step]))
 
 
-def test_of_several_layers_the_one_that_sinks_most_is_drawn() -> None:
+def test_the_layer_with_the_largest_sink_is_drawn() -> None:
     table = training(layers=3, seeds=1)
     at = (table["metric"] == "attention_to_start") & (table["step"] == 100) & (table["condition"] == "arm 0")
     table.loc[at & (table["layer"] == 1), "value"] = 2.0
@@ -132,16 +112,15 @@ def test_maps_and_bars_show_the_tables() -> None:
     assert gated == [0.5, 1, 1.5, 2, 2.5, 3]
     labels = [label.get_text() for label in below[0].get_xticklabels()]
     assert labels == ["<s>", "h", "␣", "h", r"\$", "t"]
-    colours = [label.get_color() for label in below[0].get_xticklabels()]
-    assert [colour != "black" for colour in colours] == [False, False, True, False, False, True]
+    colors = [label.get_color() for label in below[0].get_xticklabels()]
+    assert [color != "black" for color in colors] == [False, False, True, False, False, True]
 
 
-def test_of_several_heads_the_one_that_sinks_most_is_shown() -> None:
+def test_the_head_with_the_largest_sink_is_shown() -> None:
     weights, norms = maps(layers=2, heads=2)
     weights.loc[(weights["layer"] == 1) & (weights["head"] == 0) & (weights["key"] == 0), "weight"] = 1.0
     assert sinking_head(weights) == (1, 0)
-    figure = draw_backcopy_maps(weights, norms)
-    assert "layer 1, head 0" in figure.axes[0].get_title()
+    assert "layer 1, head 0" in draw_backcopy_maps(weights, norms).axes[0].get_title()
 
 
 def test_empty_tables_are_refused() -> None:

@@ -16,20 +16,15 @@ from support.drawn_figures import SEEDS, TEXTS, names
 from support.drawn_figures import drawn as draw_example
 
 from sinkscope.figures import KINDS
-from sinkscope.figures.axes import with_decades
+from sinkscope.figures.plot import with_decades
 from sinkscope.figures.style import Figure
 
 drawn = cache(draw_example)  # each figure is drawn once for all rules
-OF_SEEDS = ("retrofit-bars", "retrofit-training", "backcopy-training")
 TOUCHING = 1.0  # pixels that two labels may share
 
 
-def test_every_figure_is_looked_at() -> None:
-    assert set(names()) == {name for register in KINDS.values() for name in register} - TEXTS
-
-
 @pytest.mark.parametrize("name", names())
-def test_axes_have_labels_and_tick_labels_stand_apart(name: str) -> None:
+def test_axes_have_labels_and_tick_labels_do_not_overlap(name: str) -> None:
     figure = drawn(name)
     figure.lay_out()
     figure.draw_without_rendering()
@@ -44,15 +39,11 @@ def test_axes_have_labels_and_tick_labels_stand_apart(name: str) -> None:
         assert bar.get_ylabel() or bar.get_xlabel()
 
 
-@pytest.mark.parametrize("name", OF_SEEDS)
-def test_of_several_seeds_the_spread_is_seen_and_their_number_said(name: str) -> None:
-    figure = drawn(name)
-    assert f"{len(SEEDS)} seeds" in figure.get_suptitle()
-    for ax in (ax for ax in figure.axes if ax.get_visible()):
-        assert ax.collections, "neither a band nor whiskers"
-
-
-def test_a_figure_of_one_seed_says_so() -> None:
+def test_the_number_of_seeds_is_stated_and_their_spread_is_visible() -> None:
+    for name in ("retrofit-bars", "retrofit-training", "backcopy-training"):
+        assert f"{len(SEEDS)} seeds" in drawn(name).get_suptitle()
+        for ax in (ax for ax in drawn(name).axes if ax.get_visible()):
+            assert ax.collections, "neither a band nor whiskers"
     for name in ("retrofit-layers", "retrofit-values", "backcopy-maps"):
         assert f"first of {len(SEEDS)} seeds" in drawn(name).get_suptitle()
 
@@ -104,27 +95,27 @@ def _check_decades(axis: Axis, name: str) -> None:
 
 
 def test_every_row_of_the_register_has_its_function_and_no_condition_is_without_a_row() -> None:
-    """Check the names of functions: a misspelled `lacking_NAME` would be ignored."""
+    """A misspelled `lacking_NAME` would be ignored."""
     specs = [spec for register in KINDS.values() for spec in register.values()]
+    assert set(names()) == {spec.name for spec in specs} - TEXTS
+    assert len({spec.name for spec in specs}) == len(specs)
+    assert all(spec.about and "\n" not in spec.about and spec.tables for spec in specs)
     modules = {spec.file: import_module(f"sinkscope.figures.{spec.file}") for spec in specs}
     assert all(callable(getattr(modules[spec.file], f"draw_{spec.name.replace('-', '_')}")) for spec in specs)
     conditions = {name for module in modules.values() for name in vars(module) if name.startswith("lacking_")}
     assert conditions <= {f"lacking_{spec.name.replace('-', '_')}" for spec in specs}
 
 
-def test_only_the_file_of_a_figure_that_is_drawn_is_imported() -> None:
-    code = "import sys, sinkscope.commands.analyze; print(*(name for name in sys.modules if '.figures.' in name))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {name.rpartition(".")[2] for name in done.stdout.split()} <= {"spec", "style", "labels"}
-
-
-def test_a_run_of_analyze_imports_no_claim(tmp_path: Path) -> None:
+def test_a_run_of_analyze_imports_no_claim_and_no_figure_that_it_does_not_draw(tmp_path: Path) -> None:
     """Its verdict and its page show numbers and statements of claims."""
     code = f"""
-import sys, transformers, sinkscope
+import sys, transformers, sinkscope, sinkscope.commands.analyze
+figures = {{name.rpartition(".")[2] for name in sys.modules if ".figures." in name}}
+assert figures <= {{"spec", "style", "labels"}}, figures
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
-run = sinkscope.analyze(model, out={str(tmp_path / "run")!r}, input="random", num_seqs=2, seq_len=32)
+given = dict(input="random", num_seqs=2, seq_len=32, figures=["sink-map"])
+run = sinkscope.analyze(model, out={str(tmp_path / "run")!r}, **given)
 assert "There is a sink at the first token." in (run.folder / "index.html").read_text(encoding="utf-8")
 print(*(name for name in sys.modules if "paper_claims" in name))
 """

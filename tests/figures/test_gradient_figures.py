@@ -8,18 +8,16 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from support.figure_tables import gradient_tables, grid
-from support.figures import check_all_draw, edges_at, legend_of, pixels, render, said
+from support.figures import check_all_draw, draw_all, edges_at, legend_of, render, said
 
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_STEPS, applicable, draw
 from sinkscope.figures.gradients import LOOKS, UNDEFINED
-from sinkscope.figures.spec import draw_all
-from sinkscope.figures.steps import step_axis, step_label
+from sinkscope.figures.plot import step_axis, step_label
 from sinkscope.figures.style import GRADUAL, new_figure
 from sinkscope.measuring.summary import compress_fits
 from sinkscope.output.run import Run
 
-NAMES = ("gradient-norms", "gradient-reshaping", "gradient-bounds")
 PATHWAYS = ("query", "key", "value")
 
 
@@ -52,7 +50,7 @@ def points_of(ax: Axes) -> np.ndarray:
     return np.array(sorted(map(tuple, np.concatenate(drawn))))
 
 
-# gradient-norms
+# --- gradient-norms
 
 
 def test_gradient_norms_draws_every_layer_and_their_mean(run: Run) -> None:
@@ -65,8 +63,8 @@ def test_gradient_norms_draws_every_layer_and_their_mean(run: Run) -> None:
         outline, mean = (of_width(ax, width) for width in (3, 1.4))
         np.testing.assert_allclose(mean[0].get_ydata(), norms.mean())
         np.testing.assert_allclose(outline[0].get_ydata(), norms.mean())
-        greys = [np.dot(to_rgb(line.get_color()), (0.299, 0.587, 0.114)) for line in layers]
-        assert np.diff(greys).max() < -0.05  # from light to dark, so that depth is read in greyscale too
+        grays = [np.dot(to_rgb(line.get_color()), (0.299, 0.587, 0.114)) for line in layers]
+        assert np.diff(grays).max() < -0.05  # from light to dark, so that depth is read in grayscale too
         assert ax.get_yscale() == "log"
         assert ax.get_title() == pathway
     assert [ax.get_ylim() for ax in axes[1:3]] == [axes[0].get_ylim()] * 2  # one scale: they can be compared
@@ -86,16 +84,11 @@ def test_a_gradient_that_is_off_the_scale_is_marked_with_its_value(run: Run, val
     assert legend_of(figure) == ["mean over layers", "off the scale"]
 
 
-def test_a_small_gradient_is_on_the_scale(run: Run) -> None:
+def test_marks_off_the_scale_are_only_for_tiny_gradients_and_named_once(run: Run) -> None:
     gradient = run.tables["gradient"].assign(grad_norm=lambda table: table["grad_norm"].clip(lower=2e-5))
-    figure = draw("gradient-norms", make_run(gradient=gradient))
-    assert legend_of(figure) == ["mean over layers"]
-
-
-def test_tokens_that_predict_nothing_are_marked_once(run: Run) -> None:
-    """Each of the run's last positions is marked, and neighbors are named once."""
+    assert legend_of(draw("gradient-norms", make_run(gradient=gradient))) == ["mean over layers"]
     gradient = run.tables["gradient"].copy()
-    gradient.loc[gradient["position"] >= 14, "grad_norm"] = 0.0
+    gradient.loc[gradient["position"] >= 14, "grad_norm"] = 0.0  # tokens that predict nothing
     query, key, value, _ = draw("gradient-norms", make_run(gradient=gradient)).axes
     assert [text.xy[0] for text in query.texts] == [0, 14]
     for ax in (key, value):
@@ -103,35 +96,34 @@ def test_tokens_that_predict_nothing_are_marked_once(run: Run) -> None:
         assert ax.collections[0].get_offsets()[:, 0].tolist() == [14, 15]
 
 
-# gradient-reshaping
+# --- gradient-reshaping
 
 
-def test_reshaping_draws_a_point_a_layer_and_position(run: Run) -> None:
+def test_reshaping_draws_a_point_for_each_layer_and_position_by_the_papers_token_groups(run: Run) -> None:
+    figure = draw("gradient-reshaping", run)
     table = run.tables["gradient_ratio"].query("branch == 'attn'")
-    for ax, name in zip(draw("gradient-reshaping", run).axes, ("bloat", "compress", "change"), strict=True):
+    for ax, name in zip(figure.axes, ("bloat", "compress", "change"), strict=True):
         np.testing.assert_allclose(points_of(ax), table[["input_norm", name]].sort_values("input_norm"))
         assert ax.get_title().startswith(name)
         assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-
-
-def test_reshaping_tells_the_papers_token_groups_apart(run: Run) -> None:
-    figure = draw("gradient-reshaping", run)
-    table = run.tables["gradient_ratio"].query("branch == 'attn'")
     groups = {"token 0": (0, 0), "token 1": (1, 1), "tokens 2–3": (2, 3), "tokens 4–7": (4, 7), "tokens 8–15": (8, 15)}
-    for (first, last), (colour, marker) in zip(groups.values(), LOOKS, strict=False):
+    for (first, last), (color, marker) in zip(groups.values(), LOOKS, strict=False):
         rows = table[table["position"].between(first, last)]
         later, earliest = [line for line in figure.axes[0].lines if line.get_marker() == marker]
         np.testing.assert_allclose(later.get_xydata(), rows.query("layer > 0")[["input_norm", "bloat"]])
         np.testing.assert_allclose(earliest.get_xydata(), rows.query("layer == 0")[["input_norm", "bloat"]])
-        assert later.get_markerfacecolor() == earliest.get_markeredgecolor() == colour
+        assert later.get_markerfacecolor() == earliest.get_markeredgecolor() == color
         assert earliest.get_markerfacecolor() == "none"
     assert set(legend_of(figure)) == {*groups, "first layer", "fit, later layers", "slope −1; no change"}
 
 
-def test_token_groups_differ_in_lightness_and_marker() -> None:
-    greys = [np.dot(to_rgb(colour), (0.299, 0.587, 0.114)) for colour, _ in LOOKS]
-    assert np.diff(greys).min() > 0.1
+def test_colors_differ_in_lightness_and_groups_in_markers() -> None:
+    grays = [np.dot(to_rgb(color), (0.299, 0.587, 0.114)) for color, _ in LOOKS]
+    assert np.diff(grays).min() > 0.1
     assert len({marker for _, marker in LOOKS}) == len(LOOKS)
+    lines = [np.dot(color[:3], (0.299, 0.587, 0.114)) for color in GRADUAL(np.linspace(0, 1, 9))]
+    assert lines[0] < 0.8  # seen on white
+    assert np.diff(lines).max() < 0
 
 
 def test_the_fitted_line_is_the_summarys(run: Run) -> None:
@@ -150,7 +142,7 @@ def test_the_fitted_line_is_the_summarys(run: Run) -> None:
     assert said(ax) == [expected.replace("-", "−")]
 
 
-def test_what_is_near_1_looks_near(run: Run) -> None:
+def test_ratios_near_1_are_drawn_near_1(run: Run) -> None:
     ratios = run.tables["gradient_ratio"].assign(change=1.0 + run.tables["gradient_ratio"]["change"] / 1e3)
     ax = draw("gradient-reshaping", make_run(gradient_ratio=ratios)).axes[2]
     low, high = ax.get_ylim()
@@ -159,11 +151,8 @@ def test_what_is_near_1_looks_near(run: Run) -> None:
     assert ax.lines[-1].get_ydata() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("wiring", "absent"),
-    [("parallel", ["bloat", "compress", "change"]), ("parallel", ["compress", "change"]), ("post-norm", ["bloat"])],
-)
-def test_an_undefined_ratio_is_said_with_the_reason(run: Run, wiring: str, absent: list[str]) -> None:
+@pytest.mark.parametrize(("wiring", "absent"), [("parallel", ["compress", "change"]), ("post-norm", ["bloat"])])
+def test_an_undefined_ratio_has_the_reason_in_its_panel(run: Run, wiring: str, absent: list[str]) -> None:
     ratios = run.tables["gradient_ratio"].assign(**dict.fromkeys(absent, np.nan))
     figure = draw("gradient-reshaping", make_run(wiring, gradient_ratio=ratios))
     for ax, name in zip(figure.axes, ("bloat", "compress", "change"), strict=True):
@@ -174,15 +163,13 @@ def test_an_undefined_ratio_is_said_with_the_reason(run: Run, wiring: str, absen
     assert ("fit, later layers" in legend_of(figure)) == ("compress" not in absent)
 
 
-@pytest.mark.parametrize(
-    ("positions", "last"), [(1, "token 0"), (3, "token 2"), (6, "tokens 4–5"), (24, "tokens 16–23")]
-)
+@pytest.mark.parametrize(("positions", "last"), [(1, "token 0"), (6, "tokens 4–5"), (24, "tokens 16–23")])
 def test_groups_reach_as_far_as_the_run(positions: int, last: str) -> None:
     tokens = [text for text in legend_of(draw("gradient-reshaping", make_run(positions=positions))) if "token" in text]
     assert tokens[-1] == last
 
 
-# gradient-bounds
+# --- gradient-bounds
 
 
 def test_bounds_draws_theorem_1_at_position_0(run: Run) -> None:
@@ -216,7 +203,7 @@ def bounds_axes(run: Run) -> list[Axes]:
 
 
 @pytest.mark.parametrize("rows", ["none", "no table", "attn"])
-def test_bounds_without_norms_say_why(run: Run, rows: str) -> None:
+def test_bounds_without_norms_give_the_reason(run: Run, rows: str) -> None:
     bound = run.tables["norm_bound"]
     changed = make_run("parallel", norm_bound=bound[bound["branch"] == rows])
     if rows == "no table":
@@ -227,66 +214,27 @@ def test_bounds_without_norms_say_why(run: Run, rows: str) -> None:
     assert said(attn) == (["bound"] if rows == "attn" else said(mlp))
 
 
-def test_bounds_of_padded_batches_are_unmeasured(run: Run) -> None:
+def test_bounds_of_padded_batches_are_unmeasured_and_a_lower_bound_of_zero_reaches_the_floor(run: Run) -> None:
     unmeasured = dict.fromkeys(("measured", "lower_bound", "upper_bound"), np.nan)
     check = run.tables["gradient_check"].assign(holds=False, **unmeasured)
     left, holds, _, identity, _ = bounds_axes(make_run(gradient_check=check))
     assert said(left) == said(holds) == ["not measured: all batches\nhad padding"]
     assert identity.get_yscale() == "log"
-
-
-def test_a_lower_bound_of_zero_reaches_the_floor(run: Run) -> None:
     left, *_ = bounds_axes(make_run(gradient_check=run.tables["gradient_check"].assign(lower_bound=0.0)))
     assert left.collections[0].get_paths()[0].vertices[:, 1].min() > 0
     assert left.get_yscale() == "log"
-
-
-# what may be missing
-
-
-EDGES: dict[str, dict[str, Any]] = {
-    "one of all": {"layers": 1, "heads": 1, "kv_heads": 1, "positions": 1},
-    "one layer": {"layers": 1},
-    "two positions": {"positions": 2, "layers": 2},
-    "many": {"layers": 40, "positions": 40},
-}
-
-
-@pytest.mark.parametrize("edge", EDGES)
-def test_small_and_large_runs_are_drawn(edge: str) -> None:
-    check_all_draw(make_run(**EDGES[edge]), NAMES)
-
-
-@pytest.mark.parametrize("value", [np.nan, 0.0, np.inf, 1.0])
-def test_tables_of_one_value_are_drawn(run: Run, value: float) -> None:
-    tables = {
-        name: table.assign(**dict.fromkeys(table.select_dtypes("float").columns, value))
-        for name, table in run.tables.items()
-    }
-    check_all_draw(make_run(**tables), NAMES, layout=False)
 
 
 def test_a_layer_and_a_position_without_values_leave_a_gap(run: Run) -> None:
     tables = {}
     for name, table in run.tables.items():
         gap = (table["layer"] == 2) | (table["position"] == 0)
-        tables[name] = table.assign(
-            **{column: table[column].mask(gap) for column in table.select_dtypes("float").columns}
-        )
-    check_all_draw(make_run(**tables), NAMES, layout=False)
+        floats = table.select_dtypes("float").columns
+        tables[name] = table.assign(**{column: table[column].mask(gap) for column in floats})
+    check_all_draw(make_run(**tables), ("gradient-norms", "gradient-reshaping", "gradient-bounds"), layout=False)
 
 
-def test_another_table_is_another_figure(run: Run) -> None:
-    for name, table, column in (
-        ("gradient-norms", "gradient", "grad_norm"),
-        ("gradient-reshaping", "gradient_ratio", "bloat"),
-        ("gradient-bounds", "norm_bound", "tightness"),
-    ):
-        other = make_run(**{table: run.tables[table].assign(**{column: run.tables[table][column] ** 2})})
-        assert pixels(draw(name, other)) != pixels(draw(name, run)), name
-
-
-# training
+# --- training
 
 
 METRICS = (
@@ -296,7 +244,7 @@ METRICS = (
 
 
 def checkpoint(step: int, layers: int = 3, positions: int = 16, **names: Any) -> tuple[int, Run]:
-    """Random tables of one step."""
+    """Make random tables of one step."""
     random = np.random.default_rng(step)
     summary = grid(layer=range(-1, layers), metric=METRICS)
     summary["value"] = random.uniform(0.1, 0.9, len(summary))
@@ -344,8 +292,8 @@ def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
             np.testing.assert_allclose(line.get_ydata(), means)
         assert said(ax) == (["0"] if pathway == "query" else [])
     assert [label.get_text() for label in bar.get_yticklabels()] == ["1k", "10", "0"]
-    greys = [np.dot(to_rgb(line.get_color()), (0.299, 0.587, 0.114)) for line in axes[0].lines]
-    assert np.diff(greys).max() < -0.1
+    grays = [np.dot(to_rgb(line.get_color()), (0.299, 0.587, 0.114)) for line in axes[0].lines]
+    assert np.diff(grays).max() < -0.1
 
 
 @pytest.mark.parametrize(
@@ -355,9 +303,7 @@ def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
         ([0, 1000, 2000], "linear"),
         ([1, 10, 100, 1000, 10000], "log"),
         ([0, 1, 2, 4, 8, 16, 512, 1000, 143000], "symlog"),
-        ([0, 3, 4, 70], "symlog"),
         ([11, 12, 80], "log"),
-        ([500], "linear"),
         ([0], "linear"),
     ],
 )
@@ -381,17 +327,21 @@ def test_the_step_axis_fits_the_steps(steps: Any, scale: str) -> None:
     assert len(shown) >= min(len(steps), 2)
 
 
-def test_steps_are_short() -> None:
+def test_steps_are_short_and_checkpoints_of_one_folder_are_named_by_it() -> None:
     steps = {0: "0", 512: "512", 1000: "1k", 1500: "1.5k", 143000: "143k", 2e6: "2M"}
     assert {step: step_label(step) for step in steps} == steps
+    runs = [checkpoint(step, name=f"runs/baseline/checkpoint-{step}") for step in (1, 2)]
+    assert OF_STEPS["training-by-step"](runs).get_suptitle() == "baseline · natural · steps 1–2"
+    runs = [checkpoint(step, name=f"{step}/model-{step}") for step in (1, 2)]
+    assert OF_STEPS["training-by-step"](runs).get_suptitle() == "natural · steps 1–2"
 
 
-def test_training_stands_what_was_not_measured() -> None:
+def test_training_figures_of_runs_that_were_not_measured() -> None:
     full = checkpoint(1)
     summary = full[1].tables["summary"]
     forward = Run(full[1].manifest, {"summary": summary[summary["metric"] == "sink_rate"]})
     nothing = Run(full[1].manifest, {"summary": summary.assign(value=np.nan)})
-    for runs in ([(0, forward), full], [(0, forward)], [(0, nothing), (5, nothing)], [(3, forward), (3, full[1])]):
+    for runs in ([(0, forward), full], [(0, nothing), (5, nothing)], [(3, forward), (3, full[1])]):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             figures = draw_all(OF_STEPS, runs)
@@ -402,16 +352,3 @@ def test_training_stands_what_was_not_measured() -> None:
     assert said(OF_STEPS["training-by-step"]([(0, nothing)]).axes[0]) == ["not measured"]
     with pytest.raises(InputError, match="no checkpoints"):
         OF_STEPS["training-by-step"]([])
-
-
-def test_checkpoints_of_one_folder_go_by_its_name() -> None:
-    runs = [checkpoint(step, name=f"runs/baseline/checkpoint-{step}") for step in (1, 2)]
-    assert OF_STEPS["training-by-step"](runs).get_suptitle() == "baseline · natural · steps 1–2"
-    runs = [checkpoint(step, name=f"{step}/model-{step}") for step in (1, 2)]
-    assert OF_STEPS["training-by-step"](runs).get_suptitle() == "natural · steps 1–2"
-
-
-def test_the_colours_of_lines_are_seen_on_white() -> None:
-    greys = [np.dot(colour[:3], (0.299, 0.587, 0.114)) for colour in GRADUAL(np.linspace(0, 1, 9))]
-    assert greys[0] < 0.8
-    assert np.diff(greys).max() < 0

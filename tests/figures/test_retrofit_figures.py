@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
+from support.figure_tables import grid
 from support.figures import said
 
 from sinkscope.errors import InputError
@@ -14,26 +15,25 @@ from sinkscope.figures.training import PANELS, Arms, arm_looks, to_others
 from sinkscope.output.run import Run
 from sinkscope.training.tables import UNTOUCHED
 
-LAYERS, HEADS, POSITIONS = 3, 2, 4
 ARMS = (UNTOUCHED, "vga", "none")
+SITES = ("layer_out", "mlp_out", "attn_out")
 
 
-def grid(seed: int, *columns: str, heads: int = HEADS) -> pd.DataFrame:
-    rows = [(layer, head, p) for layer in range(LAYERS) for head in range(heads) for p in range(POSITIONS)]
-    table = pd.DataFrame(rows, columns=["layer", "head", "position"])
+def random(seed: int, *columns: str, heads: int = 2) -> pd.DataFrame:
+    table = grid(layer=range(3), head=range(heads), position=range(4))
     drawn = np.random.default_rng(seed).uniform(0.1, 0.9, (len(columns), len(table)))
     return table.assign(**dict(zip(columns, drawn, strict=True)))
 
 
-def run_of(arm: str, seed: int, sites: tuple[str, ...] = ("layer_out", "mlp_out", "attn_out")) -> Run:
-    norms = [grid(seed + place, "norm_mean", heads=1).assign(site=site) for place, site in enumerate(sites)]
+def run_of(arm: str, seed: int, sites: tuple[str, ...] = SITES) -> Run:
+    norms = [random(seed + place, "norm_mean", heads=1).assign(site=site) for place, site in enumerate(sites)]
     tables = {
-        "attention": grid(seed + 5, "sink_rate"),
+        "attention": random(seed + 5, "sink_rate"),
         "activation": pd.concat(norms, ignore_index=True),
-        "geometry": grid(seed + 6, "value_norm"),
+        "geometry": random(seed + 6, "value_norm"),
     }
     if arm == "vga":
-        tables["gate"] = grid(seed + 7, "gate", "raw_value_norm", heads=1)
+        tables["gate"] = random(seed + 7, "gate", "raw_value_norm", heads=1)
     return Run({"model": {"name": "org/model_$1$"}, "condition": arm}, tables)
 
 
@@ -63,19 +63,13 @@ def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
     for arm, run in RUNS.items():
         tables = [run.tables["attention"].rename(columns={"sink_rate": "norm_mean"})]
         activation = run.tables["activation"]
-        tables += [activation[activation["site"] == site] for site in ("layer_out", "mlp_out", "attn_out")]
+        tables += [activation[activation["site"] == site] for site in SITES]
         for ax, table in zip(axes, tables, strict=True):
             for solid, at in ((True, table["position"] == 0), (False, table["position"] > 0)):
                 expected = table[at].groupby("layer")["norm_mean"].mean()
                 np.testing.assert_allclose(drawn(ax, arm, solid), expected)
     assert axes[0].get_ylim()[1] > 1
     assert [ax.get_yscale() for ax in axes] == ["linear", "log", "log", "log"]
-
-
-def test_a_site_that_a_family_lacks_has_no_panel() -> None:
-    runs = {arm: run_of(arm, 0, ("layer_out", "attn_out")) for arm in ARMS}
-    shown = [ax.get_title() for ax in OF_ARMS["retrofit-layers"](Arms({}, runs)).axes if ax.get_visible()]
-    assert shown == ["sink rate", "layer output", "attention output"]
 
 
 def test_values_are_relative_to_each_heads_later_positions() -> None:
@@ -100,11 +94,14 @@ def test_values_and_gates_by_position_and_by_layer() -> None:
     assert len(above[2].lines) == 2  # the one gated arm, and the line of no effect
 
 
-def test_without_gates_there_is_no_panel_of_them_and_with_one_layer_none_by_layer() -> None:
+def test_missing_gates_layers_and_sites_have_no_panels() -> None:
     plain = {arm: RUNS[arm] for arm in (UNTOUCHED, "none")}
     assert len(OF_ARMS["retrofit-values"](Arms({}, plain)).axes) == 4
     first = {name: table[table["layer"] == 0] for name, table in RUNS["none"].tables.items()}
     assert len(OF_ARMS["retrofit-values"](Arms({}, {"none": Run(RUNS["none"].manifest, first)})).axes) == 2
+    runs = {arm: run_of(arm, 0, ("layer_out", "attn_out")) for arm in ARMS}
+    shown = [ax.get_title() for ax in OF_ARMS["retrofit-layers"](Arms({}, runs)).axes if ax.get_visible()]
+    assert shown == ["sink rate", "layer output", "attention output"]
 
 
 def bars_of(**by_metric: list[float]) -> Any:
@@ -119,7 +116,7 @@ def bars_of(**by_metric: list[float]) -> Any:
     return dict(zip([name for name in PANELS if name in by_metric], axes, strict=False))
 
 
-def test_bars_begin_at_0_and_have_their_numbers_beside_them() -> None:
+def test_bars_begin_at_0_and_have_their_numbers_next_to_them() -> None:
     axes = bars_of(
         perplexity=[17.03, 16.94, 17.01], perplexity_quantized=[np.inf, 18.5, np.nan], sink_rate=[0.731, 0, 1]
     )
@@ -150,6 +147,6 @@ def test_bars_show_every_seed_and_their_spread() -> None:
     assert len([ax for ax in figure.axes if ax.get_visible()]) == 1
 
 
-def test_nothing_measured_is_refused() -> None:
+def test_a_retrofit_without_measurements_is_refused() -> None:
     with pytest.raises(InputError, match="no arm of this retrofit has been measured"):
         bars_of()

@@ -1,4 +1,4 @@
-"""Work that is shared out with a second process is all done, and fails as it would here alone."""
+"""Work that is shared with a second process is all done, and fails as it would in a single process."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ NAMES = [f"name{number}" for number in range(FEWEST + 1)]
 
 @pytest.fixture(autouse=True)
 def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Those that are started; as if there were a core for them."""
+    """Record the processes that are started, as if there were a core for them."""
     fork, started = os.fork, list[int]()
 
     def noting() -> int:
@@ -54,23 +54,16 @@ def test_little_work_is_done_here(children: list[int], tmp_path: Path) -> None:
     assert not children
 
 
-def test_what_fails_there_is_done_here(tmp_path: Path) -> None:
-    here = os.getpid()
-
-    def work(name: str) -> None:
-        if os.getpid() != here:
-            raise OSError("no memory")
-        (tmp_path / name).touch()
-
-    shared_out(work, NAMES)
-    assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
-
-
-def test_what_hangs_there_is_done_here(children: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_work_that_fails_or_hangs_there_is_done_here(
+    fails: bool, children: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(drawing, "PATIENCE", 0.2)
     here = os.getpid()
 
     def work(name: str) -> None:
+        if os.getpid() != here and fails:
+            raise OSError("no memory")
         if os.getpid() != here:
             signal.pause()
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""The comparison of a sweep: figures are drawn where there is something to compare, and show what the table has."""
+"""The comparison of a sweep: figures are drawn where there is something to compare, and show the table."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def tables_of(*cells: dict[str, Any], papers: dict[str, str] | None = None) -> S
 
 
 def with_scores(tables: SweepTables, *rows: tuple[str, str, float]) -> SweepTables:
-    """Beside the cells of each model one of `benchmark`: model, task and score."""
+    """Add a cell of `benchmark` for each row: model, task and score."""
     own = [
         CELL | {"model": model, "condition": task, "cell": f"{model}-scores", "input": "", "metric": "acc"}
         | {"filter": "none", "score": score, "error": 0.01, "questions": 9, "is_asked": True}
@@ -41,7 +41,7 @@ def with_scores(tables: SweepTables, *rows: tuple[str, str, float]) -> SweepTabl
 
 
 def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
-    """Label → its points, those of a row of dots at its middle."""
+    """Return label → points; those of a row of dots are at its middle."""
     return {
         str(line.get_label()): [(round(float(x), 6), round(float(y))) for x, y in line.get_xydata()]
         for line in figure.axes[0].lines
@@ -99,16 +99,6 @@ def test_without_any_cell_there_is_no_figure() -> None:
     assert words(SweepTables({}, {}), {"content": {"title": "Empty"}}) == "## Empty\n\nNo cell of `analyze` is done."
 
 
-def test_figures_show_both_policies_of_a_model_that_was_measured_with_a_bos_and_without() -> None:
-    tables = tables_of(
-        {"settings": "bos=always", "token_zero": "bos <s> (id 1)"},
-        {"settings": "bos=never", "token_zero": "first text token", "value": 0.3},
-    )
-    figure = OF_SWEEP["sweep-inputs"](tables)
-    names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
-    assert names == ["a, with BOS", "a, without BOS"]
-
-
 def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None:
     tables = tables_of(
         {"revision": "step0", "settings": "seed=0", "value": 0.1},
@@ -119,32 +109,25 @@ def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None
     assert tables.overview.to_dict("records") == [{"model": "a", "BOS": "with", "natural": "20.0%"}]
 
 
-def test_rates_stand_in_one_row_only_under_one_bos_policy() -> None:
+def test_rates_under_different_bos_policies_are_in_rows_of_their_own() -> None:
     without = {"token_zero": "random token", "value": 0.0}
-    told = words(tables_of({}, RANDOM | without, {"model": "b"}), {"content": {"title": "x"}})
-    assert [line for line in told.splitlines() if line.startswith("| a")] == [
-        "| a | with | 50.0% | – |",
-        "| a | without | – | 0.0% |",
-    ]
-
-
-def test_the_bos_policy_is_no_setting_that_hides_the_other() -> None:
-    text = {"token_zero": "first text token", "value": 0.0}
+    text = words(tables_of({}, RANDOM | without, {"model": "b"}), {"content": {"title": "x"}})
+    rows = ["| a | with | 50.0% | – |", "| a | without | – | 0.0% |"]
+    assert [line for line in text.splitlines() if line.startswith("| a")] == rows
+    text_first = {"token_zero": "first text token", "value": 0.0}
     cells = [
         cell | {"settings": f"bos={bos},seq-len={length}"}
         for length in (16, 64)
-        for bos, own in (("always", {}), ("never", text))
+        for bos, own in (("always", {}), ("never", text_first))
         for cell in (own, RANDOM | own)
     ]
     tables = tables_of(*cells)
-    assert tables.by_policy["settings"].str.contains("16").all()
-    assert tables.overview.to_dict("list") == {
-        "model": ["a", "a"],
-        "BOS": ["with", "without"],
-        "natural": ["50.0%", "0.0%"],
-        "random": ["25.0%", "0.0%"],
-    }
+    assert tables.by_policy["settings"].str.contains("16").all()  # the policy is no setting that hides the other
+    columns = {"model": ["a", "a"], "BOS": ["with", "without"], "natural": ["50.0%", "0.0%"]}
+    assert tables.overview.to_dict("list") == columns | {"random": ["25.0%", "0.0%"]}
     assert tables.main["bos"].tolist() == ["with", "with"]
+    names = [text.get_text() for text in OF_SWEEP["sweep-inputs"](tables).axes[0].get_yticklabels()]
+    assert names == ["a, with BOS", "a, without BOS"]
 
 
 def test_claims_are_compared_by_one_cell_of_each_model() -> None:
@@ -153,13 +136,7 @@ def test_claims_are_compared_by_one_cell_of_each_model() -> None:
     assert chosen["cell"].tolist() == ["2", "4", "4"]
 
 
-def test_every_input_has_its_panel() -> None:
-    figure = OF_SWEEP["sweep-epsilon"](tables_of({}, RANDOM, {"model": "b"}))
-    assert [ax.get_title() for ax in figure.axes] == ["natural", "random"]
-    assert figure.axes[1].lines[0].get_label() == "a"
-
-
-def test_published_rates_stand_beside_those_of_the_same_setting() -> None:
+def test_published_rates_are_next_to_those_of_the_same_setting() -> None:
     papers = {"a": "GPT2-XL"}
     told = words(tables_of({}, RANDOM, {"model": "b"}, papers=papers), {"content": {"title": "Both"}})
     assert "| a | with | 50.0% | 25.0% | 77.0%† | 70.3% |" in told
@@ -168,7 +145,7 @@ def test_published_rates_stand_beside_those_of_the_same_setting() -> None:
     assert "77.0%" not in other
 
 
-def test_scores_stand_against_sink_rates() -> None:
+def test_scores_are_drawn_against_sink_rates() -> None:
     """A panel for each task; a family's models by size, and the others by name; on the first input."""
     cells = [
         {"family": "F", "parameters": 2 * 10**6},
@@ -202,18 +179,18 @@ def test_scores_stand_against_sink_rates() -> None:
     assert "| gone | – | – | – | 0.100 | – |" in words(tables, {"content": {"title": "Scores"}})
 
 
-INTERVAL_FIGURES = {"sweep-inputs": [{}, RANDOM], "sweep-epsilon": [{}]}
-
-
-@pytest.mark.parametrize("name", INTERVAL_FIGURES)
+@pytest.mark.parametrize("name", ["sweep-inputs", "sweep-epsilon"])
 def test_intervals_over_sequences_are_drawn(name: str) -> None:
-    tables = tables_of(*INTERVAL_FIGURES[name])
+    tables = tables_of({}, RANDOM)
     ends = tables.tables[EPSILON]
     with_ends = SweepTables(tables.tables | {EPSILON: ends.assign(low=ends["sink_rate"] - 0.1, high=0.9)}, {})
     figure = OF_SWEEP[name](with_ends)
     assert "95 % over sequences" in [text.get_text() for text in figure.legends[0].get_texts()]
     drawn = np.concatenate([path.vertices for path in figure.axes[0].collections[0].get_paths()])
     assert {60.0, 90.0} <= set(drawn.round(6).ravel())
+    if name == "sweep-epsilon":  # every input has its panel
+        assert [ax.get_title() for ax in figure.axes] == ["natural", "random"]
+        assert figure.axes[1].lines[0].get_label() == "a"
 
 
 def test_cells_that_differ_in_nothing_that_is_shown_have_their_range_as_a_band() -> None:

@@ -17,8 +17,8 @@ from sinkscope.commands.repeat import differences, options_of_run
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Expectation
 from sinkscope.options import COMMANDS
-from sinkscope.output.comparison import compare
 from sinkscope.output.run import Run
+from sinkscope.output.side_by_side import compare
 from sinkscope.results.folders import check_output
 from sinkscope.results.manifest import read_manifest
 from sinkscope.results.schema import InterventionArm, RunManifest

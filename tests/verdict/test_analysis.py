@@ -1,18 +1,21 @@
-"""Findings of `analyze` are data, and the words made of them say their numbers and no others."""
+"""Findings of `analyze` are data, and their sentences have their numbers and no others."""
 
 import re
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+from support.every_model import tiny_of
 from support.printed_numbers import FIXED
 from support.summarized_runs import summarized
 
+import sinkscope
 from sinkscope.output.run import Run
 from sinkscope.results.findings import SINK, Finding, Outcome, Published
 from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import quantized_source, settings
-from sinkscope.verdict.report import published_lines, spans
+from sinkscope.verdict.report import coordinates_text, layers_text, published_lines, spans
 
 LAYERS = 4
 DIGITS = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
@@ -29,7 +32,7 @@ ENTROPY = {"attention_entropy": 1.0}
 
 
 def massive_run(*values: float) -> Run:
-    """Coordinate 7 at position 0 of layer 1: a value a sequence."""
+    """Make a run in which coordinate 7 is massive at position 0 of layer 1, with these values of its sequences."""
     table = pd.DataFrame({"value": values}).assign(
         layer=1, position=0, coordinate=7, median=2.0, is_massive=True, sequence=range(len(values))
     )
@@ -39,7 +42,7 @@ def massive_run(*values: float) -> Run:
 # --- data
 
 
-def test_a_sink_is_what_w1_says_and_layers_are_named() -> None:
+def test_w1_decides_on_a_sink_and_layers_are_named() -> None:
     found = finding(summarized({"sink_rate": [0.0, 0.5, 0.6, 0.9]}, ENTROPY, ATTENTION), "sink")
     assert (found.outcome, found.threshold, found.claim) == (Outcome.PRESENT, SINK, "W-1")
     assert found.value == pytest.approx(50)
@@ -62,22 +65,29 @@ def test_a_sink_that_the_interval_does_not_decide_is_not_decided() -> None:
     assert "is 20.0% (95 % interval 10.0 to 30.0%, ε = 0.3). A sink has more than 10%." in found.sentence
 
 
-@pytest.mark.parametrize("epsilon", [0.3, 0.2])
-def test_published_values_are_a_list_and_only_of_the_same_measurement(epsilon: float) -> None:
-    config = {"seq_len": 64, "window": 64, "epsilon": epsilon}
-    found = finding(summarized({"sink_rate": [0.7, 0.7]}, ENTROPY, ATTENTION, config=config), "sink")
-    if epsilon != 0.3:
-        assert not found.published
-        return
+def test_published_values_are_only_of_the_same_measurement_and_a_list_without_a_range() -> None:
+    config = {"seq_len": 64, "window": 64, "epsilon": 0.3}
+    found, other = (
+        finding(summarized({"sink_rate": [0.7, 0.7]}, ENTROPY, ATTENTION, config=config | {"epsilon": epsilon}), "sink")
+        for epsilon in (0.3, 0.2)
+    )
+    assert not other.published
     by_name = {value.name: value for value in found.published if "pretrained" in value.setting}
     assert {name: value.value for name, value in by_name.items()} == {
         "LLaMA2-13B": 91.69, "LLaMA2-7B": 92.47, "Mistral-7B": 97.49, "LLaMA3-8B": 99.02, "GPT2-XL": 77.0,
     }  # fmt: skip
     assert by_name["GPT2-XL"].mark == "†"
-    said = published_lines(found.published)[0]
-    assert "Mistral-7B 97.49%, LLaMA2-7B 92.47%, LLaMA2-13B 91.69%, LLaMA3-8B 99.02%, GPT2-XL 77.00%†" in said
-    assert "WSE table 1" in said
+    assert "Llama 60M" in {value.name for value in found.published}
+    line = published_lines(found.published)[0]
+    assert "Mistral-7B 97.49%, LLaMA2-7B 92.47%, LLaMA2-13B 91.69%, LLaMA3-8B 99.02%, GPT2-XL 77.00%†" in line
+    assert "WSE table 1" in line
+    # a range would be of models that we chose, and a 135M model is not below any of them
     assert not any(word in found.sentence for word in ("below", "above", "within"))
+    values = [Published("a", 50.0, "T = 64", "WSE"), Published("b", 25.0, "T = 64", "WSE", "†")]
+    assert published_lines([*values, Published("c", 10.0, "T = 8", "NU")]) == [
+        "Published, T = 64 (WSE): a 50.00%, b 25.00%† († from a transcription of the paper).",
+        "Published, T = 8 (NU): c 10.00%.",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +127,7 @@ def test_a_largest_entry_says_that_it_is_over_all_sequences() -> None:
     ("share", "words"),
     [(1.0, "is within proposition 4's bound in every layer"), (0.4, "only 40.0% of the weights are within it")],
 )
-def test_words_follow_the_numbers_of_the_bound(share: float, words: str) -> None:
+def test_the_bound_on_repeated_tokens(share: float, words: str) -> None:
     whole = {"sink_mass": 0.2, "repeated_bound": 0.3} | ENTROPY
     equal = pd.DataFrame({"layer": [0, 0], "sequence": [0, 1], "bound_share": [1.0, share], "bound_ratio": 1.0})
     run = summarized({"sink_rate": [0.0]}, whole, ATTENTION | {"equal_tokens": equal}, condition="repeated")
@@ -126,7 +136,27 @@ def test_words_follow_the_numbers_of_the_bound(share: float, words: str) -> None
     assert words in finding(run, "repeated-bound").sentence
 
 
-def test_what_does_not_apply_is_listed_with_the_reason() -> None:
+@pytest.mark.parametrize(
+    ("model_type", "name", "outcome"),
+    [
+        ("smollm3", "repeated-bound", Outcome.PRESENT),  # rotary, and one layer without positions
+        ("xglm", "repeated", Outcome.PRESENT),  # sinusoidal
+        ("mpt", "repeated", Outcome.ABSENT),
+        ("jamba", "repeated", Outcome.UNDECIDED),  # state-space layers distinguish equal tokens
+        ("gpt_oss", "repeated", Outcome.UNDECIDED),  # rotary, but a learned sink logit distinguishes equal tokens
+    ],
+)
+def test_repeated_tokens_are_judged_by_the_models_positions(model_type: str, name: str, outcome: Outcome) -> None:
+    observables = ("attention", "geometry", *["equal-tokens"] * (name == "repeated-bound"))
+    given = {"num_seqs": 2, "seq_len": 16, "bos": "never", "observables": observables}
+    run = sinkscope.analyze(tiny_of(model_type), input="repeated", **given)
+    (found,) = [found for found in analysis.findings(run) if found.name.startswith("repeated")]
+    assert (found.name, found.outcome) == (name, outcome)
+    assert np.isfinite(run.metric("repeated_bound")) == (name == "repeated-bound")
+    assert run.verdict
+
+
+def test_observables_that_do_not_apply_are_listed_with_the_reason() -> None:
     run = summarized(
         {"sink_rate": [0.7]}, tables=ATTENTION, absent={"mid": "parallel block"}, not_measured={"gate": "none"}
     )
@@ -149,7 +179,7 @@ def test_what_does_not_apply_is_listed_with_the_reason() -> None:
         ("Qwen3-8B.gguf", None, None),
     ],
 )
-def test_the_bits_of_a_gguf_are_said(source: str, gguf_file: str | None, bits: int | None) -> None:
+def test_the_bits_of_a_gguf_are_stated(source: str, gguf_file: str | None, bits: int | None) -> None:
     run = summarized(model={"name": "tiny", "source": source}, config={"gguf_file": gguf_file, "seq_len": 64})
     found = quantized_source(run, "W8A8")
     assert [finding.value for finding in found] == ([] if bits is None else [bits])
@@ -164,7 +194,7 @@ def test_the_bits_of_a_gguf_are_said(source: str, gguf_file: str | None, bits: i
 
 
 def rich_run() -> Run:
-    """A run with most of the findings."""
+    """Make a run with most of the findings."""
     layered = {
         "sink_rate": [0.01, 0.62, 0.83, 0.97],
         "sink_rate_later": [0.0, 0.31, 0.07, 0.02],
@@ -187,7 +217,7 @@ def rich_run() -> Run:
 
 
 def numbers_of(value: Any) -> list[float]:
-    """All numbers in a finding's data."""
+    """Return all numbers in a finding's data."""
     if isinstance(value, str):
         return [float(number.replace(",", "")) for number in DIGITS.findall(value)]
     if isinstance(value, tuple | list):
@@ -207,25 +237,12 @@ def test_a_sentence_has_its_findings_numbers_and_no_others() -> None:
             assert any(abs(number - other) <= tolerance for other in (*known, *shares)), (text, finding.sentence)
 
 
-def test_missing_numbers_leave_no_gaps() -> None:
-    run = summarized({"sink_rate": [0.1, 0.9]}, ENTROPY, ATTENTION)
+def test_numbers_and_their_nouns() -> None:
+    run = summarized({"sink_rate": [0.1, 0.9]}, ENTROPY, ATTENTION)  # without an interval
     assert finding(run, "sink").sentence.endswith("is 50.0% (ε = 0.3). At least 50% of the heads have it in layer 1.")
-
-
-def test_published_values_are_grouped_by_their_setting() -> None:
-    values = [
-        Published("a", 50.0, "T = 64", "WSE"),
-        Published("b", 25.0, "T = 64", "WSE", "†"),
-        Published("c", 10.0, "T = 8", "NU"),
-    ]
-    assert published_lines(values) == [
-        "Published, T = 64 (WSE): a 50.00%, b 25.00%† († from a transcription of the paper).",
-        "Published, T = 8 (NU): c 10.00%.",
-    ]
-
-
-def test_spans() -> None:
     assert spans([5, 0, 1, 2]) == "0–2, 5"
+    assert (layers_text([4]), layers_text([4, 5])) == ("layer 4", "layers 4–5")
+    assert (coordinates_text((3,)), coordinates_text((3, 1))) == ("coordinate 3", "coordinates 3, 1")
 
 
 # --- the verdict

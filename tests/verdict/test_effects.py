@@ -1,21 +1,24 @@
-"""What is said of an arm: claims rest on the control's spread, and on nothing else."""
+"""Findings of arms of an intervention depend on the control's spread, and their intervals on the sequences."""
 
 import numpy as np
 import pandas as pd
 import pytest
+from support.figure_tables import grid, make_run
 
+from sinkscope.figures import draw
 from sinkscope.interventions import INTERVENTIONS
 from sinkscope.interventions.intervention import Expectation
 from sinkscope.measuring.summary import arm_metrics
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Outcome
-from sinkscope.verdict.effects import FOUND, Effect, effect_of, findings_of, overview
+from sinkscope.results.statistics import resamplings
+from sinkscope.verdict.effects import FOUND, Effect, effect_of, findings_of, interval, interval_by_layer, overview
 
 NAN = float("nan")
 
 
 def finding(run: Run, label: str) -> str:
-    """What is said of an arm."""
+    """Return all sentences on an arm."""
     return " ".join(finding.sentence for finding in findings_of(run, label))
 
 
@@ -25,7 +28,7 @@ def run_of(
     perplexity: tuple[float, float, tuple[float, ...]] = (20.0, 21.0, (20.1, 20.2)),
     expects: str = "sink-falls",
 ) -> Run:
-    """A run of one arm `x`: position → (before, after, controls), the same in each of six layers."""
+    """Make a run of one arm `x`: position → (before, after, controls), the same in each of six layers."""
     rows = []
 
     def add(metric: str, position: int, values: tuple[float, float, tuple[float, ...]], layers: int) -> None:
@@ -48,7 +51,7 @@ def run_of(
 
 
 def massive_run(after: float, layer: int, position: int, coordinate: int) -> Run:
-    """An arm that zeroes coordinate 7 of position 0 after layers 1 and 2; where its largest activation then is."""
+    """Make a run that zeroes coordinate 7 of position 0 after layers 1 and 2, with its largest activation elsewhere."""
     run = run_of({0: (0.7, 0.7, (0.7, 0.7))}, expects="")
     effect = run.tables["effect"]
     is_after = (effect["metric"] == "massive_magnitude") & (effect["arm"] == "after")
@@ -71,7 +74,7 @@ def massive_run(after: float, layer: int, position: int, coordinate: int) -> Run
         ((2, 0, 3), "coordinate 3 of layer 2's output and position 0, a coordinate that"),
     ],
 )
-def test_why_the_largest_activation_rises_when_massive_ones_are_zeroed(place: tuple[int, int, int], words: str) -> None:
+def test_why_the_largest_activation_rises_after_zero_massive(place: tuple[int, int, int], words: str) -> None:
     assert words in finding(massive_run(150.0, *place), "x")
     assert "largest |activation|" not in finding(massive_run(90.0, *place), "x")
 
@@ -79,33 +82,27 @@ def test_why_the_largest_activation_rises_when_massive_ones_are_zeroed(place: tu
 # --- one effect
 
 
-def test_a_change_counts_only_beyond_what_random_changes_do() -> None:
-    assert Effect(0.7, 0.4, (0.69, 0.71, 0.70)).outcome == Outcome.FALLS
-    assert Effect(0.7, 0.4, (0.69, 0.71, 0.70)).outcome != Outcome.RISES
-    assert Effect(0.1, 0.4, (0.10, 0.11, 0.09)).outcome == Outcome.RISES
-    assert Effect(0.7, 0.6, (0.5, 0.8, 0.65)).outcome != Outcome.FALLS  # random changes do as much
-    assert Effect(0.7, 0.6, (0.59, 0.7, 0.7, 0.7, 0.7)).outcome != Outcome.FALLS  # one of them does more
-
-
-def test_random_changes_the_other_way_do_not_hide_an_effect() -> None:
-    assert Effect(0.5, 0.4, (0.6, 0.61, 0.62)).outcome == Outcome.FALLS
-    assert Effect(0.5, 0.6, (0.6, 0.61, 0.62)).outcome != Outcome.RISES
-
-
-@pytest.mark.parametrize("controls", [(), (0.7,)])
-def test_without_two_controls_nothing_is_claimed(controls: tuple[float, ...]) -> None:
-    assert Effect(0.7, 0.0, controls).outcome != Outcome.FALLS
-
-
-def test_a_change_that_cannot_be_seen_in_print_is_none() -> None:
-    assert Effect(0.713, 0.712, (0.713, 0.713, 0.713)).outcome != Outcome.FALLS
-    assert Effect(0.713, 0.70, (0.713, 0.713, 0.713)).outcome == Outcome.FALLS
-
-
-@pytest.mark.parametrize("after", [NAN, float("inf")])
-def test_what_is_no_number_is_no_effect(after: float) -> None:
-    effect = Effect(NAN, after, (NAN, NAN))
-    assert effect.outcome not in (Outcome.FALLS, Outcome.RISES)
+@pytest.mark.parametrize(
+    ("before", "after", "controls", "outcome"),
+    [
+        (0.7, 0.4, (0.69, 0.71, 0.70), Outcome.FALLS),
+        (0.1, 0.4, (0.10, 0.11, 0.09), Outcome.RISES),
+        (0.7, 0.6, (0.5, 0.8, 0.65), Outcome.UNCHANGED),  # random changes do as much
+        (0.7, 0.6, (0.59, 0.7, 0.7, 0.7, 0.7), Outcome.UNCHANGED),  # one of them does more
+        (0.5, 0.4, (0.6, 0.61, 0.62), Outcome.FALLS),  # random changes go the other way
+        (0.5, 0.6, (0.6, 0.61, 0.62), Outcome.UNCHANGED),
+        (0.7, 0.0, (), Outcome.UNDECIDED),
+        (0.7, 0.0, (0.7,), Outcome.UNDECIDED),
+        (0.713, 0.712, (0.713, 0.713, 0.713), Outcome.UNCHANGED),  # not seen in print
+        (0.713, 0.70, (0.713, 0.713, 0.713), Outcome.FALLS),
+        (NAN, NAN, (NAN, NAN), Outcome.UNCHANGED),
+        (NAN, float("inf"), (NAN, NAN), Outcome.UNCHANGED),
+    ],
+)
+def test_a_change_counts_only_beyond_random_changes(
+    before: float, after: float, controls: tuple[float, ...], outcome: Outcome
+) -> None:
+    assert Effect(before, after, controls).outcome == outcome
 
 
 # --- in words
@@ -125,30 +122,21 @@ def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "words"),
+    ("expects", "after", "words"),
     [
-        (0.1, "Here it does: "),
-        (0.5, "at least 50% of it is left"),
-        (0.7, "does not fall beyond the control's spread"),
+        ("sink-falls", 0.1, "Here it does: "),
+        ("sink-falls", 0.5, "at least 50% of it is left"),
+        ("sink-falls", 0.7, "does not fall beyond the control's spread"),
+        ("sink-stays", 0.69, "Here it does: "),
+        ("sink-stays", 0.6, "though part of it is lost"),
+        ("sink-stays", 0.1, "less than 50% of it is left"),
     ],
 )
-def test_a_sink_that_should_fall(after: float, words: str) -> None:
-    assert words in finding(run_of({0: (0.7, after, (0.7, 0.69, 0.71))}), "x")
-
-
-@pytest.mark.parametrize(
-    ("after", "words"),
-    [(0.69, "Here it does: "), (0.6, "though part of it is lost"), (0.1, "less than 50% of it is left")],
-)
-def test_a_sink_that_should_stay(after: float, words: str) -> None:
-    assert words in finding(run_of({0: (0.7, after, (0.7, 0.69, 0.71))}, expects="sink-stays"), "x")
-
-
-@pytest.mark.parametrize("expects", ["sink-falls", "sink-stays"])
-def test_without_a_sink_nothing_is_said_of_it(expects: str) -> None:
-    said = finding(run_of({0: (0.0, 0.0, (0.0, 0.0))}, expects=expects), "x")
-    assert "There is no sink at position 0, before or after" in said
-    assert "no sink to begin with" in said
+def test_a_sink_that_should_fall_or_stay(expects: str, after: float, words: str) -> None:
+    assert words in finding(run_of({0: (0.7, after, (0.7, 0.69, 0.71))}, expects=expects), "x")
+    none = finding(run_of({0: (0.0, 0.0, (0.0, 0.0))}, expects=expects), "x")
+    assert "There is no sink at position 0, before or after" in none
+    assert "no sink to begin with" in none
 
 
 def test_perplexity() -> None:
@@ -221,7 +209,7 @@ def test_an_effect_is_read_from_the_table() -> None:
     assert np.isnan(effect_of(run, "x", "sink_rate", 5).after)
 
 
-def test_each_streaming_arm_speaks_of_its_own_windows() -> None:
+def test_each_streaming_arm_has_its_own_windows() -> None:
     columns = ["condition", "method", "window", "keep", "bucket", "perplexity"]
     rows = [("near", "dense", -1, 0, -1, 20.0), ("near", "window", 8, 0, -1, 90.0)]
     rows += [("far", "dense", -1, 0, -1, 20.0), ("far", "window", 32, 0, -1, 40.0), ("far", "window", 32, 0, 4, 1.0)]
@@ -232,3 +220,66 @@ def test_each_streaming_arm_speaks_of_its_own_windows() -> None:
     assert list(overview(run)["perplexity"]) == ["20.00", "90.00", "20.00", "40.00"]
     assert "The last 32 tokens" in finding(run, "far")
     assert "The last 8 tokens" not in finding(run, "far")
+
+
+# --- intervals: a bootstrap over pairs of sequences, written out by hand
+
+SEQUENCES, LAYERS = 20, 3
+
+
+@pytest.fixture(scope="module")
+def arm() -> Run:
+    """Make a run whose arm lowers every sink rate by 0.2, doubles every perplexity, and leaves the entries."""
+    random = np.random.default_rng(0)
+    before = grid(condition=["before"], layer=range(LAYERS), sequence=range(SEQUENCES), position=[0])
+    before = before.assign(sink_rate=random.uniform(0.3, 1, len(before)), window_mass=0.5)
+    after = before.assign(condition="arm", sink_rate=before["sink_rate"] - 0.2)
+    loss = grid(condition=["before"], layer=[-1], sequence=range(SEQUENCES)).assign(predicted=7)
+    loss["loss"] = random.uniform(2, 5, SEQUENCES)
+    doubled = loss.assign(condition="arm", loss=loss["loss"] + np.log(2))
+    massive = grid(condition=["before", "arm"], layer=range(LAYERS), sequence=range(SEQUENCES), position=[0])
+    massive["value"] = -10.0 * massive["sequence"]
+    arms = pd.DataFrame({"arm": ["before", "after"], "draw": -1})
+    effect = grid(condition=["arm"], name=["arm"], layer=range(-1, LAYERS), metric=["sink_rate"], position=[0])
+    effect = effect.merge(arms, how="cross").assign(value=0.5)
+    tables = {"attention_by_sequence": [before, after], "loss_by_sequence": [loss, doubled], "massive": [massive]}
+    plain = make_run(sequences=SEQUENCES)
+    manifest = plain.manifest | {"command": "intervene", "arms": {"arm": {"watched": [0]}}, "draws": 0}
+    return Run(manifest, {name: pd.concat(parts) for name, parts in tables.items()} | {"effect": effect})
+
+
+def test_a_change_that_all_sequences_share_has_no_width(arm: Run) -> None:
+    rate = arm.tables["attention_by_sequence"].groupby("condition")["sink_rate"].mean()
+    assert interval(arm, "arm", "sink_rate", 0) == pytest.approx([rate["arm"]] * 2)
+    loss = arm.tables["loss_by_sequence"].groupby("condition")["loss"].mean()
+    assert interval(arm, "arm", "perplexity") == pytest.approx([np.exp(loss["arm"])] * 2)
+    assert interval(arm, "arm", "massive_magnitude") == pytest.approx([95.0, 95.0])
+
+
+def test_changes_that_differ_between_sequences_are_resampled(arm: Run) -> None:
+    table = arm.tables["attention_by_sequence"].copy()
+    is_arm = table["condition"] == "arm"
+    table.loc[is_arm, "sink_rate"] = 0.1
+    changed = Run(arm.manifest, {"attention_by_sequence": table})
+    before = table[~is_arm].pivot(index="sequence", columns="layer", values="sink_rate").to_numpy()
+    means = resamplings(SEQUENCES) @ (0.1 - before) / SEQUENCES
+    ends = np.quantile(means[1:].mean(1), [0.025, 0.975])
+    assert interval(changed, "arm", "sink_rate", 0) == pytest.approx(before.mean() + ends)
+    by_layer = interval_by_layer(changed, "arm", "sink_rate", 0)
+    for layer in range(LAYERS):
+        ends = before[:, layer].mean() + np.quantile(means[1:, layer], [0.025, 0.975])
+        assert by_layer.loc[layer].tolist() == pytest.approx(ends)
+
+
+def test_without_tables_by_sequence_there_is_none(arm: Run) -> None:
+    bare = Run(arm.manifest, {"effect": arm.tables["effect"]})
+    assert interval(bare, "arm", "sink_rate", 0) is None
+    assert interval(arm, "another", "sink_rate", 0) is None
+    assert interval(arm, "arm", "sink_rate", 5) is None
+    assert interval_by_layer(bare, "arm", "sink_rate", 0).empty
+
+
+def test_figures_name_their_intervals(arm: Run) -> None:
+    for name in ("effects", "effects-by-layer"):
+        (legend,) = draw(name, arm).legends
+        assert "change, 95 % over sequences" in [text.get_text() for text in legend.get_texts()]

@@ -1,13 +1,12 @@
-"""Trainings of a sweep by what differs between them, on tables made by hand."""
+"""Trainings of a sweep, grouped by the settings in which they differ, on tables made by hand."""
 
 import pandas as pd
 import pytest
+from support.figures import draw_all
 
 from sinkscope.figures import OF_SWEEP
-from sinkscope.figures.spec import draw_all
 from sinkscope.output.sweep import words
 from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.results.findings import Published
 from sinkscope.results.papers import SOFTMAX, WSE_TRAININGS
 from sinkscope.verdict.factor_study import (
     ONSET,
@@ -27,7 +26,7 @@ NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
 
 
 def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
-    """Settings and arm → the sink rate of each seed at the last of three steps, which it rises to."""
+    """Make the table of trainings from settings and arm → the sink rate of each seed at the last of three steps."""
     rows = [
         ("m", arm, -1, settings, seed, step, 32 * step, metric, value)
         for (settings, arm), last in rates.items()
@@ -37,11 +36,6 @@ def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
     ]
     columns = ["model", "condition", "layer", "settings", "seed", "step", "tokens", "metric", "value"]
     return pd.DataFrame(rows, columns=columns)
-
-
-def rate(level: str) -> float | None:
-    found = published(level)
-    return None if found is None else found.value
 
 
 SCHEMES = table({
@@ -55,43 +49,44 @@ DECAYS = table({
 })  # fmt: skip
 
 
-def test_levels_are_what_differs() -> None:
+def test_levels_consist_of_the_settings_that_differ() -> None:
     assert set(with_levels(SCHEMES)["level"]) == {"position_scheme=alibi", "position_scheme=none"}
     assert set(with_levels(DECAYS)["level"]) == {
         "weight_decay=0.5 softmax", "weight_decay=0.5 sigmoid", "weight_decay=5 softmax", "weight_decay=5 sigmoid",
     }  # fmt: skip
-    alone = table({("config=small", "none"): [0.1]})
-    assert set(with_levels(alone)["level"]) == {"small none"}
+    assert set(with_levels(table({("config=small", "none"): [0.1]}))["level"]) == {"small none"}
+    assert set(with_levels(table({("seed=3", "none"): [0.1]}))["level"]) == {"none"}
 
 
-def test_seeds_in_cells_of_their_own_are_repetitions_of_a_level() -> None:
+def test_cells_for_single_seeds_or_arms_give_the_same_levels() -> None:
     together = table({(f"tokens={tokens}", "none"): [0.2, 0.4] for tokens in (64, 128)})
-    seed = together["seed"].astype(str)
-    apart = together.assign(settings=together["settings"] + ",seed=" + seed)
+    apart = together.assign(settings=together["settings"] + ",seed=" + together["seed"].astype(str))
     pd.testing.assert_frame_equal(summary(apart), summary(together))
     assert set(with_levels(apart)["level"]) == {"tokens=64", "tokens=128"}
-    alone = table({("seed=3", "none"): [0.1]})
-    assert set(with_levels(alone)["level"]) == {"none"}
-
-
-def test_arms_in_cells_of_their_own_are_levels_as_arms_of_one_cell_are() -> None:
     together = table({("tokens=64", arm): [0.2, 0.4] for arm in ("none", "sigmoid")})
     apart = together.assign(settings="method=" + together["condition"] + ",tokens=64")
     pd.testing.assert_frame_equal(summary(apart), summary(together))
     assert summary(apart)[PAPER].tolist() == ["18.18", "0.44"]
 
 
-def test_published_rates_are_of_one_factor_alone() -> None:
-    assert rate("position_scheme=alibi") == 20.78
-    assert rate("weight_decay=5 softmax") == 0.01
-    assert rate("sigmoid") == 0.44
-    assert rate("weight_decay=5 sigmoid") is None  # table 14 has other weight decays
-    assert rate("num_hidden_layers=3 position_scheme=alibi") == 20.78
-    assert rate("position_scheme=alibi norm_placement=post") is None
-    assert rate("softmax") == 18.18
-    assert rate("num_attention_heads=4 feed_forward=gelu") == 14.76
-    assert rate("num_attention_heads=2 none") == 12.95
-    assert rate("bos=never softmax") == 18.18
+@pytest.mark.parametrize(
+    ("level", "rate"),
+    [
+        ("position_scheme=alibi", 20.78),
+        ("weight_decay=5 softmax", 0.01),
+        ("sigmoid", 0.44),
+        ("weight_decay=5 sigmoid", None),  # table 14 has other weight decays
+        ("num_hidden_layers=3 position_scheme=alibi", 20.78),
+        ("position_scheme=alibi norm_placement=post", None),
+        ("softmax", 18.18),
+        ("num_attention_heads=4 feed_forward=gelu", 14.76),
+        ("num_attention_heads=2 none", 12.95),
+        ("bos=never softmax", 18.18),
+    ],
+)
+def test_published_rates_are_those_of_a_single_factor(level: str, rate: float | None) -> None:
+    found = published(level)
+    assert (None if found is None else found.value) == rate
 
 
 def test_a_setting_of_all_levels_is_named_once() -> None:
@@ -101,7 +96,7 @@ def test_a_setting_of_all_levels_is_named_once() -> None:
         assert without_key(several) == ("", several)
 
 
-def test_what_was_transcribed_is_marked_wherever_it_is_shown() -> None:
+def test_transcribed_rates_are_marked_wherever_they_are_shown() -> None:
     rows = table({(f"config=llama-1m:feed_forward={name}", "none"): [0.2] for name in ("gelu", "swiglu")})
     assert summary(rows)[PAPER].tolist() == ["14.76†", "18.18"]
     tables = SweepTables({TABLE: rows}, {})
@@ -111,20 +106,23 @@ def test_what_was_transcribed_is_marked_wherever_it_is_shown() -> None:
     assert names == ["each seed", "mean", "WSE, 60M", "WSE, 60M, transcribed"]
 
 
-def test_claims_say_the_same() -> None:
-    """Each rate, with its mark, stands among the published values of the claims on the same table."""
+def test_claims_publish_the_same_rates() -> None:
+    """Each rate, with its mark, is among the published values of the claims on the same table."""
     known = [value for claim in CLAIMS.values() for value in claim.published]
     for own in WSE_TRAININGS.values():
-        if own.value != SOFTMAX and not own.name.startswith("bos="):
-            assert any(says_the_same(value, own) for value in known), own
-
-
-def says_the_same(value: Published, own: Published) -> bool:
-    if value.source != own.source:
-        return False
-    text = f"{own.value:.2f}"
-    is_there = value.value == own.value or text in value.setting
-    return f"{text}{own.mark}" in value.setting or (is_there and value.mark == own.mark)
+        text = f"{own.value:.2f}"
+        assert (
+            own.value == SOFTMAX
+            or own.name.startswith("bos=")
+            or any(
+                value.source == own.source
+                and (
+                    f"{text}{own.mark}" in value.setting
+                    or ((value.value == own.value or text in value.setting) and value.mark == own.mark)
+                )
+                for value in known
+            )
+        ), own
 
 
 def test_the_end_of_each_training() -> None:
@@ -139,7 +137,7 @@ def test_the_end_of_each_training() -> None:
 
 
 def test_after_how_many_tokens_a_sink_is_there() -> None:
-    """At the first log above 10 %: the sink rate rises evenly over 200 steps of 32 tokens."""
+    """The sink rate rises evenly over 200 steps of 32 tokens, and the onset is the first log above 10 %."""
     begun = onsets(with_levels(SCHEMES))
     assert begun.to_dict() == {("position_scheme=alibi", 0): 6400, ("position_scheme=alibi", 1): 3200}
     text = summary(SCHEMES).set_index("level")[ONSET]
@@ -149,13 +147,10 @@ def test_after_how_many_tokens_a_sink_is_there() -> None:
     assert summary(some).set_index("level")[ONSET].to_dict() == {"a": "3.2 (1 of 2)", "b": "3.2 ± 0"}
 
 
-def test_large_numbers_have_no_exponent() -> None:
+def test_large_numbers_have_no_exponent_and_only_metrics_of_the_study_are_kept() -> None:
     rows = [("m", "a", -1, "config=small", seed, 200, 6400, "loss", value) for seed, value in enumerate((1000, 4000))]
     text = summary(pd.DataFrame(rows, columns=SCHEMES.columns)).set_index("level")
     assert text["loss"].to_dict() == {"small a": "2500 ± 2100"}
-
-
-def test_what_is_kept_of_a_training() -> None:
     columns = ["layer", "metric", "value"]
     whole = pd.DataFrame([(-1, "loss", 1.0), (0, "sink_rate", 0.5), (-1, "learning_rate", 0.1)], columns=columns)
     assert studied(whole)["metric"].tolist() == ["loss"]
@@ -194,11 +189,8 @@ def test_its_figures(rows: pd.DataFrame) -> None:
     assert sorted(drawn.values()) == pytest.approx(sorted(means))
 
 
-def test_curves_say_how_many_seeds_they_are_of() -> None:
+def test_curves_name_their_seeds_and_without_trainings_there_are_none() -> None:
     both = {("learning_rate=1", "none"): [0.1, 0.2], ("learning_rate=2", "none"): [0.3]}
     title = draw_all(OF_SWEEP, SweepTables({TABLE: table(both)}, {}))["sweep-training-sink"].get_suptitle()
     assert "mean and range of 1 to 2 seeds" in title
-
-
-def test_without_trainings_there_are_none() -> None:
     assert not set(draw_all(OF_SWEEP, SweepTables({}, {}))) & set(NAMES)

@@ -16,7 +16,7 @@ SITES = [(2, "down_proj", "output", True, 693.0), (3, "down_proj", "output", Fal
 
 
 def run_of(costs: dict[str, float], costliest: float | None = None, source: str = "org/tiny") -> Run:
-    """A run on 8 sequences: costs of the whole model, one kind of site that costs 0.8, and one layer of it."""
+    """Make a run on 8 sequences: costs of the whole model, one kind of site that costs 0.8, and one layer of it."""
     rows: list[tuple[Any, ...]] = [(-1, setting, "", "", "", cost) for setting, cost in costs.items()]
     rows += [(-1, "alone", "down_proj", "output", "", 0.8), (2, "alone", "down_proj", "output", "", 0.3)]
     rows += [(-1, "kept", "down_proj", "output", "", 0.6)]
@@ -71,7 +71,7 @@ def test_costly_kinds_and_sites_are_findings_of_their_own() -> None:
         (1.5, Outcome.ABSENT, "recovers nothing"),
     ],
 )
-def test_what_the_costliest_sites_win_back(cost: float, outcome: Outcome, words: str) -> None:
+def test_the_share_of_the_cost_that_sparing_sites_recovers(cost: float, outcome: Outcome, words: str) -> None:
     run = run_of(SETTINGS, costliest=cost)
     restored = found(run, "restored")[-1]
     assert restored.outcome == outcome
@@ -81,14 +81,9 @@ def test_what_the_costliest_sites_win_back(cost: float, outcome: Outcome, words:
     assert "1 of which hold massive activations: `down_proj output` of layers 2–3" in costliest.sentence
 
 
-@pytest.mark.parametrize("source", ["org/tiny", "tiny.Q4_1.gguf"])
-def test_w8a8_of_quantized_weights_is_said_to_begin_from_these(source: str) -> None:
-    begins = "W8A8 begins from these, and full precision means these weights in float32"
-    verdict = run_of(SETTINGS, source=source).verdict
-    assert (begins in verdict) == source.endswith(".gguf")
-    assert ("quantized to 4 bits (Q4_1)" in verdict) == source.endswith(".gguf")
-
-
-def test_the_verdict_has_the_cost_first() -> None:
-    lines = run_of(SETTINGS).verdict.splitlines()
-    assert lines[2].startswith("- **Cost:** W8A8 multiplies perplexity by 4.055: 20.09 → 81.45.")
+def test_the_verdict_has_the_cost_first_and_names_quantized_weights() -> None:
+    plain, quantized = (run_of(SETTINGS, source=source).verdict for source in ("org/tiny", "tiny.Q4_1.gguf"))
+    assert plain.splitlines()[2].startswith("- **Cost:** W8A8 multiplies perplexity by 4.055: 20.09 → 81.45.")
+    for words in ("W8A8 begins from these, and full precision means these weights in float32", "to 4 bits (Q4_1)"):
+        assert words in quantized
+        assert words not in plain

@@ -1,4 +1,4 @@
-"""The sites to spare as files, and that llm-compressor's own reader leaves just these modules out."""
+"""The files with the sites to spare; llm-compressor's own reader leaves out exactly these modules."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 16, "calib
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three bits, so that something is costly."""
+    """Return a run with three bits, in which some sites are costly."""
     folder = tmp_path_factory.mktemp("spared") / "run"
     return quantize(
         tiny_model("llama"), bits_weights=3, bits_activations=3, weights_per="channel", figures=(), out=folder, **SMALL
@@ -81,8 +81,8 @@ def test_grids_by_token_are_dynamic_and_a_cache_by_tensor_is_named() -> None:
     assert "kv_cache_scheme" not in modifier_of(quantize(tiny_model("llama"), kv_cache_per="token", **options))
 
 
-def test_what_it_cannot_quantize_has_no_recipe(tmp_path: Path) -> None:
-    """GPT-2's layers are no torch.nn.Linear."""
+def test_a_model_that_llm_compressor_cannot_quantize_has_no_recipe(tmp_path: Path) -> None:
+    """GPT-2's layers are not torch.nn.Linear."""
     options = SMALL | {"num_seqs": 1, "calibration": 1}
     run = quantize(tiny_model("gpt2"), out=tmp_path / "run", figures=(), **options)
     assert llm_compressor_recipe(run) is None
@@ -90,7 +90,7 @@ def test_what_it_cannot_quantize_has_no_recipe(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / RECIPE).exists()
 
 
-def test_where_nothing_is_costly_only_the_head_is_left_out() -> None:
+def test_without_costly_sites_only_the_head_is_left_out() -> None:
     model = tiny_model("llama")
     run = quantize(model, bits_weights=16, bits_activations=16, **SMALL)
     assert spared(run)["sites"] == spared(run)["modules"] == []

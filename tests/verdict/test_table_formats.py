@@ -9,20 +9,19 @@ from typer.testing import CliRunner
 
 from sinkscope import InputError
 from sinkscope.cli.app import app
-from sinkscope.output.comparison import compare
+from sinkscope.output.side_by_side import compare
 from sinkscope.verdict.table_formats import formatted
 
 TABLE = pd.DataFrame({"model_name": ["my_org/a&b", "{x} 50%"], "‖v‖ ε": [0.123456, float("nan")], "n": ["1", "12"]})
 
 
-def test_text_is_aligned() -> None:
+def test_text_and_markdown() -> None:
     assert formatted(TABLE) == "model_name  ‖v‖ ε   n\nmy_org/a&b  0.1235  1\n{x} 50%     –       12"
-
-
-def test_markdown() -> None:
     expected = "| model_name | ‖v‖ ε | n |\n| --- | --- | --- |\n| my_org/a&b | 0.1235 | 1 |\n| {x} 50% | – | 12 |"
     assert formatted(TABLE, "markdown") == expected
     assert formatted(TABLE, "markdown", "Title").startswith("### Title\n\n| model")
+    with pytest.raises(InputError, match="'latec' is unknown; did you mean 'latex'"):
+        formatted(TABLE, "latec")  # type: ignore[arg-type]
 
 
 def test_latex_is_escaped_and_has_rules() -> None:
@@ -37,6 +36,7 @@ def test_latex_is_escaped_and_has_rules() -> None:
         r"\bottomrule",
         r"\end{tabular}",
     ]
+    assert r"\begin{tabular}{lp{6cm}}" in formatted(pd.DataFrame({"a": ["b"], "c": ["word " * 20]}), "latex")
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,6 @@ def test_latex_of_single_cells(text: str, expected: str) -> None:
     table = pd.DataFrame({"a": ["b"], "c": [text]})
     assert formatted(table, "latex").splitlines()[4] == rf"b & {expected} \\"
     assert "**" not in formatted(table)
-
-
-def test_long_texts_are_broken_into_lines() -> None:
-    assert r"\begin{tabular}{lp{6cm}}" in formatted(pd.DataFrame({"a": ["b"], "c": ["word " * 20]}), "latex")
-
-
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(InputError, match="'latec' is unknown; did you mean 'latex'"):
-        formatted(TABLE, "latec")  # type: ignore[arg-type]
 
 
 def test_a_comparison_in_every_format(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every number of a verdict stands in a table of its run, and is the scorecard's where a claim has it."""
+"""Every number of a verdict is in a table of its run, and is that of the scorecard if it is a claim's."""
 
 import re
 import tempfile
@@ -22,7 +22,7 @@ from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import TABLE
 
 CONSTANTS = {value for value in vars(findings).values() if isinstance(value, float)}
-COUNTED = {  # of tables' rows
+COUNTED = {  # numbers of rows
     "tokens", "heads", "total", "layers", "weak_layers", "having", "coordinates", "places", "usual",
 }  # fmt: skip
 SETTINGS = {"sequences", "lengths", "epsilon", "longest", "masked"}  # of run.json
@@ -30,32 +30,22 @@ SETTINGS = {"sequences", "lengths", "epsilon", "longest", "masked"}  # of run.js
 
 @cache
 def measured(name: str) -> Run:
-    """Tiny models; of "sink" the BOS is a sink with massive activations. "real" is SmolLM2."""
+    """Return a run of a tiny model; the BOS of "sink" is a sink with massive activations, and "real" is SmolLM2."""
     torch.manual_seed(0)
     if name == "real":
         return sinkscope.analyze(num_seqs=4)
     if name == "vscale":
         model = retrofit_model(tiny_model("llama", spread=1.0), None, "vscale")
-    elif name == "sink":
-        model = with_sink()
     else:
-        model = tiny_model(name, spread=1.0)
+        model = tiny_model("gpt2" if name == "sink" else name, spread=1.0)
+    if name == "sink":
+        with torch.no_grad():
+            model.transformer.wte.weight[1, 7] = 30_000.0
     tokens = np.random.default_rng(0).integers(3, VOCAB, size=(5, 32))
     tokens[:, 0] = 1
-    return sinkscope.analyze(model, input=tokens_file(tokens), bos="never", seq_len=32)
-
-
-def tokens_file(tokens: np.ndarray) -> str:
     path = f"{tempfile.mkdtemp()}/text.npy"
     np.save(path, tokens)
-    return path
-
-
-def with_sink() -> torch.nn.Module:
-    model = tiny_model("gpt2", spread=1.0)
-    with torch.no_grad():
-        model.transformer.wte.weight[1, 7] = 30_000.0
-    return model
+    return sinkscope.analyze(model, input=path, bos="never", seq_len=32)
 
 
 NAMES = ("gpt2", "vscale", "sink", "gemma3", "real")
@@ -72,18 +62,13 @@ def test_every_number_of_the_verdict_is_in_a_table(name: str) -> None:
         rows = table.loc[[finding.name]] if finding.name in table.index else table.iloc[:0]
         known = rows[["value", "low", "high", "threshold"]].to_numpy().ravel().tolist()
         text = re.sub(r"'[^']*'|`[^`]*`|\([^()]*position \d+[^()]*\)", " ", FIXED.sub(" ", finding.sentence))
-        known += reasons(finding)
+        quoted = [value for value in finding.numbers.values() if isinstance(value, str)]  # reasons, names
+        known += [number.value for quote in quoted for number in numbers_of(quote)]
         for number in numbers_of(text):
             assert stands_in(number, known), (number, finding.sentence)
     whole = run.tables["summary"].query("layer == -1")["value"]
     for row in analysis.overview(run).itertuples(index=False):
         assert all(stands_in(number, whole) for number in numbers_of(row.value)), row
-
-
-def reasons(finding: findings.Finding) -> list[float]:
-    """Of what is quoted: reasons, names."""
-    texts = [value for value in finding.numbers.values() if isinstance(value, str)]
-    return [number.value for text in texts for number in numbers_of(text)]
 
 
 @EACH
@@ -105,19 +90,19 @@ def test_the_findings_numbers_are_those_of_the_measured_tables(name: str) -> Non
 
 @cache
 def scorecard(name: str) -> pd.DataFrame:
-    """Claims judged by the run, and by itself in the place of random weights: their own values do not depend on it."""
+    """Judge claims by the run, and by the same run as random weights, on which their own values do not depend."""
     run = measured(name)
     at_random = run.manifest["model"] | {"weights": WEIGHTS_AT_RANDOM}
     return judged(evidence_of([run, replace(run, manifest=run.manifest | {"model": at_random})], "MODEL"))
 
 
 def of_a_claim(value: float, name: str) -> bool:
-    """A further part of a claim, or a threshold."""
+    """Return whether a value is another part of a claim, or a threshold."""
     return bool(np.isclose(scorecard(name)[["value", "low", "high", "least", "most"]], value, rtol=1e-9).any())
 
 
 @EACH
-def test_a_verdict_and_a_scorecard_of_one_run_say_the_same(name: str) -> None:
+def test_a_verdict_and_a_scorecard_of_one_run_agree(name: str) -> None:
     rows = measured(name).tables[TABLE].query("claim != '' and number == 'value'")
     table = scorecard(name)
     assert len(rows) >= 4

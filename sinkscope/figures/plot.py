@@ -1,7 +1,8 @@
-"""Helpers that several figures share: curves, axes, rows, grids of panels, heat maps, texts in place of data."""
+"""Helpers that several figures share: curves, axes, training steps, rows, grids of panels, heat maps, texts."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -11,13 +12,15 @@ from matplotlib.colors import LogNorm
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from sinkscope.figures.style import SEQUENTIAL, Figure
+from sinkscope.figures.style import OTHERS, SEQUENTIAL, SINK, Figure
 
 MOST_MARKERS = 20  # on one line; more would overlap
 MANY_DECADES = 1e5  # on a longer log axis, the ticks between powers of ten would be a gray bar
 ROUND = 1e-9  # tolerance of a logarithm
+MOST_TICKS = 5  # decades on an axis of training steps
+UNEVEN = 5  # if the last step is this many times the median, the early ones need a log scale
 
 # --- curves
 
@@ -44,10 +47,7 @@ def line_by_layer(ax: Axes, values: pd.Series, **look: Any) -> Line2D:
 
 
 def band_by_layer(ax: Axes, low: pd.Series, high: pd.Series, **look: Any) -> None:
-    """Draw a band from `low` to `high` by layer (their index).
-
-    Layers without a value leave a gap; a layer between two gaps is a bar.
-    """
+    """Draw a band from `low` to `high` by layer. Layers without a value are gaps; a layer between two is a bar."""
     if low.empty:
         return
     layers = range(int(low.index.min()), int(low.index.max()) + 1)
@@ -58,6 +58,21 @@ def band_by_layer(ax: Axes, low: pd.Series, high: pd.Series, **look: Any) -> Non
     if len(layers) > 1:
         for layer in low.index[alone]:
             ax.fill_between([layer - 0.15, layer + 0.15], low[layer], high[layer], **look)
+
+
+def first_and_others(ax: Axes, table: pd.DataFrame, column: str) -> None:
+    """Draw position 0 and the mean over the others by layer: means over heads, bands their 10 % to 90 % quantiles."""
+    at_first = table["position"] == 0
+    for rows, label, look in (
+        (table[at_first], "position 0", SINK),
+        (table[~at_first], "mean over the other positions", OTHERS),
+    ):
+        if rows.empty:  # --positions 1
+            continue
+        by_layer = rows.groupby(["layer", "head"])[column].mean().groupby("layer")
+        low, high = by_layer.quantile(0.1), by_layer.quantile(0.9)
+        band_by_layer(ax, low, high, color=look["color"], alpha=0.2, linewidth=0)
+        line_by_layer(ax, by_layer.mean(), label=label, **look)
 
 
 def finite(table: pd.DataFrame) -> pd.DataFrame:
@@ -91,13 +106,12 @@ def whole_numbers(ax: Axes, which: str) -> None:
 def value_axis(ax: Axes, log: bool = False, share: bool = False) -> bool:
     """Set the scale of the y axis once everything is drawn: linear, logarithmic, or a share from 0 to 1.
 
-    Returns:
-        True if any value can be shown; otherwise the panel says that there are none.
+    Return whether any value can be shown; otherwise the panel says that there are none.
     """
     if not has_values(ax, log):
         say(ax, "no positive values" if log else "no values")
         return False
-    ax.grid(True, axis="y", color="0.9", linewidth=0.4)
+    grid(ax, "y")
     if share:
         ax.set_ylim(-0.03, 1.03)
         ax.set_yticks([0, 0.5, 1])
@@ -106,6 +120,10 @@ def value_axis(ax: Axes, log: bool = False, share: bool = False) -> bool:
         ax.set_ylim(*with_decades(*ax.get_ylim()))
         log_ticks(ax.yaxis, *ax.get_ylim())
     return True
+
+
+def grid(ax: Axes, which: Literal["x", "y"]) -> None:
+    ax.grid(True, axis=which, color="0.9", linewidth=0.4)
 
 
 def has_values(ax: Axes, log: bool = False) -> bool:
@@ -146,18 +164,53 @@ def widen(ax: Axes, low: float, high: float) -> None:
 
 
 def wide_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
-    """Make the x axis logarithmic where the values span a power of ten.
+    """Make the x axis logarithmic where the values span a power of ten, else linear and narrow, for small changes.
 
-    Otherwise it is linear, and narrow enough to show small changes. `room` is the smallest factor beyond both ends.
+    `room` is the smallest factor beyond both ends.
     """
     room *= (high / low) ** 0.06
     if high / low < 10:
         ax.set_xlim(low - (room - 1) * high, room * high)
         ax.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         return
-    ax.set_xscale("log")
-    ax.set_xlim(*with_decades(low / room, high * room))
+    ax.set_xlim(low / room, high * room)
+    log_x_axis(ax)
+
+
+def log_x_axis(ax: Axes) -> None:
+    ax.set_xscale("log", nonpositive="mask")
+    ax.set_xlim(*with_decades(*ax.get_xlim()))
     log_ticks(ax.xaxis, *ax.get_xlim())
+
+
+def step_axis(ax: Axes, steps: Sequence[int]) -> None:
+    """Make the axis linear for evenly spread steps, else logarithmic, with room for step 0."""
+    if min(steps) == max(steps):
+        ax.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
+        ax.set_xticks([steps[0]])
+    elif min(steps) < 0 or max(steps) <= UNEVEN * np.median(steps):
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    else:
+        least = min(step for step in steps if step > 0)
+        if least == min(steps):
+            ax.set_xscale("log")
+        else:
+            ax.set_xscale("symlog", linthresh=least, linscale=0.5)
+            ax.set_xlim(-0.3 * least, 2 * max(steps))
+        decades = range(math.floor(math.log10(least)), math.ceil(math.log10(max(steps))) + 1)
+        within = [10**decade for decade in decades if least <= 10**decade <= max(steps)]
+        ticks = within[:: 1 + len(within) // MOST_TICKS] if len(within) > 1 else [least, max(steps)]
+        ax.set_xticks([0, *ticks] if 0 in steps else ticks)
+        ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda step, _: step_label(step)))
+
+
+def step_label(step: float) -> str:
+    """Return a short form of a step, such as «143k»."""
+    for size, sign in ((10**6, "M"), (10**3, "k")):
+        if abs(step) >= size:
+            return f"{step / size:g}{sign}"
+    return f"{step:g}"
 
 
 # --- panels
@@ -166,8 +219,7 @@ def wide_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
 def panel_grid(figure: Figure, count: int, across: int, sharey: bool = True) -> tuple[list[Axes], list[Axes]]:
     """Make panels with a common x axis, and by default a common y axis, in rows of `across`.
 
-    Returns:
-        The panels in reading order, and those that are the lowest of their column, with numbers on the x axis.
+    Return the panels in reading order, and those that are the lowest of their column, with numbers on the x axis.
     """
     grid = figure.subplots(-(-count // across), across, sharex=True, sharey=sharey, squeeze=False)
     axes, unused = list(grid.flat[:count]), list(grid.flat[count:])
@@ -198,6 +250,11 @@ def write_beside(ax: Axes, text: str, x: float, y: float, space: float = 2, size
     return ax.annotate(text, (x, y), (space, 0), textcoords="offset points", va="center", fontsize=size)
 
 
+def hide_y(ax: Axes) -> None:
+    ax.set_yticks([])
+    ax.spines["left"].set_visible(False)
+
+
 def say(ax: Axes, text: str) -> None:
     """Write a text in place of data. Ticks are hidden but not removed, as other panels may share them."""
     for line in ax.lines:
@@ -225,9 +282,9 @@ def above_diagonal(weights: np.ndarray) -> np.ndarray:
 
 
 def draw_weights(ax: Axes, weights: np.ndarray, faintest: float, masked: np.ndarray | None = None) -> AxesImage:
-    """Draw weights on a logarithmic color scale from `faintest` to 1.
+    """Draw weights on a logarithmic color scale from `faintest` to 1, gray where a weight is NaN.
 
-    White where `masked` (by default above the diagonal, unless there are weights), gray where a weight is NaN.
+    White where `masked`, by default above the diagonal, unless there are weights.
     """
     masked = above_diagonal(weights) if masked is None else masked
     image = ax.imshow(np.clip(weights, faintest / 10, 1), cmap=SEQUENTIAL, norm=LogNorm(faintest, 1))
