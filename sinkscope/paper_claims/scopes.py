@@ -10,6 +10,7 @@ UNEQUAL = {  # why equal tokens do not stay equal, by the names of `unequal`
     "operations": "its attention is {}, whose weights do not sum to 1",
     "others": "{} layers mix tokens, too",
 }
+SMALL = 200e6  # parameters
 
 
 def _positions(evidence: Evidence) -> str:
@@ -32,11 +33,9 @@ def learned_positions(evidence: Evidence) -> str | None:
 
 def some_positions(kind: str) -> Callable[[Evidence], str | None]:
     """Require layers whose positions are of one kind."""
-
-    def scope(evidence: Evidence) -> str | None:
-        return None if kind in kinds_of_positions(evidence.any_run) else f"its positions are {_positions(evidence)}"
-
-    return scope
+    return lambda evidence: (
+        None if kind in kinds_of_positions(evidence.any_run) else f"its positions are {_positions(evidence)}"
+    )
 
 
 def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
@@ -62,9 +61,6 @@ def gated(evidence: Evidence) -> str | None:
 def in_float32(evidence: Evidence) -> str | None:
     dtype = evidence.any_run.manifest["dtype"]
     return None if dtype in ("float32", "float64") else f"it computes in {dtype}"
-
-
-SMALL = 200e6  # parameters
 
 
 def small(evidence: Evidence) -> str | None:
