@@ -1,24 +1,31 @@
 """Claims that compare inputs have one BOS policy for all of them; claims that read every sequence or length."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from support.hand_made_runs import NO_BOS, SEQUENCES, analysis, by_sequence, experiment, family, manifest
+from support.hand_made_runs import (
+    BOS,
+    FAILS,
+    HOLDS,
+    INCONCLUSIVE,
+    NO_BOS,
+    NOT_APPLIES,
+    SEQUENCES,
+    UNMEASURED,
+    analysis,
+    by_sequence,
+    experiment,
+    family,
+    judged,
+    manifest,
+)
 
-from sinkscope.paper_claims.claim import Judgment, judge
-from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.paper_claims.claim import Judgment
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
-
-HOLDS, FAILS, NOT_APPLIES = Outcome.HOLDS, Outcome.FAILS, Outcome.DOES_NOT_APPLY
-BOS = {"sequences": SEQUENCES, "token_zero": "bos <s> (id 1)"}
-
-
-def judged(claim: str, *runs: RunData) -> Judgment:
-    return judge(CLAIMS[claim], Evidence.of(runs, [MAIN, *CLAIMS[claim].reads]))
 
 
 def read(condition: str, rate: float, bos: bool, kind: str = "rotary", main: bool = False) -> RunData:
@@ -28,53 +35,36 @@ def read(condition: str, rate: float, bos: bool, kind: str = "rotary", main: boo
     return analysis(tables, condition, family=family(kind), input=BOS if bos else NO_BOS)
 
 
-def of_both(rates: Mapping[str, tuple[float, float]], own: bool, kind: str = "rotary") -> list[RunData]:
-    """Input → its sink rates with a BOS and without; `own`: what the model's own text has."""
+def of_both(kind: str = "rotary", **rates: tuple[float, float]) -> list[RunData]:
+    """Input → its sink rates with a BOS, as in the model's own text, and without."""
     return [
-        read(name, rate, bos, kind, main=name == "natural" and bos == own)
+        read(name, rate, bos, kind, main=name == "natural" and bos)
         for name, both in rates.items()
         for rate, bos in zip(both, (True, False), strict=True)
     ]
 
 
-LIKE_GEMMA = {"natural": (0.80, 0.0), "random": (0.79, 0.0), "repeated": (0.61, 0.0)}
-
-
-def test_a_sink_at_the_bos_stays_on_random_tokens_after_the_bos() -> None:
-    """Against random tokens without a BOS it would be said to be gone."""
-    found = judged("W-2", *of_both(LIKE_GEMMA, own=True))
+def test_inputs_are_compared_under_one_policy() -> None:
+    """A sink at the BOS stays on random tokens after the BOS; without a BOS they have none."""
+    like_gemma = of_both(natural=(0.80, 0.0), random=(0.79, 0.0), repeated=(0.61, 0.0))
+    found = judged("W-2", *like_gemma)
     assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(0.79 / 0.80, abs=0.01))
     assert found.estimates[0].note == "with a BOS text 80.0, random 79.0 %; without text 0.0, random 0.0 %"
-    mixed = [read("natural", 0.8, True, main=True), read("random", 0.0, False)]
-    found = judged("W-2", *mixed)
-    assert (found.outcome, found.reason) == (
-        Outcome.NOT_MEASURED,
-        "sinkscope analyze MODEL --input random --bos always",
-    )
-
-
-def test_where_equal_tokens_had_no_sink_to_lose_it_does_not_vanish() -> None:
-    found = judged("W-3", *of_both(LIKE_GEMMA, own=True))
+    found = judged("W-2", read("natural", 0.8, True, main=True), read("random", 0.0, False))
+    assert (found.outcome, found.reason) == (UNMEASURED, "sinkscope analyze MODEL --input random --bos always")
+    assert judged("W-1", *like_gemma).estimates[0].note == "with a BOS text 80.0 %; without text 0.0 %"
+    assert judged("W-1", read("natural", 0.8, False, main=True)).estimates[0].note == "without text 80.0 %"
+    found = judged("W-3", *like_gemma)  # there was no sink without a BOS that equal tokens could lose
     assert found.outcome == NOT_APPLIES
     assert "with a BOS text 80.0, repeated 61.0 %; without text 0.0, repeated 0.0 %" in found.reason
-    vanishes = {"natural": (0.80, 0.7), "repeated": (0.61, 0.0)}
-    assert judged("W-3", *of_both(vanishes, own=True)).outcome == HOLDS
-    assert judged("W-3", *of_both({**vanishes, "repeated": (0.0, 0.61)}, own=True)).outcome == FAILS
 
 
-def test_a_sink_that_stays_on_repeated_tokens_is_compared_without_a_bos() -> None:
-    stays = {"natural": (0.80, 0.7), "repeated": (0.0, 0.6)}
-    found = judged("W-4", *of_both(stays, own=True, kind="learned"))
+def test_repeated_tokens_are_judged_without_a_bos() -> None:
+    assert judged("W-3", *of_both(natural=(0.80, 0.7), repeated=(0.61, 0.0))).outcome == HOLDS
+    assert judged("W-3", *of_both(natural=(0.80, 0.7), repeated=(0.0, 0.61))).outcome == FAILS
+    found = judged("W-4", *of_both("learned", natural=(0.80, 0.7), repeated=(0.0, 0.6)))
     assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(0.6 / 0.7, abs=0.01))
-    assert judged("W-4", *of_both({**stays, "repeated": (0.6, 0.0)}, own=True, kind="learned")).outcome == FAILS
-
-
-def test_a_sink_rate_says_under_which_policy_it_was_measured() -> None:
-    assert (
-        judged("W-1", *of_both(LIKE_GEMMA, own=True)).estimates[0].note == "with a BOS text 80.0 %; without text 0.0 %"
-    )
-    alone = judged("W-1", read("natural", 0.8, False, main=True))
-    assert alone.estimates[0].note == "without text 80.0 %"
+    assert judged("W-4", *of_both("learned", natural=(0.80, 0.7), repeated=(0.6, 0.0))).outcome == FAILS
 
 
 def test_interventions_on_repeated_tokens_after_a_bos_are_another_experiment() -> None:
@@ -82,7 +72,7 @@ def test_interventions_on_repeated_tokens_after_a_bos_are_another_experiment() -
     run = experiment(rates, "replace-epe", "repeated")
     assert judged("W-10", run).outcome == HOLDS
     after_bos = RunData(run.manifest | {"input": BOS}, run.tables)
-    assert judged("W-10", analysis({}), after_bos).outcome == Outcome.NOT_MEASURED
+    assert judged("W-10", analysis({}), after_bos).outcome == UNMEASURED
 
 
 # --- lengths
@@ -145,7 +135,7 @@ def _with_losses(losses: Mapping[str, float]) -> RunData:
     return RunData(manifest("natural", "intervene", arms=arms), {"loss_by_sequence": pd.concat(parts)})
 
 
-# --- outlier features
+# --- single tables
 
 
 def elsewhere(*shares: float) -> RunData:
@@ -160,6 +150,40 @@ def elsewhere(*shares: float) -> RunData:
 
 def test_outlier_features_are_looked_for_in_every_sequence() -> None:
     assert judged("S-15", elsewhere(*[0.01] * 10)).outcome == HOLDS
-    later = judged("S-15", elsewhere(0.01, *[0.9] * 9))  # the first sequence alone says nothing of the others
+    later = judged("S-15", elsewhere(0.01, *[0.9] * 9))  # the first sequence does not represent the others
     assert (later.outcome, later.estimates[0].value) == (FAILS, pytest.approx(0.811))
-    assert judged("S-15", elsewhere(*[0.01, 0.2] * 5)).outcome == Outcome.INCONCLUSIVE
+    assert judged("S-15", elsewhere(*[0.01, 0.2] * 5)).outcome == INCONCLUSIVE
+
+
+@pytest.mark.parametrize(("position", "expected"), [(2, HOLDS), (3, FAILS)])
+def test_the_sinks_of_a_prefix_lm(position: int, expected: Outcome) -> None:
+    sinks = pd.DataFrame({"layer": 0, "head": 0, "sequence": range(40), "position": position, "queries": 30})
+    late = sinks.assign(position=60, queries=2)  # a key that two queries see does not count
+
+    def outcome(table: pd.DataFrame, **given: Any) -> Outcome:
+        return judged("W-39", analysis({"sink_positions": table}, **given)).outcome
+
+    prefix = family("rotary", prefix=3)
+    assert outcome(sinks, family=prefix) == outcome(pd.concat([sinks, late]), family=prefix) == expected
+    assert outcome(sinks) == outcome(sinks[:0], family=prefix) == NOT_APPLIES
+
+
+@pytest.mark.parametrize(("mass", "expected"), [(0.01, HOLDS), (0.2, FAILS)])
+def test_the_first_token_of_a_window(mass: float, expected: Outcome) -> None:
+    table = {"window_edge_by_sequence": by_sequence({"edge_mass": mass}, noise=0.001)}
+    model = {"name": "made", "weights": "trained", "sliding_window": 8}
+    assert judged("W-41", analysis(table, model=model)).outcome == expected
+    assert judged("W-41", analysis(table)).outcome == NOT_APPLIES
+
+
+def test_post_norm_models_have_no_gradient_gain_of_one_branch_and_no_bound() -> None:
+    gains = {name: np.ones(16) for name in ("bloat", "compress", "change", "input_norm")}
+    attn = by_sequence(gains, noise=0.01, position=range(16)).assign(branch="attn")
+    found = judged("GS-15", analysis({"gradient_ratio_by_sequence": attn}))
+    assert found.outcome == NOT_APPLIES
+    assert found.reason == "in no layer can the gradient's gain in the mlp branch be told"
+    both = pd.concat([attn, attn.assign(branch="mlp")], ignore_index=True)
+    assert judged("GS-15", analysis({"gradient_ratio_by_sequence": both})).outcome in (HOLDS, FAILS, INCONCLUSIVE)
+    bound = pd.DataFrame({"layer": [0, 0], "position": [0, 1], "holds": [np.nan] * 2, "tightness": [np.nan] * 2})
+    found = judged("GS-19", analysis({"norm_bound": bound}))
+    assert (found.outcome, found.reason) == (NOT_APPLIES, "the bound is of no layer of this model")

@@ -1,6 +1,6 @@
 """How often claims are decided, and hold falsely, in synthetic studies whose truth is exactly at the threshold.
 
-The intervals are two-sided at 95 %: 5 % of studies are decided, 2.5 % hold falsely. Of studies without a spread the
+The intervals are two-sided at 95 %: 5 % of studies are decided, 2.5 % hold falsely. For studies without a spread the
 bound is one-sided: 5 % hold falsely.
 """
 
@@ -31,34 +31,27 @@ def rates_of(make: Callable[[], Estimate], truth: float, studies: int = STUDIES)
     return tuple(100 * float(np.mean([test(truth).holds(each) for each in found])) for test in (above, below))
 
 
-@pytest.mark.parametrize("seeds", [3, 5, 8])
-def test_differences_over_normal_seeds(seeds: int) -> None:
-    drawn = np.random.default_rng(seeds)
-    more, less = rates_of(lambda: mean_of_runs(drawn.normal(0.3, 0.1, seeds)), 0.3)
-    assert 2 <= more + less <= 8
-    assert max(more, less) <= 4
-
-
-# rates near their ends: how seeds are drawn, and their mean
-NEAR_AN_END = {
-    "normal": (lambda drawn, seeds: drawn.normal(0.3, 0.03, seeds), 0.3),
-    "exponential": (lambda drawn, seeds: drawn.exponential(0.02, seeds), 0.02),
-    "beta": (lambda drawn, seeds: drawn.beta(2, 30, seeds), 1 / 16),
-    "very skewed": (lambda drawn, seeds: drawn.beta(0.5, 20, seeds), 0.5 / 20.5),
-    "near 1": (lambda drawn, seeds: 1 - drawn.exponential(0.02, seeds).clip(0, 1), 0.98),
-    "lognormal": (lambda drawn, seeds: drawn.lognormal(-4, 0.5, seeds), np.exp(-4 + 0.125)),
+# how seeds are drawn, their mean, and how they are judged: differences, and rates that are near their ends
+SEEDS = {
+    "difference": (lambda drawn, seeds: drawn.normal(0.3, 0.1, seeds), 0.3, mean_of_runs),
+    "normal": (lambda drawn, seeds: drawn.normal(0.3, 0.03, seeds), 0.3, mean_of_rates),
+    "exponential": (lambda drawn, seeds: drawn.exponential(0.02, seeds), 0.02, mean_of_rates),
+    "beta": (lambda drawn, seeds: drawn.beta(2, 30, seeds), 1 / 16, mean_of_rates),
+    "very skewed": (lambda drawn, seeds: drawn.beta(0.5, 20, seeds), 0.5 / 20.5, mean_of_rates),
+    "near 1": (lambda drawn, seeds: 1 - drawn.exponential(0.02, seeds).clip(0, 1), 0.98, mean_of_rates),
+    "lognormal": (lambda drawn, seeds: drawn.lognormal(-4, 0.5, seeds), np.exp(-4 + 0.125), mean_of_rates),
 }
 
 
 @pytest.mark.parametrize("seeds", [3, 5])
-@pytest.mark.parametrize("kind", NEAR_AN_END)
-def test_rates_over_skewed_seeds(kind: str, seeds: int) -> None:
-    """Student's interval misses up to 18 % of these, nearly all on one side."""
-    draw, truth = NEAR_AN_END[kind]
+@pytest.mark.parametrize("kind", SEEDS)
+def test_means_over_seeds(kind: str, seeds: int) -> None:
+    """Student's interval misses up to 18 % of skewed rates, nearly all on one side."""
+    draw, truth, mean = SEEDS[kind]
     drawn = np.random.default_rng(1)
-    more, less = rates_of(lambda: mean_of_rates(draw(drawn, seeds)), truth)
+    more, less = rates_of(lambda: mean(draw(drawn, seeds)), truth)
     assert 2 <= more + less <= 8
-    assert max(more, less) <= 5
+    assert max(more, less) <= (4 if mean == mean_of_runs else 5)
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 8])
@@ -69,8 +62,7 @@ def test_seeds_without_a_sink_where_some_have_one(seeds: int) -> None:
     assert mean_of_rates(np.ones(seeds)).low == pytest.approx(1 - most)
     drawn = np.random.default_rng(2)
     found = [mean_of_rates((drawn.random(seeds) < most).astype(float)) for _ in range(STUDIES)]
-    held_falsely = [below(most + 1e-9).holds(each) for each in found]
-    assert 2 <= 100 * np.mean(held_falsely) <= 8
+    assert 2 <= 100 * np.mean([below(most + 1e-9).holds(each) for each in found]) <= 8
 
 
 def series(drawn: Draw, layers: int, likeness: float) -> np.ndarray:
@@ -78,9 +70,9 @@ def series(drawn: Draw, layers: int, likeness: float) -> np.ndarray:
     return lfilter([1.0], [1.0, -likeness], drawn.normal(size=layers + 100))[100:]
 
 
-@pytest.mark.parametrize(("layers", "likeness"), [(30, 0.0), (30, 0.5), (12, 0.8), (30, 0.8), (48, 0.8)])
+@pytest.mark.parametrize(("layers", "likeness"), [(30, 0.0), (12, 0.8), (48, 0.8)])
 def test_correlations_over_layers(layers: int, likeness: float) -> None:
-    """Of unrelated series. As if layers were independent, 31 % would be decided at 0.8 and 48 layers."""
+    """For unrelated series. With layers taken as independent, 31 % would be decided at 0.8 and 48 layers."""
     drawn = np.random.default_rng(layers)
 
     def unrelated() -> Estimate:
@@ -92,7 +84,7 @@ def test_correlations_over_layers(layers: int, likeness: float) -> None:
     assert max(more, less) <= 5
 
 
-@pytest.mark.parametrize(("within", "likeness"), [(0.5, 0.0), (0.3, 0.8), (0.8, 0.8)])
+@pytest.mark.parametrize(("within", "likeness"), [(0.5, 0.0), (0.8, 0.8)])
 def test_correlations_over_heads_of_layers(within: float, likeness: float) -> None:
     """Heads share what is their layer's: `within` is the correlation of two heads of one layer."""
     drawn, layers, heads = np.random.default_rng(3), 30, 9
@@ -102,12 +94,12 @@ def test_correlations_over_heads_of_layers(within: float, likeness: float) -> No
         shared = series(drawn, layers, likeness) * np.sqrt(within * (1 - likeness**2))
         return shared[place] + np.sqrt(1 - within) * drawn.normal(size=layers * heads)
 
-    more, less = rates_of(lambda: rank_correlation(heads_of_layers(), heads_of_layers(), place), 0.0, studies=1000)
+    more, less = rates_of(lambda: rank_correlation(heads_of_layers(), heads_of_layers(), place), 0.0, studies=600)
     assert 2 <= more + less <= 8
 
 
-def test_the_effective_size_of_what_is_known() -> None:
-    """Of independent units all, of heads that repeat their layer as many as layers, of autoregressive layers
+def test_the_effective_size() -> None:
+    """All independent units; for heads that repeat their layer, the number of layers; for autoregressive layers
     n (1 − φ²) ÷ (1 + φ²).
     """
     drawn = np.random.default_rng(4)
@@ -127,14 +119,10 @@ def levels(drawn: Draw, *means: float, seeds: int = 5) -> list[np.ndarray]:
     return [drawn.normal(mean, 1.0, seeds) for mean in means]
 
 
-def held(make: Callable[[Draw], Estimate], test: Test) -> float:
+def share(outcome: Outcome, make: Callable[[Draw], Estimate], test: Test) -> float:
+    """The share of studies with this outcome, in percent."""
     drawn = np.random.default_rng(5)
-    return 100 * float(np.mean([test.holds(make(drawn)) for _ in range(STUDIES // 3)]))
-
-
-def failed(make: Callable[[Draw], Estimate], test: Test) -> float:
-    drawn = np.random.default_rng(5)
-    return 100 * float(np.mean([test.outcome(make(drawn)) == Outcome.FAILS for _ in range(STUDIES // 3)]))
+    return 100 * float(np.mean([test.outcome(make(drawn)) == outcome for _ in range(STUDIES // 4)]))
 
 
 def smallest(*means: float) -> Callable[[Draw], Estimate]:
@@ -150,28 +138,31 @@ def furthest(*means: float) -> Callable[[Draw], Estimate]:
     return make
 
 
+HOLDS, FAILS = Outcome.HOLDS, Outcome.FAILS
+
+
 def test_the_smallest_of_levels_can_hold_and_rarely_does_falsely() -> None:
     """Six levels, of which one is at the threshold, are above it as rarely as a single one."""
-    assert 1 <= held(smallest(10, 20, 20, 20, 20, 20), above(10)) <= 5
-    assert held(smallest(14, 14, 14, 14, 14, 14), above(10)) > 90  # a claim that is true
-    assert failed(smallest(10, 10, 10, 10, 10, 10), above(10)) <= 4  # and a true one at its threshold seldom fails
-    assert failed(smallest(5, 20, 20, 20, 20, 20), above(10)) > 60
+    assert 1 <= share(HOLDS, smallest(10, 20, 20, 20, 20, 20), above(10)) <= 5
+    assert share(HOLDS, smallest(14, 14, 14, 14, 14, 14), above(10)) > 90  # a claim that is true
+    assert share(FAILS, smallest(10, 10, 10, 10, 10, 10), above(10)) <= 4  # a true one at its threshold seldom fails
+    assert share(FAILS, smallest(5, 20, 20, 20, 20, 20), above(10)) > 60
 
 
 def test_the_range_of_levels_can_hold_and_rarely_does_falsely() -> None:
-    assert held(furthest(10, 10, 13), at_most(3)) <= 4
-    assert held(furthest(10, 10, 10), at_most(5)) > 60
-    assert failed(furthest(10, 11.5, 13), at_most(3)) <= 5
-    assert failed(furthest(5, 10, 25), at_most(3)) > 90
+    assert share(HOLDS, furthest(10, 10, 13), at_most(3)) <= 4
+    assert share(HOLDS, furthest(10, 10, 10), at_most(5)) > 60
+    assert share(FAILS, furthest(10, 11.5, 13), at_most(3)) <= 5
+    assert share(FAILS, furthest(5, 10, 25), at_most(3)) > 90
 
 
-@pytest.mark.parametrize(("seeds", "margin"), [(3, 4.0), (5, 2.5), (5, 3.5), (10, 2.0)])
+@pytest.mark.parametrize(("seeds", "margin"), [(3, 4.0), (5, 2.5), (10, 2.0)])
 def test_the_power_is_the_share_of_studies_that_hold(seeds: int, margin: float) -> None:
-    """Two levels that are truly alike: what studies state on average, and how many of them hold."""
+    """For two levels that are truly alike: the power that studies state on average, and the share of them that hold."""
     drawn, test = np.random.default_rng(6), at_most(margin)
     found = [range_of([mean_of_runs(np.subtract(*levels(drawn, 0.0, 0.0, seeds=seeds)))]) for _ in range(STUDIES // 3)]
-    share = np.mean([test.holds(each) for each in found])
-    assert np.mean([test.power(each) for each in found]) == pytest.approx(share, abs=0.12)
+    held = np.mean([test.holds(each) for each in found])
+    assert np.mean([test.power(each) for each in found]) == pytest.approx(held, abs=0.12)
 
 
 def test_too_few_seeds_are_called_so() -> None:

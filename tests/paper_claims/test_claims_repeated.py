@@ -5,22 +5,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from support.hand_made_runs import NO_BOS, SEQUENCES, analysis, by_sequence, experiment, family
+from support.hand_made_runs import (
+    BOS,
+    FAILS,
+    HOLDS,
+    NO_BOS,
+    NOT_APPLIES,
+    UNMEASURED,
+    analysis,
+    by_sequence,
+    experiment,
+    family,
+    judged,
+)
 
-from sinkscope.paper_claims.claim import Judgment, judge
-from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.papers.wse import CLAIMS
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 
 LAYERS = 3
-IDS = [f"W-{number}" for number in range(5, 12)]
-BY_ID = {claim.id: claim for claim in CLAIMS if claim.id in IDS}
-HOLDS, FAILS, NOT_APPLIES = Outcome.HOLDS, Outcome.FAILS, Outcome.DOES_NOT_APPLY
-
-
-def judged(claim: str, *runs: RunData) -> Judgment:
-    return judge(BY_ID[claim], Evidence.of(runs, [MAIN, *BY_ID[claim].reads]))
 
 
 def equal(kind: str, layers: int = LAYERS, **given: Any) -> pd.DataFrame:
@@ -38,13 +40,6 @@ def repeated(kind: str, table: pd.DataFrame, smallest: float = 1000.0) -> RunDat
     )
 
 
-def one_off(kind: str, column: str, value: float) -> pd.DataFrame:
-    """The same, with another value in a single row."""
-    table = equal(kind)
-    table.loc[len(table) // 2, column] = value
-    return table
-
-
 @pytest.mark.parametrize(
     ("claim", "kind", "column", "wrong"),
     [
@@ -56,7 +51,9 @@ def one_off(kind: str, column: str, value: float) -> pd.DataFrame:
 )
 def test_one_wrong_sequence_of_one_layer_is_enough(claim: str, kind: str, column: str, wrong: float) -> None:
     assert judged(claim, repeated(kind, equal(kind))).outcome == HOLDS
-    found = judged(claim, repeated(kind, one_off(kind, column, wrong)))
+    table = equal(kind)
+    table.loc[len(table) // 2, column] = wrong
+    found = judged(claim, repeated(kind, table))
     assert found.outcome == FAILS
     assert found.estimates[0].value == pytest.approx(wrong)
 
@@ -80,12 +77,6 @@ def test_other_positions_are_out_of_scope(claim: str, kind: str) -> None:
     assert kind in found.reason
 
 
-def test_a_learned_sink_takes_more_from_the_first_tokens() -> None:
-    run = repeated("rotary", equal("rotary"))
-    run.manifest["outside"] = {"the model's own sink logits": [0]}
-    assert judged("W-5", run).outcome == judged("W-9", run).outcome == NOT_APPLIES
-
-
 @pytest.mark.parametrize(
     ("operation", "applies"),
     [("sigmoid", False), ("p-norm softmax", False), ("elu-kernel", True), ("softmax", True), ("scaled softmax", True)],
@@ -98,14 +89,13 @@ def test_equal_tokens_stay_equal_where_weights_have_one_sum(operation: str, appl
     assert applies or found.reason == f"its attention is {operation}, whose weights do not sum to 1"
 
 
-def test_something_in_front_of_the_repeated_token_leaves_nothing_to_judge() -> None:
-    run = analysis({}, "repeated", family=family("rotary"))
-    assert judged("W-5", run).outcome == judged("W-9", run).outcome == NOT_APPLIES
-
-
-def test_a_further_term_in_the_denominator_has_no_closed_form() -> None:
-    run = repeated("none", equal("none", weight_difference=np.nan))
-    assert "denominator" in judged("W-7", run).reason
+def test_models_and_runs_in_which_tokens_are_not_equal() -> None:
+    learned_sink = repeated("rotary", equal("rotary"))
+    learned_sink.manifest["outside"] = {"the model's own sink logits": [0]}
+    with_a_prefix = analysis({}, "repeated", family=family("rotary"))  # before the repeated token
+    for run in (learned_sink, with_a_prefix):
+        assert judged("W-5", run).outcome == judged("W-9", run).outcome == NOT_APPLIES
+    assert "denominator" in judged("W-7", repeated("none", equal("none", weight_difference=np.nan))).reason
 
 
 # --- massive everywhere
@@ -128,18 +118,13 @@ def test_the_smallest_token_must_be_as_massive_as_the_sink(smallest: float, outc
     assert found.estimates[0].value == pytest.approx(smallest / 1000, rel=1e-2)
 
 
-def test_a_bos_in_front_of_the_text_or_the_tokens_is_another_comparison() -> None:
-    """Both have none, or W-6 says nothing."""
+def test_a_bos_or_no_massive_layers_leave_nothing_to_compare() -> None:
     equal_tokens = repeated("rotary", equal("rotary"))
-    with_bos = RunData(natural().manifest | {"input": analysis({}).manifest["input"]}, natural().tables)
-    assert judged("W-6", with_bos, equal_tokens).outcome == Outcome.NOT_MEASURED
-    after_bos = RunData(equal_tokens.manifest | {"input": analysis({}).manifest["input"]}, equal_tokens.tables)
-    assert judged("W-5", after_bos).outcome == Outcome.NOT_MEASURED
-
-
-def test_without_massive_layers_there_is_nothing_to_disperse() -> None:
-    assert judged("W-6", natural(massive=False), repeated("rotary", equal("rotary"))).outcome == NOT_APPLIES
-    gone = judged("W-6", natural(rate=0.0), repeated("rotary", equal("rotary")))
+    with_bos = RunData(natural().manifest | {"input": BOS}, natural().tables)
+    assert judged("W-6", with_bos, equal_tokens).outcome == UNMEASURED
+    assert judged("W-5", RunData(equal_tokens.manifest | {"input": BOS}, equal_tokens.tables)).outcome == UNMEASURED
+    assert judged("W-6", natural(massive=False), equal_tokens).outcome == NOT_APPLIES
+    gone = judged("W-6", natural(rate=0.0), equal_tokens)
     assert (gone.outcome, "no sink without a BOS" in gone.reason) == (NOT_APPLIES, True)
 
 
@@ -164,8 +149,7 @@ def test_vectors_of_positions_decide(claim: str, name: str, holds: list[float], 
     rotary = experiment(BEFORE | {"after": holds} | CONTROLS, name, "repeated", family=family("rotary"))
     assert judged(claim, rotary).outcome == NOT_APPLIES
     natural_text = experiment(BEFORE | {"after": holds} | CONTROLS, name)
-    learned = analysis({})
-    assert judged(claim, learned, natural_text).outcome == Outcome.NOT_MEASURED
+    assert judged(claim, analysis({}), natural_text).outcome == UNMEASURED
 
 
 def test_the_sink_has_to_leave_position_0() -> None:
@@ -173,8 +157,3 @@ def test_the_sink_has_to_leave_position_0() -> None:
     moved, left, before = judged("W-11", run).outcomes
     assert (moved, before) == (HOLDS, HOLDS)
     assert left != HOLDS
-
-
-def test_ids() -> None:
-    assert list(BY_ID) == IDS
-    assert SEQUENCES >= 30

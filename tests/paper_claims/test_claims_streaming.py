@@ -3,21 +3,17 @@
 import numpy as np
 import pandas as pd
 import pytest
-from support.hand_made_runs import analysis
+from support.hand_made_runs import FAILS, HOLDS, UNMEASURED, analysis
+from support.hand_made_runs import judged as judged_runs
 
-from sinkscope.paper_claims.claim import Judgment, judge
-from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.need import Need
-from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.results.judgment import Outcome
+from sinkscope.paper_claims.claim import Judgment
 from sinkscope.results.run import RunData
 
-HOLDS, FAILS = Outcome.HOLDS, Outcome.FAILS
 USUAL = {None: 10.0, 0: 90.0, 1: 13.0, 2: 12.0, 4: 10.1}  # first tokens kept (None: dense) → perplexity
 
 
 def streamed(perplexities: dict[int | None, float]) -> RunData:
-    """Eight texts, of which each is as hard for one method as for another but for a little."""
+    """Eight texts, each nearly as hard for one method as for another."""
     rows = [
         {"method": "dense" if keep is None else "kept", "window": -1 if keep is None else 64, "keep": keep or 0}
         | {"sequence": text, "loss": np.log(perplexity) + 0.5 * np.sin(text) + 0.002 * np.sin((keep or 7) * text)}
@@ -33,7 +29,7 @@ def streamed(perplexities: dict[int | None, float]) -> RunData:
 def judged(claim: str, perplexities: dict[int | None, float], registers: int = 0) -> Judgment:
     natural = analysis({})
     natural.manifest["model"]["registers"] = registers
-    return judge(CLAIMS[claim], Evidence.of([natural, streamed(perplexities)], [MAIN, Need("streaming")]))
+    return judged_runs(claim, natural, streamed(perplexities))
 
 
 @pytest.mark.parametrize(
@@ -50,9 +46,5 @@ def test_register_tokens_alone_against_more_first_tokens() -> None:
     found = judged("S-4", {**USUAL, 2: 12.0, 5: 10.0}, registers=2)
     assert (found.outcome, found.estimates[0].value) == (FAILS, pytest.approx(1.2, rel=0.01))
     assert found.estimates[0].note == "2 register tokens"
-
-
-def test_a_number_of_first_tokens_that_no_stream_kept() -> None:
-    found = judged("S-4", USUAL, registers=2)
-    assert found.outcome == Outcome.NOT_MEASURED
-    assert "keep=5" in found.reason
+    missing = judged("S-4", USUAL, registers=2)  # no stream kept five first tokens
+    assert (missing.outcome, "keep=5" in missing.reason) == (UNMEASURED, True)
