@@ -15,7 +15,7 @@ from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, mean_of_controls, one_more_run, positive_jackknife
 
-NO_COST = 0.02  # nats of loss, or 2 % of perplexity: less is no cost; a margin, so that a difference of 0 can hold
+NO_COST = 0.02  # nats of loss, or 2 % of perplexity: smaller differences count as none, so that a claim can hold
 LARGE_NORM = 2.0  # times that of later positions
 
 
@@ -33,7 +33,7 @@ def controls(evidence: Evidence, role: Need) -> np.ndarray:
 
 
 def beyond_controls(evidence: Evidence, role: Need) -> Estimate:
-    """The arm's change of the sink rate at position 0, minus what a further random control would change it by."""
+    """The arm's change of the sink rate at position 0, minus the change that a further random control would cause."""
     before, after = before_and_after(evidence, role)
     drawn = controls(evidence, role)
     note = f"{before[0]:.1f} → {after[0]:.1f} %; {len(drawn)} random controls"
@@ -49,13 +49,13 @@ def share_left(evidence: Evidence, role: Need, position: int = 0) -> Estimate:
 
 
 def had_a_sink(role: Need) -> Part:
-    """Require a sink: a claim on what becomes of it fails without one."""
+    """Require a sink: a claim about a change of the sink fails without one."""
     quantity = "sink rate at position 0 before, in %"
     return Part(quantity, lambda evidence: bootstrap(before_and_after(evidence, role)[0]), above(SINK))
 
 
 def falls(role: Need) -> Part:
-    """Require that the sink falls by an arm, more than by random changes of the same kind."""
+    """Require that an arm reduces the sink more than random changes of the same kind."""
     quantity = "change of the sink rate at position 0, in points, beyond a random control's"
     return Part(quantity, lambda evidence: beyond_controls(evidence, role), below(0.0))
 

@@ -1,4 +1,4 @@
-"""Claims of papers, and their judgment by the runs of a model and by the runs of a null."""
+"""Claims of papers, and their judgment from the runs of a model and the runs of a null."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ from sinkscope.training.tables import UNTOUCHED
 
 
 class Null(StrEnum):
-    """The kinds of data in which there is nothing to find, and on which the test of a claim should not pass."""
+    """The kinds of data without the claimed effect, on which the test of a claim should not pass."""
 
     RANDOM_WEIGHTS = "random weights"  # each draw takes the place of the model, and is judged against the other draws
     CONTROLS = "random controls"  # each random control takes the place of its intervention
-    PLAIN = "plain training"  # of another seed takes the place of the method
-    THEOREM = "theorem"  # or an identity: it holds for any weights, and tests the code
-    NONE = "none"  # nothing is measured that could take the place
+    PLAIN = "plain training"  # that of another seed takes the place of the method
+    THEOREM = "theorem"  # or an identity: the claim holds for any weights, and tests the code
+    NONE = "none"  # nothing that is measured could take the place
 
 
 def usual_null(needs: Collection[Need]) -> Null:
@@ -41,7 +41,7 @@ def usual_null(needs: Collection[Need]) -> Null:
 
 
 def draws_of(null: Null, needs: Collection[Need], evidence: Evidence) -> list[Evidence]:
-    """Return, for each measured draw of a null, the evidence in which it replaces what a claim is about."""
+    """Return, for each measured draw of a null, the evidence in which it replaces the subject of the claim."""
     if null == Null.RANDOM_WEIGHTS:
         return evidence.nulls
     if null == Null.CONTROLS:
@@ -100,7 +100,7 @@ class Claim:
 
 
 def of_run(part: Number[Sequences], role: Need = MAIN) -> Part:
-    """Make a number of one run a part of a claim."""
+    """Turn a number of one run into a part of a claim."""
     return Part(part.quantity, lambda evidence: part.measure(evidence.sequences(role)), part.test, part.form)
 
 
@@ -108,7 +108,7 @@ HAS_SINK_HEADS = of_run(SINK_HEADS_OF_RUN)
 
 
 def run_claim(id: str, *more: Part, role: Need = MAIN, **others: Any) -> Claim:
-    """Make a claim of an entry of `RUN_CLAIMS`, whose numbers are of the run `role`, and of more parts."""
+    """Make a claim from an entry of `RUN_CLAIMS`, with numbers of the run `role`, and from further parts."""
     claim = RUN_CLAIMS[id]
     parts = (*(of_run(part, role) for part in claim.parts), *more)
     return Claim(id, claim.reference, claim.statement, parts, **others)
@@ -147,7 +147,7 @@ class Judgment:
 
 
 def judge(claim: Claim, evidence: Evidence) -> Judgment:
-    """Judge one claim by the runs of a model."""
+    """Judge one claim from the runs of a model."""
     for scope in claim.scope:
         if reason := scope(evidence):
             return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=reason)
@@ -187,7 +187,7 @@ def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
     for at, part in enumerate(claim.parts):
         try:
             estimate = estimated(part.measure, draw)
-        except NotDefined:  # for example of a sink, where there is none
+        except NotDefined:  # for example, there is no sink
             return False
         except Lacks:
             outcomes.add(Outcome.NOT_MEASURED)

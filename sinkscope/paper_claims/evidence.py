@@ -1,11 +1,9 @@
-"""The runs of one model that claims are judged by, found among all that was given, and how claims read them."""
+"""The runs of one model that claims read, found among all given runs, and access to their tables."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
-
-import pandas as pd
 
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.paper_claims.need import Kind, Need
@@ -30,7 +28,7 @@ def null_need(draw: int) -> Need:
 
 
 def _analyzed(run: RunData, reads: str = NATURAL, at_random: bool = False, bos: str = "") -> bool:
-    """Whether a run of `analyze` reads an input, NATURAL for any text, the user's own and sampled text included; has
+    """Whether a run of `analyze` reads an input, NATURAL for any text, including the user's own and sampled text; has
     random weights or the model's; and has a BOS at position 0 or none, unless `bos` is empty.
     """
     on_input = run.condition not in OTHER_INPUTS if reads == NATURAL else run.condition == reads
@@ -57,9 +55,9 @@ def _has_arm(run: RunData, name: str, table: str = "", repeated: bool = False) -
 
 
 def label_of(run: RunData, name: str) -> str | None:
-    """Return the label of the arm of a run of `intervene` that does only this, with these parameters, or None.
+    """Return the label of the arm that consists of this intervention alone, with these parameters, or None.
 
-    In older runs an arm without the entry `asked` does what its label names.
+    In older runs, an arm without the entry `asked` is the intervention that its label names.
     """
     arms = run.manifest.get("arms", {}).items()
     return next((label for label, arm in arms if arm.get("asked", [label]) == [name]), None)
@@ -95,22 +93,22 @@ KINDS: dict[Kind, Role] = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that was measured of one model."""
+    """All measurements of one model."""
 
     runs: dict[Need, RunData]
     skipped: dict[str, str] = field(default_factory=dict)  # role's name → why it does not apply to this model
-    failed: dict[str, str] = field(default_factory=dict)  # role's name → how its run broke off
+    failed: dict[str, str] = field(default_factory=dict)  # role's name → the error of its run
     model: str = "MODEL"  # how the model is named in commands
     studies: Mapping[Need, Study] = field(default_factory=dict)
     commands: Mapping[Need, str] = field(default_factory=dict)  # those that would make studies that were not found
-    example: RunData | None = None  # it says what kind of model this is, if there is no run on text
+    example: RunData | None = None  # a run that describes the model, if there is none on text
     others: tuple[RunData, ...] = ()  # all runs of the model, needed or not
     control: int | None = None  # the random control that replaces each intervention; None: the intervention itself
     _sequences: dict[tuple[Need, str | None], Sequences] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, runs: Iterable[RunData], needs: Iterable[Need], model: str = "MODEL") -> "Evidence":
-        """Find the runs that are needed; among several the one with most tables."""
+        """Find the needed runs; among several, the one with the most tables."""
         runs = list(runs)
         found: dict[Need, RunData] = {}
         skipped: dict[str, str] = {}
@@ -137,7 +135,7 @@ class Evidence:
         return self.skipped.get(role.name)
 
     def command(self, role: Need) -> str:
-        """Return the command that would measure it, or how it failed."""
+        """Return the command that would measure it, or its error."""
         if role.name in self.failed:
             return f"failed: {self.failed[role.name]}"
         command = self.commands.get(role)
@@ -147,14 +145,10 @@ class Evidence:
         return command.replace("{model}", self.model)
 
     def run(self, role: Need) -> RunData:
-        """Return a run. Raises Lacks: there is none; random weights, for one, are measured on text only."""
+        """Return a run. Raises Lacks if there is none; for example, random weights are measured only on text."""
         if role not in self.runs:
             raise Lacks(f"there is no run '{role.name}'")
         return self.runs[role]
-
-    def table(self, role: Need, name: str) -> pd.DataFrame:
-        """One table of a run; of an intervention the rows of its arm."""
-        return self.sequences(role).table(name)
 
     @property
     def natural(self) -> Sequences:
@@ -185,7 +179,7 @@ class Evidence:
 
     @cached_property
     def nulls(self) -> list["Evidence"]:
-        """For each draw of random weights the evidence in which it replaces the model, and the others are nulls."""
+        """For each draw of random weights, the evidence with it as the model and the other draws as nulls."""
         runs = [run for role, run in self.runs.items() if role.kind == NULL.kind]
         return [
             Evidence({MAIN: run, **{null_need(at): other for at, other in enumerate(runs[:draw] + runs[draw + 1 :])}})
@@ -194,6 +188,6 @@ class Evidence:
 
     @property
     def any_run(self) -> RunData:
-        """The run on text if there is one, else another run: it says what kind of model this is."""
+        """The run on text if there is one, else another run, which describes the model."""
         known = [*self.runs.values(), *filter(None, [self.example]), *self.others]
         return self.runs.get(MAIN, known[0])

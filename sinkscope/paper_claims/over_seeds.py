@@ -1,5 +1,5 @@
-"""Estimates over the seeds of trainings: means with Student's interval, of ratios on the scale of logarithms, of rates
-and correlations with one that knows their ends; and extremes over levels, each level with an interval of its own.
+"""Estimates over the seeds of trainings: means with Student's interval (of logarithms for ratios; for rates and
+correlations an interval that respects their range), and extremes over levels, each level with its own interval.
 
 With a single seed the spread is not known, and a claim that rests on it has not enough seeds.
 """
@@ -23,6 +23,7 @@ from sinkscope.results.statistics import Estimate, largest_of, least_of, mean_of
 Measure = Callable[[Evidence], Estimate]
 OfArm = Callable[[Arm], float]
 Ends = tuple[float, float]  # the range of possible numbers
+Where = tuple[str, OfArm, float]
 PERCENT, CORRELATION = (0.0, 100.0), (-1.0, 1.0)
 
 
@@ -81,7 +82,7 @@ def _words(study: Study, labels: str, scale: str = "") -> str:
 
 
 def together(role: Need, of: Callable[[Mapping[str, Arm]], float], *methods: str, ends: Ends | None = None) -> Measure:
-    """The mean over seeds of a number that is made of several arms. `methods`: the arms that are named; default all."""
+    """The mean over seeds of a number computed from several arms. `methods`: the arms that the note names."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[role]
@@ -91,12 +92,22 @@ def together(role: Need, of: Callable[[Mapping[str, Arm]], float], *methods: str
     return measure
 
 
-def of_one(role: Need, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None) -> Measure:
-    """The mean over seeds of one arm's number; with the mean of a null arm's."""
+def of_one(
+    role: Need, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None, where: Where | None = None
+) -> Measure:
+    """The mean over seeds of one arm's number; with the mean of a null arm's. Raises NotDefined where plain training
+    lacks what the arm removes or moves: `where` gives it in words, its number, and the number to be exceeded.
+    """
 
     def measure(evidence: Evidence) -> Estimate:
+        study = evidence.studies[role]
+        if where is not None:
+            what, of_plain, least = where
+            plain = _values(study, of_plain, PLAIN).mean()
+            if plain <= least:
+                raise NotDefined(f"plain training has no {what} is {plain:.3g}, not above {least:g}")
         found = together(role, lambda arms: of(arms[method]), method, ends=ends)(evidence)
-        return found.against(nan if null is None else float(np.mean(_values(evidence.studies[role], of, null))))
+        return found.against(nan if null is None else float(np.mean(_values(study, of, null))))
 
     return measure
 
@@ -135,25 +146,11 @@ def _compared(role: Need, of: OfArm, method: str, against: str, as_ratio: bool) 
     return measure
 
 
-def where_plain_has(what: str, of: OfArm, least: float, role: Need, measure: Measure) -> Measure:
-    """Restrict a measure to models whose plain training has more than `least` of what the arms remove or move, on
-    average over seeds; for others it raises NotDefined.
-    """
-
-    def within(evidence: Evidence) -> Estimate:
-        found = _values(evidence.studies[role], of, PLAIN).mean()
-        if found <= least:
-            raise NotDefined(f"plain training has no {what} is {found:.3g}, not above {least:g}")
-        return measure(evidence)
-
-    return within
-
-
 # --- plain trainings that differ in one setting
 
 
 def common_seeds(study: Study) -> list[int]:
-    """Return the seeds that all levels have. Raises Lacks where there are none."""
+    """Return the seeds that all levels have. Raises Lacks if there are none."""
     seeds = sorted(set.intersection(*(set(runs) for runs in study.by_level.values())))
     if not seeds:
         raise Lacks("no --seed is that of all these trainings")
@@ -161,24 +158,25 @@ def common_seeds(study: Study) -> list[int]:
 
 
 def sink_rates(study: Study) -> np.ndarray:
-    """(seeds, levels): the sink rate at position 0 in percent, of the seeds that all levels have. Raises Lacks."""
+    """(seeds, levels): the sink rate at position 0 in percent, for the seeds that all levels have. Raises Lacks."""
     seeds = common_seeds(study)
     return np.array([[100 * runs[seed].metric("sink_rate") for runs in study.by_level.values()] for seed in seeds])
 
 
-def over_levels(
-    role: Need, of: Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate], ends: Ends | None = None
-) -> Measure:
-    """A number that is made of all levels: its mean over seeds, or an estimate itself.
+# makes (seeds,) or an estimate from the levels (levels,) and the sink rates (seeds, levels) in percent
+OfLevels = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
 
-    Args:
-        role: The study.
-        of: Makes (seeds,) or an estimate from the levels (levels,) and the sink rates (seeds, levels).
-        ends: The range of possible numbers.
+
+def over_levels(
+    role: Need, of: OfLevels, ends: Ends | None = None, check: Callable[[Study], None] = lambda study: None
+) -> Measure:
+    """A number computed from all levels: its mean over seeds, or an estimate itself. `check` raises Lacks where the
+    levels cannot be compared.
     """
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[role]
+        check(study)
         rates = sink_rates(study)
         found = of(np.array(list(study.by_level)), rates)
         estimate = found if isinstance(found, Estimate) else mean_over_seeds(found, ends)
@@ -198,7 +196,7 @@ def largest_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
 
 
 def range_of_rates(levels: np.ndarray, rates: np.ndarray) -> Estimate:
-    """How far levels are apart, in points. Raises NotDefined where there is no sink that could differ."""
+    """The largest difference of two levels, in points. Raises NotDefined where there is no sink that could differ."""
     with_a_sink(rates)
     return range_of([mean_of_runs(first - second) for first, second in combinations(rates.T, 2)])
 
@@ -217,8 +215,12 @@ def with_a_sink(rates: np.ndarray) -> np.ndarray:
     return rates
 
 
-def slope(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): least-squares slopes of the sink rate on log₂ of the level. Raises NotDefined: there is no sink."""
-    x = np.log2(levels.astype(float))
+def slope_on(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """(…,): least-squares slopes of y (…, levels) on x (levels,)."""
     x = x - x.mean()
-    return with_a_sink(rates) @ x / (x**2).sum()
+    return y @ x / (x**2).sum()
+
+
+def slope(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """(seeds,): slopes of the sink rate on log₂ of the level. Raises NotDefined if there is no sink."""
+    return slope_on(np.log2(levels.astype(float)), with_a_sink(rates))

@@ -1,4 +1,4 @@
-"""Which route carries the sink in which model: NU's title as a table, from interventions that each cut one route."""
+"""The table `route`: which route carries the sink in which model, from interventions that each cut one route."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -24,11 +24,11 @@ class Effect(StrEnum):
     """The effect of cutting a route on the sink."""
 
     GOES = "goes"  # falls, and less than half of it is left
-    FALLS = "falls"  # beyond what one more random control would do
+    FALLS = "falls"  # more than one further random control would
     RISES = "rises"
     STAYS = "stays"
     UNDECIDED = "undecided"  # fewer than two controls
-    NO_SINK = "no sink"  # to begin with
+    NO_SINK = "no sink"  # before the cut
     DOES_NOT_APPLY = "does not apply"  # the model has no such route
     NOT_MEASURED = "not measured"
 
@@ -132,6 +132,6 @@ def _text(row: Any) -> str:
 
 
 def measured_models(table: pd.DataFrame) -> list[str]:
-    """Return the models of which at least one route was cut or does not exist."""
+    """Return the models for which at least one route was cut or does not exist."""
     known = table[table["effect"] != Effect.NOT_MEASURED]
     return list(dict.fromkeys(known["model"]))

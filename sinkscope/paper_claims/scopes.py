@@ -1,11 +1,11 @@
-"""Conditions on models: each function returns the reason why a claim does not apply to a model, or None."""
+"""Conditions on models: each function returns the reason that a claim does not apply to a model, or None."""
 
 from collections.abc import Callable
 
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 
-UNEQUAL = {  # why equal tokens do not stay equal, by the names of `unequal`
+UNEQUAL = {  # reasons that equal tokens do not stay equal, by the names in `unequal`
     "outside": "attention also goes to {}, the more the fewer tokens a query sees",
     "operations": "its attention is {}, whose weights do not sum to 1",
     "others": "{} layers mix tokens, too",
@@ -39,8 +39,8 @@ def some_positions(kind: str) -> Callable[[Evidence], str | None]:
 
 
 def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
-    """Require that only attention mixes tokens, that its weights sum to 1, and that equal tokens differ in nothing
-    (WSE §3.3).
+    """Require that only attention mixes tokens, that its weights sum to 1, and that no other part of
+    the model distinguishes equal tokens (WSE §3.3).
     """
     run = evidence.any_run
     for reason, of in unequal(run).items():
@@ -74,6 +74,6 @@ def several_attention_layers(evidence: Evidence) -> str | None:
 
 
 def with_tokenizer(evidence: Evidence) -> str | None:
-    """Texts of other domains need one."""
+    """Require a tokenizer, which texts of other domains need."""
     sampled = evidence.any_run.condition == "sampled"
     return "it has no tokenizer to read other texts" if sampled else None

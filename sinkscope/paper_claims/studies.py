@@ -5,8 +5,8 @@
 - the steps of a training, as they were measured or as the training logged them;
 - models of one family in several sizes, and a chat model with its base.
 
-Each is found among everything that was given; for one that is not found, the command that would make it is named. Arms
-and steps are of trainings with the same settings; if several settings were trained, claims read one and name it.
+Each is searched for among all given folders; if it is not found, the command that would make it is named. Arms and
+steps belong to trainings with the same settings; if several settings were trained, claims read one and name it.
 """
 
 import json
@@ -36,9 +36,9 @@ from sinkscope.training.tables import UNTOUCHED
 
 PLAIN = "none"  # the method of a plain training or fine-tune
 OPTIONS: dict[str, type[Options]] = {"retrofit": RetrofitOptions, "train": TrainOptions}
-# options that do not affect results, and those that repetitions differ in
+# options that do not affect results, and those in which repetitions differ
 IGNORED_OPTIONS = {"config", "device_map", "log_every", "method", "observables", "save_every", "seed", "seeds"}
-START_PARAMETERS = {"deviation"}  # parameters of methods that say where a training begins, not what is trained
+START_PARAMETERS = {"deviation"}  # parameters of methods that set only the start of a training
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Training:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that affects its numbers except methods and seeds: trainings with the same settings are repetitions."""
+        """All settings that affect its numbers, except methods and seeds: equal settings make repetitions."""
         options = {name: value for name, value in self.manifest["config"].items() if name not in IGNORED_OPTIONS}
         shape = {name: value for name, value in self.manifest.get("architecture", {}).items() if "version" not in name}
         return {"command": self.command, "processes": self.manifest.get("processes", 1), **options, **shape}
@@ -107,11 +107,11 @@ class Arm:
 
     @property
     def variant(self) -> str:
-        """The method's parameters, those that were not given at their defaults."""
+        """The method's parameters, with defaults for those that were not given."""
         return make_retrofit(self.method, self.parameters).model_dump_json()
 
     def metric(self, name: str) -> float:
-        """A metric of the whole model from the table `retrofit`, or else from its run; NaN if neither has it."""
+        """A metric of the complete model from the table `retrofit`, or else from the run; NaN if neither has it."""
         rows = self._rows("retrofit", name)
         return float(rows["value"].iloc[0]) if len(rows) else self.run.metric(name)
 
@@ -125,7 +125,7 @@ class Arm:
         return table[(table["condition"] == self.label) & (table["seed"] == self.seed) & (table["metric"] == metric)]
 
     def is_wanted(self, typed: str, meant: Mapping[str, str]) -> bool:
-        """Whether it is the arm that a claim names; parameters of its start do not matter.
+        """Whether it is the arm that a claim names, whatever its parameters for the start.
 
         Args:
             typed: The method; with parameters where only arms with these are wanted, and others at their defaults.
@@ -155,7 +155,7 @@ class Steps:
 
 
 def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
-    """Method → the variants of its arms, in their order; except for plain training, which has none."""
+    """Method → the variants of its arms, in order, except for plain training, which has none."""
     found: dict[str, dict[str, None]] = {}
     for arm in (arm for training in trainings for arm in training.arms if arm.method != PLAIN):
         found.setdefault(arm.method, {})[arm.variant] = None
@@ -163,7 +163,7 @@ def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
 
 
 def wanted_arms(text: str) -> list[str]:
-    """Split arms as they are typed, `none,key-bias:value=axis,norm=5`."""
+    """Split a list of arms such as `none,key-bias:value=axis,norm=5`."""
     found: list[str] = []
     for part in text.split(","):
         if "=" in part and ":" not in part:  # a further parameter of the last one
@@ -176,7 +176,7 @@ def wanted_arms(text: str) -> list[str]:
 def arms_by_seed(
     trainings: Iterable[Training], wanted: Iterable[str], meant: Mapping[str, str] | None = None
 ) -> list[dict[str, Arm]]:
-    """For each seed that has all these arms, the arms as they are wanted, from one folder where one has all of them.
+    """For each seed that has all wanted arms, these arms, from a single folder if one has all of them.
 
     Args:
         trainings: With the same settings.
@@ -210,11 +210,9 @@ Level = float | str
 class Factor(NamedTuple):
     """One setting in which plain trainings differ."""
 
-    settings: tuple[
-        str, ...
-    ]  # the only entries of `Training.settings` that may differ; the first that is set is the level
+    settings: tuple[str, ...]  # the entries of `Training.settings` that may differ; the first that is set is the level
     options: str  # the options that have to be given to `train`, as typed
-    level: Callable[[Training], Level | None] | None = None  # if it is no entry; None where a folder does not say
+    level: Callable[[Training], Level | None] | None = None  # if it is not an entry; None if it is not recorded
     fixed: Callable[[Training], Any] = lambda training: None  # a further value that has to be the same
 
     def level_of(self, training: Training) -> Level | None:
@@ -231,7 +229,7 @@ def _tokens(training: Training) -> Level | None:
 
 
 IN_A_CONFIG = "--config config.json, several that differ in"
-RATES = ("learning_rate", "new_learning_rate")  # the second is that of methods, of which a plain training has none
+RATES = ("learning_rate", "new_learning_rate")  # the second is for methods; a plain training has none
 FACTORS = {
     "learning-rate": Factor(RATES, "--learning-rate R, with several R"),
     "learning-rate-and-steps": Factor(
@@ -257,9 +255,9 @@ FACTORS = {
 
 # --- studies
 
-SEEDS = 3  # in the commands that are suggested: two seeds give hardly any interval
+SEEDS = 3  # in suggested commands: two seeds give a very wide interval
 TASK = "bigram-backcopy"
-FEWEST = 4  # sizes: resampled, fewer give no interval of a rank correlation
+FEWEST = 4  # sizes: a rank correlation over fewer has no interval
 
 
 @dataclass(frozen=True)
@@ -278,13 +276,13 @@ class Study:
 
 @dataclass(frozen=True)
 class Given:
-    """Everything that was given to be judged, and the model that is judged."""
+    """All given data, and the model that is judged."""
 
     name: str
     trainings: tuple[Training, ...] = ()  # of all models
     series: tuple[Steps, ...] = ()  # the measured steps of this model's trainings
     naturals: Mapping[str, RunData] = field(default_factory=dict)  # model → its run on text, for all models
-    variant: int = 0  # the index of the arm that is read, if a method has several
+    variant: int = 0  # the index of the arm to read, if a method has several
     scores: tuple[Scores, ...] = ()
 
     @property
@@ -314,18 +312,18 @@ def _alike(
 def _with_most(
     groups: Iterable[tuple[list[Training], Found]], but: Iterable[str] = ()
 ) -> tuple[list[Training], Found, str] | None:
-    """Choose among groups of trainings, each with what was found in it; None if nothing was found in any.
+    """Choose among groups of trainings, each with the items that were found in it; None if there are no items.
 
-    Of the groups in which most was found, it is the one whose plain models end with the most sinks, since claims about
-    sinks can be seen only where there are some. Fine-tuned models have theirs from before: there it is the first.
+    Among the groups with the most items, it is the one whose plain models end with the most sinks, since effects on
+    sinks can be seen only where there are some. Fine-tuned models had their sinks before: for them it is the first.
 
     Args:
         groups: The trainings of each have the same settings.
         but: Settings that differ within each group.
 
     Returns:
-        The group, what was found in it, and its setting in words: «learning_rate=0.002, of 2 settings that with most
-        plain sinks: 0.0, 59.4 %»; empty where there is one.
+        The group, its items, and its setting in words: «learning_rate=0.002, of 2 settings that with most
+        plain sinks: 0.0, 59.4 %»; empty if there is only one.
     """
     found = [(group, own) for group, own in groups if len(own)]
     if not found:
@@ -338,7 +336,7 @@ def _with_most(
     settings = [found[at][0][0].settings for at in same]
     if len(settings) == 1:
         return group, own, ""
-    differing: dict[tuple[str, ...], str] = {}  # one name of settings that follow each other
+    differing: dict[tuple[str, ...], str] = {}  # settings that differ in the same way are named once
     for name in dict.fromkeys(name for each in settings for name in each if name not in but):
         values = tuple(str(each.get(name)) for each in settings)
         if len(set(values)) > 1:
@@ -349,7 +347,7 @@ def _with_most(
 
 
 def _plain_sinks(trainings: Iterable[Training]) -> float:
-    """The mean sink rate of models that were trained plainly, from random weights; 0 where it was not measured."""
+    """The mean sink rate of plain models trained from random weights; 0 if it was not measured."""
     fresh = [training for training in trainings if training.command == "train"]
     rates = [arm.metric("sink_rate") for training in fresh for arm in training.arms if arm.method == PLAIN]
     return float(np.nan_to_num(np.mean(rates))) if rates else 0.0
@@ -387,7 +385,7 @@ def _find_arms(given: Given, need: Need) -> Study | None:
 
 
 def _train_arms(given: Given, need: Need) -> str:
-    """Return the command that adds the arms to a folder, or repeats all of it elsewhere if it has a single seed."""
+    """Return the command that adds the arms to a folder, or repeats the training elsewhere if it has a single seed."""
     methods = ",".join(method for method in wanted_arms(need.of) if method != UNTOUCHED)
     if known := _with_arms(given, need):
         if known[0].manifest["config"].get("seeds", 1) > 1:
@@ -404,13 +402,13 @@ def _train_arms(given: Given, need: Need) -> str:
 
 
 def _factor_and_arm(need: Need) -> tuple[Factor, str]:
-    """Read «learning-rate», of plain trainings, or «learning-rate,operation:kind=sigmoid», of another arm."""
+    """Parse «learning-rate» (of plain trainings) or «learning-rate,operation:kind=sigmoid» (of another arm)."""
     name, *arm = wanted_arms(need.of)
     return FACTORS[name], (arm or [PLAIN])[0]
 
 
 def _find_factor(given: Given, need: Need) -> Study | None:
-    """Find the group with most levels that this model is in."""
+    """Find the group with the most levels that includes this model."""
     factor, arm = _factor_and_arm(need)
     fresh = [training for training in given.trainings if training.command == "train"]
     groups = []
@@ -444,7 +442,7 @@ def _vary(given: Given, need: Need) -> str:
 
 
 def _find_steps(given: Given, need: Need) -> Study | None:
-    """Find measured steps; for a `course`, where there are none, what trainings from random weights logged."""
+    """Find measured steps; for a `course` without any, the logs of trainings from random weights."""
     if given.series:
         folders = tuple(series.folder for series in given.series)
         return Study(folders, steps=tuple(series.runs for series in given.series))
@@ -492,7 +490,7 @@ def _measured_alike(first: RunData, second: RunData) -> bool:
 
 
 def _find_sizes(given: Given, need: Need) -> Study | None:
-    """Find the models of a family that were measured alike, from the smallest on; for `scores` those with a score."""
+    """Find the models of a family that were measured alike, by increasing size; for `scores` those with a score."""
     scores = {}
     if need.kind == "scores":
         for one in given.scores:
@@ -517,7 +515,7 @@ def _find_sizes(given: Given, need: Need) -> Study | None:
 
 
 def _find_base(given: Given, need: Need) -> Study | None:
-    """Find a chat model's base and itself, in this order, if both were measured, and alike."""
+    """Find a chat model's base and the chat model, in this order, if both were measured alike."""
     base, naturals = base_of(given.name), given.naturals
     if base not in naturals or given.name not in naturals:
         return None
@@ -526,7 +524,7 @@ def _find_base(given: Given, need: Need) -> Study | None:
 
 
 def _analyze_base(given: Given, need: Need) -> str:
-    """Name the base as on the hub; a file's name does not say where its base is."""
+    """Name the base as on the hub; the name of a file does not give the path of its base."""
     base = base_of(given.name)
     return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, its base, called {base}"
 
@@ -554,7 +552,7 @@ KINDS: dict[NeedKind, Kind] = {
     **dict.fromkeys(OF_ARMS, Kind(_find_arms, _train_arms)),  # arms:none,vga
     "factor": Kind(_find_factor, _vary),  # factor:weight-decay
     "steps": Kind(_find_steps, _analyze_steps),
-    "course": Kind(_find_steps, _analyze_steps),  # of the sink rate alone, which trainings log
+    "course": Kind(_find_steps, _analyze_steps),  # only the sink rate, which trainings log
     "sizes": Kind(_find_sizes, _measure_sizes),
     "scores": Kind(_find_sizes, _measure_sizes),  # scores:hellaswag
     "base": Kind(_find_base, _analyze_base),

@@ -35,13 +35,13 @@ def evidence_of(
 
 
 def with_studies(evidence: Evidence, given: Given) -> Evidence:
-    """Add the studies among what was given, and the commands that would make the others."""
+    """Add the studies that were found among the given data, and the commands that would make the others."""
     studies, commands = studies_of(given, NEEDS)
     return replace(evidence, studies=studies, commands=commands)
 
 
 def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
-    """Return the table `claim` of one model, by default under the name that its run has."""
+    """Return the table `claim` of one model, by default under the name in its run."""
     run = evidence.any_run
     rows = []
     for claim in CLAIMS.values():
@@ -66,7 +66,7 @@ def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
 
 
 def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
-    """Group runs by model, in their order. Runs on random weights belong to the model of the same architecture."""
+    """Group runs by model, in order. Runs on random weights belong to the model of the same architecture."""
     found: dict[str, list[Measured]] = {}
     for run in runs:
         found.setdefault(run.model.removesuffix(AT_RANDOM), []).append(run)

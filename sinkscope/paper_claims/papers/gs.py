@@ -34,7 +34,7 @@ BRANCH = "gradient_ratio_by_sequence"
 
 
 def _more_mass(evidence: Evidence) -> Estimate:
-    """Uniform causal attention alone gives the first position most, so that its mass is the unit of each position's."""
+    """Masses are in units of uniform causal attention, which gives the first position the most."""
     by_layer = estimates.attention(evidence.natural, "sink_mass")
     length = evidence.natural.run.manifest["input"]["shortest"]
     times = by_layer / uniform_mass(length, by_layer.shape[-1])
@@ -63,8 +63,8 @@ def _co_occurrence(evidence: Evidence) -> Estimate:
 def _against_null(measure: Callable[[Sequences], Estimate], evidence: Evidence, role: Need, floor: float) -> Estimate:
     """A number ÷ the interval in which one more draw of random weights would fall, or ÷ `floor` if that is larger.
 
-    The model is a single network, so that it is compared with a single draw: the mean of draws would be known ever
-    better with their number, and any model would differ from it.
+    The model is a single network, so it is compared with a single draw: the mean over draws becomes more precise with
+    their number, and any model would differ from it.
     """
     found = measure(evidence.sequences(role))
     values = np.array([measure(draw.natural).value for draw in evidence.nulls])
@@ -73,7 +73,7 @@ def _against_null(measure: Callable[[Sequences], Estimate], evidence: Evidence, 
     null = statistics.one_more_factor(values)
     drawn = " to ".join(dict.fromkeys(f"{end:.1f}" for end in (values.min(), values.max())))
     note = f"{found.value:.1f} against {drawn} on random weights"
-    if null.value < floor:  # attention of random weights is far from uniform, too
+    if null.value < floor:  # attention of random weights may be far from uniform
         note, null = f"{note} and {floor:.1f} of uniform attention", exact(floor)
     return (found / null).against(1.0).over(note)
 
@@ -118,7 +118,7 @@ def _theorem_two(evidence: Evidence) -> Estimate:
 
 
 def _over_units(x: np.ndarray) -> Estimate:
-    """A mean over heads or tokens, these resampled. Raises NotDefined: there are none."""
+    """A mean over heads or tokens, which are resampled. Raises NotDefined if there are none."""
     if len(x) == 0:
         raise NotDefined("the bound is of no layer of this model")
     return bootstrap(statistics.weighted_means(x[:, None], statistics.resamplings(len(x)))[:, 0])
@@ -147,7 +147,7 @@ def _bloat_by_branch(evidence: Evidence) -> Estimate:
 
 
 def _owns_bloat(evidence: Evidence) -> Estimate:
-    """Token 0's share of the largest points. There are as many as layers, so that all could be token 0's."""
+    """Token 0's share of the largest points; their number is that of the layers, so that all could be token 0's."""
     bloat = branch_ratios(evidence.natural, "bloat")
     replicates, layers, positions = bloat.shape
     order = np.argsort(-np.nan_to_num(bloat).reshape(replicates, -1), axis=1)[:, :layers]
@@ -164,7 +164,7 @@ def _unchanged(evidence: Evidence) -> Estimate:
 
 
 def _with_another_masked(evidence: Evidence) -> Estimate:
-    """The ratio with another position masked ÷ without a mask."""
+    """The gradient ratio with another position masked ÷ without a mask."""
     table = before_valves(table_of(evidence.run(MASKED), "gradient"))
     rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
     rows = rows[rows["condition"].isin([BEFORE, *evidence.controls(MASKED)])]
@@ -200,7 +200,7 @@ ARMS = Need("arms", f"{PLAIN},{VALVE}")
 
 
 def largest_norm(site: str) -> OfArm:
-    """The norm at position 0, mean over sequences, of the layer with the largest."""
+    """The norm at position 0, mean over sequences, in the layer where it is largest."""
 
     def of(arm: Arm) -> float:
         table = table_of(arm.run, "activation")

@@ -19,7 +19,7 @@ from sinkscope.results.statistics import Estimate, bootstrap, exact, jackknife, 
 
 NULLIFIED, COLUMNS = Need("do", "nullify-query-bias"), Need("do", "zero-key-columns")
 FIRST = Need("do", "nullify-first-embedding")
-# edits of EPE after the first MLP, as NU defines it, not of the position vectors alone
+# edits of the EPE after the first MLP, as NU defines it, rather than of the position vectors
 REPLACED, EXCHANGED = Need("do", "replace-epe:at=epe"), Need("do", "transplant-epe:at=epe")
 SCOPE = (causal, query_bias, learned_positions)
 
@@ -86,7 +86,7 @@ def _rank(evidence: Evidence) -> Estimate:
 
 
 def _share_of_delta(evidence: Evidence) -> Estimate:
-    """Δ's part of the gaps' means over layers from the second on; the first reads no EPE. Raises NotDefined."""
+    """Δ's share of the mean logit gap, over layers from the second on; the first reads no EPE. Raises NotDefined."""
     if "logit_terms_by_sequence" not in evidence.natural.run.tables:
         raise NotDefined("its queries and keys are not what its projections give, or its attention has a window")
     first, others = (

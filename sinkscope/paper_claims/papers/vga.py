@@ -37,7 +37,7 @@ def _drain_follows(evidence: Evidence) -> Estimate:
 
 
 def _starved(evidence: Evidence) -> Estimate:
-    """Median over key/value heads that attend to position 0 alone."""
+    """The median over key/value heads that attend almost only to position 0."""
     attention = evidence.natural.table("attention")
     mass = attention[attention["position"] == 0].groupby(["layer", "kv_head"])["window_mass"].mean()
     strong = mass.index[mass > STRONG]
@@ -63,7 +63,7 @@ def _gate_closes(evidence: Evidence) -> Estimate:
 
 
 def _no_op(evidence: Evidence) -> Estimate:
-    """The note gives the effect of the sink's mean values: if only zeros do harm, the values are a constant bias."""
+    """The note has the effect of the sink's mean values: if only zeros do harm, the values are a constant bias."""
     controls = perplexity_of_controls(evidence, TO_ZERO)
     note = f"of other positions ×{controls.value:.3g}"
     if evidence.has(TO_MEAN):
@@ -79,7 +79,7 @@ def _no_op(evidence: Evidence) -> Estimate:
 
 GATE, REGISTERS = "vga", "register-tokens"
 ARMS = Need("arms", f"{PLAIN},{GATE}")
-# tables 1 and 2 are of models that were trained so from random weights: a fine-tuned one says nothing about them
+# tables 1 and 2 are about models trained from random weights; a fine-tuned model is no evidence for them
 FROM_SCRATCH, WITH_REGISTERS = Need("train", f"{PLAIN},{GATE}"), Need("train", f"{PLAIN},{REGISTERS}")
 TRAINED = "trained from scratch"
 
@@ -124,7 +124,7 @@ def _against_best(evidence: Evidence) -> Estimate:
 
 
 def _step_seconds(arm: Arm) -> float:
-    """Wall time of the training ÷ its steps. Raises Lacks where it was resumed, or is of an older version."""
+    """Wall time of the training ÷ its steps. Raises Lacks if it was resumed, or made by an older version."""
     records = arm.training.manifest["arms"].values()
     record = next(one for one in records if (one["label"], one["seed"]) == (arm.label, arm.seed))
     if record.get("step_seconds") is None:
@@ -152,7 +152,7 @@ INPUT_GATE = "iga"
 ALONE = Need("backcopy", PLAIN)
 BOTH = Need("backcopy", f"{PLAIN},{GATE}")
 ALL = Need("backcopy", f"{PLAIN},{GATE},{INPUT_GATE}")
-COST = 0.02  # nats: a risk that differs by less is the same
+COST = 0.02  # nats: smaller differences of risks are ignored
 
 Course = Callable[[Arm], pd.Series]  # step → value
 
@@ -171,7 +171,7 @@ ATTENTION, LOGIT = _recorded("early_attention_to_start"), _recorded("delta_logit
 
 
 def _value(arm: Arm) -> pd.Series:
-    """The projected value of <s> ÷ of tokens that are no triggers."""
+    """The norm of the projected value of <s> ÷ that of tokens that are not triggers."""
     return _recorded("start_value_norm")(arm) / _recorded("other_value_norm")(arm)
 
 

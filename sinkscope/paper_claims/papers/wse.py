@@ -26,7 +26,7 @@ from sinkscope.paper_claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REP
 from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import PERCENT, Ends, Measure, difference, metric, of_one, over_levels, ranked
 from sinkscope.paper_claims.scopes import causal, equal_tokens_stay_equal, learned_positions, some_positions
-from sinkscope.paper_claims.studies import PLAIN, Arm
+from sinkscope.paper_claims.studies import PLAIN, Arm, Study
 from sinkscope.results import statistics
 from sinkscope.results.bos import WITH, WITHOUT
 from sinkscope.results.findings import SINK, Published
@@ -40,9 +40,9 @@ from sinkscope.retrofits import make_retrofit
 from sinkscope.retrofits.register_tokens import RegisterTokens
 from sinkscope.training.tables import UNTOUCHED
 
-OTHER_LENGTHS = {length: Need("length", str(length)) for length in (16, 32, 128)}  # than the run's own
+OTHER_LENGTHS = {length: Need("length", str(length)) for length in (16, 32, 128)}  # besides the run's own
 EPSILON, AROUND = 0.3, (0.2, 0.4)
-OTHER_DOMAINS = tuple(Need("domain", name) for name in ("code", "documentation"))  # than natural text
+OTHER_DOMAINS = tuple(Need("domain", name) for name in ("code", "documentation"))  # besides natural text
 
 ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value > 0)
 NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value == 0)
@@ -91,7 +91,7 @@ def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Es
 
 
 def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate]:
-    """Drawn tokens ÷ text, by default under the policy of the text that the model was measured on."""
+    """The sink rate on drawn tokens ÷ on text, by default under the policy of the model's own text."""
 
     def measure(evidence: Evidence) -> Estimate:
         after, before, words = _on_drawn(evidence, drawn, policy or evidence.runs[MAIN].bos)
@@ -110,7 +110,7 @@ def _on_repeated(evidence: Evidence) -> Estimate:
 
 
 def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
-    """The ratio of norms in layers with massive activations. Raises NotDefined where there is none."""
+    """The ratio of norms in layers with massive activations. Raises NotDefined if there are none."""
     ratios = norm_ratios(evidence.natural, "layer_out")
     layers = massive_layers(evidence.natural)
     if not len(layers):
@@ -136,7 +136,7 @@ def _early_blocks(evidence: Evidence) -> Estimate:
 
 
 def _domains(evidence: Evidence) -> Estimate:
-    """The range of the domains' rates, each resampled by itself."""
+    """The range of the domains' rates, each resampled independently."""
     roles = (MAIN, *OTHER_DOMAINS)
     rates = [bootstrap(sink_rates(evidence.sequences(role))) for role in roles]
     note = ", ".join(f"{role.of or NATURAL} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
@@ -156,18 +156,12 @@ def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.nda
     return np.log2(list(roles)), np.stack(rates, axis=-1)
 
 
-def _slope_on(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """(…,): least-squares slopes of y (…, lengths) on x (lengths,)."""
-    x = x - x.mean()
-    return y @ x / (x**2).sum()
-
-
 def _slope(evidence: Evidence) -> Estimate:
     """The slope over lengths. Raises NotDefined where no length has a sink that a longer text could lose."""
     x, rates = _by_length(evidence, EPSILON)
     if rates[0].max() <= SINK:
         raise NotDefined(f"at no length is a sink rate above {SINK:g} %")
-    return bootstrap(_slope_on(x, rates[:, 0]))
+    return bootstrap(over_seeds.slope_on(x, rates[:, 0]))
 
 
 def _steeper(evidence: Evidence) -> Estimate:
@@ -184,7 +178,7 @@ def _steeper(evidence: Evidence) -> Estimate:
     if has_sink.sum() < 2:
         raise NotDefined(f"at fewer than two lengths a sink is left at both, which is a floor ({words})")
     with np.errstate(divide="ignore", invalid="ignore"):
-        slopes = _slope_on(x[has_sink], np.log2(rates[..., has_sink]))
+        slopes = over_seeds.slope_on(x[has_sink], np.log2(rates[..., has_sink]))
     return bootstrap(slopes[:, 1] - slopes[:, 0]).over(words)
 
 
@@ -192,7 +186,7 @@ def _steeper(evidence: Evidence) -> Estimate:
 
 NO_POSITIONS, ALIBI = CLOSED_FORMS
 REPLACED, EXCHANGED = Need("repeated-do", "replace-epe"), Need("repeated-do", "transplant-epe")
-TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens have no BOS in front of them
+TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens have no BOS before them
 REPEATED_TOKENS = "T = 64 and ε = 0.3, repeated tokens"
 
 
@@ -211,7 +205,7 @@ def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estim
 
 
 def _all_massive(evidence: Evidence) -> Estimate:
-    """The smallest ratio of any layer. Raises NotDefined."""
+    """The smallest ratio of norms over layers. Raises NotDefined."""
     equal_tokens(evidence.sequences(ALONE))
     rate = sink_rates(evidence.sequences(TEXT))[0]
     if rate <= SINK:
@@ -249,25 +243,22 @@ def _largest_norm_ratio(site: str) -> Callable[[Evidence], Estimate]:
 
 # --- related models: sizes of a family, a chat model and its base
 
-ALIKE = 5.0  # points: as much as domains of text may differ by (W-19). One of the paper's four pairs differs by more
+ALIKE = 5.0  # points, as for domains of text (W-19); one of the paper's four pairs differs by more
 SIZES, BASE, HELLASWAG = Need("sizes"), Need("base"), Need("scores", "hellaswag")
 BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
-def _with_size(evidence: Evidence, role: Need = SIZES) -> Estimate:
-    runs = list(evidence.studies[role].runs.values())
-    counts = np.array([studies.parameters(run) for run in runs])
-    rates = np.array([sink_rates(Sequences(run))[0] for run in runs])
-    words = ", ".join(f"{count / 1e6:.3g} M {rate:.1f} %" for count, rate in zip(counts, rates, strict=True))
-    return rank_correlation(counts, rates).over(f"{words}; interval over models")
-
-
-def _hellaswag_with_size(evidence: Evidence) -> Estimate:
-    study = evidence.studies[HELLASWAG]
+def _with_size(evidence: Evidence, role: Need, on_task: bool = False) -> Estimate:
+    """The rank correlation of sizes and sink rates, or scores on a task."""
+    study = evidence.studies[role]
     counts = np.array([studies.parameters(run) for run in study.runs.values()])
-    scores = np.array(list(study.scores.values()))
-    words = ", ".join(f"{count / 1e6:.3g} M {score:.3f}" for count, score in zip(counts, scores, strict=True))
-    return rank_correlation(counts, scores).over(f"{words}; interval over models")
+    numbers = [sink_rates(Sequences(run))[0] for run in study.runs.values()]
+    texts = [f"{rate:.1f} %" for rate in numbers]
+    if on_task:
+        numbers = list(study.scores.values())
+        texts = [f"{score:.3f}" for score in numbers]
+    words = ", ".join(f"{count / 1e6:.3g} M {text}" for count, text in zip(counts, texts, strict=True))
+    return rank_correlation(counts, np.array(numbers)).over(f"{words}; interval over models")
 
 
 def _against_base(evidence: Evidence) -> Estimate:
@@ -293,7 +284,7 @@ SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE 
 
 
 def _least_of_all(schemes: np.ndarray, rates: np.ndarray) -> Estimate:
-    """The sink rate of the scheme that has the least, of the paper's six."""
+    """The smallest sink rate among the paper's six schemes."""
     lacking = [scheme for scheme in SCHEMES if scheme not in schemes]
     if lacking:
         raise Lacks(f"no training has position_scheme={lacking[0]}")
@@ -312,7 +303,7 @@ def _windowed(evidence: Evidence) -> str | None:
 def _within_prefix(evidence: Evidence) -> Estimate:
     """The share of sinks that are in the prefix, among keys that enough queries see; resampled by sequence."""
     prefix = evidence.any_run.manifest["family"]["prefix"]
-    sequences, sinks = evidence.sequences(MAIN), clear_sinks(evidence.table(MAIN, "sink_positions"))
+    sequences, sinks = evidence.natural, clear_sinks(evidence.natural.table("sink_positions"))
     if sinks.empty:
         raise NotDefined("it has no sink at any position that enough queries see")
     count = sequences.weights.shape[1]
@@ -337,7 +328,7 @@ def rate_at(run: RunData, position: int) -> float:
 
 
 def _rise_within(evidence: Evidence, *places: tuple[int, int], names: tuple[studies.Level, ...]) -> Estimate:
-    """The second − the first of two sink rates, each at a number of random tokens and a position. Raises Lacks."""
+    """The second − the first of two sink rates, each for a number of random tokens and a position. Raises Lacks."""
     study = evidence.studies[RANDOM_TOKENS]
     for count, _ in places:
         if count not in study.by_level:
@@ -349,7 +340,7 @@ def _rise_within(evidence: Evidence, *places: tuple[int, int], names: tuple[stud
 
 
 def _at_fixed(of: Callable[[RunData, int], float], mean: Callable[[np.ndarray], Estimate]) -> Measure:
-    """The smallest over levels of a number of each run and the position k of its fixed token; `mean`: over seeds."""
+    """The smallest, over levels, of a number computed from each run and the position k of its fixed token."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[FIXED_TOKEN]
@@ -361,7 +352,7 @@ def _at_fixed(of: Callable[[RunData, int], float], mean: Callable[[np.ndarray], 
 
 
 def _above_others(run: RunData, position: int) -> float:
-    """S_k less the largest sink rate in percent at another position that the run reports."""
+    """S_k − the largest sink rate at another reported position, in percent."""
     table = table_of(run, "attention_by_sequence")
     others = table[table["position"] != position].groupby("position")["sink_rate"].mean()
     return rate_at(run, position) - 100 * float(others.max())
@@ -374,12 +365,6 @@ RATE, RATE_AND_STEPS, BATCH, DATA, DECAY, WINDOW, FEED_FORWARD, HEADS = (
                                       "window", "feed-forward", "heads")
 )  # fmt: skip
 GOOD_DECAYS, LARGE_DECAY = (0.1, 2.0), 5.0
-Numbers = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]  # from levels (levels,), rates (seeds, levels)
-
-
-def _at(index: int) -> Numbers:
-    """(seeds,): the sink rate at the lowest (0) or the highest level (−1)."""
-    return lambda levels, rates: rates[:, index]
 
 
 def _among(chosen: np.ndarray, rates: np.ndarray, what: str) -> np.ndarray:
@@ -394,10 +379,10 @@ def _at_large_decay(levels: np.ndarray, rates: np.ndarray) -> Estimate:
 
 
 def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): the highest sink rate at weight decays that the paper found best − at all others.
+    """(seeds,): the highest sink rate at the weight decays that were best in the paper − at all others.
 
-    Which decays these are is found on the other seeds, on itself where there is one: the largest of several levels of
-    the same seed would exceed the largest of fewer by chance alone, where all are alike.
+    The decay with the highest rate is chosen on the other seeds (on the same one if it is alone): the largest of
+    several levels of one seed would exceed the largest of fewer by chance.
     """
     good = (levels >= GOOD_DECAYS[0]) & (levels <= GOOD_DECAYS[1])
     inside = _among(good, rates, f"weight decays from {GOOD_DECAYS[0]:g} to {GOOD_DECAYS[1]:g}")
@@ -408,24 +393,15 @@ def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
     return highest[0] - highest[1]
 
 
-def _over_windows(of: Numbers, ends: Ends | None = None) -> Measure:
-    """`over_levels` for windows. Raises Lacks where a window is shorter than what the sink rate averages over: queries
-    that do not see the first token count as those that do not attend to it.
-    """
-    measure = over_levels(WINDOW, of, ends)
-
-    def within(evidence: Evidence) -> Estimate:
-        by_level = evidence.studies[WINDOW].by_level
-        smallest = min(map(float, by_level))
-        counted = max(run.manifest["config"]["window"] for runs in by_level.values() for run in runs.values())
-        if smallest < counted:
-            raise Lacks(
-                f"the sink rate is an average over {counted} queries, of which a sliding window of {smallest:g} tokens "
-                f"lets only the first {smallest:g} see the first token: --window {smallest:g}"
-            )
-        return measure(evidence)
-
-    return within
+def _check_windows(study: Study) -> None:
+    """Raise Lacks if a window is shorter than the average of the sink rate: some queries cannot see the first token."""
+    smallest = min(map(float, study.by_level))
+    counted = max(run.manifest["config"]["window"] for runs in study.by_level.values() for run in runs.values())
+    if smallest < counted:
+        raise Lacks(
+            f"the sink rate is an average over {counted} queries, of which a sliding window of {smallest:g} tokens "
+            f"lets only the first {smallest:g} see the first token: --window {smallest:g}"
+        )
 
 
 POINTS = "slope of the sink rate on log₂ of the learning rate, in points"
@@ -435,7 +411,7 @@ RANGE = "largest difference of two levels, in points"
 # --- the steps of a training
 
 COURSE = Need("course")
-BEGINNING = 1.0  # percent: fewer sinks are none
+BEGINNING = 1.0  # percent: lower rates are no sink
 
 
 def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, str]:
@@ -444,14 +420,10 @@ def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, s
     return rates[:, -1] - rates[:, 0], words
 
 
-def _at_first_step(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, str]:
-    return rates[:, 0], f"step {steps[0]}"
-
-
 def _over_steps(
     of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]], ends: Ends | None = None
 ) -> Callable[[Evidence], Estimate]:
-    """A number over seeds, or where a single training was measured over its sequences, as for any model.
+    """A number over seeds; over sequences if a single training was measured, as for any model.
 
     Args:
         of: Makes (R,) and words of the steps and (R, steps), the sink rates.
@@ -484,7 +456,7 @@ WITH_FIXED = Need("train", ",".join(FIXED.values()))
 
 
 def _moved(arm: Arm) -> float:
-    """S* − S₀ in points; S₀ is of the text's first token, which follows the register tokens."""
+    """S* − S₀ in points; S₀ is the rate of the text's first token, which follows the register tokens."""
     registers = int(getattr(make_retrofit(arm.method, arm.parameters), "count", 0))
     table = table_of(arm.run, "attention_by_sequence")
     first = table[table["position"] == registers]["sink_rate"]
@@ -495,63 +467,46 @@ def _moved(arm: Arm) -> float:
 
 
 def norm_ratio(arm: Arm) -> float:
-    """At position 0 ÷ others, of the layer with the largest."""
+    """The norm at position 0 ÷ others, in the layer where it is largest."""
     table = arm.run.tables["summary"]
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
 
-def where_sinks_are(role: Need, measure: Measure) -> Measure:
-    """Restrict a measure to models whose plain training has a sink that an arm could prevent or take over."""
-    return over_seeds.where_plain_has("sink: its sink rate in %", metric("sink_rate", 100), SINK, role, measure)
-
-
-def where_norms_are(role: Need, measure: Measure) -> Measure:
-    """Restrict a measure to models whose plain training has a token of a large norm."""
-    what = "token of a large norm: that of position 0 ÷ others"
-    return over_seeds.where_plain_has(what, norm_ratio, LARGE_NORM, role, measure)
+# properties of plain training that an arm can prevent or take over
+SINKS = ("sink: its sink rate in %", metric("sink_rate", 100), SINK)
+NORMS = ("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM)
 
 
 def _moves(role: Need, method: str) -> Measure:
     """S* − S₀ of an arm; the null is plain training."""
-    return where_sinks_are(role, of_one(role, _moved, method, PLAIN))
+    return of_one(role, _moved, method, PLAIN, where=SINKS)
 
 
 # --- other attention operations than softmax (§7.4); their sink rates are of the proxy |sim| ÷ Σ|sim|
 
-NONE = 1.0  # percent: less is no sink
+NONE = 1.0  # percent: lower rates are no sink
 SINK_RATE = metric("sink_rate", 100)
 
 
-def _arm(kind: str) -> str:
-    return f"operation:kind={kind}"
-
-
-def _role(*arms: str) -> Need:
-    return Need("train", ",".join((PLAIN, *arms)))
-
-
-SIGMOID, ELU, IDENTITY, MLP = (_arm(kind) for kind in ("sigmoid", "elu", "identity", "mlp-kernel"))
-WITHOUT_SUM = {"sigmoid": SIGMOID, "ELU + 1": ELU, "identity": IDENTITY, "MLP kernel": MLP}
-WITH_SUM = {"sigmoid": _arm("sigmoid-normalized"), "ELU kernel": _arm("elu-kernel")}
-OPEN, SUMMED, ONE = _role(*WITHOUT_SUM.values()), _role(*WITH_SUM.values()), _role(SIGMOID)
+OPERATION = "operation:kind="
+SIGMOID = f"{OPERATION}sigmoid"
+WITHOUT_SUM = {"sigmoid": SIGMOID, "ELU + 1": f"{OPERATION}elu", "identity": f"{OPERATION}identity",
+               "MLP kernel": f"{OPERATION}mlp-kernel"}  # fmt: skip
+WITH_SUM = {"sigmoid": f"{OPERATION}sigmoid-normalized", "ELU kernel": f"{OPERATION}elu-kernel"}
 # Z = Σ/α of table 14, by α
-SCALED = {1.0: PLAIN} | {alpha: f"operation:kind=softmax,factor={alpha:g}" for alpha in (2.0, 0.2, 0.1, 0.05)}
-SCALES = _role(*(arm for arm in SCALED.values() if arm != PLAIN))
-
-
+SCALED = {1.0: PLAIN} | {alpha: f"{OPERATION}softmax,factor={alpha:g}" for alpha in (2.0, 0.2, 0.1, 0.05)}
+OPEN, SUMMED, ONE, SCALES = (
+    Need("train", ",".join(arms)) for arms in (
+        (PLAIN, *WITHOUT_SUM.values()), (PLAIN, *WITH_SUM.values()), (PLAIN, SIGMOID), SCALED.values())
+)  # fmt: skip
 RATES, DECAYS = (Need("factor", f"{name},{SIGMOID}") for name in ("learning-rate", "weight-decay"))
 BILLION = 0.9e9  # parameters
 
 
 def _largest_without(evidence: Evidence) -> Estimate:
-    """The largest rate over learning rates. Raises NotDefined where softmax has no sink at any of them."""
+    """The largest sink rate over learning rates. Raises NotDefined if softmax has no sink at any of them."""
     over_seeds.with_a_sink(over_seeds.sink_rates(evidence.studies[RATE]))
     return over_levels(RATES, over_seeds.largest_rate)(evidence)
-
-
-def _rate_of_arm(role: Need, method: str) -> Measure:
-    """The sink rate of an arm; the null is softmax."""
-    return where_sinks_are(role, of_one(role, SINK_RATE, method, PLAIN, PERCENT))
 
 
 def _of_a_billion(evidence: Evidence) -> str | None:
@@ -657,13 +612,15 @@ CLAIMS = (
         published("WSE table 1", {name: round(WSE_TABLE_1[f"{name} chat"]["natural"].value
             - WSE_TABLE_1[name]["natural"].value, 2) for name in BASES}, "chat model − base, in points")),
     Claim("W-22", "fig. 4", "The sink grows with size within a family.",
-        (Part("rank correlation of the sink rate and the number of parameters", _with_size, above(0.0)),), (SIZES,),
+        (Part("rank correlation of the sink rate and the number of parameters",
+            lambda e: _with_size(e, SIZES), above(0.0)),), (SIZES,),
         (causal,), is_ours=False),
     Claim("W-23", "fig. 10", "Size raises the sink and HellaSwag within a family.",
         (Part("rank correlation of the sink rate and the number of parameters",
             lambda e: _with_size(e, HELLASWAG), above(0.0)),
-         Part("rank correlation of the score on HellaSwag and the number of parameters", _hellaswag_with_size,
-            above(0.0))), (HELLASWAG,), (causal,), is_ours=False),
+         Part("rank correlation of the score on HellaSwag and the number of parameters",
+            lambda e: _with_size(e, HELLASWAG, on_task=True), above(0.0))),
+        (HELLASWAG,), (causal,), is_ours=False),
     Claim("W-39", "fig. 5", "A prefix LM's sink is among the prefix.",
         (Part("share of sinks within the prefix", _within_prefix, at_least(0.9)),), scope=(causal, _prefix_lm)),
     Claim("W-41", "fig. 6", "The sink is the absolute first token, not the window's.",
@@ -704,8 +661,8 @@ CLAIMS = (
         published=published("WSE table 10", {"range": 1.99},
             "60M model: 16.45, 17.19, 18.18, 16.19 % at 0.25, 0.5, 1, 2 M tokens", "†")),
     Claim("W-34", "fig. 28", "With little data there is no sink.",
-        (Part("sink rate in %, least data", over_levels(DATA, _at(0), PERCENT), below(1.0)),
-         Part("most data", over_levels(DATA, _at(-1), PERCENT), above(SINK))), (DATA,)),
+        (Part("sink rate in %, least data", over_levels(DATA, lambda levels, rates: rates[:, 0], PERCENT), below(1.0)),
+         Part("most data", over_levels(DATA, lambda levels, rates: rates[:, -1], PERCENT), above(SINK))), (DATA,)),
     Claim("W-38", "table 2", "Most sink at a weight decay of 0.1 to 2, none at 5.",
         (Part("sink rate in % at 5 and more", over_levels(DECAY, _at_large_decay), below(1.0)),
          Part("best from 0.1 to 2 − best of all others, in points", over_levels(DECAY, _best_decay), above(0.0))),
@@ -713,9 +670,12 @@ CLAIMS = (
         published=published("WSE table 2", {"at 5": 0.01},
             "60M model: 15.20, 15.39, 15.23, 18.18, 41.08, 37.71, 6.13 % at 0, 0.001, 0.01, 0.1, 0.5, 1, 2")),
     Claim("W-40", "fig. 6", "A small window has no sink, a large one has.",
-        (Part("sink rate in %, smallest window", _over_windows(_at(0), PERCENT), below(1.0)),
+        (Part("sink rate in %, smallest window",
+            over_levels(WINDOW, lambda levels, rates: rates[:, 0], PERCENT, _check_windows), below(1.0)),
          Part("rise to the largest, in points",
-            _over_windows(lambda levels, rates: rates[:, -1] - rates[:, 0]), above(SINK))), (WINDOW,)),
+            over_levels(WINDOW, lambda levels, rates: rates[:, -1] - rates[:, 0], check=_check_windows),
+            above(SINK))),
+        (WINDOW,)),
     Claim("W-45", "table 11", "The feed-forward design hardly matters.",
         (Part(RANGE, over_levels(FEED_FORWARD, over_seeds.range_of_rates), at_most(5.0)),), (FEED_FORWARD,),
         published=published("WSE table 11", {"range": 4.30},
@@ -726,7 +686,9 @@ CLAIMS = (
             "60M model: 18.18, 10.68, 12.95, 19.50 % with 8, 4, 2, 1 heads, 21.76 % with 8 that are summed", "†")),
     Claim("W-30", "fig. 4", "The sink appears in training.",
         (Part("rise of the sink rate over steps, in points", _over_steps(_rise_over_steps), above(SINK)),
-         Part("sink rate at the first step, in %", _over_steps(_at_first_step, PERCENT), below(BEGINNING))), (COURSE,)),
+         Part("sink rate at the first step, in %",
+            _over_steps(lambda steps, rates: (rates[:, 0], f"step {steps[0]}"), PERCENT), below(BEGINNING))),
+        (COURSE,)),
     Claim("W-47", "table 4", "A sink token takes the sink.",
         (Part("S* − S₀ in points", _moves(WITH_TOKEN, TOKEN), above(SINK)),), (WITH_TOKEN,),
         published=published("WSE table 4", {"difference": 74.12}, "60M model: S* 74.12, S₀ 0.00† %")),
@@ -736,7 +698,7 @@ CLAIMS = (
         (WITH_BIAS,), published=published("WSE table 4", {"difference": 73.34}, "60M model: S* 73.34, S₀ 0.00 %")),
     Claim("W-52", "fig. 7", "Key and key-value biases end massive activations, value biases and a sink token do not.",
         (*(Part(f"norm at 0 ÷ others, layer with the largest, {name}",
-            where_norms_are(role, of_one(role, norm_ratio, arm, PLAIN)), test)
+            of_one(role, norm_ratio, arm, PLAIN, where=NORMS), test)
             for name, role, arm, test in (("key biases", WITH_BIAS, BIAS, below(LARGE_NORM)),
                 ("key-value biases", WITH_BIASES, BIASES, below(LARGE_NORM)),
                 ("value biases", WITH_VALUE, VALUE, at_least(LARGE_NORM)),
@@ -748,8 +710,7 @@ CLAIMS = (
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "
             "56.61, 12.44 %", "†")),
     Claim("W-50", "table 4", "Value biases do not.",
-        (Part("sink rate in %", where_sinks_are(WITH_VALUE,
-            of_one(WITH_VALUE, metric("sink_rate", 100), VALUE, PLAIN, PERCENT)),
+        (Part("sink rate in %", of_one(WITH_VALUE, metric("sink_rate", 100), VALUE, PLAIN, PERCENT, SINKS),
             above(SINK)),),
         (WITH_VALUE,), published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
     Claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
@@ -760,7 +721,8 @@ CLAIMS = (
         published=published("WSE table 5", {"S₀ and m": 1.0, "S* and m": -1.0}, "60M model: S* 73.34, 70.03, 44.43, "
             "1.51 % and S₀ 0, 0.06, 3.71, 25.88 % with m = 0, 1, 5, 20"), is_ours=False),
     Claim("W-54", "table 6", "Without normalization there is no sink, at no cost.",
-        (*(Part(f"sink rate of the proxy in %, {name}", _rate_of_arm(OPEN, arm), below(NONE))
+        (*(Part(f"sink rate of the proxy in %, {name}",
+            of_one(OPEN, SINK_RATE, arm, PLAIN, PERCENT, SINKS), below(NONE))
             for name, arm in WITHOUT_SUM.items()),
          Part("softmax", of_one(OPEN, SINK_RATE, PLAIN, ends=PERCENT), above(SINK)),
          Part("held-out loss, sigmoid − softmax", difference(OPEN, metric("loss"), SIGMOID), at_most(NO_COST))),
@@ -768,13 +730,14 @@ CLAIMS = (
         published=published("WSE table 6", {"sigmoid": 0.44, "ELU+1": 0.80, "identity": 0.0, "MLP kernel": 0.74,
             "loss, sigmoid − softmax": -0.03}, "60M model: softmax 18.18 %")),
     Claim("W-55", "table 6", "With sum normalization there is one.",
-        tuple(Part(f"sink rate of the proxy in %, {name}", _rate_of_arm(SUMMED, arm), above(SINK))
+        tuple(Part(f"sink rate of the proxy in %, {name}",
+            of_one(SUMMED, SINK_RATE, arm, PLAIN, PERCENT, SINKS), above(SINK))
             for name, arm in WITH_SUM.items()), (SUMMED,),
         published=published("WSE table 6", {"sigmoid": 30.24, "ELU kernel": 53.65, "MLP kernel": 0.19},
             "60M model: softmax 18.18 %")),
     Claim("W-56", "fig. 8", "Without normalization no massive activations either.",
         (Part("norm at 0 ÷ others, layer with the largest, sigmoid",
-            where_norms_are(ONE, of_one(ONE, norm_ratio, SIGMOID, PLAIN)), below(LARGE_NORM)),), (ONE,)),
+            of_one(ONE, norm_ratio, SIGMOID, PLAIN, where=NORMS), below(LARGE_NORM)),), (ONE,)),
     Claim("W-57", "table 14", "Scaling the normalizer down weakens the sink.",
         (Part("rank correlation of the sink rate and α", ranked(SCALES, SINK_RATE, SCALED), above(0.0)),),
         (SCALES,), published=published("WSE table 14", {"correlation": 0.9},
