@@ -30,7 +30,7 @@ from sinkscope.paper_claims.need import Need
 from sinkscope.results.run import RunData
 from sinkscope.results.scores import Scores
 from sinkscope.retrofits import make_retrofit
-from sinkscope.training.tables import UNTOUCHED
+from sinkscope.training.tables import UNTOUCHED, sinking_layer
 
 # --- trainings, their arms and their steps
 
@@ -74,6 +74,13 @@ class Training:
             for name, record in self.manifest["arms"].items()
             if name in self.runs
         )
+
+    @cached_property
+    def sinking_layer(self) -> int:
+        """The layer in which the plain arm attends most to <s>."""
+        label = next(arm.label for arm in self.arms if arm.method == PLAIN)
+        table = self.tables["training"]
+        return sinking_layer(table[table["condition"] == label])
 
     def again(self, changed: Mapping[str, Any], into: Path | None = None) -> str:
         """Return the command that repeats the training with some options changed."""

@@ -90,17 +90,6 @@ def test_intervals_of_every_kind_cover_the_truth(measure, truth) -> None:
     assert 0.93 <= np.mean(hits) <= 0.97
 
 
-def test_bootstrap_intervals_of_the_norm_of_a_sum_do_not_cover_it() -> None:
-    """Drawn twice, a sequence adds its own noise twice; the jackknife above does not have this error."""
-    drawn, size = np.random.default_rng(2), 60
-    hits = []
-    for _ in range(200):
-        vectors = ALONG + drawn.normal(0, 0.35, size=(size, 50))
-        found = bootstrap(np.linalg.norm(resamplings(size, draws=200) / size @ vectors, axis=1))
-        hits.append(found.low <= TRUE_NORMS[0] <= found.high)
-    assert np.mean(hits) < 0.9
-
-
 def test_rank_correlations() -> None:
     """They depend only on order; the interval covers that of normal variables, 6/π · asin(r/2)."""
     x = np.arange(20.0)
@@ -113,16 +102,6 @@ def test_rank_correlations() -> None:
         found = rank_correlation(x, 0.6 * x + 0.8 * noise)
         hits.append(found.low <= 6 / np.pi * np.arcsin(0.3) <= found.high)
     assert 0.9 <= np.mean(hits) < 1
-
-
-def test_twice_the_sequences_shrink_intervals_by_the_root_of_two() -> None:
-    drawn = np.random.default_rng(3)
-    widths = []
-    for size in (200, 400):
-        samples = drawn.normal(size=(100, size))
-        found = [bootstrap(weighted_means(sample, resamplings(size))) for sample in samples]
-        widths.append(np.mean([one.high - one.low for one in found]))
-    assert widths[0] / widths[1] == pytest.approx(np.sqrt(2), rel=0.05)
 
 
 def test_the_jackknife_of_a_mean_is_students_interval() -> None:

@@ -68,18 +68,13 @@ def test_the_note_of_a_route_is_the_reason_or_the_command() -> None:
     run = cut(0.3)
     found = routes(RunData(run.manifest | {"skipped": {"replace-epe": "its positions are rotary"}}, run.tables))
     assert tuple(found.loc["position vector", ["effect", "note"]]) == ("does not apply", "its positions are rotary")
-    assert tuple(found.loc["massive activation", ["effect", "note"]]) == (
-        "not measured",
-        "sinkscope intervene MODEL --do zero-massive",
-    )
+    command = "sinkscope intervene MODEL --do zero-massive"
+    assert tuple(found.loc["massive activation", ["effect", "note"]]) == ("not measured", command)
 
 
-def test_a_part_of_a_route_is_not_the_route() -> None:
+def test_each_edit_is_its_own_route() -> None:
+    """A part of a route is not the route, and p₀, which the first attention layer reads, is not EPE₀."""
     assert (routes(cut(0.3, name=f"{NAME}:layers=2"))["effect"] == Effect.NOT_MEASURED).all()
-
-
-def test_the_position_vector_and_epe_are_two_routes() -> None:
-    """p₀ is read by the first attention layer, too, and each edit has its own number."""
     epe, vector = cut(0.5, name="replace-epe:at=epe"), cut(0.3, name="replace-epe")
     assert routes(epe).loc["position vector", "effect"] == "not measured"
     found = routes(epe, vector)["after"]

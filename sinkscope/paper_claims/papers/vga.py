@@ -20,7 +20,7 @@ from sinkscope.results.judgment import NotDefined, above, at_least, at_most, bel
 from sinkscope.results.papers import published
 from sinkscope.results.sequences import Lacks, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
-from sinkscope.training.tables import UNTOUCHED, sinking_layer
+from sinkscope.training.tables import UNTOUCHED
 
 TO_ZERO = Need("loss-do", "scale-sink-value:where=sinks")
 TO_MEAN = Need("loss-do-alone", "mean-sink-value:where=sinks")
@@ -158,13 +158,7 @@ Course = Callable[[Arm], pd.Series]  # step → value
 
 
 def _recorded(name: str) -> Course:
-    def of(arm: Arm) -> pd.Series:
-        table = arm.training.tables["training"]
-        label = next(other.label for other in arm.training.arms if other.method == PLAIN)
-        plain = table[table["condition"] == label]
-        return arm.by_step(name, sinking_layer(plain))
-
-    return of
+    return lambda arm: arm.by_step(name, arm.training.sinking_layer)
 
 
 ATTENTION, LOGIT = _recorded("early_attention_to_start"), _recorded("delta_logit")
@@ -184,7 +178,7 @@ def _since_start(course: Course) -> OfArm:
 
 
 def _range(course: Course) -> OfArm:
-    return lambda arm: float(course(arm).max() - course(arm).min())
+    return lambda arm: float(np.ptp(course(arm)))
 
 
 def _risk(name: str) -> OfArm:
