@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from sinkscope.measuring.estimates import HAS_SINK_HEADS as SINK_HEADS_OF_RUN
-from sinkscope.measuring.estimates import RUN_CLAIMS
+from sinkscope.measuring.estimates import RUN_CLAIMS, in_sink_heads
 from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.need import ARMS, Need
 from sinkscope.paper_claims.studies import PLAIN, Study
 from sinkscope.results.findings import Published
-from sinkscope.results.judgment import NotDefined, Number, Outcome, estimated
+from sinkscope.results.judgment import NotDefined, Number, Outcome, Test, estimated
 from sinkscope.results.papers import paper_of
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate
@@ -105,6 +105,12 @@ def of_run(part: Number[Sequences], role: Need = MAIN) -> Part:
 
 
 HAS_SINK_HEADS = of_run(SINK_HEADS_OF_RUN)
+
+
+def of_sink_heads(words: str, column: str, test: Test) -> tuple[Part, Part]:
+    """Make the parts of a claim about a number at position 0 ÷ later in sink heads, which there have to be."""
+    quantity = f"{words} at 0 ÷ later, median over sink heads"
+    return Part(quantity, lambda evidence: in_sink_heads(evidence.natural, column), test), HAS_SINK_HEADS
 
 
 def run_claim(id: str, *more: Part, role: Need = MAIN, **others: Any) -> Claim:

@@ -18,7 +18,7 @@ from sinkscope.paper_claims.studies import PLAIN, Arm, Level, Study
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.sequences import Lacks
-from sinkscope.results.statistics import Estimate, largest_of, least_of, mean_of_rates, mean_of_runs, range_of
+from sinkscope.results.statistics import Estimate, largest_of, mean_of_rates, mean_of_runs, range_of
 
 Measure = Callable[[Evidence], Estimate]
 OfArm = Callable[[Arm], float]
@@ -185,13 +185,8 @@ def over_levels(
     return measure
 
 
-def least_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
-    """The sink rate of the level that has the least, from (seeds, levels) in percent."""
-    return least_of([mean_of_percent(each) for each in rates.T])
-
-
 def largest_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
-    """The sink rate of the level that has the most."""
+    """The sink rate of the level that has the most, from (seeds, levels) in percent."""
     return largest_of([mean_of_percent(each) for each in rates.T])
 
 

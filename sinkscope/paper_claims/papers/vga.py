@@ -9,7 +9,7 @@ from scipy import stats
 from sinkscope.measuring import estimates
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.paper_claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
-from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part
+from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_sink_heads
 from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import CORRELATION, OfArm, difference, metric, of_one, ratio, together
@@ -206,9 +206,7 @@ NOT_MORE = at_most(COST)
 CLAIMS = (
     Claim("V-1", "§1", "Sinks are drained.",
         (Part("rank correlation over heads of window mass and value norm ÷ later", _drain_follows, below(0.0)),
-         Part("value norm at 0 ÷ later, median over sink heads",
-            lambda e: estimates.in_sink_heads(e.natural, "value_norm"), below(0.5)),
-         HAS_SINK_HEADS)),
+         *of_sink_heads("value norm", "value_norm", below(0.5)))),
     Claim("V-2", "§1", "The residual stream peaks at the sink.",
         (Part("norm at 0 ÷ later, layer with the largest",
             lambda e: bootstrap(estimates.norm_ratios(e.natural, "layer_out").max(1)), above(1.0)),), is_ours=False),
