@@ -76,6 +76,12 @@ class Training:
         )
 
     @cached_property
+    def metrics(self) -> dict[Any, float]:
+        """An arm's label, seed and metric → the value in the table `retrofit`."""
+        keys = ["condition", "seed", "metric"]
+        return self.tables["retrofit"].drop_duplicates(keys).set_index(keys)["value"].to_dict()
+
+    @cached_property
     def sinking_layer(self) -> int:
         """The layer in which the plain arm attends most to <s>."""
         label = next(arm.label for arm in self.arms if arm.method == PLAIN)
@@ -112,24 +118,22 @@ class Arm:
     method: str = UNTOUCHED  # as `sinkscope list retrofits` names it
     parameters: Mapping[str, Any] = field(default_factory=dict)  # those that were given
 
-    @property
+    @cached_property
     def variant(self) -> str:
         """The method's parameters, with defaults for those that were not given."""
         return make_retrofit(self.method, self.parameters).model_dump_json()
 
     def metric(self, name: str) -> float:
         """A metric of the complete model from the table `retrofit`, or else from the run; NaN if neither has it."""
-        rows = self._rows("retrofit", name)
-        return float(rows["value"].iloc[0]) if len(rows) else self.run.metric(name)
+        value = self.training.metrics.get((self.label, self.seed, name))
+        return self.run.metric(name) if value is None else float(value)
 
     def by_step(self, metric: str, layer: int = -1) -> pd.Series:
         """Step → a metric that was recorded in training."""
-        rows = self._rows("training", metric)
-        return rows[rows["layer"] == layer].set_index("step")["value"].sort_index()
-
-    def _rows(self, name: str, metric: str) -> pd.DataFrame:
-        table = self.training.tables[name]
-        return table[(table["condition"] == self.label) & (table["seed"] == self.seed) & (table["metric"] == metric)]
+        table = self.training.tables["training"]
+        rows = table[(table["condition"] == self.label) & (table["seed"] == self.seed)]
+        rows = rows[(rows["metric"] == metric) & (rows["layer"] == layer)]
+        return rows.set_index("step")["value"].sort_index()
 
     def is_wanted(self, typed: str, meant: Mapping[str, str]) -> bool:
         """Whether it is the arm that a claim names, whatever its parameters for the start.
@@ -292,6 +296,12 @@ class Given:
     variant: int = 0  # the index of the arm to read, if a method has several
     scores: tuple[Scores, ...] = ()
 
+    @cached_property
+    def meant(self) -> dict[str, str]:
+        """Method → the variant to read, for methods with enough variants."""
+        known = variants(self.own).items()
+        return {method: kinds[self.variant] for method, kinds in known if self.variant < len(kinds)}
+
     @property
     def own(self) -> list[Training]:
         return [training for training in self.trainings if training.model == self.name]
@@ -337,6 +347,8 @@ def _with_most(
         return None
     most = max(len(own) for _, own in found)
     found = [(group, own) for group, own in found if len(own) == most]
+    if len(found) == 1:
+        return *found[0], ""
     sinks = [_plain_sinks(group) for group, _ in found]
     group, own = found[int(np.argmax(sinks))]
     same = [at for at, (others, _) in enumerate(found) if others[0].command == group[0].command]
@@ -381,9 +393,7 @@ def _with_arms(given: Given, need: Need) -> list[Training]:
 
 def _find_arms(given: Given, need: Need) -> Study | None:
     wanted = wanted_arms(need.of)
-    known = variants(given.own).items()
-    meant = {method: kinds[given.variant] for method, kinds in known if given.variant < len(kinds)}
-    found = _with_most((group, arms_by_seed(group, wanted, meant)) for group in _alike(_with_arms(given, need)))
+    found = _with_most((group, arms_by_seed(group, wanted, given.meant)) for group in _alike(_with_arms(given, need)))
     if found is None:
         return None
     _, by_seed, setting = found
