@@ -498,6 +498,8 @@ def test_post_norm_models_have_no_gradient_gain_of_one_branch_and_no_bound() -> 
     assert found.reason == "in no layer can the gradient's gain in the mlp branch be told"
     both = pd.concat([attn, attn.assign(branch="mlp")], ignore_index=True)
     assert judged("GS-15", analysis({"gradient_ratio_by_sequence": both})).outcome in (HOLDS, FAILS, INCONCLUSIVE)
+    few = judged("GS-17", analysis({"gradient_ratio_by_sequence": attn.assign(compress=0.0)}))
+    assert (few.outcome, "too few layers" in few.reason) == (NOT_APPLIES, True)
     bound = pd.DataFrame({"layer": [0, 0], "position": [0, 1], "holds": [np.nan] * 2, "tightness": [np.nan] * 2})
     found = judged("GS-19", analysis({"norm_bound": bound}))
     assert (found.outcome, found.reason) == (NOT_APPLIES, "the bound is of no layer of this model")
