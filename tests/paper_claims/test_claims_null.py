@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.hand_made_runs import HOLDS, analysis, by_sequence, experiment
+from support.hand_made_trainings import gradients, training
 from support.hand_made_trainings import judged as judged_trainings
-from support.hand_made_trainings import training
 
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.paper_claims.claim import Judgment, Null, judge
@@ -20,14 +20,17 @@ from sinkscope.text.inputs import build_inputs
 from sinkscope.verdict.scorecard import Scorecard, headline, scorecard_markdown
 
 
-def of_text(rate: float, draw: int | None = None) -> RunData:
-    """A model whose sink rate at position 0 is this; with a draw, one with random weights."""
-    run = analysis({"attention_by_sequence": by_sequence({"sink_rate": [rate, 0.0]}, noise=0.01, position=[0, 1])})
-    run.manifest["config"] |= {"seq_len": 64, "window": 64}
-    if draw is None:
-        return run
+def as_draw(run: RunData, draw: int) -> RunData:
+    """The same run with random weights."""
     model = run.manifest["model"] | {"weights": WEIGHTS_AT_RANDOM}
     return RunData(run.manifest | {"model": model, "draw": draw}, run.tables)
+
+
+def of_text(rate: float, draw: int | None = None) -> RunData:
+    """A model with this sink rate at position 0; with a draw, one with random weights."""
+    run = analysis({"attention_by_sequence": by_sequence({"sink_rate": [rate, 0.0]}, noise=0.01, position=[0, 1])})
+    run.manifest["config"] |= {"seq_len": 64, "window": 64}
+    return run if draw is None else as_draw(run, draw)
 
 
 def sink(*of_random_weights: float) -> Judgment:
@@ -51,6 +54,24 @@ def test_a_null_with_a_larger_value_that_fails_by_its_interval_is_not_separated(
     assert not below(1.0).separates(Estimate(0.9, 0.8, 0.95, **draws))
     assert below(1.0).separates(Estimate(0.8, 0.7, 0.9, **draws))
     assert [between(*ends).separates(Estimate(0.5, **draws)) for ends in ((0.4, 0.6), (0.4, 0.9))] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("null", "value", "words"),
+    [(2.0, 2.0, "8.0 against 2.0 on random weights and 4.0 of uniform attention"), (5.0, 1.6, "8.0 against 5.0 on")],
+)
+def test_a_gradient_spike_is_compared_with_the_larger_null(null: float, value: float, words: str) -> None:
+    def run(ratio: float) -> RunData:
+        uniform = pd.DataFrame({"layer": [-1], "metric": "uniform_gradient_ratio", "value": 4.0})
+        made = analysis({**gradients(ratio), "summary": uniform})
+        made.manifest["input"] |= {"longest": 64}
+        made.manifest["config"] |= {"seq_len": 64, "window": 64}
+        return made
+
+    draws = [as_draw(run(null), draw) for draw in range(3)]
+    (estimate,) = judge(CLAIMS["GS-6"], evidence_of([run(8.0), *draws], "made")).estimates
+    assert estimate.value == pytest.approx(value)
+    assert estimate.note.startswith(words)
 
 
 def test_the_first_line_counts_the_claims_that_hold_and_whose_null_fails(monkeypatch: pytest.MonkeyPatch) -> None:
