@@ -65,7 +65,6 @@ GRADIENT_TESTS = ("tests/measuring/test_gradient.py",)
 BRANCH_TESTS = ("tests/models/test_every_model.py",)  # these test branches that a model scales or adds up from several
 BIAS_TESTS = ("tests/measuring/test_query_bias.py",)
 ESTIMATE_TESTS = (
-    "tests/paper_claims/test_claims_estimates.py",
     "tests/paper_claims/test_claims_levels.py",
     "tests/verdict/test_effects.py",
 )

@@ -1,6 +1,6 @@
 """Effects of intervention arms and their controls: on the sink rate, in percent and points, and on perplexity."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, mean_of_controls, one_more_run, positive_jackknife
 
-NO_COST = 0.02  # nats of loss, or 2 % of perplexity: less is no cost; a margin, so that a difference of 0 can hold
+NO_COST = 0.02  # nats of loss, or 2 % of perplexity: smaller differences count as none, so that a claim can hold
 LARGE_NORM = 2.0  # times that of later positions
 
 
@@ -29,12 +29,11 @@ def before_and_after(evidence: Evidence, role: Need, position: int = 0) -> tuple
 
 def controls(evidence: Evidence, role: Need) -> np.ndarray:
     """(draws,): the sink rate at position 0 under each of an arm's random controls."""
-    conditions = evidence.controls(role)
-    return np.array([sink_rates(evidence.sequences(role, condition))[0] for condition in conditions])
+    return np.array([sink_rates(evidence.sequences(role, condition))[0] for condition in evidence.controls(role)])
 
 
 def beyond_controls(evidence: Evidence, role: Need) -> Estimate:
-    """The arm's change of the sink rate at position 0, minus what a further random control would change it by."""
+    """The arm's change of the sink rate at position 0, minus the change that a further random control would cause."""
     before, after = before_and_after(evidence, role)
     drawn = controls(evidence, role)
     note = f"{before[0]:.1f} → {after[0]:.1f} %; {len(drawn)} random controls"
@@ -49,56 +48,30 @@ def share_left(evidence: Evidence, role: Need, position: int = 0) -> Estimate:
         return bootstrap(after / before).over(f"{before[0]:.1f} → {after[0]:.1f} %")
 
 
-def rate_after(evidence: Evidence, role: Need) -> Estimate:
-    before, after = before_and_after(evidence, role)
-    return bootstrap(after).over(f"before: {before[0]:.1f} %")
-
-
-def of_arm(measure: Callable[..., Estimate], role: Need, **given: int) -> Callable[[Evidence], Estimate]:
-    """Bind one of the functions above to an arm, for a part of a claim."""
-    return lambda evidence: measure(evidence, role, **given)
-
-
 def had_a_sink(role: Need) -> Part:
-    """Require a sink: a claim on what becomes of it fails without one."""
-    return Part("sink rate at position 0 before, in %", of_arm(_rate_before, role), above(SINK))
-
-
-def _rate_before(evidence: Evidence, role: Need) -> Estimate:
-    return bootstrap(before_and_after(evidence, role)[0])
+    """Require a sink: a claim about a change of the sink fails without one."""
+    quantity = "sink rate at position 0 before, in %"
+    return Part(quantity, lambda evidence: bootstrap(before_and_after(evidence, role)[0]), above(SINK))
 
 
 def falls(role: Need) -> Part:
-    """Require that the sink falls by an arm, more than by random changes of the same kind."""
+    """Require that an arm reduces the sink more than random changes of the same kind."""
     quantity = "change of the sink rate at position 0, in points, beyond a random control's"
-    return Part(quantity, of_arm(beyond_controls, role), below(0.0))
-
-
-# --- perplexity
-
-
-def losses(evidence: Evidence, role: Need, condition: str) -> np.ndarray:
-    """(1 + passages,): loss per predicted token under an arm or `before`, of the whole run and without each passage."""
-    return evidence.sequences(role, condition).losses
+    return Part(quantity, lambda evidence: beyond_controls(evidence, role), below(0.0))
 
 
 def perplexity_ratio(evidence: Evidence, role: Need) -> Estimate:
     """Perplexity with an intervention ÷ without; both leave out the same passage."""
-    after = evidence.label(role) or ""
-    return positive_jackknife(np.exp(losses(evidence, role, after) - losses(evidence, role, BEFORE)))
+    return positive_jackknife(np.exp(evidence.sequences(role).losses - evidence.sequences(role, BEFORE).losses))
 
 
 def perplexity_of_controls(evidence: Evidence, role: Need) -> Estimate:
-    """Perplexity under random controls ÷ without, their mean and spread.
-
-    Raises:
-        NotDefined: the arm has no controls.
-    """
+    """Perplexity under random controls ÷ without, their mean and spread. Raises NotDefined: the arm has none."""
     draws = evidence.controls(role)
     if not draws:
         raise NotDefined("the intervention has no random control on this model")
-    before = losses(evidence, role, BEFORE)[0]
-    return mean_of_controls(np.exp([losses(evidence, role, draw)[0] - before for draw in draws]))
+    before = evidence.sequences(role, BEFORE).losses[0]
+    return mean_of_controls(np.exp([evidence.sequences(role, draw).losses[0] - before for draw in draws]))
 
 
 # --- the steps of a training

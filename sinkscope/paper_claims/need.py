@@ -16,15 +16,10 @@ CONTROLLED, ALONE = get_args(Controlled), get_args(Alone)
 
 @dataclass(frozen=True)
 class Need:
-    """A run or a study.
+    """A run or a study."""
 
-    Attributes:
-        kind: How it is measured or found (`KINDS` in `evidence.py` and `studies.py`).
-        of: The intervention, input, number of tokens, draw, methods or factor; "" for a kind that has no such choice.
-    """
-
-    kind: Kind
-    of: str = ""
+    kind: Kind  # how it is measured or found (`KINDS` in `evidence.py` and `studies.py`)
+    of: str = ""  # the intervention, input, number of tokens, draw, methods or factor; "" for a kind without a choice
 
     @property
     def name(self) -> str:

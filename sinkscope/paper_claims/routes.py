@@ -1,9 +1,8 @@
-"""Which route carries the sink in which model: NU's title as a table, from interventions that each cut one route."""
+"""The table `route`: which route carries the sink in which model, from interventions that each cut one route."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,37 +24,28 @@ class Effect(StrEnum):
     """The effect of cutting a route on the sink."""
 
     GOES = "goes"  # falls, and less than half of it is left
-    FALLS = "falls"  # beyond what one more random control would do
+    FALLS = "falls"  # more than one further random control would
     RISES = "rises"
     STAYS = "stays"
     UNDECIDED = "undecided"  # fewer than two controls
-    NO_SINK = "no sink"  # to begin with
+    NO_SINK = "no sink"  # before the cut
     DOES_NOT_APPLY = "does not apply"  # the model has no such route
     NOT_MEASURED = "not measured"
 
 
-@dataclass(frozen=True)
-class Route:
-    """A part of the model by which the first token may become a sink.
-
-    Attributes:
-        name: The part.
-        cut: How it is cut, in words.
-        role: The run that cuts it.
-        published: The effect on GPT-2's sink according to NU; "" if NU does not cut this route.
-        published_effect: The same as one of `Effect`.
-    """
+class Route(NamedTuple):
+    """A part of the model by which the first token may become a sink."""
 
     name: str
-    cut: str
-    role: Need
-    published: str = ""
+    cut: str  # how it is cut, in words
+    role: Need  # the run that cuts it
+    published: str = ""  # the effect on GPT-2's sink according to NU; "" if NU does not cut this route
     published_effect: Effect = Effect.NOT_MEASURED
 
 
 ROUTES = (
     Route("query bias", "b_Q = 0", Need("do", "nullify-query-bias"), "diminishes (fig. 3b)", Effect.FALLS),
-    # two edits: of the vector p₀ itself, which the first attention layer reads, and of EPE₀ = MLP(p₀) + p₀ after it
+    # two edits: one of the vector p₀, which the first attention layer reads, one of EPE₀ = MLP(p₀) + p₀ after it
     Route("position vector", "p₀ = another's", Need("do", "replace-epe")),
     Route("effective position", "EPE₀ = another's", Need("do", "replace-epe:at=epe"), "disappears (fig. 3c)",
         Effect.GOES),
@@ -70,8 +60,7 @@ ROLES = tuple(route.role for route in ROUTES)
 
 def routes_of(evidence: Evidence) -> pd.DataFrame:
     """The table `route` of one model: a row for each route."""
-    rows = [_row(route, evidence) for route in ROUTES]
-    table = pd.DataFrame(rows).reindex(columns=names_of(ROUTE_COLUMNS))
+    table = pd.DataFrame([_row(route, evidence) for route in ROUTES]).reindex(columns=names_of(ROUTE_COLUMNS))
     table = table.astype({"draws": int} | {column.name: float for column in ROUTE_COLUMNS if column.kind == "number"})
     run = evidence.any_run
     for name, value in (("layer", WHOLE_MODEL), ("condition", run.condition), ("model", run.model)):
@@ -81,8 +70,7 @@ def routes_of(evidence: Evidence) -> pd.DataFrame:
 
 def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:
     """The table `route` of several models, by name."""
-    parts = [routes_of(one).assign(model=name) for name, one in evidence.items()]
-    return pd.concat(parts, ignore_index=True)
+    return pd.concat([routes_of(one).assign(model=name) for name, one in evidence.items()], ignore_index=True)
 
 
 def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
@@ -98,23 +86,19 @@ def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
         left = share_left(evidence, role)
     except Lacks as reason:
         return row | {"effect": str(Effect.NOT_MEASURED), "note": str(reason)}
+    if before.value <= SINK:
+        effect = Effect.NO_SINK
+    elif not np.isfinite([beyond.low, beyond.high]).all():
+        effect = Effect.UNDECIDED
+    elif beyond.high < 0:
+        effect = Effect.GOES if left.high < HALF else Effect.FALLS
+    else:
+        effect = Effect.RISES if beyond.low > 0 else Effect.STAYS
+    row |= {"draws": len(drawn), "effect": str(effect)}
     control = one_more_run(drawn) if len(drawn) else Estimate(np.nan)
-    row |= {"draws": len(drawn), "effect": str(_effect(before, beyond, left))}
-    estimates = {"before": before, "after": after, "control": control, "beyond": beyond}
-    for name, estimate in estimates.items():
+    for name, estimate in {"before": before, "after": after, "control": control, "beyond": beyond}.items():
         row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     return row
-
-
-def _effect(before: Estimate, beyond: Estimate, left: Estimate) -> Effect:
-    """Judge by the whole interval."""
-    if before.value <= SINK:
-        return Effect.NO_SINK
-    if not np.isfinite([beyond.low, beyond.high]).all():
-        return Effect.UNDECIDED
-    if beyond.high < 0:
-        return Effect.GOES if left.high < HALF else Effect.FALLS
-    return Effect.RISES if beyond.low > 0 else Effect.STAYS
 
 
 # --- words
@@ -125,13 +109,12 @@ ROUTES_TITLE = "Which route carries the sink (sink rate at position 0 in % [95 %
 
 def routes_text(table: pd.DataFrame) -> pd.DataFrame:
     """Models × routes as texts, NU's own model first."""
-    names = [route.name for route in ROUTES]
     published = {route.name: route.published or "not tested" for route in ROUTES}
     rows = [{"model": PAPER} | published]
     for model, own in table.groupby("model", sort=False):
-        texts = {row.route: _text(row) for row in own.itertuples()}
-        rows.append({"model": str(model)} | texts)
-    return pd.DataFrame(rows, columns=["model", *names]).fillna(str(Effect.NOT_MEASURED))  # older tables have fewer
+        rows.append({"model": str(model)} | {row.route: _text(row) for row in own.itertuples()})
+    # older tables have fewer routes
+    return pd.DataFrame(rows, columns=["model", *published]).fillna(str(Effect.NOT_MEASURED))
 
 
 def _text(row: Any) -> str:
@@ -142,15 +125,13 @@ def _text(row: Any) -> str:
         f"{getattr(row, name):.1f} [{getattr(row, f'{name}_low'):.1f}, {getattr(row, f'{name}_high'):.1f}]"
         for name in ("before", "after")
     )
-    control = ", no random controls"
-    if row.draws:
-        control = f", random controls {row.control:.1f}"
+    control = f", random controls {row.control:.1f}" if row.draws else ", no random controls"
     if row.draws > 1:
         control += f" [{row.control_low:.1f}, {row.control_high:.1f}]"
     return f"{row.effect}: {before} → {after}{control}"
 
 
 def measured_models(table: pd.DataFrame) -> list[str]:
-    """Return the models of which at least one route was cut or does not exist."""
+    """Return the models for which at least one route was cut or does not exist."""
     known = table[table["effect"] != Effect.NOT_MEASURED]
     return list(dict.fromkeys(known["model"]))

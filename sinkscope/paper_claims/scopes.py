@@ -1,15 +1,16 @@
-"""Conditions on models: each function returns the reason why a claim does not apply to a model, or None."""
+"""Conditions on models: each function returns the reason that a claim does not apply to a model, or None."""
 
 from collections.abc import Callable
 
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 
-UNEQUAL = {  # why equal tokens do not stay equal, by the names of `unequal`
+UNEQUAL = {  # reasons that equal tokens do not stay equal, by the names in `unequal`
     "outside": "attention also goes to {}, the more the fewer tokens a query sees",
     "operations": "its attention is {}, whose weights do not sum to 1",
     "others": "{} layers mix tokens, too",
 }
+SMALL = 200e6  # parameters
 
 
 def _positions(evidence: Evidence) -> str:
@@ -32,16 +33,14 @@ def learned_positions(evidence: Evidence) -> str | None:
 
 def some_positions(kind: str) -> Callable[[Evidence], str | None]:
     """Require layers whose positions are of one kind."""
-
-    def scope(evidence: Evidence) -> str | None:
-        return None if kind in kinds_of_positions(evidence.any_run) else f"its positions are {_positions(evidence)}"
-
-    return scope
+    return lambda evidence: (
+        None if kind in kinds_of_positions(evidence.any_run) else f"its positions are {_positions(evidence)}"
+    )
 
 
 def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
-    """Require that only attention mixes tokens, that its weights sum to 1, and that equal tokens differ in nothing
-    (WSE §3.3).
+    """Require that only attention mixes tokens, that its weights sum to 1, and that no other part of
+    the model distinguishes equal tokens (WSE §3.3).
     """
     run = evidence.any_run
     for reason, of in unequal(run).items():
@@ -64,9 +63,6 @@ def in_float32(evidence: Evidence) -> str | None:
     return None if dtype in ("float32", "float64") else f"it computes in {dtype}"
 
 
-SMALL = 200e6  # parameters
-
-
 def small(evidence: Evidence) -> str | None:
     count = evidence.any_run.manifest["model"].get("parameters") or 0
     return None if count < SMALL else f"it has {count / 1e6:,.0f} M parameters, more than {SMALL / 1e6:.0f} M"
@@ -78,6 +74,6 @@ def several_attention_layers(evidence: Evidence) -> str | None:
 
 
 def with_tokenizer(evidence: Evidence) -> str | None:
-    """Texts of other domains need one."""
+    """Require a tokenizer, which texts of other domains need."""
     sampled = evidence.any_run.condition == "sampled"
     return "it has no tokenizer to read other texts" if sampled else None

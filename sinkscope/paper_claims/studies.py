@@ -5,14 +5,14 @@
 - the steps of a training, as they were measured or as the training logged them;
 - models of one family in several sizes, and a chat model with its base.
 
-Each is found among everything that was given; for one that is not found, the command that would make it is named. Arms
-and steps are of trainings with the same settings; if several settings were trained, claims read one and name it.
+Each is searched for among all given folders; if it is not found, the command that would make it is named. Arms and
+steps belong to trainings with the same settings; if several settings were trained, claims read one and name it.
 """
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -25,35 +25,29 @@ import pandas as pd
 from sinkscope.options.option import Options, flag
 from sinkscope.options.spec import parse_spec
 from sinkscope.options.training import RetrofitOptions, TrainOptions, tokens_a_step
-from sinkscope.paper_claims.need import ARMS, Need
 from sinkscope.paper_claims.need import Kind as NeedKind
+from sinkscope.paper_claims.need import Need
 from sinkscope.results.run import RunData
 from sinkscope.results.scores import Scores
 from sinkscope.retrofits import make_retrofit
-from sinkscope.training.tables import UNTOUCHED
+from sinkscope.training.tables import UNTOUCHED, sinking_layer
 
 # --- trainings, their arms and their steps
 
 PLAIN = "none"  # the method of a plain training or fine-tune
 OPTIONS: dict[str, type[Options]] = {"retrofit": RetrofitOptions, "train": TrainOptions}
-# options that do not affect results, and those that repetitions differ in
+# options that do not affect results, and those in which repetitions differ
 IGNORED_OPTIONS = {"config", "device_map", "log_every", "method", "observables", "save_every", "seed", "seeds"}
+START_PARAMETERS = {"deviation"}  # parameters of methods that set only the start of a training
 
 
 @dataclass(frozen=True)
 class Training:
-    """The folder of one `retrofit` or `train`.
-
-    Attributes:
-        manifest: The content of run.json.
-        runs: Arm → its run on held-out text.
-        tables: `training` and `retrofit`, of all arms.
-        folder: Its path.
-    """
+    """The folder of one `retrofit` or `train`."""
 
     manifest: Mapping[str, Any]
-    runs: Mapping[str, RunData] = field(repr=False)
-    tables: Mapping[str, pd.DataFrame] = field(repr=False)
+    runs: Mapping[str, RunData] = field(repr=False)  # arm → its run on held-out text
+    tables: Mapping[str, pd.DataFrame] = field(repr=False)  # `training` and `retrofit`, of all arms
     folder: Path | None = None
 
     @property
@@ -67,7 +61,7 @@ class Training:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that affects its numbers except methods and seeds: trainings with the same settings are repetitions."""
+        """All settings that affect its numbers, except methods and seeds: equal settings make repetitions."""
         options = {name: value for name, value in self.manifest["config"].items() if name not in IGNORED_OPTIONS}
         shape = {name: value for name, value in self.manifest.get("architecture", {}).items() if "version" not in name}
         return {"command": self.command, "processes": self.manifest.get("processes", 1), **options, **shape}
@@ -81,6 +75,19 @@ class Training:
             if name in self.runs
         )
 
+    @cached_property
+    def metrics(self) -> dict[Any, float]:
+        """An arm's label, seed and metric → the value in the table `retrofit`."""
+        keys = ["condition", "seed", "metric"]
+        return self.tables["retrofit"].drop_duplicates(keys).set_index(keys)["value"].to_dict()
+
+    @cached_property
+    def sinking_layer(self) -> int:
+        """The layer in which the plain arm attends most to <s>."""
+        label = next(arm.label for arm in self.arms if arm.method == PLAIN)
+        table = self.tables["training"]
+        return sinking_layer(table[table["condition"] == label])
+
     def again(self, changed: Mapping[str, Any], into: Path | None = None) -> str:
         """Return the command that repeats the training with some options changed."""
         kind = OPTIONS[self.command]
@@ -89,70 +96,67 @@ class Training:
         given = {name: value for name, value in (given | dict(changed)).items() if name in kind.model_fields}
         if into is not None:
             given["out"] = str(into)
-        words = [_word(name, value, kind) for name, value in given.items() if value is not None and value is not False]
-        return " ".join(["sinkscope", self.command, *words])
-
-
-def _word(name: str, value: Any, kind: type[Options]) -> str:
-    text = shlex.quote(",".join(map(str, value)) if isinstance(value, list) else str(value))
-    if name in kind.arguments:
-        return text
-    return flag(name) if value is True else f"{flag(name)} {text}"
+        words = ["sinkscope", self.command]
+        for name, value in given.items():
+            if value is None or value is False:
+                continue
+            if name not in kind.arguments:
+                words.append(flag(name))
+            if value is not True:
+                words.append(shlex.quote(",".join(map(str, value)) if isinstance(value, list) else str(value)))
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One method, trained once.
-
-    Attributes:
-        training: The training that it is an arm of.
-        label: Its name.
-        seed: The seed of the training.
-        run: Its run on held-out text.
-        method: As `sinkscope list retrofits` names it.
-        parameters: The given parameters of the method.
-    """
+    """One method, trained once."""
 
     training: Training = field(repr=False)
     label: str
     seed: int
-    run: RunData = field(repr=False)
-    method: str = UNTOUCHED
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    run: RunData = field(repr=False)  # on held-out text
+    method: str = UNTOUCHED  # as `sinkscope list retrofits` names it
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # those that were given
 
-    @property
+    @cached_property
     def variant(self) -> str:
-        """The method's parameters, those that were not given at their defaults."""
+        """The method's parameters, with defaults for those that were not given."""
         return make_retrofit(self.method, self.parameters).model_dump_json()
 
     def metric(self, name: str) -> float:
-        """A metric of the whole model from the table `retrofit`, or else from its run; NaN if neither has it."""
-        rows = self._rows(self.training.tables["retrofit"])
-        found = rows[rows["metric"] == name]["value"]
-        return float(found.iloc[0]) if len(found) else self.run.metric(name)
+        """A metric of the complete model from the table `retrofit`, or else from the run; NaN if neither has it."""
+        value = self.training.metrics.get((self.label, self.seed, name))
+        return self.run.metric(name) if value is None else float(value)
 
     def by_step(self, metric: str, layer: int = -1) -> pd.Series:
         """Step → a metric that was recorded in training."""
-        rows = self._rows(self.training.tables["training"])
+        table = self.training.tables["training"]
+        rows = table[(table["condition"] == self.label) & (table["seed"] == self.seed)]
         rows = rows[(rows["metric"] == metric) & (rows["layer"] == layer)]
         return rows.set_index("step")["value"].sort_index()
 
-    def _rows(self, table: pd.DataFrame) -> pd.DataFrame:
-        return table[(table["condition"] == self.label) & (table["seed"] == self.seed)]
+    def is_wanted(self, typed: str, meant: Mapping[str, str]) -> bool:
+        """Whether it is the arm that a claim names, whatever its parameters for the start.
+
+        Args:
+            typed: The method; with parameters where only arms with these are wanted, and others at their defaults.
+            meant: Method → the variant that is wanted where no parameters are typed.
+        """
+        method, parameters = parse_spec(typed, "--method")
+        if self.method != method:
+            return False
+        if not parameters:
+            return method == PLAIN or meant.get(method) == self.variant
+        own, asked = (make_retrofit(method, given) for given in (self.parameters, parameters))
+        return own.model_dump(exclude=START_PARAMETERS) == asked.model_dump(exclude=START_PARAMETERS)
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The folder of one `analyze` over steps: a run for each step of a training.
-
-    Attributes:
-        manifest: The content of run.json.
-        runs: Step → its run, in their order.
-        folder: Its path.
-    """
+    """The folder of one `analyze` over steps: a run for each step of a training."""
 
     manifest: Mapping[str, Any]
-    runs: Mapping[int, RunData] = field(repr=False)
+    runs: Mapping[int, RunData] = field(repr=False)  # step → its run, in their order
     folder: Path | None = None
 
     @property
@@ -161,28 +165,8 @@ class Steps:
         return Path(self.manifest["config"]["model"])
 
 
-START_PARAMETERS = {"deviation"}  # parameters of methods that say where a training begins, not what is trained
-
-
-def alike(
-    trainings: Iterable[Training], but: Iterable[str] = (), fixed: Callable[[Training], Any] = lambda training: None
-) -> list[list[Training]]:
-    """Group trainings by their settings.
-
-    Args:
-        trainings: Trainings of any models.
-        but: Settings that may differ.
-        fixed: A further value that has to be the same.
-    """
-    found: dict[str, list[Training]] = {}
-    for training in trainings:
-        settings = {name: value for name, value in training.settings.items() if name not in but}
-        found.setdefault(json.dumps([settings, fixed(training)], sort_keys=True), []).append(training)
-    return list(found.values())
-
-
 def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
-    """Method → the variants of its arms, in their order; except for plain training, which has none."""
+    """Method → the variants of its arms, in order, except for plain training, which has none."""
     found: dict[str, dict[str, None]] = {}
     for arm in (arm for training in trainings for arm in training.arms if arm.method != PLAIN):
         found.setdefault(arm.method, {})[arm.variant] = None
@@ -190,7 +174,7 @@ def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
 
 
 def wanted_arms(text: str) -> list[str]:
-    """Split arms as they are typed, `none,key-bias:value=axis,norm=5`."""
+    """Split a list of arms such as `none,key-bias:value=axis,norm=5`."""
     found: list[str] = []
     for part in text.split(","):
         if "=" in part and ":" not in part:  # a further parameter of the last one
@@ -203,13 +187,12 @@ def wanted_arms(text: str) -> list[str]:
 def arms_by_seed(
     trainings: Iterable[Training], wanted: Iterable[str], meant: Mapping[str, str] | None = None
 ) -> list[dict[str, Arm]]:
-    """For each seed that has all these arms, the arms as they are wanted, of one folder where one has all of them.
+    """For each seed that has all wanted arms, these arms, from a single folder if one has all of them.
 
     Args:
         trainings: With the same settings.
-        wanted: Methods as the folders name them, with parameters where only arms with these are wanted, and others at
-            their defaults but for their start's, and "untouched": the model that all arms of a `retrofit` began from.
-        meant: Method → the variant that is meant where no parameters are wanted; without it only plain arms are.
+        wanted: Methods as in `Arm.is_wanted`, and "untouched": the model that all arms of a `retrofit` began from.
+        meant: As in `Arm.is_wanted`; without it, only plain arms are wanted without parameters.
     """
     wanted = list(wanted)
     of_one_folder: dict[int, dict[str, Arm]] = {}
@@ -218,7 +201,7 @@ def arms_by_seed(
         by_seed: dict[int, dict[str, Arm]] = {}
         for arm in training.arms:
             for typed in wanted:
-                if _is_wanted(arm, typed, meant or {}):
+                if arm.is_wanted(typed, meant or {}):
                     by_seed.setdefault(arm.seed, {}).setdefault(typed, arm)
         for seed, arms in by_seed.items():
             if UNTOUCHED in training.runs:
@@ -226,19 +209,8 @@ def arms_by_seed(
             if set(wanted) <= arms.keys():
                 of_one_folder.setdefault(seed, arms)
             of_several[seed] = arms | of_several.get(seed, {})
-    whole = {seed: arms for seed, arms in of_several.items() if set(wanted) <= arms.keys()} | of_one_folder
-    return [whole[seed] for seed in sorted(whole)]
-
-
-def _is_wanted(arm: Arm, typed: str, meant: Mapping[str, str]) -> bool:
-    method, parameters = parse_spec(typed, "--method")
-    if arm.method != method:
-        return False
-    if not parameters:
-        return method == PLAIN or meant.get(method) == arm.variant
-    own = make_retrofit(arm.method, arm.parameters)
-    asked = make_retrofit(method, parameters)
-    return own.model_dump(exclude=START_PARAMETERS) == asked.model_dump(exclude=START_PARAMETERS)
+    complete = {seed: arms for seed, arms in of_several.items() if set(wanted) <= arms.keys()} | of_one_folder
+    return [complete[seed] for seed in sorted(complete)]
 
 
 # --- the settings in which plain trainings differ
@@ -246,30 +218,19 @@ def _is_wanted(arm: Arm, typed: str, meant: Mapping[str, str]) -> bool:
 Level = float | str
 
 
-@dataclass(frozen=True)
-class Factor:
-    """One setting.
+class Factor(NamedTuple):
+    """One setting in which plain trainings differ."""
 
-    Attributes:
-        settings: The only entries of `Training.settings` that may differ.
-        level: The setting's value; None where a folder does not say.
-        options: The options that have to be given to `train`, as typed.
-        fixed: A further value that has to be the same.
-    """
+    settings: tuple[str, ...]  # the entries of `Training.settings` that may differ; the first that is set is the level
+    options: str  # the options that have to be given to `train`, as typed
+    level: Callable[[Training], Level | None] | None = None  # if it is not an entry; None if it is not recorded
+    fixed: Callable[[Training], Any] = lambda training: None  # a further value that has to be the same
 
-    settings: tuple[str, ...]
-    level: Callable[[Training], Level | None]
-    options: str
-    fixed: Callable[[Training], Any] = lambda training: None
-
-
-def _setting(*names: str) -> Callable[[Training], Level | None]:
-    """The first of these entries that a training has."""
-    return lambda training: next((found for name in names if (found := training.settings.get(name)) is not None), None)
-
-
-def _tokens_a_step(training: Training) -> Level:
-    return tokens_a_step(training.settings, training.settings["processes"])
+    def level_of(self, training: Training) -> Level | None:
+        if self.level is not None:
+            return self.level(training)
+        settings = training.settings
+        return next((settings[name] for name in self.settings if settings.get(name) is not None), None)
 
 
 def _tokens(training: Training) -> Level | None:
@@ -278,113 +239,256 @@ def _tokens(training: Training) -> Level | None:
     return None if blocks is None else blocks * training.settings["block_length"]
 
 
-def _rate_times_steps(training: Training) -> float:
-    return float(f"{training.settings['learning_rate'] * training.settings['steps']:.6g}")
-
-
-def _window(training: Training) -> Level:
-    """The window in tokens; ∞ where all earlier ones are seen."""
-    return training.settings.get("sliding_window") or inf
-
-
-RATES = ("learning_rate", "new_learning_rate")  # the second is that of methods, of which a plain training has none
 IN_A_CONFIG = "--config config.json, several that differ in"
-
+RATES = ("learning_rate", "new_learning_rate")  # the second is for methods; a plain training has none
 FACTORS = {
-    "learning-rate": Factor(RATES, _setting("learning_rate"), "--learning-rate R, with several R"),
+    "learning-rate": Factor(RATES, "--learning-rate R, with several R"),
     "learning-rate-and-steps": Factor(
-        (*RATES, "steps"),
-        _setting("learning_rate"),
-        "--learning-rate R --steps N, with several R and the same R × N",
-        _rate_times_steps,
-    ),
-    "batch-size": Factor(("batch_size", "accumulation", "processes"), _tokens_a_step, "--batch-size N, with several N"),
-    "data": Factor(("tokens",), _tokens, "--tokens N, with a small N and a large one"),
-    "random-tokens": Factor(("random_tokens",), _setting("random_tokens"), "--random-tokens N, with N = 0, 1 and 2"),
-    "fixed-position": Factor(
-        ("fixed_position",), _setting("fixed_position"), "--fixed-position K, with K = 0, 1 and 2"
-    ),
-    "positions": Factor(
-        ("position_scheme",),
-        _setting("position_scheme"),
-        "--config llama-60m:position_scheme=S, with S = none, absolute, learned, relative, alibi and rotary",
-    ),
-    "weight-decay": Factor(
-        ("weight_decay",), _setting("weight_decay"), "--weight-decay W, with W = 0, others from 0.1 to 2, and 5"
-    ),
-    "window": Factor(
-        ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-        _window,
+        (*RATES, "steps"), "--learning-rate R --steps N, with several R and the same R × N",
+        fixed=lambda training: float(f"{training.settings['learning_rate'] * training.settings['steps']:.6g}")),
+    "batch-size": Factor(("batch_size", "accumulation", "processes"), "--batch-size N, with several N",
+        lambda training: tokens_a_step(training.settings, training.settings["processes"])),
+    "data": Factor(("tokens",), "--tokens N, with a small N and a large one", _tokens),
+    "random-tokens": Factor(("random_tokens",), "--random-tokens N, with N = 0, 1 and 2"),
+    "fixed-position": Factor(("fixed_position",), "--fixed-position K, with K = 0, 1 and 2"),
+    "positions": Factor(("position_scheme",), "--config llama-60m:position_scheme=S, with S = none, absolute, learned, "
+        "relative, alibi and rotary"),
+    "weight-decay": Factor(("weight_decay",), "--weight-decay W, with W = 0, others from 0.1 to 2, and 5"),
+    "window": Factor(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
         f"{IN_A_CONFIG} sliding_window",
-    ),
-    "feed-forward": Factor(
-        ("feed_forward", "hidden_act", "activation_function"),
-        _setting("feed_forward", "hidden_act", "activation_function"),
-        f"{IN_A_CONFIG} hidden_act",
-    ),
-    "heads": Factor(
-        ("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"),
-        _setting("num_attention_heads", "n_head"),
+        lambda training: training.settings.get("sliding_window") or inf),  # ∞: all earlier tokens are seen
+    "feed-forward": Factor(("feed_forward", "hidden_act", "activation_function"), f"{IN_A_CONFIG} hidden_act"),
+    "heads": Factor(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"),
         f"{IN_A_CONFIG} num_attention_heads",
-    ),
+        lambda training: training.settings.get("num_attention_heads") or training.settings.get("n_head")),
+}  # fmt: skip
+
+
+# --- studies
+
+SEEDS = 3  # in suggested commands: two seeds give a very wide interval
+TASK = "bigram-backcopy"
+FEWEST = 4  # sizes: a rank correlation over fewer has no interval
+
+
+@dataclass(frozen=True)
+class Study:
+    """Several runs that are read together. Each kind fills its own fields."""
+
+    folders: tuple[Path | None, ...]
+    setting: str = ""  # the setting that is read, in words, if several were trained
+    by_seed: tuple[Mapping[str, Arm], ...] = ()  # arms of trainings with the same settings, for each seed by method
+    by_level: Mapping[Level, Mapping[int, RunData]] = field(default_factory=dict)  # level of a factor → seed → run
+    steps: tuple[Mapping[int, RunData], ...] = ()  # for each training of a model: step → run
+    logged: tuple[Mapping[int, float], ...] = ()  # for each seed of a training: step → sink rate in percent, as logged
+    runs: Mapping[str, RunData] = field(default_factory=dict)  # related models: name → run on text
+    scores: Mapping[str, float] = field(default_factory=dict)  # their scores on a task
+
+
+@dataclass(frozen=True)
+class Given:
+    """All given data, and the model that is judged."""
+
+    name: str
+    trainings: tuple[Training, ...] = ()  # of all models
+    series: tuple[Steps, ...] = ()  # the measured steps of this model's trainings
+    naturals: Mapping[str, RunData] = field(default_factory=dict)  # model → its run on text, for all models
+    variant: int = 0  # the index of the arm to read, if a method has several
+    scores: tuple[Scores, ...] = ()
+
+    @cached_property
+    def meant(self) -> dict[str, str]:
+        """Method → the variant to read, for methods with enough variants."""
+        known = variants(self.own).items()
+        return {method: kinds[self.variant] for method, kinds in known if self.variant < len(kinds)}
+
+    @property
+    def own(self) -> list[Training]:
+        return [training for training in self.trainings if training.model == self.name]
+
+    @property
+    def own_fresh(self) -> list[Training]:
+        """This model's trainings from random weights."""
+        return [training for training in self.own if training.command == "train"]
+
+
+Found = TypeVar("Found", bound=Sized)
+
+
+def _alike(
+    trainings: Iterable[Training], but: Iterable[str] = (), fixed: Callable[[Training], Any] = lambda training: None
+) -> list[list[Training]]:
+    """Group trainings by their settings except for those in `but`, and by a further value."""
+    found: dict[str, list[Training]] = {}
+    for training in trainings:
+        settings = {name: value for name, value in training.settings.items() if name not in but}
+        found.setdefault(json.dumps([settings, fixed(training)], sort_keys=True), []).append(training)
+    return list(found.values())
+
+
+def _with_most(
+    groups: Iterable[tuple[list[Training], Found]], but: Iterable[str] = ()
+) -> tuple[list[Training], Found, str] | None:
+    """Choose among groups of trainings, each with the items that were found in it; None if there are no items.
+
+    Among the groups with the most items, it is the one whose plain models end with the most sinks, since effects on
+    sinks can be seen only where there are some. Fine-tuned models had their sinks before: for them it is the first.
+
+    Args:
+        groups: The trainings of each have the same settings.
+        but: Settings that differ within each group.
+
+    Returns:
+        The group, its items, and its setting in words: «learning_rate=0.002, of 2 settings that with most
+        plain sinks: 0.0, 59.4 %»; empty if there is only one.
+    """
+    found = [(group, own) for group, own in groups if len(own)]
+    if not found:
+        return None
+    most = max(len(own) for _, own in found)
+    found = [(group, own) for group, own in found if len(own) == most]
+    if len(found) == 1:
+        return *found[0], ""
+    sinks = [_plain_sinks(group) for group, _ in found]
+    group, own = found[int(np.argmax(sinks))]
+    same = [at for at, (others, _) in enumerate(found) if others[0].command == group[0].command]
+    settings = [found[at][0][0].settings for at in same]
+    if len(settings) == 1:
+        return group, own, ""
+    differing: dict[tuple[str, ...], str] = {}  # settings that differ in the same way are named once
+    for name in dict.fromkeys(name for each in settings for name in each if name not in but):
+        values = tuple(str(each.get(name)) for each in settings)
+        if len(set(values)) > 1:
+            differing.setdefault(values, f"{name}={group[0].settings.get(name)}")
+    rates = ", ".join(f"{100 * sinks[at]:.1f}" for at in same)
+    which = f"that with most plain sinks: {rates} %" if group[0].command == "train" else "the first"
+    return group, own, f"{', '.join(differing.values())}, of {len(settings)} settings {which}"
+
+
+def _plain_sinks(trainings: Iterable[Training]) -> float:
+    """The mean sink rate of plain models trained from random weights; 0 if it was not measured."""
+    fresh = [training for training in trainings if training.command == "train"]
+    rates = [arm.metric("sink_rate") for training in fresh for arm in training.arms if arm.method == PLAIN]
+    return float(np.nan_to_num(np.mean(rates))) if rates else 0.0
+
+
+def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
+    return tuple(dict.fromkeys(training.folder for training in trainings))
+
+
+# --- arms
+
+OF_ARMS: dict[NeedKind, tuple[str, str]] = {  # the command and the text of their trainings; "" for any
+    "arms": ("", ""),
+    "retrofit": ("retrofit", ""),
+    "train": ("train", ""),
+    "backcopy": ("train", TASK),
 }
+
+
+def _with_arms(given: Given, need: Need) -> list[Training]:
+    command, text = OF_ARMS[need.kind]
+    return [each for each in given.own if command in ("", each.command) and text in ("", each.settings["text"])]
+
+
+def _find_arms(given: Given, need: Need) -> Study | None:
+    wanted = wanted_arms(need.of)
+    found = _with_most((group, arms_by_seed(group, wanted, given.meant)) for group in _alike(_with_arms(given, need)))
+    if found is None:
+        return None
+    _, by_seed, setting = found
+    folders = _folders(arms[method].training for arms in by_seed for method in wanted)
+    return Study(folders, setting, by_seed=tuple(by_seed))
+
+
+def _train_arms(given: Given, need: Need) -> str:
+    """Return the command that adds the arms to a folder, or repeats the training elsewhere if it has a single seed."""
+    methods = ",".join(method for method in wanted_arms(need.of) if method != UNTOUCHED)
+    if known := _with_arms(given, need):
+        if known[0].manifest["config"].get("seeds", 1) > 1:
+            return known[0].again({"method": methods}, known[0].folder)
+        return known[0].again({"method": methods, "seeds": SEEDS})
+    command, text = OF_ARMS[need.kind]
+    if text:
+        return f"sinkscope run {text}"
+    words = "sinkscope train" if command == "train" else "sinkscope retrofit {model}"
+    return f"{words} --method {methods} --seeds {SEEDS}"
+
+
+# --- plain trainings that differ in one setting
+
+
+def _factor_and_arm(need: Need) -> tuple[Factor, str]:
+    """Parse «learning-rate» (of plain trainings) or «learning-rate,operation:kind=sigmoid» (of another arm)."""
+    name, *arm = wanted_arms(need.of)
+    return FACTORS[name], (arm or [PLAIN])[0]
+
+
+def _find_factor(given: Given, need: Need) -> Study | None:
+    """Find the group with the most levels that includes this model."""
+    factor, arm = _factor_and_arm(need)
+    fresh = [training for training in given.trainings if training.command == "train"]
+    groups = []
+    for group in _alike(fresh, factor.settings, factor.fixed):
+        by_level: dict[Level, dict[int, RunData]] = {}
+        for training in group:
+            runs = {arms[arm].seed: arms[arm].run for arms in arms_by_seed([training], [arm])}
+            level = factor.level_of(training)
+            if runs and level is not None:
+                by_level[level] = runs | by_level.get(level, {})
+        if len(by_level) > 1 and given.name in {training.model for training in group}:
+            groups.append((group, {level: by_level[level] for level in sorted(by_level)}))
+    found = _with_most(groups, factor.settings)
+    if found is None:
+        return None
+    group, by_level, setting = found
+    return Study(_folders(group), setting, by_level=by_level)
+
+
+def _vary(given: Given, need: Need) -> str:
+    factor, arm = _factor_and_arm(need)
+    words = f"sinkscope train --method {arm} --seeds {SEEDS}"
+    if given.own_fresh:
+        config = {"config": None} if "--config" in factor.options else {}
+        changed = {"method": arm, "seeds": SEEDS} | config | dict.fromkeys(factor.settings)
+        words = given.own_fresh[0].again(changed)
+    return f"{words} {factor.options}"
+
+
+# --- steps
+
+
+def _find_steps(given: Given, need: Need) -> Study | None:
+    """Find measured steps; for a `course` without any, the logs of trainings from random weights."""
+    if given.series:
+        folders = tuple(series.folder for series in given.series)
+        return Study(folders, steps=tuple(series.runs for series in given.series))
+    groups = ((group, arms_by_seed(group, [PLAIN])) for group in _alike(given.own_fresh))
+    if need.kind == "steps" or (found := _with_most(groups)) is None:
+        return None
+    _, by_seed, setting = found
+    arms = [by_method[PLAIN] for by_method in by_seed]
+    logged = tuple((100 * rates).to_dict() for arm in arms if len(rates := arm.by_step("sink_rate")))
+    return Study(_folders(arm.training for arm in arms), setting, logged=logged) if logged else None
+
+
+def _analyze_steps(given: Given, need: Need) -> str:
+    plain = [arms[PLAIN].run.folder for training in given.own_fresh for arms in arms_by_seed([training], [PLAIN])]
+    if plain and plain[0] is not None:
+        return f"sinkscope analyze {plain[0].parent / 'checkpoints'}, and of every other seed"
+    return "sinkscope analyze {model} --revision STEP,STEP,…"
 
 
 # --- related models
 
-FEWEST = 4  # sizes: resampled, fewer give no interval of a rank correlation
-MORE_SIZES = f"sinkscope claims --from RUN --from RUN …, with runs of {FEWEST} or more sizes of its family"
-MORE_SCORES = (
-    f"sinkscope claims --from RUN … --from SCORES …, with runs of {FEWEST} or more sizes of its family and what "
-    "sinkscope benchmark --tasks {} gave of each"
-)
 _SIZE = re.compile(r"(?<![a-z0-9])\d+(\.\d+)?[mbk](?![a-z0-9])", re.IGNORECASE)
 _SIZE_IN_WORDS = re.compile(r"[-_](small|medium|large|xl)(?=$|[-_.])", re.IGNORECASE)
 _CHAT = re.compile(r"[-_](chat|instruct|it|sft|dpo)(?=$|[-_.])", re.IGNORECASE)
-_COMPARABLE = ("seq_len", "window", "epsilon")
 
 
 def family_of(name: str) -> str:
     """A model's name without its size."""
     return _SIZE_IN_WORDS.sub("", _SIZE.sub("…", name))
-
-
-def sizes(name: str, naturals: Mapping[str, RunData]) -> dict[str, RunData]:
-    """Return the runs of this model's family that were measured alike, from the smallest model on; none if they are too
-    few.
-    """
-    if name not in naturals:
-        return {}
-    found = {
-        other: run
-        for other, run in naturals.items()
-        if family_of(other) == family_of(name)
-        and _measured_alike(run, naturals[name])
-        and run.manifest["model"].get("parameters")
-    }
-    by_size = dict(sorted(found.items(), key=lambda item: parameters(item[1])))
-    return by_size if len(set(map(parameters, by_size.values()))) >= FEWEST else {}
-
-
-def parameters(run: RunData) -> int:
-    return int(run.manifest["model"]["parameters"])
-
-
-def _measured_alike(first: RunData, second: RunData) -> bool:
-    return all(first.manifest["config"].get(key) == second.manifest["config"].get(key) for key in _COMPARABLE)
-
-
-def with_base(name: str, naturals: Mapping[str, RunData]) -> dict[str, RunData]:
-    """The runs of a chat model's base and of itself, in this order; none unless both were measured, and alike."""
-    base = base_of(name)
-    if (
-        base is None
-        or base not in naturals
-        or name not in naturals
-        or not _measured_alike(naturals[base], naturals[name])
-    ):
-        return {}
-    return {base: naturals[base], name: naturals[name]}
 
 
 def base_of(name: str) -> str | None:
@@ -393,336 +497,82 @@ def base_of(name: str) -> str | None:
     return base if base != name else None
 
 
-# --- studies
-
-SEEDS = 3  # in the commands that are suggested: two seeds give hardly any interval
-TASK = "bigram-backcopy"
-
-Found = TypeVar("Found", bound=Sized)
+def parameters(run: RunData) -> int:
+    return int(run.manifest["model"]["parameters"])
 
 
-@dataclass(frozen=True)
-class Study:
-    """Several runs that are read together.
-
-    Attributes:
-        folders: Their paths.
-        setting: The setting that is read, in words, if several were trained; else empty.
-    """
-
-    folders: tuple[Path | None, ...]
-    setting: str = field(default="", kw_only=True)
+def _measured_alike(first: RunData, second: RunData) -> bool:
+    configs = first.manifest["config"], second.manifest["config"]
+    return all(configs[0].get(key) == configs[1].get(key) for key in ("seq_len", "window", "epsilon"))
 
 
-@dataclass(frozen=True)
-class ArmStudy(Study):
-    """Arms of trainings with the same settings. `by_seed`: for each seed its arms by method."""
-
-    by_seed: tuple[Mapping[str, Arm], ...]
-
-
-@dataclass(frozen=True)
-class FactorStudy(Study):
-    """Arms, mostly plain ones, of trainings that differ in one setting.
-
-    Attributes:
-        by_level: The setting's level, in their order → seed → run.
-    """
-
-    by_level: Mapping[Level, Mapping[int, RunData]]
-
-
-@dataclass(frozen=True)
-class StepStudy(Study):
-    """One or several trainings of a model by step. `each`: step → run."""
-
-    each: tuple[Mapping[int, RunData], ...]
-
-
-@dataclass(frozen=True)
-class LoggedStudy(Study):
-    """The seeds of one plain training. `each`: step → the sink rate in percent, as it was logged."""
-
-    each: tuple[Mapping[int, float], ...]
-
-
-@dataclass(frozen=True)
-class ModelStudy(Study):
-    """Several models on text. `runs`: by the models' names."""
-
-    runs: Mapping[str, RunData]
-
-
-@dataclass(frozen=True)
-class ScoreStudy(ModelStudy):
-    """Several models on text and on a task. `scores`: by the models' names."""
-
-    scores: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Given:
-    """Everything that was given to be judged, and the model that is judged.
-
-    Attributes:
-        name: The model's name.
-        trainings: The trainings of all models.
-        series: The measured steps of this model's trainings.
-        naturals: Model → its run on text, for all models.
-        variant: The index of the arm that is read, if a method has several.
-        scores: The results of `benchmark`.
-    """
-
-    name: str
-    trainings: tuple[Training, ...] = ()
-    series: tuple[Steps, ...] = ()
-    naturals: Mapping[str, RunData] = field(default_factory=dict)
-    variant: int = 0
-    scores: tuple[Scores, ...] = ()
-
-    @property
-    def meant(self) -> dict[str, str]:
-        """Method → the variant that is read, for methods with enough variants."""
-        return {
-            method: known[self.variant] for method, known in variants(self.own).items() if self.variant < len(known)
-        }
-
-    @property
-    def own(self) -> list[Training]:
-        return [training for training in self.trainings if training.model == self.name]
-
-
-class Kind(NamedTuple):
-    """How studies of a kind are found, and the command that makes one; both take `Need.of`."""
-
-    find: Callable[[Given, str], Study | None]
-    command: Callable[[Given, str], str]
-
-
-# --- arms
-
-
-def _arms(command: str = "", task: str = "") -> Kind:
-    """Arms of one command or of both, on any text or on a task."""
-
-    def known(given: Given) -> list[Training]:
-        fits = (command, task)
-        return [each for each in given.own if fits[0] in ("", each.command) and fits[1] in ("", each.settings["text"])]
-
-    def find(given: Given, methods: str) -> ArmStudy | None:
-        wanted = wanted_arms(methods)
-        most, setting = _of_one_setting(known(given), lambda group: arms_by_seed(group, wanted, given.meant))
-        if not most:
-            return None
-        arms = [arms[method] for arms in most for method in wanted]
-        return ArmStudy(_folders(arm.training for arm in arms), tuple(most), setting=setting)
-
-    def named(given: Given, methods: str) -> str:
-        wanted = ",".join(method for method in wanted_arms(methods) if method != UNTOUCHED)
-        if there := known(given):
-            return _with_methods(there[0], wanted)
-        if task:
-            return f"sinkscope run {task}"
-        words = f"sinkscope {command}" if command == "train" else "sinkscope retrofit {model}"
-        return f"{words} --method {wanted} --seeds {SEEDS}"
-
-    return Kind(find, named)
-
-
-def _of_one_setting(
-    trainings: Iterable[Training], arms_of: Callable[[list[Training]], list[dict[str, Arm]]]
-) -> tuple[list[dict[str, Arm]], str]:
-    """The arms by seed of trainings with the same settings, and in words which of several settings that is.
-
-    Of those with most seeds it is the one in which plain models end with most sinks, for what is said of sinks can be
-    seen where there are some. Fine-tuned models have theirs from before: there it is the first.
-    """
-    found = [(group, arms) for group in alike(trainings) if (arms := arms_of(group))]
-    if not found:
-        return [], ""
-    _, arms, setting = _with_most(found)
-    return arms, setting
-
-
-def _with_most(
-    found: Sequence[tuple[list[Training], Found]], but: Container[str] = ()
-) -> tuple[list[Training], Found, str]:
-    """Choose among groups of trainings, each with what was found in it: among those with the most the one whose plain
-    models end with most sinks. Also say which setting that is. `but`: settings that differ within each.
-    """
-    most = max(len(own) for _, own in found)
-    found = [(group, own) for group, own in found if len(own) == most]
-    sinks = [_plain_sinks(group) for group, _ in found]
-    group, own = found[int(np.argmax(sinks))]
-    return group, own, _setting_of(group[0], [group[0] for group, _ in found], sinks, but)
-
-
-def _setting_of(chosen: Training, among: Sequence[Training], sinks: Sequence[float], but: Container[str]) -> str:
-    """«learning_rate=0.002, of 2 settings that with most plain sinks: 0.0, 59.4 %»; empty where there is one.
-
-    Args:
-        but: Settings that differ within each, too.
-    """
-    same = [place for place, training in enumerate(among) if training.command == chosen.command]
-    settings = [among[place].settings for place in same]
-    if len(settings) == 1:
-        return ""
-    differing: dict[tuple[str, ...], str] = {}  # one name of settings that follow each other
-    for name in dict.fromkeys(name for each in settings for name in each if name not in but):
-        values = tuple(str(each.get(name)) for each in settings)
-        if len(set(values)) > 1:
-            differing.setdefault(values, f"{name}={chosen.settings.get(name)}")
-    rates = ", ".join(f"{100 * sinks[place]:.1f}" for place in same)
-    which = f"that with most plain sinks: {rates} %" if chosen.command == "train" else "the first"
-    return f"{', '.join(differing.values())}, of {len(settings)} settings {which}"
-
-
-def _plain_sinks(trainings: Iterable[Training]) -> float:
-    """The mean sink rate of models that were trained plainly, from random weights; 0 where it was not measured."""
-    fresh = [training for training in trainings if training.command == "train"]
-    rates = [arm.metric("sink_rate") for training in fresh for arm in training.arms if arm.method == PLAIN]
-    return float(np.nan_to_num(np.mean(rates))) if rates else 0.0
-
-
-def _with_methods(training: Training, wanted: str) -> str:
-    """Return the command that adds arms to a folder, or repeats all of it elsewhere if it has a single seed."""
-    if training.manifest["config"].get("seeds", 1) > 1:
-        return training.again({"method": wanted}, training.folder)
-    return training.again({"method": wanted, "seeds": SEEDS})
-
-
-def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
-    return tuple(dict.fromkeys(training.folder for training in trainings))
-
-
-# --- plain trainings that differ in one setting
-
-
-def _named(of: str) -> tuple[str, str]:
-    """Split a factor and the arm whose runs are read: `learning-rate` for plain trainings, or with another arm,
-    `learning-rate,operation:kind=sigmoid`.
-    """
-    name, *arm = wanted_arms(of)
-    return name, (arm or [PLAIN])[0]
-
-
-def _find_factor(given: Given, of: str) -> FactorStudy | None:
-    """Find the group with most levels that this model is in; among several choose as `_of_one_setting` does."""
-    name, arm = _named(of)
-    factor = FACTORS[name]
-    fresh = [training for training in given.trainings if training.command == "train"]
-    found = []
-    for group in alike(fresh, factor.settings, factor.fixed):
-        by_level = _by_level(group, factor.level, arm)
-        if len(by_level) > 1 and given.name in {training.model for training in group}:
-            found.append((group, by_level))
-    if not found:
+def _find_sizes(given: Given, need: Need) -> Study | None:
+    """Find the models of a family that were measured alike, by increasing size; for `scores` those with a score."""
+    scores = {}
+    if need.kind == "scores":
+        for one in given.scores:
+            rows = one.main[one.main["condition"] == need.of]
+            if len(rows):
+                scores[str(one.manifest["model"]["name"])] = (one.folder, float(rows["score"].iloc[0]))
+    known = {name: run for name, run in given.naturals.items() if need.kind == "sizes" or name in scores}
+    if given.name not in known:
         return None
-    group, by_level, setting = _with_most(found, factor.settings)
-    return FactorStudy(_folders(group), by_level, setting=setting)
-
-
-def _by_level(
-    trainings: Iterable[Training], level: Callable[[Training], Level | None], arm: str
-) -> dict[Level, dict[int, RunData]]:
-    found: dict[Level, dict[int, RunData]] = {}
-    for training in trainings:
-        runs = {arms[arm].seed: arms[arm].run for arms in arms_by_seed([training], [arm])}
-        at = level(training)
-        if runs and at is not None:
-            found[at] = runs | found.get(at, {})
-    return {at: found[at] for at in sorted(found)}
-
-
-def _vary(given: Given, of: str) -> str:
-    name, arm = _named(of)
-    factor = FACTORS[name]
-    fresh = [training for training in given.own if training.command == "train"]
-    changed = {"method": arm, "seeds": SEEDS}
-    words = f"sinkscope train --method {arm} --seeds {SEEDS}"
-    if fresh:
-        config = {"config": None} if "--config" in factor.options else {}
-        words = fresh[0].again(changed | config | dict.fromkeys(factor.settings))
-    return f"{words} {factor.options}"
-
-
-# --- steps
-
-
-def _find_steps(given: Given, _: str) -> StepStudy | None:
-    if not given.series:
-        return None
-    folders = tuple(series.folder for series in given.series)
-    return StepStudy(folders, tuple(series.runs for series in given.series))
-
-
-def _find_course(given: Given, of: str) -> Study | None:
-    """Runs of steps; where there are none, what trainings from random weights logged."""
-    return _find_steps(given, of) or _find_logged(given)
-
-
-def _find_logged(given: Given) -> LoggedStudy | None:
-    fresh = [training for training in given.own if training.command == "train"]
-    most, setting = _of_one_setting(fresh, lambda group: arms_by_seed(group, [PLAIN]))
-    arms = [by_method[PLAIN] for by_method in most]
-    each = [(100 * rates).to_dict() for arm in arms if len(rates := arm.by_step("sink_rate"))]
-    return LoggedStudy(_folders(arm.training for arm in arms), tuple(each), setting=setting) if each else None
-
-
-def _analyze_steps(given: Given, _: str) -> str:
-    folders = [
-        arms[PLAIN].run.folder
-        for training in given.own
-        if training.command == "train"
-        for arms in arms_by_seed([training], [PLAIN])
-    ]
-    if folders and folders[0] is not None:
-        return f"sinkscope analyze {folders[0].parent / 'checkpoints'}, and of every other seed"
-    return "sinkscope analyze {model} --revision STEP,STEP,…"
-
-
-# --- other models
-
-
-def _find_sizes(given: Given, _: str) -> ModelStudy | None:
-    runs = sizes(given.name, given.naturals)
-    return ModelStudy(tuple(run.folder for run in runs.values()), runs) if runs else None
-
-
-def _find_scores(given: Given, task: str) -> ScoreStudy | None:
-    """The sizes of a family that have a score on the task."""
-    known = {
-        str(one.manifest["model"]["name"]): (one, float(rows["score"].iloc[0]))
-        for one in given.scores
-        if len(rows := one.main[one.main["condition"] == task])
+    alike = {
+        name: run
+        for name, run in known.items()
+        if family_of(name) == family_of(given.name)
+        and _measured_alike(run, known[given.name])
+        and run.manifest["model"].get("parameters")
     }
-    runs = sizes(given.name, {name: run for name, run in given.naturals.items() if name in known})
-    folders = (*(run.folder for run in runs.values()), *(known[name][0].folder for name in runs))
-    return ScoreStudy(folders, runs, {name: known[name][1] for name in runs}) if runs else None
+    runs = dict(sorted(alike.items(), key=lambda item: parameters(item[1])))
+    if len(set(map(parameters, runs.values()))) < FEWEST:
+        return None
+    folders = (*(run.folder for run in runs.values()), *(scores[name][0] for name in runs if name in scores))
+    return Study(folders, runs=runs, scores={name: scores[name][1] for name in runs if name in scores})
 
 
-def _find_base(given: Given, _: str) -> ModelStudy | None:
-    runs = with_base(given.name, given.naturals)
-    return ModelStudy(tuple(run.folder for run in runs.values()), runs) if runs else None
+def _find_base(given: Given, need: Need) -> Study | None:
+    """Find a chat model's base and the chat model, in this order, if both were measured alike."""
+    base, naturals = base_of(given.name), given.naturals
+    if base not in naturals or given.name not in naturals:
+        return None
+    runs = {name: naturals[name] for name in (str(base), given.name)}
+    return Study(tuple(run.folder for run in runs.values()), runs=runs) if _measured_alike(*runs.values()) else None
 
 
-def _analyze_base(given: Given, _: str) -> str:
-    """Name the base as on the hub; a file's name does not say where its base is."""
+def _analyze_base(given: Given, need: Need) -> str:
+    """Name the base as on the hub; the name of a file does not give the path of its base."""
     base = base_of(given.name)
     return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, its base, called {base}"
 
 
+def _measure_sizes(given: Given, need: Need) -> str:
+    if need.kind == "sizes":
+        return f"sinkscope claims --from RUN --from RUN …, with runs of {FEWEST} or more sizes of its family"
+    return (
+        f"sinkscope claims --from RUN … --from SCORES …, with runs of {FEWEST} or more sizes of its family and what "
+        f"sinkscope benchmark --tasks {need.of} gave of each"
+    )
+
+
+# --- all kinds
+
+
+class Kind(NamedTuple):
+    """How studies of a kind are found, and the command that makes one."""
+
+    find: Callable[[Given, Need], Study | None]
+    command: Callable[[Given, Need], str]
+
+
 KINDS: dict[NeedKind, Kind] = {
-    "arms": _arms(),  # arms:none,vga
-    "retrofit": _arms("retrofit"),
-    "train": _arms("train"),
-    "backcopy": _arms("train", TASK),
+    **dict.fromkeys(OF_ARMS, Kind(_find_arms, _train_arms)),  # arms:none,vga
     "factor": Kind(_find_factor, _vary),  # factor:weight-decay
     "steps": Kind(_find_steps, _analyze_steps),
-    "course": Kind(_find_course, _analyze_steps),  # of the sink rate alone, which trainings log
-    "sizes": Kind(_find_sizes, lambda given, _: MORE_SIZES),
+    "course": Kind(_find_steps, _analyze_steps),  # only the sink rate, which trainings log
+    "sizes": Kind(_find_sizes, _measure_sizes),
+    "scores": Kind(_find_sizes, _measure_sizes),  # scores:hellaswag
     "base": Kind(_find_base, _analyze_base),
-    "scores": Kind(_find_scores, lambda given, task: MORE_SCORES.format(task)),  # scores:hellaswag
 }
 
 
@@ -731,15 +581,11 @@ def studies_of(given: Given, needs: Iterable[Need]) -> tuple[dict[Need, Study], 
     found: dict[Need, Study] = {}
     commands: dict[Need, str] = {}
     for need in dict.fromkeys(need for need in needs if need.is_study):
-        study = KINDS[need.kind].find(given, need.of) if given.variant == 0 or _has_variants(need) else None
+        typed = wanted_arms(need.of) if need.kind in OF_ARMS else []
+        has_variants = any(":" not in arm and arm not in (PLAIN, UNTOUCHED) for arm in typed)
+        study = KINDS[need.kind].find(given, need) if given.variant == 0 or has_variants else None
         if study is None:
-            commands[need] = KINDS[need.kind].command(given, need.of)
+            commands[need] = KINDS[need.kind].command(given, need)
         else:
             found[need] = study
     return found, commands
-
-
-def _has_variants(need: Need) -> bool:
-    """Whether a study has methods of which any parameters are wanted."""
-    typed = wanted_arms(need.of) if need.kind in ARMS else []
-    return any(":" not in arm and arm not in (PLAIN, UNTOUCHED) for arm in typed)

@@ -7,7 +7,7 @@ from typing import TypeVar
 import pandas as pd
 
 from sinkscope.measuring.random_weights import AT_RANDOM
-from sinkscope.paper_claims.claim import Claim, Judgment, Part, judge
+from sinkscope.paper_claims.claim import judge
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROLES as ROUTE_ROLES
@@ -35,51 +35,38 @@ def evidence_of(
 
 
 def with_studies(evidence: Evidence, given: Given) -> Evidence:
-    """Add the studies among what was given, and the commands that would make the others."""
+    """Add the studies that were found among the given data, and the commands that would make the others."""
     studies, commands = studies_of(given, NEEDS)
     return replace(evidence, studies=studies, commands=commands)
 
 
 def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
-    """Return the table `claim` of one model, by default under the name that its run has."""
+    """Return the table `claim` of one model, by default under the name in its run."""
     run = evidence.any_run
-    rows = [row for claim in CLAIMS.values() for row in _rows(judge(claim, evidence))]
+    rows = []
+    for claim in CLAIMS.values():
+        judgment = judge(claim, evidence)
+        estimates = judgment.estimates or [Estimate(float("nan"))] * len(claim.parts)
+        passes = judgment.outcomes or [judgment.outcome] * len(claim.parts)
+        published = "; ".join(
+            f"{item.name} {item.value:g}{item.mark} ({item.setting}; {item.source})" for item in claim.published
+        )
+        rows += [
+            (claim.id, claim.paper, claim.reference, claim.statement, number, part.quantity,
+             estimate.value, estimate.low, estimate.high, estimate.null, estimate.null_low, estimate.null_high,
+             part.test.text(part.form), part.test.least, part.test.most, claim.is_ours, published,
+             str(outcome), part.test.power(estimate), str(judgment.outcome), str(claim.null), judgment.null_passes,
+             judgment.tells, judgment.reason or estimate.note)
+            for number, (part, estimate, outcome) in enumerate(zip(claim.parts, estimates, passes, strict=True))
+        ]  # fmt: skip
     table = pd.DataFrame(rows, columns=names_of(CLAIM_COLUMNS))
-    table.insert(0, "layer", -1)
-    table.insert(0, "condition", run.condition)
-    table.insert(0, "model", name or run.model)
+    for column, value in (("layer", -1), ("condition", run.condition), ("model", name or run.model)):
+        table.insert(0, column, value)
     return table
 
 
-def _rows(judgment: Judgment) -> list[tuple]:
-    claim = judgment.claim
-    estimates = judgment.estimates or [Estimate(float("nan"))] * len(claim.parts)
-    passes = judgment.outcomes or [judgment.outcome] * len(claim.parts)
-    return [
-        _row(judgment, number, *part)
-        for number, part in enumerate(zip(claim.parts, estimates, passes, strict=True))
-    ]  # fmt: skip
-
-
-def _row(judgment: Judgment, number: int, part: Part, estimate: Estimate, passes: Outcome) -> tuple:
-    claim = judgment.claim
-    return (
-        claim.id, claim.paper, claim.reference, claim.statement, number, part.quantity,
-        estimate.value, estimate.low, estimate.high, estimate.null, estimate.null_low, estimate.null_high,
-        part.test.text(part.form), part.test.least, part.test.most, claim.is_ours, _published(claim),
-        str(passes), part.test.power(estimate), str(judgment.outcome), str(claim.null), judgment.null_passes,
-        judgment.tells, judgment.reason or estimate.note,
-    )  # fmt: skip
-
-
-def _published(claim: Claim) -> str:
-    return "; ".join(
-        f"{item.name} {item.value:g}{item.mark} ({item.setting}; {item.source})" for item in claim.published
-    )
-
-
 def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
-    """Group runs by model, in their order. Runs on random weights belong to the model of the same architecture."""
+    """Group runs by model, in order. Runs on random weights belong to the model of the same architecture."""
     found: dict[str, list[Measured]] = {}
     for run in runs:
         found.setdefault(run.model.removesuffix(AT_RANDOM), []).append(run)

@@ -64,22 +64,17 @@ def test_the_numbers_are_those_of_the_claims() -> None:
     assert row["draws"] == 3
 
 
-def test_a_route_that_does_not_exist_says_why_and_another_how_to_measure_it() -> None:
+def test_the_note_of_a_route_is_the_reason_or_the_command() -> None:
     run = cut(0.3)
     found = routes(RunData(run.manifest | {"skipped": {"replace-epe": "its positions are rotary"}}, run.tables))
     assert tuple(found.loc["position vector", ["effect", "note"]]) == ("does not apply", "its positions are rotary")
-    assert tuple(found.loc["massive activation", ["effect", "note"]]) == (
-        "not measured",
-        "sinkscope intervene MODEL --do zero-massive",
-    )
+    command = "sinkscope intervene MODEL --do zero-massive"
+    assert tuple(found.loc["massive activation", ["effect", "note"]]) == ("not measured", command)
 
 
-def test_what_was_cut_is_the_whole_route_and_no_part_of_it() -> None:
+def test_each_edit_is_its_own_route() -> None:
+    """A part of a route is not the route, and p₀, which the first attention layer reads, is not EPE₀."""
     assert (routes(cut(0.3, name=f"{NAME}:layers=2"))["effect"] == Effect.NOT_MEASURED).all()
-
-
-def test_the_position_vector_and_epe_are_two_routes() -> None:
-    """p₀ is read by the first attention layer, too; another number stands for each edit."""
     epe, vector = cut(0.5, name="replace-epe:at=epe"), cut(0.3, name="replace-epe")
     assert routes(epe).loc["position vector", "effect"] == "not measured"
     found = routes(epe, vector)["after"]
@@ -101,7 +96,7 @@ def both() -> tuple[Run, Run]:
     return named(cut(0.4), "org/learned"), named(cut(0.0, name="zero-massive"), "rotary", **rotary)
 
 
-def test_models_stand_side_by_side(tmp_path: Path) -> None:
+def test_models_are_shown_side_by_side(tmp_path: Path) -> None:
     found = compare(*both(), out=tmp_path / "both")
     assert isinstance(found, Routes)
     assert found.table["model"].unique().tolist() == ["org/learned", "rotary"]
@@ -113,7 +108,7 @@ def test_models_stand_side_by_side(tmp_path: Path) -> None:
     assert "diminishes (fig. 3b)" in (tmp_path / "both/routes.md").read_text()
 
 
-def test_runs_of_other_commands_are_not_put_beside() -> None:
+def test_runs_of_other_commands_are_not_compared() -> None:
     learned, rotary = both()
     analysis = Run(rotary.manifest | {"command": "analyze"}, rotary.tables)
     with pytest.raises(InputError, match="runs of `intervene` and `analyze` have nothing in common"):
@@ -124,7 +119,7 @@ def texts(axes: Sequence[Any]) -> list[list[str]]:
     return [[text.get_text().replace("\n", " ") for text in ax.texts] for ax in axes]
 
 
-def test_the_picture_has_a_cell_for_each_model_and_route_below_what_nu_says() -> None:
+def test_the_figure_has_a_cell_for_each_model_and_route_below_those_of_nu() -> None:
     table = compare(*both()).table
     figure = OF_ROUTES["routes"](table)
     assert len(figure.axes) == 3 * len(ROUTES)
@@ -144,7 +139,7 @@ def test_the_picture_has_a_cell_for_each_model_and_route_below_what_nu_says() ->
     assert shades == [SHADES[Effect.FALLS], SHADES[Effect.GOES], "#ffffff"]
 
 
-def test_without_interventions_there_is_no_picture() -> None:
+def test_without_interventions_there_is_no_figure() -> None:
     table = routes_of(Evidence.of([cut(0.3, name="mask-sink")], ROLES))
     assert OF_ROUTES["routes"].lacking(table) == "no route was cut"
     assert len(routes_text(table)) == 2

@@ -6,11 +6,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkscope.paper_claims.claim import Judgment, judge
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 
+HOLDS, FAILS, INCONCLUSIVE = Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE
+NOT_APPLIES, UNMEASURED, FEW_SEEDS = Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED, Outcome.NOT_ENOUGH_SEEDS
 SEQUENCES = 40
 TOKEN_ZERO = {"random": "random token", "repeated": "repeated token"}  # drawn without a BOS in front
-NO_BOS = {"sequences": SEQUENCES, "token_zero": "first text token"}  # `input` of a text without one
+# `input` of a text with a BOS, and of one without
+BOS = {"sequences": SEQUENCES, "token_zero": "bos <s> (id 1)"}
+NO_BOS = {"sequences": SEQUENCES, "token_zero": "first text token"}
+
+
+def judged(claim: str, *runs: RunData) -> Judgment:
+    """Judge a claim by runs of one model."""
+    return judge(CLAIMS[claim], Evidence.of(runs, [MAIN, *CLAIMS[claim].reads]))
 
 
 def manifest(condition: str = "natural", command: str = "analyze", **given: Any) -> dict[str, Any]:
@@ -50,7 +63,7 @@ def analysis(tables: Mapping[str, pd.DataFrame], condition: str = "natural", **g
 
 
 def experiment(rates: Mapping[str, Sequence[float]], name: str, condition: str = "natural", **given: Any) -> RunData:
-    """An arm beside the model as it is.
+    """An arm and the model as it is.
 
     Args:
         rates: "before", "after" and "control 0", "control 1", … → sink rates at positions 0, 1, …, all layers alike.

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkscope.commands.evidence import Collection
 from sinkscope.options.training import RetrofitOptions, TrainOptions
+from sinkscope.paper_claims.claim import Judgment, judge
+from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.studies import Steps, Training
 from sinkscope.results.run import RunData
 from sinkscope.training.tables import UNTOUCHED
@@ -17,6 +20,13 @@ SHAPE = {"model_type": "llama", "hidden_act": "silu", "num_attention_heads": 4}
 
 Numbers = Mapping[str, Sequence[float]]  # metric → a value for each seed
 Tables = Mapping[str, pd.DataFrame]
+
+
+def judged(claim: str, *parts: Training | Steps, name: str = "made") -> Judgment:
+    """Judge a claim by the folders of trainings, measured steps included."""
+    trainings = tuple(part for part in parts if isinstance(part, Training))
+    series = tuple(part for part in parts if isinstance(part, Steps))
+    return judge(CLAIMS[claim], Collection((), trainings, series).evidence({})[name])
 
 
 def training(
@@ -37,9 +47,9 @@ def training(
         command: "retrofit" or "train".
         tables: Method → for each seed the tables of its run.
         courses: Method → metric → for each seed its values by step, in layer 0 and as the whole model's.
-        model, folder, blocks: Its model's name, where it stands, and how many blocks there were to train on.
+        model, folder, blocks: Its model's name, its path, and how many blocks there were to train on.
         shape: The configuration of a fresh model.
-        options: Of the command.
+        options: Those of the command.
     """
     seeds = range(max(len(next(iter(numbers.values()), ())) for numbers in arms.values()))
     records, runs, rows, by_step = {}, {}, [], []
@@ -52,8 +62,8 @@ def training(
             if method != UNTOUCHED:
                 records[name] = {"method": method, "parameters": parameters, "label": typed, "seed": seed}
             rows += [(typed, -1, seed, metric, values[seed]) for metric, values in numbers.items()]
-            stands = None if folder is None else folder / name / "run"
-            runs[name] = arm_run(model, name, {metric: values[seed] for metric, values in numbers.items()}, own, stands)
+            path = None if folder is None else folder / name / "run"
+            runs[name] = arm_run(model, name, {metric: values[seed] for metric, values in numbers.items()}, own, path)
             for metric, values in (courses or {}).get(typed, {}).items():
                 by_step += [(typed, at, seed, step, metric, x) for at in (-1, 0) for step, x in enumerate(values[seed])]
     kind = {"train": TrainOptions, "retrofit": RetrofitOptions}[command]
@@ -92,13 +102,13 @@ def norms(**by_site: Sequence[float]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "site", "position", "norm_mean"])
 
 
-def rates(at_first: float, noise: float = 0.01, behind: Sequence[float] = (0.0, 0.0)) -> pd.DataFrame:
-    """The table `attention_by_sequence`: sink rates at position 0 and behind it, all layers alike."""
-    return by_sequence({"sink_rate": [at_first, *behind]}, noise=noise, position=range(1 + len(behind)))
+def rates(at_first: float, noise: float = 0.01, later: Sequence[float] = (0.0, 0.0)) -> pd.DataFrame:
+    """The table `attention_by_sequence`: sink rates at position 0 and at those after it, all layers alike."""
+    return by_sequence({"sink_rate": [at_first, *later]}, noise=noise, position=range(1 + len(later)))
 
 
 def gradients(ratio: float, groups: int = 5) -> Tables:
-    """The tables of value gradients: at position 0 `ratio` times those behind it, a little else in each group."""
+    """The tables of value gradients: at position 0 `ratio` times those after it, a little else in each group."""
     places = [(layer, position) for layer in range(2) for position in range(16)]
     rows = [(layer, "value", -1, at, ratio if at == 0 else 1.0) for layer, at in places]
     whole = pd.DataFrame(rows, columns=["layer", "pathway", "head", "position", "grad_norm"])

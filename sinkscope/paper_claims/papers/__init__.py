@@ -1,1 +1,1 @@
-"""The claims of each paper, one file a paper."""
+"""The claims of each paper, one file per paper."""

@@ -1,60 +1,29 @@
 """Claims of Attention Sinks Induce Gradient Sinks (GS)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from sinkscope.measuring.estimates import (
-    AFTER_FIRST,
-    SPIKE,
-    before_valves,
-    branch_ratios,
-    gradient_ratio,
-    gradients,
-    later_positions,
-    norm_ratios,
-    norms,
-    value_over_key,
-)
-from sinkscope.measuring.estimates import attention as attention_by_position
+from sinkscope.measuring import estimates
+from sinkscope.measuring.estimates import AFTER_FIRST, SPIKE, before_valves, branch_ratios, gradients, later_positions
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.gradient import ALL_HEADS
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.measuring.summary import uniform_mass
+from sinkscope.paper_claims import over_seeds
 from sinkscope.paper_claims.arms import NO_COST, onset, perplexity_ratio, rates_over_steps
 from sinkscope.paper_claims.claim import Claim, Null, Part, run_claim
 from sinkscope.paper_claims.evidence import MAIN, NULL, Evidence
 from sinkscope.paper_claims.need import Need
-from sinkscope.paper_claims.over_seeds import (
-    PERCENT,
-    OfArm,
-    difference,
-    mean_of_ratios,
-    metric,
-    of_one,
-    ratio,
-    study_of,
-    together,
-    words_for,
-)
+from sinkscope.paper_claims.over_seeds import PERCENT, OfArm, difference, metric, of_one, ratio, together
 from sinkscope.paper_claims.scopes import causal, in_float32
-from sinkscope.paper_claims.studies import PLAIN, Arm, StepStudy
+from sinkscope.paper_claims.studies import PLAIN, Arm
+from sinkscope.results import statistics
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
-from sinkscope.results.statistics import (
-    Estimate,
-    bootstrap,
-    exact,
-    least_of,
-    mean_of_controls,
-    one_more_factor,
-    positive_jackknife,
-    rank_correlation,
-    resamplings,
-    weighted_means,
-)
+from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
 
 MASKED, RESCALED = Need("gradient-do", "mask-sink"), Need("gradient-do-alone", "rescale-norm")
 APART = 2.0  # times the sink mass of uniform attention
@@ -65,65 +34,56 @@ BRANCH = "gradient_ratio_by_sequence"
 
 
 def _more_mass(evidence: Evidence) -> Estimate:
-    """Uniform causal attention alone gives the first position most, so that its mass is the unit of each position's."""
-    by_layer = attention_by_position(evidence.natural, "sink_mass")
+    """Masses are in units of uniform causal attention, which gives the first position the most."""
+    by_layer = estimates.attention(evidence.natural, "sink_mass")
     length = evidence.natural.run.manifest["input"]["shortest"]
     times = by_layer / uniform_mass(length, by_layer.shape[-1])
     return bootstrap(((times[..., 0] > times[..., AFTER_FIRST].max(-1)) & (times[..., 0] > APART)).mean(1))
 
 
 def _higher_rate(evidence: Evidence) -> Estimate:
-    by_layer = attention_by_position(evidence.natural, "sink_rate")
+    by_layer = estimates.attention(evidence.natural, "sink_rate")
     return bootstrap((by_layer[..., 0] > by_layer[..., AFTER_FIRST].max(-1)).mean(1))
 
 
-def _elevated(evidence: Evidence) -> Estimate:
-    return bootstrap((norm_ratios(evidence.natural, "layer_in") > 1).mean(1))
-
-
 def _top_two_writers(evidence: Evidence) -> Estimate:
-    by_layer = np.sort(norms(evidence.natural, "mlp_out"), axis=1)
+    by_layer = np.sort(estimates.norms(evidence.natural, "mlp_out"), axis=1)
     return bootstrap(by_layer[:, -2:].sum(1) / by_layer.sum(1))
 
 
 def _co_occurrence(evidence: Evidence) -> Estimate:
-    rates, sizes = attention_by_position(evidence.natural, "sink_rate")[0, :, 0], norms(evidence.natural, "layer_in")[0]
+    rates = estimates.attention(evidence.natural, "sink_rate")[0, :, 0]
+    sizes = estimates.norms(evidence.natural, "layer_in")[0]
     return rank_correlation(rates, sizes, np.arange(len(rates)))
 
 
 # --- gradients (figure 2)
 
 
-def _above_null(pathway: str, role: Need = MAIN) -> Callable[[Evidence], Estimate]:
-    def measure(evidence: Evidence) -> Estimate:
-        found = gradient_ratio(evidence.sequences(role), pathway)
-        null, drawn = _on_random_weights(lambda draw: gradient_ratio(draw.natural, pathway), evidence)
-        note = f"{found.value:.1f} against {drawn} on random weights"
-        uniform = evidence.natural.run.metric("uniform_gradient_ratio") if pathway == "value" else 0.0
-        if null.value < uniform:  # their attention is far from uniform, too
-            note, null = f"{note} and {uniform:.1f} of uniform attention", exact(uniform)
-        return (found / null).against(1.0).over(note)
+def _against_null(measure: Callable[[Sequences], Estimate], evidence: Evidence, role: Need, floor: float) -> Estimate:
+    """A number ÷ the interval in which one more draw of random weights would fall, or ÷ `floor` if that is larger.
 
-    return measure
-
-
-def _on_random_weights(measure: Callable[[Evidence], Estimate], evidence: Evidence) -> tuple[Estimate, str]:
-    """The interval in which one more draw of random weights would fall, and the range of the draws as «6.9 to 7.4».
-
-    The model is a single network, so that it is compared with a single draw: the mean of draws would be known ever
-    better with their number, and any model would differ from it.
+    The model is a single network, so it is compared with a single draw: the mean over draws becomes more precise with
+    their number, and any model would differ from it.
     """
-    values = np.array([measure(draw).value for draw in evidence.nulls])
+    found = measure(evidence.sequences(role))
+    values = np.array([measure(draw.natural).value for draw in evidence.nulls])
     if not len(values):
         raise Lacks(f"a run on random weights: sinkscope claims {evidence.model}")
-    ends = [f"{end:.1f}" for end in (values.min(), values.max())]
-    return one_more_factor(values), " to ".join(dict.fromkeys(ends))
+    null = statistics.one_more_factor(values)
+    drawn = " to ".join(dict.fromkeys(f"{end:.1f}" for end in (values.min(), values.max())))
+    note = f"{found.value:.1f} against {drawn} on random weights"
+    if null.value < floor:  # attention of random weights may be far from uniform
+        note, null = f"{note} and {floor:.1f} of uniform attention", exact(floor)
+    return (found / null).against(1.0).over(note)
 
 
-def _value_over_key_of_null(evidence: Evidence) -> Estimate:
-    found = value_over_key(evidence.natural)
-    null, drawn = _on_random_weights(lambda draw: value_over_key(draw.natural), evidence)
-    return (found / null).against(1.0).over(f"{found.value:.1f} against {drawn} on random weights")
+def _above_null(pathway: str, role: Need = MAIN) -> Callable[[Evidence], Estimate]:
+    def measure(evidence: Evidence) -> Estimate:
+        uniform = evidence.natural.run.metric("uniform_gradient_ratio") if pathway == "value" else 0.0
+        return _against_null(lambda run: estimates.gradient_ratio(run, pathway), evidence, role, uniform)
+
+    return measure
 
 
 def _flat_queries(evidence: Evidence) -> Estimate:
@@ -145,10 +105,6 @@ def _drop(evidence: Evidence) -> Estimate:
 # --- theorems
 
 
-def _identity(evidence: Evidence) -> Estimate:
-    return exact(evidence.natural.table("gradient_check")["identity_residual"].max())
-
-
 def _theorem_one(evidence: Evidence) -> Estimate:
     table = evidence.natural.table("gradient_check")
     rows = table[table["position"] == 0]
@@ -162,10 +118,10 @@ def _theorem_two(evidence: Evidence) -> Estimate:
 
 
 def _over_units(x: np.ndarray) -> Estimate:
-    """A mean over heads or places, these resampled. Raises NotDefined: there are none."""
+    """A mean over heads or tokens, which are resampled. Raises NotDefined if there are none."""
     if len(x) == 0:
         raise NotDefined("the bound is of no layer of this model")
-    return bootstrap(weighted_means(x[:, None], resamplings(len(x)))[:, 0])
+    return bootstrap(statistics.weighted_means(x[:, None], statistics.resamplings(len(x)))[:, 0])
 
 
 def _column_strength(evidence: Evidence) -> Estimate:
@@ -191,7 +147,7 @@ def _bloat_by_branch(evidence: Evidence) -> Estimate:
 
 
 def _owns_bloat(evidence: Evidence) -> Estimate:
-    """Token 0's share of the largest points. There are as many as layers, so that all could be token 0's."""
+    """Token 0's share of the largest points; their number is that of the layers, so that all could be token 0's."""
     bloat = branch_ratios(evidence.natural, "bloat")
     replicates, layers, positions = bloat.shape
     order = np.argsort(-np.nan_to_num(bloat).reshape(replicates, -1), axis=1)[:, :layers]
@@ -207,9 +163,8 @@ def _unchanged(evidence: Evidence) -> Estimate:
 # --- under interventions
 
 
-def _beside_control(evidence: Evidence) -> Estimate:
-    """The ratio with another position masked ÷ without a mask."""
-    label = evidence.label(MASKED)
+def _with_another_masked(evidence: Evidence) -> Estimate:
+    """The gradient ratio with another position masked ÷ without a mask."""
     table = before_valves(table_of(evidence.run(MASKED), "gradient"))
     rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
     rows = rows[rows["condition"].isin([BEFORE, *evidence.controls(MASKED)])]
@@ -217,8 +172,8 @@ def _beside_control(evidence: Evidence) -> Estimate:
     ratios = norms[0] / norms.iloc[:, LATER].mean(axis=1)
     drawn = ratios.drop(BEFORE).to_numpy()
     if not len(drawn):
-        raise NotDefined(f"{label} has no random control on this model")
-    return mean_of_controls(drawn / ratios[BEFORE])
+        raise NotDefined(f"{evidence.label(MASKED)} has no random control on this model")
+    return statistics.mean_of_controls(drawn / ratios[BEFORE])
 
 
 def _inverse(evidence: Evidence) -> Estimate:
@@ -245,7 +200,7 @@ ARMS = Need("arms", f"{PLAIN},{VALVE}")
 
 
 def largest_norm(site: str) -> OfArm:
-    """The norm at position 0, mean over sequences, of the layer with the largest."""
+    """The norm at position 0, mean over sequences, in the layer where it is largest."""
 
     def of(arm: Arm) -> float:
         table = table_of(arm.run, "activation")
@@ -274,7 +229,7 @@ def _gradient_ratios(run: RunData) -> np.ndarray:
 def _least_spike(evidence: Evidence) -> Estimate:
     """The smallest ratio over the steps from the onset on; the null is step 0, or else random weights."""
     found = []
-    for runs in study_of(evidence, STEPS, StepStudy).each:
+    for runs in evidence.studies[STEPS].steps:
         steps, rates = rates_over_steps(runs)
         first_sink = onset(rates)
         if first_sink is None:
@@ -287,19 +242,12 @@ def _least_spike(evidence: Evidence) -> Estimate:
     common = [step for step in found[0] if all(step in each for each in found)]
     if not common:
         raise Lacks("the seeds have no step in common from the onset on")
-    if len(found) == 1:
-        words, by_step = (
-            "one training, interval over its sequences",
-            [positive_jackknife(found[0][at]) for at in common],
-        )
-    else:
-        words, by_step = words_for(len(found)), [mean_of_ratios(_at(found, step)) for step in common]
-    return least_of(by_step).over(f"steps from the onset on: {len(common)}; {words}")
-
-
-def _at(found: Sequence[Mapping[int, np.ndarray]], step: int) -> np.ndarray:
-    """(seeds,)"""
-    return np.array([ratios[step][0] for ratios in found])
+    words = "one training, interval over its sequences"
+    by_step = [positive_jackknife(found[0][step]) for step in common]
+    if len(found) > 1:
+        words = over_seeds.words_for(len(found))
+        by_step = [over_seeds.mean_of_ratios(np.array([ratios[step][0] for ratios in found])) for step in common]
+    return statistics.least_of(by_step).over(f"steps from the onset on: {len(common)}; {words}")
 
 
 CLAIMS = (
@@ -311,7 +259,7 @@ CLAIMS = (
             _higher_rate, at_least(0.5)),)),
     Claim("GS-3", "fig. 1", "The residual norm of token 0 is elevated.",
         (Part("share of layers into which token 0 comes with a larger norm than positions 5–15",
-            _elevated, at_least(0.5)),)),
+            lambda e: bootstrap((estimates.norm_ratios(e.natural, "layer_in") > 1).mean(1)), at_least(0.5)),)),
     Claim("GS-4", "fig. 1", "Few MLP blocks write token 0's norm.",
         (Part("the top two layers' share of the sum of ‖mlp_out₀‖ over layers", _top_two_writers, at_least(0.5)),)),
     Claim("GS-5", "§3.1", "Sinks and massive activations co-occur.",
@@ -320,7 +268,8 @@ CLAIMS = (
         (Part(_RATIO.format("v", _OR_UNIFORM), _above_null("value"), at_least(SPIKE)),), _BOTH, (causal,)),
     Claim("GS-7", "fig. 2", "The key gradient spikes at token 0.",
         (Part(_RATIO.format("k", ""), _above_null("key"), at_least(SPIKE)),), _BOTH, (causal,)),
-    run_claim("GS-8", Part("÷ the same on random weights", _value_over_key_of_null, above(1.0)), needs=_BOTH),
+    run_claim("GS-8", Part("÷ the same on random weights",
+            lambda e: _against_null(estimates.value_over_key, e, MAIN, 0.0), above(1.0)), needs=_BOTH),
     Claim("GS-9", "fig. 2", "Query gradients are flat.",
         (Part("max ÷ median of ‖∇q‖ over positions 1–15", _flat_queries, at_most(2.0)),)),
     Claim("GS-10", "fig. 2", "The query gradient at token 0 vanishes.",
@@ -329,8 +278,9 @@ CLAIMS = (
     Claim("GS-11", "fig. 2", "Value gradients drop behind token 0.",
         (Part("‖∇v₁‖ ÷ ‖∇v₀‖, means over layers", _drop, at_most(0.5)),)),
     Claim("GS-12", "§3.2", "∇v_s = Σ_t a[t,s] g_t.",
-        (Part("largest relative residual", _identity, at_most(1e-5), "{:.1e}"),), scope=(in_float32,), is_ours=False,
-        set_against=Null.THEOREM),
+        (Part("largest relative residual",
+            lambda e: exact(e.natural.table("gradient_check")["identity_residual"].max()), at_most(1e-5), "{:.1e}"),),
+        scope=(in_float32,), is_ours=False, set_against=Null.THEOREM),
     Claim("GS-13", "theorem 1", "The value gradient at token 0 is within theorem 1's bounds.",
         (Part("share of heads", _theorem_one, at_least(0.95)),), set_against=Null.THEOREM),
     Claim("GS-14", "theorem 1", "The stronger the sink column, the larger its value gradient.",
@@ -351,11 +301,11 @@ CLAIMS = (
         (Part(f"value-gradient ratio with position 0 masked ÷ that on random weights{_OR_UNIFORM}",
             _above_null("value", MASKED), below(2.0)),
          Part("the same as it is", _above_null("value"), at_least(SPIKE)),
-         Part("the ratio with another position masked ÷ as it is", _beside_control, at_least(0.5))),
+         Part("the ratio with another position masked ÷ as it is", _with_another_masked, at_least(0.5))),
         (*_BOTH, MASKED), (causal,)),
     Claim("GS-29", "§4", "The norm alone regulates gradients.",
         (Part("compress at 0 × the factor of the norm, after ÷ before", _inverse, between(0.9, 1.1)),
-         Part("perplexity ÷ before", lambda evidence: perplexity_ratio(evidence, RESCALED), between(0.95, 1.05))),
+         Part("perplexity ÷ before", lambda e: perplexity_ratio(e, RESCALED), between(0.95, 1.05))),
         (MAIN, RESCALED)),
     Claim("GS-21", "fig. 5", "V-scale keeps the sink.",
         (Part("sink rate, V-scale − plain", difference(ARMS, metric("sink_rate"), VALVE), at_least(-0.05)),

@@ -6,8 +6,8 @@ import pandas as pd
 from sinkscope.measuring.estimates import RUN_CLAIMS, second_half, sink_rates
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.query_bias import DELTA, NO_QUERY_BIAS, WHOLE_RUN
+from sinkscope.paper_claims.arms import before_and_after, falls, had_a_sink, share_left
 from sinkscope.paper_claims.arms import controls as rates_under_controls
-from sinkscope.paper_claims.arms import falls, had_a_sink, of_arm, rate_after, share_left
 from sinkscope.paper_claims.claim import Claim, Part, of_run, run_claim
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.need import Need
@@ -19,7 +19,7 @@ from sinkscope.results.statistics import Estimate, bootstrap, exact, jackknife, 
 
 NULLIFIED, COLUMNS = Need("do", "nullify-query-bias"), Need("do", "zero-key-columns")
 FIRST = Need("do", "nullify-first-embedding")
-# of EPE after the first MLP, as NU defines it, and not of the position vectors alone
+# edits of the EPE after the first MLP, as NU defines it, rather than of the position vectors
 REPLACED, EXCHANGED = Need("do", "replace-epe:at=epe"), Need("do", "transplant-epe:at=epe")
 SCOPE = (causal, query_bias, learned_positions)
 
@@ -45,22 +45,16 @@ def _with_a_bos(evidence: Evidence) -> str | None:
 # --- γ and the effective positional encodings
 
 
-def _gamma(evidence: Evidence) -> pd.DataFrame:
-    """Return γ with its magnitude, the mean + 2 standard deviations of its layer, and its rank there from 1 on."""
+def _massive(evidence: Evidence) -> pd.DataFrame:
+    """Return the rows of γ at massive coordinates of EPE_0, with γ's magnitude, the mean + 2 standard deviations of its
+    layer, and its rank there from 1 on. Raises NotDefined.
+    """
     table = evidence.natural.table("gamma")
     magnitude = table["gamma"].abs()
     by_layer = magnitude.groupby(table["layer"])
-    return table.assign(
-        magnitude=magnitude,
-        usual=by_layer.transform("mean") + 2 * by_layer.transform("std", ddof=0),
-        rank=by_layer.rank(ascending=False),
-    )
-
-
-def _massive(evidence: Evidence) -> pd.DataFrame:
-    """Return the rows of γ at massive coordinates of EPE_0. Raises NotDefined."""
-    gamma = _gamma(evidence)
-    rows = gamma[gamma["is_massive_epe"]]
+    usual = by_layer.transform("mean") + 2 * by_layer.transform("std", ddof=0)
+    table = table.assign(magnitude=magnitude, usual=usual, rank=by_layer.rank(ascending=False))
+    rows = table[table["is_massive_epe"]]
     if not len(rows):
         raise NotDefined("EPE_0 has no massive coordinate")
     return rows
@@ -92,16 +86,18 @@ def _rank(evidence: Evidence) -> Estimate:
 
 
 def _share_of_delta(evidence: Evidence) -> Estimate:
-    """Δ's part of the gaps' means over layers from the second on; the first reads no EPE. Raises NotDefined."""
+    """Δ's share of the mean logit gap, over layers from the second on; the first reads no EPE. Raises NotDefined."""
     if "logit_terms_by_sequence" not in evidence.natural.run.tables:
         raise NotDefined("its queries and keys are not what its projections give, or its attention has a window")
-    sequences = evidence.natural
     first, others = (
-        sequences.means("logit_terms_by_sequence", column, ("layer", "term"))[:, 1:]
+        evidence.natural.means("logit_terms_by_sequence", column, ("layer", "term"))[:, 1:]
         for column in ("at_first", "at_others")
     )
-    delta = sequences.means("logit_terms_by_sequence", "at_first", term=DELTA)[:, 1:]
-    delta = delta - sequences.means("logit_terms_by_sequence", "at_others", term=DELTA)[:, 1:]
+    delta, delta_others = (
+        evidence.natural.means("logit_terms_by_sequence", column, term=DELTA)[:, 1:]
+        for column in ("at_first", "at_others")
+    )
+    delta = delta - delta_others
     gap = (first - others).sum(-1)
     if not gap.shape[1]:
         raise NotDefined("it has one layer, which reads no EPE")
@@ -112,6 +108,11 @@ def _share_of_delta(evidence: Evidence) -> Estimate:
 
 
 # --- interventions
+
+
+def _rate_after(evidence: Evidence) -> Estimate:
+    before, after = before_and_after(evidence, REPLACED)
+    return bootstrap(after).over(f"before: {before[0]:.1f} %")
 
 
 def _random_columns(evidence: Evidence) -> Estimate:
@@ -170,15 +171,16 @@ CLAIMS = (
     Claim("N-6", "intervention 1", "Without b_Q the sink falls.",
         (falls(NULLIFIED), had_a_sink(NULLIFIED)), (NULLIFIED,), SCOPE),
     Claim("N-7", "intervention 2", "With another position's EPE at position 0 the sink is gone.",
-        (Part("sink rate at position 0 after, in %", of_arm(rate_after, REPLACED), below(1.0)), had_a_sink(REPLACED)),
+        (Part("sink rate at position 0 after, in %", _rate_after, below(1.0)), had_a_sink(REPLACED)),
         (REPLACED,), SCOPE),
     Claim("N-8", "intervention 3", "EPE₀ makes a sink of the position that it is moved to.",
-        (Part("sink rate at position 1 after ÷ at position 0 before", of_arm(share_left, EXCHANGED, position=1),
-            at_least(0.5)),
+        (Part("sink rate at position 1 after ÷ at position 0 before",
+            lambda e: share_left(e, EXCHANGED, position=1), at_least(0.5)),
          had_a_sink(EXCHANGED)),
         (EXCHANGED,), SCOPE),
     Claim("N-9", "intervention 4", "The sink stays without the embedding of the BOS.",
-        (Part("sink rate at position 0, after ÷ before", of_arm(share_left, FIRST), at_least(0.5)), had_a_sink(FIRST)),
+        (Part("sink rate at position 0, after ÷ before", lambda e: share_left(e, FIRST), at_least(0.5)),
+         had_a_sink(FIRST)),
         (FIRST,), (*SCOPE, _with_a_bos)),
     Claim("N-10", "intervention 5", "The sink falls without W_k's columns where EPE₀ is massive, not without others.",
         (falls(COLUMNS),

@@ -1,35 +1,26 @@
 """Claims of Value-State Gated Attention (VGA)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from sinkscope.measuring.estimates import before_valves, by_head, in_sink_heads, layers_of_heads, norm_ratios
+from sinkscope.measuring import estimates
 from sinkscope.measuring.observables.observable import LATER
 from sinkscope.paper_claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
-from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part
+from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_sink_heads
 from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.need import Need
-from sinkscope.paper_claims.over_seeds import (
-    OfArm,
-    correlation,
-    difference,
-    metric,
-    of_one,
-    ratio,
-    study_of,
-    words_for_arms,
-)
+from sinkscope.paper_claims.over_seeds import CORRELATION, OfArm, difference, metric, of_one, ratio, together
 from sinkscope.paper_claims.scopes import causal, gated
-from sinkscope.paper_claims.studies import PLAIN, Arm, ArmStudy
-from sinkscope.results.judgment import NotDefined, Test, above, at_least, at_most, below
+from sinkscope.paper_claims.studies import PLAIN, Arm
+from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
 from sinkscope.results.papers import published
 from sinkscope.results.run import WITH
 from sinkscope.results.sequences import Lacks, table_of
-from sinkscope.results.statistics import Estimate, bootstrap, exact, mean_of_runs, positive_jackknife, rank_correlation
-from sinkscope.training.tables import UNTOUCHED, sinking_layer
+from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
+from sinkscope.training.tables import UNTOUCHED
 
 TO_ZERO = Need("loss-do", "scale-sink-value:where=sinks")
 TO_MEAN = Need("loss-do-alone", "mean-sink-value:where=sinks")
@@ -37,19 +28,16 @@ STRONG = 0.9  # mean attention to position 0 in the heads of V-3
 
 
 def _drain_follows(evidence: Evidence) -> Estimate:
-    mass = by_head(evidence.natural, "attention_heads_by_sequence", "window_mass")[0]
+    mass = estimates.by_head(evidence.natural, "attention_heads_by_sequence", "window_mass")[0]
     first, later = (
-        by_head(evidence.natural, "geometry_by_sequence", name)[0] for name in ("value_norm", "value_norm_later")
+        estimates.by_head(evidence.natural, "geometry_by_sequence", name)[0]
+        for name in ("value_norm", "value_norm_later")
     )
-    return rank_correlation(mass, first / later, layers_of_heads(evidence.natural))
-
-
-def _peak(evidence: Evidence) -> Estimate:
-    return bootstrap(norm_ratios(evidence.natural, "layer_out").max(1))
+    return rank_correlation(mass, first / later, estimates.layers_of_heads(evidence.natural))
 
 
 def _starved(evidence: Evidence) -> Estimate:
-    """Median over key/value heads that attend to position 0 alone."""
+    """The median over key/value heads that attend almost only to position 0."""
     attention = evidence.natural.table("attention")
     mass = attention[attention["position"] == 0].groupby(["layer", "kv_head"])["window_mass"].mean()
     strong = mass.index[mass > STRONG]
@@ -62,7 +50,7 @@ def _starved(evidence: Evidence) -> Estimate:
 
 
 def _later_over_first(gradient: pd.DataFrame, heads: pd.MultiIndex) -> float:
-    gradient = before_valves(gradient)
+    gradient = estimates.before_valves(gradient)
     value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
     by_position = value.pivot(index=["layer", "head"], columns="position", values="grad_norm").loc[list(heads)]
     return float((by_position.iloc[:, LATER].mean(axis=1) / by_position[0]).median())
@@ -75,7 +63,7 @@ def _gate_closes(evidence: Evidence) -> Estimate:
 
 
 def _no_op(evidence: Evidence) -> Estimate:
-    """The note gives the effect of the sink's mean values: if only zeros do harm, the values are a constant bias."""
+    """The note has the effect of the sink's mean values: if only zeros do harm, the values are a constant bias."""
     controls = perplexity_of_controls(evidence, TO_ZERO)
     note = f"of other positions ×{controls.value:.3g}"
     if evidence.has(TO_MEAN):
@@ -91,7 +79,7 @@ def _no_op(evidence: Evidence) -> Estimate:
 
 GATE, REGISTERS = "vga", "register-tokens"
 ARMS = Need("arms", f"{PLAIN},{GATE}")
-# tables 1 and 2 are of models that were trained so from random weights: a fine-tuned one says nothing of them
+# tables 1 and 2 are about models trained from random weights; a fine-tuned model is no evidence for them
 FROM_SCRATCH, WITH_REGISTERS = Need("train", f"{PLAIN},{GATE}"), Need("train", f"{PLAIN},{REGISTERS}")
 TRAINED = "trained from scratch"
 
@@ -122,25 +110,21 @@ def _follows_gate(arm: Arm) -> float:
     return float(stats.spearmanr(rows["gate"], rows["left"])[0])
 
 
-def _left_at_sink(arm: Arm) -> float:
-    return float(_gated_gradients(arm).xs(0, level="position")["left"].median())
-
-
 # --- quantization and cost
 
 
 def _against_best(evidence: Evidence) -> Estimate:
     """The gate − the best of all other methods that were trained with it, for each seed."""
-    study = study_of(evidence, FROM_SCRATCH, ArmStudy)
-    others = sorted(set.intersection(*(set(arms) for arms in study.by_seed)) - {GATE, UNTOUCHED})
+    by_seed = evidence.studies[FROM_SCRATCH].by_seed
+    others = sorted(set.intersection(*(set(arms) for arms in by_seed)) - {GATE, UNTOUCHED})
     cost = metric("perplexity_increase")
-    values = [cost(arms[GATE]) - min(cost(arms[name]) for name in others) for arms in study.by_seed]
-    labels = ", ".join(study.by_seed[0][name].label for name in others)
-    return mean_of_runs(np.array(values)).over(f"others: {labels}; {words_for_arms(study)}")
+    found = together(FROM_SCRATCH, lambda arms: cost(arms[GATE]) - min(cost(arms[name]) for name in others), *others)
+    estimate = found(evidence)
+    return estimate.over(f"others: {estimate.note}")
 
 
 def _step_seconds(arm: Arm) -> float:
-    """Wall time of the training ÷ its steps. Raises Lacks where it was resumed, or is of an older version."""
+    """Wall time of the training ÷ its steps. Raises Lacks if it was resumed, or made by an older version."""
     records = arm.training.manifest["arms"].values()
     record = next(one for one in records if (one["label"], one["seed"]) == (arm.label, arm.seed))
     if record.get("step_seconds") is None:
@@ -149,7 +133,7 @@ def _step_seconds(arm: Arm) -> float:
 
 
 def _new_parameters(evidence: Evidence) -> Estimate:
-    arms: Mapping[str, Arm] = study_of(evidence, ARMS, ArmStudy).by_seed[0]
+    arms = evidence.studies[ARMS].by_seed[0]
     gated, plain = (arms[name].run.manifest["model"]["parameters"] for name in (GATE, PLAIN))
     return exact((gated - plain) / gated).over(f"{gated - plain:,} of {gated:,}")
 
@@ -168,26 +152,20 @@ INPUT_GATE = "iga"
 ALONE = Need("backcopy", PLAIN)
 BOTH = Need("backcopy", f"{PLAIN},{GATE}")
 ALL = Need("backcopy", f"{PLAIN},{GATE},{INPUT_GATE}")
-COST = 0.02  # nats: a risk that differs by less is the same
+COST = 0.02  # nats: smaller differences of risks are ignored
 
 Course = Callable[[Arm], pd.Series]  # step → value
 
 
 def _recorded(name: str) -> Course:
-    def of(arm: Arm) -> pd.Series:
-        table = arm.training.tables["training"]
-        label = next(other.label for other in arm.training.arms if other.method == PLAIN)
-        plain = table[table["condition"] == label]
-        return arm.by_step(name, sinking_layer(plain))
-
-    return of
+    return lambda arm: arm.by_step(name, arm.training.sinking_layer)
 
 
 ATTENTION, LOGIT = _recorded("early_attention_to_start"), _recorded("delta_logit")
 
 
 def _value(arm: Arm) -> pd.Series:
-    """The projected value of <s> ÷ of tokens that are no triggers."""
+    """The norm of the projected value of <s> ÷ that of tokens that are not triggers."""
     return _recorded("start_value_norm")(arm) / _recorded("other_value_norm")(arm)
 
 
@@ -200,7 +178,7 @@ def _since_start(course: Course) -> OfArm:
 
 
 def _range(course: Course) -> OfArm:
-    return lambda arm: float(course(arm).max() - course(arm).min())
+    return lambda arm: float(np.ptp(course(arm)))
 
 
 def _risk(name: str) -> OfArm:
@@ -222,17 +200,16 @@ def _claim(id: str, reference: str, statement: str, role: Need, *parts: tuple) -
 
 BEFORE_TRIGGERS = "attention on <s> before any trigger"
 DRAIN = "‖v of <s>‖ ÷ others"
-NOT_MORE: Test = at_most(COST)
+NOT_MORE = at_most(COST)
 
 
 CLAIMS = (
     Claim("V-1", "§1", "Sinks are drained.",
         (Part("rank correlation over heads of window mass and value norm ÷ later", _drain_follows, below(0.0)),
-         Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "value_norm"),
-            below(0.5)),
-         HAS_SINK_HEADS)),
+         *of_sink_heads("value norm", "value_norm", below(0.5)))),
     Claim("V-2", "§1", "The residual stream peaks at the sink.",
-        (Part("norm at 0 ÷ later, layer with the largest", _peak, above(1.0)),), is_ours=False),
+        (Part("norm at 0 ÷ later, layer with the largest",
+            lambda e: bootstrap(estimates.norm_ratios(e.natural, "layer_out").max(1)), above(1.0)),), is_ours=False),
     Claim("V-3", "§3.1", "A strong sink starves the other values of gradient.",
         (Part("value gradient later ÷ at 0, median over heads with window mass > 0.9", _starved, at_most(0.1)),),
         scope=(causal,)),
@@ -245,9 +222,10 @@ CLAIMS = (
         (MAIN, TO_ZERO), (causal,), also_reads=(TO_MEAN,)),
     Claim("V-13", "eq. 8", "The gradient is severed.",
         (Part("rank correlation over heads and positions of the gate and the value gradient in front of it ÷ behind",
-            correlation(ARMS, _follows_gate, GATE), above(0.0)),
+            of_one(ARMS, _follows_gate, GATE, ends=CORRELATION), above(0.0)),
          Part("value gradient at 0 in front of the gate ÷ behind, median over heads",
-            of_one(ARMS, _left_at_sink, GATE), below(1.0))),
+            of_one(ARMS,
+                lambda arm: float(_gated_gradients(arm).xs(0, level="position")["left"].median()), GATE), below(1.0))),
         (ARMS,), set_against=Null.THEOREM),
     Claim("V-14", "table 1", "Perplexity is no worse.",
         (Part("perplexity, VGA ÷ plain", ratio(FROM_SCRATCH, metric("perplexity"), GATE), at_most(1 + NO_COST)),),
@@ -295,8 +273,9 @@ CLAIMS = (
     _claim("V-7", "fig. 4", "VGA has no drain.", BOTH,
         (DRAIN, of_one(BOTH, _at_end(_value), GATE, PLAIN), at_least(0.8))),
     _claim("V-8", "fig. 5", "The plain model runs a cycle.", ALONE,
-        ("rank correlation of attention and value norm over steps", correlation(ALONE, _cycle, PLAIN), below(0.0)),
-        ("rank correlation of Δlogit and the step", correlation(ALONE, _trend, PLAIN), above(0.0))),
+        ("rank correlation of attention and value norm over steps",
+            of_one(ALONE, _cycle, PLAIN, ends=CORRELATION), below(0.0)),
+        ("rank correlation of Δlogit and the step", of_one(ALONE, _trend, PLAIN, ends=CORRELATION), above(0.0))),
     _claim("V-9", "fig. 5", "VGA is stable.", BOTH,
         ("range of the attention over steps, VGA ÷ plain", ratio(BOTH, _range(ATTENTION), GATE), below(0.5)),
         ("of the value norm", ratio(BOTH, _range(_value), GATE), below(0.5)),

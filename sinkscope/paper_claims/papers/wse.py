@@ -6,109 +6,41 @@ from itertools import combinations
 
 import numpy as np
 
-from sinkscope.measuring.estimates import (
-    RUN_CLAIMS,
-    attention,
-    by_head,
-    equal_tokens,
-    in_sink_heads,
-    massive_layers,
-    norm_ratios,
-    norms,
-    sink_heads,
-    sink_rates,
-)
+from sinkscope.measuring import estimates
+from sinkscope.measuring.estimates import RUN_CLAIMS, equal_tokens, massive_layers, norm_ratios, sink_rates
 from sinkscope.measuring.observables.equal_tokens import CLOSED_FORMS
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.summary import clear_sinks
 from sinkscope.models.varied_llama import MODEL_TYPE
-from sinkscope.paper_claims.arms import (
-    LARGE_NORM,
-    NO_COST,
-    falls,
-    had_a_sink,
-    of_arm,
-    onset,
-    rates_over_steps,
-    share_left,
-)
-from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, run_claim
+from sinkscope.paper_claims import arms, over_seeds, scopes, studies
+from sinkscope.paper_claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, share_left
+from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, of_sink_heads, run_claim
 from sinkscope.paper_claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence
 from sinkscope.paper_claims.need import Need
-from sinkscope.paper_claims.over_seeds import (
-    PERCENT,
-    Ends,
-    Measure,
-    by_level,
-    common_seeds,
-    difference,
-    largest_rate,
-    least_rate,
-    mean_of_percent,
-    metric,
-    of_one,
-    over_levels,
-    range_of_rates,
-    ranked,
-    slope,
-    study_of,
-    where_plain_has,
-    with_a_sink,
-    with_setting,
-    words_for,
-)
-from sinkscope.paper_claims.over_seeds import sink_rates as rates_over_seeds
-from sinkscope.paper_claims.scopes import (
-    absolute_positions,
-    causal,
-    equal_tokens_stay_equal,
-    learned_positions,
-    several_attention_layers,
-    small,
-    some_positions,
-    with_tokenizer,
-)
-from sinkscope.paper_claims.studies import (
-    PLAIN,
-    Arm,
-    FactorStudy,
-    LoggedStudy,
-    ModelStudy,
-    ScoreStudy,
-    StepStudy,
-    base_of,
-    parameters,
-)
+from sinkscope.paper_claims.over_seeds import PERCENT, Ends, Measure, difference, metric, of_one, over_levels, ranked
+from sinkscope.paper_claims.scopes import causal, equal_tokens_stay_equal, learned_positions, some_positions
+from sinkscope.paper_claims.studies import PLAIN, Arm, Study
+from sinkscope.results import statistics
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.papers import SINK_RATES, WSE_TABLE_1, published, published_rates
 from sinkscope.results.run import WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
-from sinkscope.results.statistics import (
-    Estimate,
-    bootstrap,
-    exact,
-    least_of,
-    mean_of_rates,
-    mean_of_runs,
-    range_of,
-    rank_correlation,
-    weighted_means,
-)
+from sinkscope.results.statistics import Estimate, bootstrap, exact, least_of, mean_of_runs, rank_correlation
 from sinkscope.retrofits import make_retrofit
 from sinkscope.retrofits.register_tokens import RegisterTokens
 from sinkscope.training.tables import UNTOUCHED
 
-OTHER_LENGTHS = {length: Need("length", str(length)) for length in (16, 32, 128)}  # than the run's own
+OTHER_LENGTHS = {length: Need("length", str(length)) for length in (16, 32, 128)}  # besides the run's own
 EPSILON, AROUND = 0.3, (0.2, 0.4)
-OTHER_DOMAINS = tuple(Need("domain", name) for name in ("code", "documentation"))  # than natural text
+OTHER_DOMAINS = tuple(Need("domain", name) for name in ("code", "documentation"))  # besides natural text
 
 ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value > 0)
 NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value == 0)
 
 
-# --- what inputs begin with: a comparison has one policy for all of them
+# --- what inputs begin with: all inputs of a comparison have one policy
 
 
 def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICIES) -> tuple[Need, ...]:
@@ -127,15 +59,14 @@ def _both_policies(evidence: Evidence, *inputs: str) -> str:
     return "; ".join(said)
 
 
-def _sink_rate(evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence.natural)).over(_both_policies(evidence, NATURAL))
-
-
-_AT_FIRST = replace(of_run(RUN_CLAIMS["W-1"].parts[0]), measure=_sink_rate)
+_AT_FIRST = replace(
+    of_run(RUN_CLAIMS["W-1"].parts[0]),
+    measure=lambda evidence: bootstrap(sink_rates(evidence.natural)).over(_both_policies(evidence, NATURAL)),
+)
 
 
 def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Estimate, str]:
-    """The sink rates on drawn tokens and on the text, both under one policy, and what they are under each.
+    """The sink rates on drawn tokens and on the text, both under one policy; and in words those under each policy.
 
     Raises:
         NotDefined: the text has no sink under this policy, so that there is none to keep or to lose.
@@ -152,7 +83,7 @@ def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Es
 
 
 def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate]:
-    """Drawn tokens ÷ text, by default under the policy of the text that the model was measured on."""
+    """The sink rate on drawn tokens ÷ on text, by default under the policy of the model's own text."""
 
     def measure(evidence: Evidence) -> Estimate:
         after, before, words = _on_drawn(evidence, drawn, policy or evidence.runs[MAIN].bos)
@@ -171,7 +102,7 @@ def _on_repeated(evidence: Evidence) -> Estimate:
 
 
 def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
-    """The ratio of norms in layers with massive activations. Raises NotDefined where there is none."""
+    """The ratio of norms in layers with massive activations. Raises NotDefined if there are none."""
     ratios = norm_ratios(evidence.natural, "layer_out")
     layers = massive_layers(evidence.natural)
     if not len(layers):
@@ -180,15 +111,15 @@ def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
 
 
 def _angle(evidence: Evidence) -> Estimate:
-    chosen, note = sink_heads(evidence.natural)
+    chosen, note = estimates.sink_heads(evidence.natural)
     first, later = (
-        by_head(evidence.natural, "geometry_by_sequence", name) for name in ("qk_cosine", "qk_cosine_later")
+        estimates.by_head(evidence.natural, "geometry_by_sequence", name) for name in ("qk_cosine", "qk_cosine_later")
     )
     return bootstrap((first > later)[:, chosen].mean(1)).over(note)
 
 
 def _early_blocks(evidence: Evidence) -> Estimate:
-    by_layer = 100 * attention(evidence.natural, "sink_rate")[..., 0]
+    by_layer = 100 * estimates.attention(evidence.natural, "sink_rate")[..., 0]
     early = max(1, by_layer.shape[1] // 4)
     return bootstrap(by_layer[:, :early].mean(1) - by_layer[:, early:].mean(1))
 
@@ -197,11 +128,11 @@ def _early_blocks(evidence: Evidence) -> Estimate:
 
 
 def _domains(evidence: Evidence) -> Estimate:
-    """The range of the domains' rates, each resampled by itself."""
+    """The range of the domains' rates, each resampled independently."""
     roles = (MAIN, *OTHER_DOMAINS)
     rates = [bootstrap(sink_rates(evidence.sequences(role))) for role in roles]
     note = ", ".join(f"{role.of or NATURAL} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
-    return range_of([first - second for first, second in combinations(rates, 2)]).over(note)
+    return statistics.range_of([first - second for first, second in combinations(rates, 2)]).over(note)
 
 
 def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:
@@ -213,14 +144,8 @@ def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.nda
         sequences = evidence.sequences(role)
         mass = sequences.values("attention_heads_by_sequence", "window_mass", ("layer", "head"))
         sinks = np.stack([np.where(np.isfinite(mass), is_sink(mass, epsilon), np.nan) for epsilon in epsilons], axis=-1)
-        rates.append(100 * weighted_means(np.nanmean(sinks, axis=(1, 2)), sequences.weights))
+        rates.append(100 * statistics.weighted_means(np.nanmean(sinks, axis=(1, 2)), sequences.weights))
     return np.log2(list(roles)), np.stack(rates, axis=-1)
-
-
-def _slope_on(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """(…,): least-squares slopes of y (…, lengths) on x (lengths,)."""
-    x = x - x.mean()
-    return y @ x / (x**2).sum()
 
 
 def _slope(evidence: Evidence) -> Estimate:
@@ -228,12 +153,12 @@ def _slope(evidence: Evidence) -> Estimate:
     x, rates = _by_length(evidence, EPSILON)
     if rates[0].max() <= SINK:
         raise NotDefined(f"at no length is a sink rate above {SINK:g} %")
-    return bootstrap(_slope_on(x, rates[:, 0]))
+    return bootstrap(over_seeds.slope_on(x, rates[:, 0]))
 
 
 def _steeper(evidence: Evidence) -> Estimate:
-    """How much more of the rate is lost with each doubling of the length, over lengths with a sink at both ε. In points
-    a rate at a larger ε could lose less for no other reason than that it is smaller.
+    """How much more of the rate is lost with each doubling of the length at the larger ε, over lengths with a sink at
+    both. In points, the rate at the larger ε could lose less only because it is smaller.
 
     Raises:
         NotDefined: fewer than two lengths have a sink at both.
@@ -245,7 +170,7 @@ def _steeper(evidence: Evidence) -> Estimate:
     if has_sink.sum() < 2:
         raise NotDefined(f"at fewer than two lengths a sink is left at both, which is a floor ({words})")
     with np.errstate(divide="ignore", invalid="ignore"):
-        slopes = _slope_on(x[has_sink], np.log2(rates[..., has_sink]))
+        slopes = over_seeds.slope_on(x[has_sink], np.log2(rates[..., has_sink]))
     return bootstrap(slopes[:, 1] - slopes[:, 0]).over(words)
 
 
@@ -253,7 +178,7 @@ def _steeper(evidence: Evidence) -> Estimate:
 
 NO_POSITIONS, ALIBI = CLOSED_FORMS
 REPLACED, EXCHANGED = Need("repeated-do", "replace-epe"), Need("repeated-do", "transplant-epe")
-TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens have no BOS in front of them
+TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens have no BOS before them
 REPEATED_TOKENS = "T = 64 and ε = 0.3, repeated tokens"
 
 
@@ -272,7 +197,7 @@ def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estim
 
 
 def _all_massive(evidence: Evidence) -> Estimate:
-    """The smallest ratio of any layer. Raises NotDefined."""
+    """The smallest ratio of norms over layers. Raises NotDefined."""
     equal_tokens(evidence.sequences(ALONE))
     rate = sink_rates(evidence.sequences(TEXT))[0]
     if rate <= SINK:
@@ -280,8 +205,8 @@ def _all_massive(evidence: Evidence) -> Estimate:
     layers = massive_layers(evidence.sequences(TEXT))
     if not len(layers):
         raise NotDefined(f"no layer has massive activations (above {THRESHOLD:.0f}) at position 0 without a BOS")
-    repeated = norms(evidence.sequences(ALONE), "layer_out", "norm_smallest")
-    natural = norms(evidence.sequences(TEXT), "layer_out")
+    repeated = estimates.norms(evidence.sequences(ALONE), "layer_out", "norm_smallest")
+    natural = estimates.norms(evidence.sequences(TEXT), "layer_out")
     ratios = {layer: bootstrap(repeated[:, layer]) / bootstrap(natural[:, layer]) for layer in layers}
     weakest = min(ratios, key=lambda layer: ratios[layer].value)
     median = float(np.median([ratio.value for ratio in ratios.values()]))
@@ -304,50 +229,42 @@ def _post_norm(evidence: Evidence) -> str | None:
     return None if wiring == WIRING else f"its norms do not follow the residual sum: its wiring is {wiring}"
 
 
-def _before_norm(evidence: Evidence) -> Estimate:
-    return bootstrap(norm_ratios(evidence.natural, "mid").max(1))
-
-
-def _after_norm(evidence: Evidence) -> Estimate:
-    return bootstrap(norm_ratios(evidence.natural, "layer_out").max(1))
+def _largest_norm_ratio(site: str) -> Callable[[Evidence], Estimate]:
+    return lambda evidence: bootstrap(norm_ratios(evidence.natural, site).max(1))
 
 
 # --- related models: sizes of a family, a chat model and its base
 
-ALIKE = 5.0  # points: as much as domains of text may differ by (W-19). One of the paper's four pairs differs by more
+ALIKE = 5.0  # points, as for domains of text (W-19); one of the paper's four pairs differs by more
 SIZES, BASE, HELLASWAG = Need("sizes"), Need("base"), Need("scores", "hellaswag")
 BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
-def _with_size(evidence: Evidence, role: Need = SIZES) -> Estimate:
-    runs = list(study_of(evidence, role, ModelStudy).runs.values())
-    counts = np.array([parameters(run) for run in runs])
-    rates = np.array([sink_rates(Sequences(run))[0] for run in runs])
-    words = ", ".join(f"{count / 1e6:.3g} M {rate:.1f} %" for count, rate in zip(counts, rates, strict=True))
-    return rank_correlation(counts, rates).over(f"{words}; interval over models")
-
-
-def _hellaswag_with_size(evidence: Evidence) -> Estimate:
-    study = study_of(evidence, HELLASWAG, ScoreStudy)
-    counts = np.array([parameters(run) for run in study.runs.values()])
-    scores = np.array(list(study.scores.values()))
-    words = ", ".join(f"{count / 1e6:.3g} M {score:.3f}" for count, score in zip(counts, scores, strict=True))
-    return rank_correlation(counts, scores).over(f"{words}; interval over models")
+def _with_size(evidence: Evidence, role: Need, on_task: bool = False) -> Estimate:
+    """The rank correlation of sizes and sink rates, or scores on a task."""
+    study = evidence.studies[role]
+    counts = np.array([studies.parameters(run) for run in study.runs.values()])
+    numbers = [sink_rates(Sequences(run))[0] for run in study.runs.values()]
+    texts = [f"{rate:.1f} %" for rate in numbers]
+    if on_task:
+        numbers = list(study.scores.values())
+        texts = [f"{score:.3f}" for score in numbers]
+    words = ", ".join(f"{count / 1e6:.3g} M {text}" for count, text in zip(counts, texts, strict=True))
+    return rank_correlation(counts, np.array(numbers)).over(f"{words}; interval over models")
 
 
 def _against_base(evidence: Evidence) -> Estimate:
-    """The chat model − its base. Sequences are resampled together where both read the same tokens."""
-    base, chat = study_of(evidence, BASE, ModelStudy).runs.values()
+    """The chat model − its base. Sequences are resampled together if both read the same tokens."""
+    base, chat = evidence.studies[BASE].runs.values()
     before, after = sink_rates(Sequences(base)), sink_rates(Sequences(chat))
-    words = f"{before[0]:.1f} → {after[0]:.1f} %"
-    if base.manifest["input"].get("sha256") == chat.manifest["input"].get("sha256"):
-        return bootstrap(after - before).over(words)
-    return (bootstrap(after) - bootstrap(before)).over(words)
+    same = base.manifest["input"].get("sha256") == chat.manifest["input"].get("sha256")
+    found = bootstrap(after - before) if same else bootstrap(after) - bootstrap(before)
+    return found.over(f"{before[0]:.1f} → {after[0]:.1f} %")
 
 
 def _tuned_to_chat(evidence: Evidence) -> str | None:
-    name = evidence.any_run.model
-    return None if base_of(name) else "its name does not say that it was tuned to chat"
+    tuned = studies.base_of(evidence.any_run.model)
+    return None if tuned else "its name does not say that it was tuned to chat"
 
 
 # --- models that see, or place, their tokens otherwise (§6, §7.1)
@@ -358,17 +275,16 @@ SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE 
 
 
 def _least_of_all(schemes: np.ndarray, rates: np.ndarray) -> Estimate:
-    """The sink rate of the scheme that has the least, of the paper's six."""
+    """The smallest sink rate among the paper's six schemes."""
     lacking = [scheme for scheme in SCHEMES if scheme not in schemes]
     if lacking:
         raise Lacks(f"no training has position_scheme={lacking[0]}")
-    return least_rate(schemes, rates[:, np.isin(schemes, SCHEMES)])
+    return least_of([over_seeds.mean_of_percent(each) for each in rates[:, np.isin(schemes, SCHEMES)].T])
 
 
 def _prefix_lm(evidence: Evidence) -> str | None:
-    return (
-        None if evidence.any_run.manifest["family"].get("prefix") else f"it is no prefix LM ({MODEL_TYPE} can be one)"
-    )
+    prefix = evidence.any_run.manifest["family"].get("prefix")
+    return None if prefix else f"it is no prefix LM ({MODEL_TYPE} can be one)"
 
 
 def _windowed(evidence: Evidence) -> str | None:
@@ -378,7 +294,7 @@ def _windowed(evidence: Evidence) -> str | None:
 def _within_prefix(evidence: Evidence) -> Estimate:
     """The share of sinks that are in the prefix, among keys that enough queries see; resampled by sequence."""
     prefix = evidence.any_run.manifest["family"]["prefix"]
-    sequences, sinks = evidence.sequences(MAIN), clear_sinks(evidence.table(MAIN, "sink_positions"))
+    sequences, sinks = evidence.natural, clear_sinks(evidence.natural.table("sink_positions"))
     if sinks.empty:
         raise NotDefined("it has no sink at any position that enough queries see")
     count = sequences.weights.shape[1]
@@ -386,10 +302,6 @@ def _within_prefix(evidence: Evidence) -> Estimate:
         np.bincount(rows["sequence"], minlength=count) for rows in (sinks, sinks[sinks["position"] < prefix])
     )
     return bootstrap((sequences.weights @ inside) / (sequences.weights @ every))
-
-
-def _at_the_edge(evidence: Evidence) -> Estimate:
-    return bootstrap(evidence.sequences(MAIN).means("window_edge_by_sequence", "edge_mass").mean(1))
 
 
 # --- trainings whose blocks begin in other ways (§5)
@@ -406,39 +318,32 @@ def rate_at(run: RunData, position: int) -> float:
     return 100 * float(rows["sink_rate"].mean())
 
 
-def _rates_at_level(study: FactorStudy, level: int, position: int) -> np.ndarray:
-    """(seeds,): S_k of the trainings at one level. Raises Lacks where there is none."""
-    if level not in study.by_level:
-        raise Lacks(f"no training has {level} random tokens at the beginning of its blocks")
-    return np.array([rate_at(study.by_level[level][seed], position) for seed in common_seeds(study)])
-
-
-def _one_random(evidence: Evidence) -> Estimate:
-    study = study_of(evidence, RANDOM_TOKENS, FactorStudy)
-    rates = with_a_sink(np.stack([_rates_at_level(study, level, 0) for level in (0, 1)], axis=1))
-    return mean_of_runs(rates[:, 1] - rates[:, 0]).over(by_level(study, (0, 1), rates))
-
-
-def _two_random(evidence: Evidence) -> Estimate:
-    study = study_of(evidence, RANDOM_TOKENS, FactorStudy)
-    rates = with_a_sink(np.stack([_rates_at_level(study, 2, position) for position in (0, 1)], axis=1))
-    return mean_of_runs(rates[:, 1] - rates[:, 0]).over(by_level(study, ("S₀", "S₁"), rates))
+def _rise_within(evidence: Evidence, *places: tuple[int, int], names: tuple[studies.Level, ...]) -> Estimate:
+    """The second − the first of two sink rates, each for a number of random tokens and a position. Raises Lacks."""
+    study = evidence.studies[RANDOM_TOKENS]
+    for count, _ in places:
+        if count not in study.by_level:
+            raise Lacks(f"no training has {count} random tokens at the beginning of its blocks")
+    seeds = over_seeds.common_seeds(study)
+    found = [[rate_at(study.by_level[count][seed], position) for count, position in places] for seed in seeds]
+    rates = over_seeds.with_a_sink(np.array(found))
+    return mean_of_runs(rates[:, 1] - rates[:, 0]).over(over_seeds.by_level(study, names, rates))
 
 
 def _at_fixed(of: Callable[[RunData, int], float], mean: Callable[[np.ndarray], Estimate]) -> Measure:
-    """The smallest over levels of a number of each run and the position k of its fixed token; `mean`: over seeds."""
+    """The smallest, over levels, of a number computed from each run and the position k of its fixed token."""
 
     def measure(evidence: Evidence) -> Estimate:
-        study = study_of(evidence, FIXED_TOKEN, FactorStudy)
-        seeds, levels = common_seeds(study), study.by_level
+        study = evidence.studies[FIXED_TOKEN]
+        seeds, levels = over_seeds.common_seeds(study), study.by_level
         found = np.array([[of(runs[seed], int(level)) for level, runs in levels.items()] for seed in seeds])
-        return least_of([mean(each) for each in found.T]).over(by_level(study, levels, found))
+        return least_of([mean(each) for each in found.T]).over(over_seeds.by_level(study, levels, found))
 
     return measure
 
 
 def _above_others(run: RunData, position: int) -> float:
-    """S_k less the largest sink rate in percent at another position that the run reports."""
+    """S_k − the largest sink rate at another reported position, in percent."""
     table = table_of(run, "attention_by_sequence")
     others = table[table["position"] != position].groupby("position")["sink_rate"].mean()
     return rate_at(run, position) - 100 * float(others.max())
@@ -446,74 +351,48 @@ def _above_others(run: RunData, position: int) -> float:
 
 # --- plain trainings that differ in one setting (§4 to §7)
 
-RATE, RATE_AND_STEPS, BATCH, DATA = (
-    Need("factor", name) for name in ("learning-rate", "learning-rate-and-steps", "batch-size", "data")
-)
-DECAY, WINDOW, FEED_FORWARD, HEADS = (
-    Need("factor", name) for name in ("weight-decay", "window", "feed-forward", "heads")
-)
+RATE, RATE_AND_STEPS, BATCH, DATA, DECAY, WINDOW, FEED_FORWARD, HEADS = (
+    Need("factor", name) for name in ("learning-rate", "learning-rate-and-steps", "batch-size", "data", "weight-decay",
+                                      "window", "feed-forward", "heads")
+)  # fmt: skip
 GOOD_DECAYS, LARGE_DECAY = (0.1, 2.0), 5.0
-
-Numbers = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
-
-
-def _at(place: int) -> Numbers:
-    """(seeds,): the sink rate at the lowest (0) or the highest level (−1)."""
-    return lambda levels, rates: rates[:, place]
-
-
-def _rise(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): from the lowest to the highest level."""
-    return rates[:, -1] - rates[:, 0]
-
-
-def _at_large_decay(levels: np.ndarray, rates: np.ndarray) -> Estimate:
-    return largest_rate(levels, _among(levels >= LARGE_DECAY, rates, f"weight decays of {LARGE_DECAY:g} or more"))
-
-
-def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): the highest sink rate at weight decays that the paper found best − at all others.
-
-    Which decays these are is found on the other seeds: the largest of several levels of the same seed would exceed the
-    largest of fewer by chance alone, where all are alike.
-    """
-    good = (levels >= GOOD_DECAYS[0]) & (levels <= GOOD_DECAYS[1])
-    inside = _among(good, rates, f"weight decays from {GOOD_DECAYS[0]:g} to {GOOD_DECAYS[1]:g}")
-    return _highest_elsewhere(inside) - _highest_elsewhere(_among(~good, rates, "other weight decays"))
-
-
-def _highest_elsewhere(rates: np.ndarray) -> np.ndarray:
-    """(seeds,): each seed's rate at the level (seeds, levels) that is highest on average over the other seeds; over
-    itself where it is the only one.
-    """
-    others = rates.sum(0) - rates if len(rates) > 1 else rates
-    return np.take_along_axis(rates, others.argmax(1)[:, None], 1)[:, 0]
-
-
-def _over_windows(of: Numbers, ends: Ends | None = None) -> Measure:
-    """`over_levels` for windows. Raises Lacks where a window is shorter than what the sink rate averages over: queries
-    that do not see the first token count as those that do not attend to it.
-    """
-    measure = over_levels(WINDOW, of, ends)
-
-    def within(evidence: Evidence) -> Estimate:
-        by_level = study_of(evidence, WINDOW, FactorStudy).by_level
-        smallest = min(map(float, by_level))
-        counted = max(run.manifest["config"]["window"] for runs in by_level.values() for run in runs.values())
-        if smallest < counted:
-            raise Lacks(
-                f"the sink rate is an average over {counted} queries, of which a sliding window of {smallest:g} tokens "
-                f"lets only the first {smallest:g} see the first token: --window {smallest:g}"
-            )
-        return measure(evidence)
-
-    return within
 
 
 def _among(chosen: np.ndarray, rates: np.ndarray, what: str) -> np.ndarray:
     if not chosen.any():
         raise Lacks(f"no training has {what}: sinkscope train --weight-decay W")
     return rates[:, chosen]
+
+
+def _at_large_decay(levels: np.ndarray, rates: np.ndarray) -> Estimate:
+    large = _among(levels >= LARGE_DECAY, rates, f"weight decays of {LARGE_DECAY:g} or more")
+    return over_seeds.largest_rate(levels, large)
+
+
+def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """(seeds,): the highest sink rate at the weight decays that were best in the paper − at all others.
+
+    The decay with the highest rate is chosen on the other seeds (on the same one if it is alone): the largest of
+    several levels of one seed would exceed the largest of fewer by chance.
+    """
+    good = (levels >= GOOD_DECAYS[0]) & (levels <= GOOD_DECAYS[1])
+    inside = _among(good, rates, f"weight decays from {GOOD_DECAYS[0]:g} to {GOOD_DECAYS[1]:g}")
+    highest = []
+    for part in (inside, _among(~good, rates, "other weight decays")):
+        others = part.sum(0) - part if len(part) > 1 else part
+        highest.append(np.take_along_axis(part, others.argmax(1)[:, None], 1)[:, 0])
+    return highest[0] - highest[1]
+
+
+def _check_windows(study: Study) -> None:
+    """Raise Lacks if a window is shorter than the average of the sink rate: some queries cannot see the first token."""
+    smallest = min(map(float, study.by_level))
+    counted = max(run.manifest["config"]["window"] for runs in study.by_level.values() for run in runs.values())
+    if smallest < counted:
+        raise Lacks(
+            f"the sink rate is an average over {counted} queries, of which a sliding window of {smallest:g} tokens "
+            f"lets only the first {smallest:g} see the first token: --window {smallest:g}"
+        )
 
 
 POINTS = "slope of the sink rate on log₂ of the learning rate, in points"
@@ -523,43 +402,35 @@ RANGE = "largest difference of two levels, in points"
 # --- the steps of a training
 
 COURSE = Need("course")
-BEGINNING = 1.0  # percent: fewer sinks are none
-
-
-# The interval of several trainings is over these, the seeds; of a single one over its sequences, as of any model.
+BEGINNING = 1.0  # percent: lower rates are no sink
 
 
 def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, str]:
-    first = onset(rates)
+    first = arms.onset(rates)
     words = f"first above {SINK:g} % at step {steps[first]}" if first is not None else f"never above {SINK:g} %"
     return rates[:, -1] - rates[:, 0], words
 
 
-def _at_first_step(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, str]:
-    return rates[:, 0], f"step {steps[0]}"
-
-
-def _over(
+def _over_steps(
     of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]], ends: Ends | None = None
 ) -> Callable[[Evidence], Estimate]:
-    """The interval is over the sequences of one training that was measured, and else over seeds.
+    """A number over seeds; over sequences if a single training was measured, as for any model.
 
     Args:
         of: Makes (R,) and words of the steps and (R, steps), the sink rates.
-        ends: Between which the number is.
+        ends: The range of possible numbers.
     """
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[COURSE]
-        if isinstance(study, LoggedStudy):
-            found = [of(list(rates), np.array([list(rates.values())])) for rates in study.each]
-        else:
-            found = [of(*rates_over_steps(runs)) for runs in study_of(evidence, COURSE, StepStudy).each]
+        found = [of(*arms.rates_over_steps(runs)) for runs in study.steps]
+        found += [of(list(rates), np.array([list(rates.values())])) for rates in study.logged]
         words = ", ".join(dict.fromkeys(words for _, words in found))
-        if len(found) == 1 and not isinstance(study, LoggedStudy):
+        if len(study.steps) == 1:
             return bootstrap(found[0][0]).over(f"{words}; one training, interval over its sequences")
-        seeds, values = with_setting(study, words_for(len(found))), np.array([values[0] for values, _ in found])
-        return (mean_of_rates(values, *ends) if ends else mean_of_runs(values)).over(f"{words}; {seeds}")
+        seeds = over_seeds.with_setting(study, over_seeds.words_for(len(found)))
+        values = np.array([values[0] for values, _ in found])
+        return over_seeds.mean_over_seeds(values, ends).over(f"{words}; {seeds}")
 
     return measure
 
@@ -576,7 +447,7 @@ WITH_FIXED = Need("train", ",".join(FIXED.values()))
 
 
 def _moved(arm: Arm) -> float:
-    """S* − S₀ in points; S₀ is of the text's first token, which follows the register tokens."""
+    """S* − S₀ in points; S₀ is the rate of the text's first token, which follows the register tokens."""
     registers = int(getattr(make_retrofit(arm.method, arm.parameters), "count", 0))
     table = table_of(arm.run, "attention_by_sequence")
     first = table[table["position"] == registers]["sink_rate"]
@@ -587,62 +458,46 @@ def _moved(arm: Arm) -> float:
 
 
 def norm_ratio(arm: Arm) -> float:
-    """At position 0 ÷ others, of the layer with the largest."""
+    """The norm at position 0 ÷ others, in the layer where it is largest."""
     table = arm.run.tables["summary"]
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
 
-def where_sinks_are(role: Need, measure: Measure) -> Measure:
-    """Restrict a measure to models whose plain training has a sink that an arm could prevent or take over."""
-    return where_plain_has("sink: its sink rate in %", metric("sink_rate", 100), SINK, role, measure)
-
-
-def where_norms_are(role: Need, measure: Measure) -> Measure:
-    """Restrict a measure to models whose plain training has a token of a large norm."""
-    return where_plain_has("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM, role, measure)
+# properties of plain training that an arm can prevent or take over
+SINKS = ("sink: its sink rate in %", metric("sink_rate", 100), SINK)
+NORMS = ("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM)
 
 
 def _moves(role: Need, method: str) -> Measure:
     """S* − S₀ of an arm; the null is plain training."""
-    return where_sinks_are(role, of_one(role, _moved, method, PLAIN))
+    return of_one(role, _moved, method, PLAIN, where=SINKS)
 
 
 # --- other attention operations than softmax (§7.4); their sink rates are of the proxy |sim| ÷ Σ|sim|
 
-NONE = 1.0  # percent: less is no sink
+NONE = 1.0  # percent: lower rates are no sink
 SINK_RATE = metric("sink_rate", 100)
 
 
-def _arm(kind: str) -> str:
-    return f"operation:kind={kind}"
-
-
-def _role(*arms: str) -> Need:
-    return Need("train", ",".join((PLAIN, *arms)))
-
-
-SIGMOID, ELU, IDENTITY, MLP = (_arm(kind) for kind in ("sigmoid", "elu", "identity", "mlp-kernel"))
-WITHOUT_SUM = {"sigmoid": SIGMOID, "ELU + 1": ELU, "identity": IDENTITY, "MLP kernel": MLP}
-WITH_SUM = {"sigmoid": _arm("sigmoid-normalized"), "ELU kernel": _arm("elu-kernel")}
-OPEN, SUMMED, ONE = _role(*WITHOUT_SUM.values()), _role(*WITH_SUM.values()), _role(SIGMOID)
+OPERATION = "operation:kind="
+SIGMOID = f"{OPERATION}sigmoid"
+WITHOUT_SUM = {"sigmoid": SIGMOID, "ELU + 1": f"{OPERATION}elu", "identity": f"{OPERATION}identity",
+               "MLP kernel": f"{OPERATION}mlp-kernel"}  # fmt: skip
+WITH_SUM = {"sigmoid": f"{OPERATION}sigmoid-normalized", "ELU kernel": f"{OPERATION}elu-kernel"}
 # Z = Σ/α of table 14, by α
-SCALED = {1.0: PLAIN} | {alpha: f"operation:kind=softmax,factor={alpha:g}" for alpha in (2.0, 0.2, 0.1, 0.05)}
-SCALES = _role(*(arm for arm in SCALED.values() if arm != PLAIN))
-
-
+SCALED = {1.0: PLAIN} | {alpha: f"{OPERATION}softmax,factor={alpha:g}" for alpha in (2.0, 0.2, 0.1, 0.05)}
+OPEN, SUMMED, ONE, SCALES = (
+    Need("train", ",".join(arms)) for arms in (
+        (PLAIN, *WITHOUT_SUM.values()), (PLAIN, *WITH_SUM.values()), (PLAIN, SIGMOID), SCALED.values())
+)  # fmt: skip
 RATES, DECAYS = (Need("factor", f"{name},{SIGMOID}") for name in ("learning-rate", "weight-decay"))
 BILLION = 0.9e9  # parameters
 
 
 def _largest_without(evidence: Evidence) -> Estimate:
-    """The largest rate over learning rates. Raises NotDefined where softmax has no sink at any of them."""
-    with_a_sink(rates_over_seeds(study_of(evidence, RATE, FactorStudy))[1])
-    return over_levels(RATES, largest_rate)(evidence)
-
-
-def _rate_of_arm(role: Need, method: str) -> Measure:
-    """The sink rate of an arm; the null is softmax."""
-    return where_sinks_are(role, of_one(role, SINK_RATE, method, PLAIN, PERCENT))
+    """The largest sink rate over learning rates. Raises NotDefined if softmax has no sink at any of them."""
+    over_seeds.with_a_sink(over_seeds.sink_rates(evidence.studies[RATE]))
+    return over_levels(RATES, over_seeds.largest_rate)(evidence)
 
 
 def _of_a_billion(evidence: Evidence) -> str | None:
@@ -664,45 +519,38 @@ CLAIMS = (
         (MAIN,), (causal,), published_rates("random"), also_reads=_policy_roles((NATURAL, RANDOM))),
     Claim("W-3", "table 1", "On repeated tokens the sink vanishes (positions that leave equal tokens equal).",
         (Part("sink rate on repeated tokens in %, no BOS in front", _on_repeated, at_most(1.0)),),
-        _policy_roles((NATURAL, REPEATED), (WITHOUT,)), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED,
+        (TEXT, ALONE), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED,
         also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-4", "tables 1 and 7", "On repeated tokens the sink stays (positions added to the embeddings).",
         (Part("sink rate on repeated tokens ÷ on text, no BOS on either", _against_text(REPEATED, WITHOUT),
             at_least(0.5)),),
-        _policy_roles((NATURAL, REPEATED), (WITHOUT,)), (causal, absolute_positions), ON_REPEATED,
+        (TEXT, ALONE), (causal, scopes.absolute_positions), ON_REPEATED,
         also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
         (Part("norm at 0 ÷ later, median over layers with massive activations", _norm_in_massive_layers, above(1.0)),),
         is_ours=False),
-    Claim("W-14", "fig. 2", "The sink's key norm is smaller.",
-        (Part("key norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "key_norm"),
-            below(1.0)),
-         HAS_SINK_HEADS),
+    Claim("W-14", "fig. 2", "The sink's key norm is smaller.", of_sink_heads("key norm", "key_norm", below(1.0)),
         is_ours=False),
-    Claim("W-15", "fig. 2", "The sink's value norm is smaller.",
-        (Part("value norm at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "value_norm"),
-            below(1.0)),
-         HAS_SINK_HEADS), is_ours=False),
+    Claim("W-15", "fig. 2", "The sink's value norm is smaller.", of_sink_heads("value norm", "value_norm", below(1.0)),
+        is_ours=False),
     Claim("W-16", "fig. 2", "The angle makes the sink.",
         (Part("share of sink heads whose query-key cosine is larger at 0 than later", _angle, at_least(0.9)),
          HAS_SINK_HEADS)),
-    Claim("W-17", "fig. 2", "The product of norms does not.",
-        (Part("‖q‖‖k‖ at 0 ÷ later, median over sink heads", lambda e: in_sink_heads(e.natural, "qk_norm_product"),
-            below(1.0)),
-         HAS_SINK_HEADS), is_ours=False),
+    Claim("W-17", "fig. 2", "The product of norms does not.", of_sink_heads("‖q‖‖k‖", "qk_norm_product", below(1.0)),
+        is_ours=False),
     Claim("W-18", "appendix", "Early blocks have less of a sink.",
         (Part("sink rate of the first quarter of layers − of the rest, in points", _early_blocks, below(0.0)),),
-        scope=(causal, several_attention_layers), is_ours=False),
+        scope=(causal, scopes.several_attention_layers), is_ours=False),
     Claim("W-19", "fig. 9", "The domain of the text hardly matters.",
         (Part("range of sink rates over domains, in points", _domains, at_most(5.0)),),
-        (MAIN, *OTHER_DOMAINS), (causal, with_tokenizer)),
+        (MAIN, *OTHER_DOMAINS), (causal, scopes.with_tokenizer)),
     Claim("W-20", "fig. 3", "The sink rate falls with the length of the text, more at larger ε (window = length).",
         (Part("slope on log₂ T at ε = 0.3, in points", _slope, below(0.0)),
          Part("slope of log₂ sink rate at ε = 0.4 − at ε = 0.2, over lengths with a sink at both", _steeper,
             below(0.0))),
         (MAIN, *OTHER_LENGTHS.values()), (causal,), is_ours=False),
     Claim("W-21", "fig. 4", "Small models have a sink, too.",
-        (_AT_FIRST,), scope=(causal, small)),
+        (_AT_FIRST,), scope=(causal, scopes.small)),
     Claim("W-5", "eq. 10–17", "Equal tokens have equal states in every layer (positions not added to the embeddings).",
         (Part("largest ‖h_t − h_0‖ ÷ ‖h_0‖ over layers, tokens and sequences", _largest("state_difference"),
             below(1e-3), "{:.1e}"),),
@@ -721,15 +569,15 @@ CLAIMS = (
     run_claim("W-9", role=ALONE, needs=(ALONE,), scope=(equal_tokens_stay_equal, some_positions("rotary")),
         is_ours=False, set_against=Null.THEOREM),
     Claim("W-10", "table 7", "Another vector in place of position 0's removes the sink on repeated tokens.",
-        (Part("sink rate at position 0, after ÷ before", of_arm(share_left, REPLACED), at_most(0.5)),
+        (Part("sink rate at position 0, after ÷ before", lambda e: share_left(e, REPLACED), at_most(0.5)),
          had_a_sink(REPLACED)),
         (REPLACED,), (causal, learned_positions),
         (Published("GPT2-XL", 62.28, f"sink rate before, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 0.20, f"lowest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 10.97, f"highest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"))),
     Claim("W-11", "table 7", "Exchanged with position t's, the vector takes the sink to t.",
-        (Part("sink rate at position 1 after ÷ at position 0 before", of_arm(share_left, EXCHANGED, position=1),
-            at_least(0.5)),
+        (Part("sink rate at position 1 after ÷ at position 0 before",
+            lambda e: share_left(e, EXCHANGED, position=1), at_least(0.5)),
          falls(EXCHANGED),
          had_a_sink(EXCHANGED)),
         (EXCHANGED,), (causal, learned_positions),
@@ -739,25 +587,31 @@ CLAIMS = (
         (of_run(RUN_CLAIMS["W-1"].parts[0]),), scope=(causal, _post_norm),
         published=published("WSE §7.2", {"post-norm": 13.54})),
     Claim("W-44", "fig. 7", "There, states are massive before the norm, not behind it.",
-        (Part("norm at 0 ÷ later in front of the norm, layer with the largest", _before_norm, at_least(LARGE_NORM)),
-         Part("behind it", _after_norm, below(LARGE_NORM))), scope=(causal, _post_norm)),
+        (Part("norm at 0 ÷ later in front of the norm, layer with the largest",
+            _largest_norm_ratio("mid"), at_least(LARGE_NORM)),
+         Part("behind it", _largest_norm_ratio("layer_out"), below(LARGE_NORM))), scope=(causal, _post_norm)),
     Claim("W-12", "C7", "Chat models have the sink of their base.",
         (Part("sink rate, chat model − base, in points", _against_base, between(-ALIKE, ALIKE)),), (BASE,),
         (causal, _tuned_to_chat),
         published("WSE table 1", {name: round(WSE_TABLE_1[f"{name} chat"]["natural"].value
             - WSE_TABLE_1[name]["natural"].value, 2) for name in BASES}, "chat model − base, in points")),
     Claim("W-22", "fig. 4", "The sink grows with size within a family.",
-        (Part("rank correlation of the sink rate and the number of parameters", _with_size, above(0.0)),), (SIZES,),
+        (Part("rank correlation of the sink rate and the number of parameters",
+            lambda e: _with_size(e, SIZES), above(0.0)),), (SIZES,),
         (causal,), is_ours=False),
     Claim("W-23", "fig. 10", "Size raises the sink and HellaSwag within a family.",
         (Part("rank correlation of the sink rate and the number of parameters",
             lambda e: _with_size(e, HELLASWAG), above(0.0)),
-         Part("rank correlation of the score on HellaSwag and the number of parameters", _hellaswag_with_size,
-            above(0.0))), (HELLASWAG,), (causal,), is_ours=False),
+         Part("rank correlation of the score on HellaSwag and the number of parameters",
+            lambda e: _with_size(e, HELLASWAG, on_task=True), above(0.0))),
+        (HELLASWAG,), (causal,), is_ours=False),
     Claim("W-39", "fig. 5", "A prefix LM's sink is among the prefix.",
         (Part("share of sinks within the prefix", _within_prefix, at_least(0.9)),), scope=(causal, _prefix_lm)),
     Claim("W-41", "fig. 6", "The sink is the absolute first token, not the window's.",
-        (Part("mean weight on the window's first token", _at_the_edge, below(FAR_BELOW)),), scope=(causal, _windowed)),
+        (Part("mean weight on the window's first token",
+            lambda e: bootstrap(e.natural.means("window_edge_by_sequence", "edge_mass").mean(1)),
+            below(FAR_BELOW)),),
+        scope=(causal, _windowed)),
     Claim("W-42", "table 3", "Every positional scheme has a sink.",
         (Part("sink rate in %, scheme with the least", over_levels(POSITIONS, _least_of_all), above(SINK)),),
         (POSITIONS,),
@@ -765,32 +619,34 @@ CLAIMS = (
             "ALiBi": 20.78, "rotary": 18.18}, "60M model; its released code's relative bias is the number of T5's "
             "bucket, `bucket-number` here")),
     Claim("W-35", "§5", "A random first token gives more sink.",
-        (Part("sink rate, first token random − plain, in points", _one_random, above(0.0)),), (RANDOM_TOKENS,),
+        (Part("sink rate, first token random − plain, in points",
+            lambda e: _rise_within(e, (0, 0), (1, 0), names=(0, 1)), above(0.0)),), (RANDOM_TOKENS,),
         published=published("WSE §5", {"difference": 8.85}, "60M model: 27.03 against 18.18 %"), is_ours=False),
     Claim("W-36", "§5", "Two random first tokens move the sink to the second.",
-        (Part("S₁ − S₀ in points, two tokens random", _two_random, above(0.0)),), (RANDOM_TOKENS,),
+        (Part("S₁ − S₀ in points, two tokens random",
+            lambda e: _rise_within(e, (2, 0), (2, 1), names=("S₀", "S₁")), above(0.0)),), (RANDOM_TOKENS,),
         published=published("WSE §5", {"difference": 12.10}, "60M model: S₀ 1.98, S₁ 14.08 %"), is_ours=False),
     Claim("W-37", "table 10", "A fixed token at position k makes k the sink.",
-        (Part("S_k in %, k with the least", _at_fixed(rate_at, mean_of_percent), above(SINK)),
+        (Part("S_k in %, k with the least", _at_fixed(rate_at, over_seeds.mean_of_percent), above(SINK)),
          Part("S_k − the largest elsewhere in points, k with the least", _at_fixed(_above_others, mean_of_runs),
             above(0.0))),
         (FIXED_TOKEN,),
         published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
     Claim("W-31", "table 9", "More sink with a larger learning rate, equal steps.",
-        (Part(POINTS, over_levels(RATE, slope), above(0.0)),), (RATE,),
+        (Part(POINTS, over_levels(RATE, over_seeds.slope), above(0.0)),), (RATE,),
         published=published("WSE table 9", {"slope": 9.50},
             "60M model: 2.90, 11.21, 18.18, 32.23 % at 1e-4, 2e-4, 4e-4, 8e-4"), is_ours=False),
     Claim("W-32", "table 9", "More sink with a larger learning rate, equal rate × steps.",
-        (Part(POINTS, over_levels(RATE_AND_STEPS, slope), above(0.0)),), (RATE_AND_STEPS,),
+        (Part(POINTS, over_levels(RATE_AND_STEPS, over_seeds.slope), above(0.0)),), (RATE_AND_STEPS,),
         published=published("WSE table 9", {"slope": 5.28},
             "60M model: 6.29, 16.81, 18.18, 23.44 % at 1e-4, 2e-4, 4e-4, 8e-4"), is_ours=False),
     Claim("W-33", "table 10", "The batch size hardly matters.",
-        (Part(f"{RANGE}, equal steps", over_levels(BATCH, range_of_rates), at_most(3.0)),), (BATCH,),
+        (Part(f"{RANGE}, equal steps", over_levels(BATCH, over_seeds.range_of_rates), at_most(3.0)),), (BATCH,),
         published=published("WSE table 10", {"range": 1.99},
             "60M model: 16.45, 17.19, 18.18, 16.19 % at 0.25, 0.5, 1, 2 M tokens", "†")),
     Claim("W-34", "fig. 28", "With little data there is no sink.",
-        (Part("sink rate in %, least data", over_levels(DATA, _at(0), PERCENT), below(1.0)),
-         Part("most data", over_levels(DATA, _at(-1), PERCENT), above(SINK))), (DATA,)),
+        (Part("sink rate in %, least data", over_levels(DATA, lambda levels, rates: rates[:, 0], PERCENT), below(1.0)),
+         Part("most data", over_levels(DATA, lambda levels, rates: rates[:, -1], PERCENT), above(SINK))), (DATA,)),
     Claim("W-38", "table 2", "Most sink at a weight decay of 0.1 to 2, none at 5.",
         (Part("sink rate in % at 5 and more", over_levels(DECAY, _at_large_decay), below(1.0)),
          Part("best from 0.1 to 2 − best of all others, in points", over_levels(DECAY, _best_decay), above(0.0))),
@@ -798,19 +654,25 @@ CLAIMS = (
         published=published("WSE table 2", {"at 5": 0.01},
             "60M model: 15.20, 15.39, 15.23, 18.18, 41.08, 37.71, 6.13 % at 0, 0.001, 0.01, 0.1, 0.5, 1, 2")),
     Claim("W-40", "fig. 6", "A small window has no sink, a large one has.",
-        (Part("sink rate in %, smallest window", _over_windows(_at(0), PERCENT), below(1.0)),
-         Part("rise to the largest, in points", _over_windows(_rise), above(SINK))), (WINDOW,)),
+        (Part("sink rate in %, smallest window",
+            over_levels(WINDOW, lambda levels, rates: rates[:, 0], PERCENT, _check_windows), below(1.0)),
+         Part("rise to the largest, in points",
+            over_levels(WINDOW, lambda levels, rates: rates[:, -1] - rates[:, 0], check=_check_windows),
+            above(SINK))),
+        (WINDOW,)),
     Claim("W-45", "table 11", "The feed-forward design hardly matters.",
-        (Part(RANGE, over_levels(FEED_FORWARD, range_of_rates), at_most(5.0)),), (FEED_FORWARD,),
+        (Part(RANGE, over_levels(FEED_FORWARD, over_seeds.range_of_rates), at_most(5.0)),), (FEED_FORWARD,),
         published=published("WSE table 11", {"range": 4.30},
             "60M model: SwiGLU 18.18, GeGLU 17.86, ReGLU 13.88, ReLU 16.90, GeLU 14.76, Swish 17.89 %", "†")),
     Claim("W-46", "table 12", "Nor does the number of heads.",
-        (Part(RANGE, over_levels(HEADS, range_of_rates), at_most(10.0)),), (HEADS,),
+        (Part(RANGE, over_levels(HEADS, over_seeds.range_of_rates), at_most(10.0)),), (HEADS,),
         published=published("WSE table 12", {"range": 8.82},
             "60M model: 18.18, 10.68, 12.95, 19.50 % with 8, 4, 2, 1 heads, 21.76 % with 8 that are summed", "†")),
     Claim("W-30", "fig. 4", "The sink appears in training.",
-        (Part("rise of the sink rate over steps, in points", _over(_rise_over_steps), above(SINK)),
-         Part("sink rate at the first step, in %", _over(_at_first_step, PERCENT), below(BEGINNING))), (COURSE,)),
+        (Part("rise of the sink rate over steps, in points", _over_steps(_rise_over_steps), above(SINK)),
+         Part("sink rate at the first step, in %",
+            _over_steps(lambda steps, rates: (rates[:, 0], f"step {steps[0]}"), PERCENT), below(BEGINNING))),
+        (COURSE,)),
     Claim("W-47", "table 4", "A sink token takes the sink.",
         (Part("S* − S₀ in points", _moves(WITH_TOKEN, TOKEN), above(SINK)),), (WITH_TOKEN,),
         published=published("WSE table 4", {"difference": 74.12}, "60M model: S* 74.12, S₀ 0.00† %")),
@@ -820,7 +682,7 @@ CLAIMS = (
         (WITH_BIAS,), published=published("WSE table 4", {"difference": 73.34}, "60M model: S* 73.34, S₀ 0.00 %")),
     Claim("W-52", "fig. 7", "Key and key-value biases end massive activations, value biases and a sink token do not.",
         (*(Part(f"norm at 0 ÷ others, layer with the largest, {name}",
-            where_norms_are(role, of_one(role, norm_ratio, arm, PLAIN)), test)
+            of_one(role, norm_ratio, arm, PLAIN, where=NORMS), test)
             for name, role, arm, test in (("key biases", WITH_BIAS, BIAS, below(LARGE_NORM)),
                 ("key-value biases", WITH_BIASES, BIASES, below(LARGE_NORM)),
                 ("value biases", WITH_VALUE, VALUE, at_least(LARGE_NORM)),
@@ -832,8 +694,7 @@ CLAIMS = (
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "
             "56.61, 12.44 %", "†")),
     Claim("W-50", "table 4", "Value biases do not.",
-        (Part("sink rate in %", where_sinks_are(WITH_VALUE,
-            of_one(WITH_VALUE, metric("sink_rate", 100), VALUE, PLAIN, PERCENT)),
+        (Part("sink rate in %", of_one(WITH_VALUE, metric("sink_rate", 100), VALUE, PLAIN, PERCENT, SINKS),
             above(SINK)),),
         (WITH_VALUE,), published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
     Claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
@@ -844,7 +705,8 @@ CLAIMS = (
         published=published("WSE table 5", {"S₀ and m": 1.0, "S* and m": -1.0}, "60M model: S* 73.34, 70.03, 44.43, "
             "1.51 % and S₀ 0, 0.06, 3.71, 25.88 % with m = 0, 1, 5, 20"), is_ours=False),
     Claim("W-54", "table 6", "Without normalization there is no sink, at no cost.",
-        (*(Part(f"sink rate of the proxy in %, {name}", _rate_of_arm(OPEN, arm), below(NONE))
+        (*(Part(f"sink rate of the proxy in %, {name}",
+            of_one(OPEN, SINK_RATE, arm, PLAIN, PERCENT, SINKS), below(NONE))
             for name, arm in WITHOUT_SUM.items()),
          Part("softmax", of_one(OPEN, SINK_RATE, PLAIN, ends=PERCENT), above(SINK)),
          Part("held-out loss, sigmoid − softmax", difference(OPEN, metric("loss"), SIGMOID), at_most(NO_COST))),
@@ -852,20 +714,21 @@ CLAIMS = (
         published=published("WSE table 6", {"sigmoid": 0.44, "ELU+1": 0.80, "identity": 0.0, "MLP kernel": 0.74,
             "loss, sigmoid − softmax": -0.03}, "60M model: softmax 18.18 %")),
     Claim("W-55", "table 6", "With sum normalization there is one.",
-        tuple(Part(f"sink rate of the proxy in %, {name}", _rate_of_arm(SUMMED, arm), above(SINK))
+        tuple(Part(f"sink rate of the proxy in %, {name}",
+            of_one(SUMMED, SINK_RATE, arm, PLAIN, PERCENT, SINKS), above(SINK))
             for name, arm in WITH_SUM.items()), (SUMMED,),
         published=published("WSE table 6", {"sigmoid": 30.24, "ELU kernel": 53.65, "MLP kernel": 0.19},
             "60M model: softmax 18.18 %")),
     Claim("W-56", "fig. 8", "Without normalization no massive activations either.",
         (Part("norm at 0 ÷ others, layer with the largest, sigmoid",
-            where_norms_are(ONE, of_one(ONE, norm_ratio, SIGMOID, PLAIN)), below(LARGE_NORM)),), (ONE,)),
+            of_one(ONE, norm_ratio, SIGMOID, PLAIN, where=NORMS), below(LARGE_NORM)),), (ONE,)),
     Claim("W-57", "table 14", "Scaling the normalizer down weakens the sink.",
         (Part("rank correlation of the sink rate and α", ranked(SCALES, SINK_RATE, SCALED), above(0.0)),),
         (SCALES,), published=published("WSE table 14", {"correlation": 0.9},
             "60M model: 29.10, 18.18, 9.41, 3.59, 4.53 % at α = 2, 1, 0.2, 0.1, 0.05", "†"), is_ours=False),
     Claim("W-58", "table 14", "Sigmoid attention has none at any learning rate and weight decay.",
         (Part("sink rate of the proxy in %, rate with the most", _largest_without, below(NONE)),
-         Part("weight decay with the most", over_levels(DECAYS, largest_rate), below(NONE))),
+         Part("weight decay with the most", over_levels(DECAYS, over_seeds.largest_rate), below(NONE))),
         (RATES, DECAYS, RATE),
         published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
     Claim("W-59", "§7.4", "Nor has it at 1 B.",
