@@ -264,11 +264,6 @@ def test_a_dataset_and_token_ids_are_read_too(tmp_path: Path) -> None:
             "--text short.txt holds 1 block of 16 tokens, and at least 2 are needed",
         ),
         (("--block-length", "300"), "--block-length 300 is beyond the model's 256 positions"),
-        (
-            ("--method", "none,register-tokens:count=8", "--block-length", "250"),
-            "--method register-tokens-count=8: blocks of 250 tokens and 8 registers are beyond the model's 256 "
-            "positions: take a --block-length of at most 248",
-        ),
         (("--method", "none", "--only-new"), "--method none: --only-new leaves nothing to train"),
         (("--dtype", "float16"), "--dtype float16: gradients overflow in it"),
         (("--device-map", "auto"), "--device-map auto: a model that is trained stays on one GPU"),
@@ -286,6 +281,15 @@ def test_refusals_write_nothing(options: tuple[str, ...], message: str, tiny: Pa
     assert result.stdout == ""
     assert result.stderr.splitlines()[-1].startswith(f"sinkscope: {message}"), result.stderr
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_registers_need_room_among_learned_positions(text: Path) -> None:
+    tiny_model("gpt2").save_pretrained("gpt2")
+    words_tokenizer().save_pretrained("gpt2")
+    told = r"8 registers are beyond the model's 256 positions: take a --block-length of at most 248"
+    with pytest.raises(InputError, match=f"--method register-tokens-count=8: blocks of 250 tokens and {told}"):
+        retrofit("gpt2", "none,register-tokens:count=8", text=text, out="out", **SMALL | {"block_length": 250})
+    assert not Path("out").exists()
 
 
 @pytest.mark.usefixtures("no_figures")
