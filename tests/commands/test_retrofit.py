@@ -260,21 +260,21 @@ def test_a_dataset_and_token_ids_are_read_too(tmp_path: Path) -> None:
         (("--text", "nothing.txt"), "--text nothing.txt: no such file"),
         (("--text", "random"), "--text random: nothing can be learned from it"),
         (
-            ("--text", "short.txt", *TYPED),
-            "--text short.txt holds 1 block of 16 tokens, and at least 2 are needed",
+            ("--text", "../short.txt", *TYPED),
+            "--text ../short.txt holds 1 block of 16 tokens, and at least 2 are needed",
         ),
         (("--block-length", "300"), "--block-length 300 is beyond the model's 256 positions"),
         (("--method", "none", "--only-new"), "--method none: --only-new leaves nothing to train"),
         (("--dtype", "float16"), "--dtype float16: gradients overflow in it"),
         (("--device-map", "auto"), "--device-map auto: a model that is trained stays on one GPU"),
         (("--out", "."), "--out . cannot be replaced"),
-        (("--out", "taken"), "--out taken is not empty and holds no run"),
+        (("--out", "../taken"), "--out ../taken is not empty and holds no run"),
     ],
 )
 def test_refusals_write_nothing(options: tuple[str, ...], message: str, tiny: Path, tmp_path: Path) -> None:
-    Path("short.txt").write_text("the drain " * 10)
-    Path("taken").mkdir()
-    Path("taken", "thesis.tex").touch()
+    Path("../short.txt").write_text("the drain " * 10)
+    Path("../taken").mkdir()
+    Path("../taken/thesis.tex").touch()
     before = sorted(tmp_path.rglob("*"))
     result = command_line("retrofit", tiny, "--out", "out", *options)
     assert result.exit_code == 2, result.output
