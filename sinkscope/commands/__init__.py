@@ -1,1 +1,1 @@
-"""One file a command, named as it is typed: the only place that joins the rooms."""
+"""One file per command, named as it is typed: the only place that joins the rooms."""

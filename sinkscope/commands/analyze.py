@@ -40,7 +40,7 @@ def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
 
 
 def check(options: AnalyzeOptions) -> None:
-    """What can be wrong with the options of a recipe, before a model is loaded. Raises: InputError."""
+    """Raise InputError for wrong options of a recipe, before a model is loaded."""
     if options.has_steps:
         raise InputError("a recipe measures one model: of several steps, name one revision or checkpoint")
     check_config(options)
@@ -60,19 +60,18 @@ def analyze(
 ) -> Run:
     """Measure one model and return its Run; with `out`, also write the run folder.
 
-    Under `accelerate launch`, and of a model that is named, the sequences are shared out among the processes, all of
-    which call this; the first one writes.
+    Under `accelerate launch`, all processes call this and share the sequences of a named model; the first one writes.
 
     Args:
         model: a hub id, a folder, a .gguf file, or a model already loaded; None for SmolLM2-135M-Instruct.
-        tokenizer: of a model already loaded.
+        tokenizer: the tokenizer of a model already loaded.
         out: the run folder to write; None: in memory only.
-        overwrite: replace a run that is there.
+        overwrite: replace an earlier run in `out`.
         quiet: print no progress.
         config: all options at once, in place of `options`.
         figures: names of the figures to draw; None: all that apply.
         page: also write index.html.
-        **options: those of the command line, with underscores: see `AnalyzeOptions`.
+        **options: the options of the command line, with underscores: see `AnalyzeOptions`.
 
     Raises:
         InputError: an option or the input is wrong; nothing was written.
@@ -106,14 +105,14 @@ def analyze_steps(
 
     Args:
         model: a hub id, or a folder with a checkpoint in each subfolder.
-        revisions: the revisions of the hub id that hold the steps, or the subfolders; of a folder by default those
-            called `checkpoint-…`, as transformers' Trainer writes them.
+        revisions: the revisions of the hub id that hold the steps, or the subfolders. The default for a folder is its
+            subfolders `checkpoint-…`, as transformers' Trainer writes them.
         out: the folder to write; None: in memory only.
         overwrite: replace an earlier series in `out`.
-        quiet, page, **options: those of `analyze`.
+        quiet, page, **options: as for `analyze`.
 
     Raises:
-        InputError: as `analyze` does, and for names without a step or with the same one.
+        InputError: as `analyze` does; or a name has no step, or two names have the same one.
         SinkscopeError: a run failed; nothing is written.
     """
     start = time.time()
@@ -143,7 +142,7 @@ def analyze_steps(
                     written = fresh / checkpoint.folder
                     written.mkdir()
                     write_run(replace(run, folder=folder / checkpoint.folder), written)
-                    run = Run.open(written)  # its tables leave the memory to the next step
+                    run = Run.open(written)  # its tables are no longer in memory
                 runs[checkpoint.step] = run
             series = replace(Series.of(model, checkpoints, configs[0], runs, start), folder=folder)
             if fresh is not None:

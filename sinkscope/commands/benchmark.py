@@ -47,7 +47,7 @@ def command(options: BenchmarkOptions, output: OutputOptions) -> Result:
 
 
 def check(options: BenchmarkOptions) -> None:
-    """Find what is missing before a model is loaded. Raises: InputError."""
+    """Raise InputError if something is missing, before a model is loaded."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise InputError("benchmarks need lm-evaluation-harness: pip install 'sinkscope[lm-eval]'")
     if options.task_path is not None and kind_of(user_path(options.task_path)) != "folder":
@@ -68,9 +68,8 @@ def benchmark(
     """Score a model on tasks of lm-evaluation-harness.
 
     Args:
-        model, tokenizer, out, overwrite, quiet, page: as for `analyze`.
-        config: all options at once, in place of `options`.
-        **options: `tasks`, `task_path`, `shots`, `limit`, and those that say how the model is loaded.
+        model, tokenizer, out, overwrite, quiet, config, page: as for `analyze`.
+        **options: `tasks`, `task_path`, `shots`, `limit`, and those for loading the model.
 
     Raises:
         InputError: an option is wrong, the harness is not installed, or it does not know a task; nothing was written.
@@ -92,18 +91,27 @@ def benchmark(
         print_notices(console, loaded.notices)
         with spinner(console, "asking"), undisturbed(loaded.model):
             results = members.of_the_first(lambda: _asked(loaded, config, tasks))
-        table = table_of(results, loaded.name, config.tasks)
-        manifest = _manifest(config, start, loaded, results)
-        scores = DrawnScores(manifest, table, folder)
-        if folder is not None:
-            with new_folder(folder) as fresh:
-                write_data(scores, fresh)
-            return draw(scores, {}, page)
-        return scores
+        manifest = make_manifest(
+            COMMAND,
+            config.model_dump(mode="json"),
+            start,
+            [TABLE],
+            model=loaded.origin | {"parameters": sum(each.numel() for each in loaded.model.parameters())},
+            dtype=str(loaded.model.dtype).removeprefix("torch."),
+            harness=importlib.metadata.version(PACKAGE),
+        )
+        scores = DrawnScores(manifest, table_of(results, loaded.name, config.tasks), folder)
+        if folder is None:
+            return scores
+        with new_folder(folder) as fresh:
+            write_data(scores, fresh)
+        return draw(scores, {}, page)
 
 
 def _known_tasks(config: BenchmarkOptions) -> Any:
-    """The harness's tasks, with those of the user; those alone where they are all that was named. Raises InputError."""
+    """Return the tasks of the user and the harness, or of the user alone if they suffice. Raises InputError if one is
+    unknown.
+    """
     from lm_eval.tasks import TaskManager
 
     own = None if config.task_path is None else str(user_path(config.task_path))
@@ -116,7 +124,7 @@ def _known_tasks(config: BenchmarkOptions) -> Any:
 
 
 def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[str, Any]:
-    """What the harness finds, of which the scores are kept and not the answers."""
+    """Return the results of the harness: scores, without the answers."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
@@ -150,7 +158,7 @@ def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[st
 
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """The harness seeds those of the whole process."""
+    """Restore the process's random number generators, which the harness seeds."""
     plain, of_numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
     try:
         with torch.random.fork_rng():
@@ -161,17 +169,14 @@ def _own_random_numbers() -> Iterator[None]:
 
 
 def table_of(results: Mapping[str, Any], model: str, asked: tuple[str, ...]) -> pd.DataFrame:
-    """The table `benchmark`.
+    """Return the table `benchmark`.
 
     Args:
-        results: the harness's, of which `results` has "METRIC,FILTER" → score of each task.
+        results: of the harness; its `results` has "METRIC,FILTER" → score for each task.
+        model: the model's name.
         asked: the tasks that were named.
     """
-    rows = pd.DataFrame(list(_rows(results, asked)), columns=["condition", *names_of(COLUMNS)])
-    return rows.assign(model=model, layer=-1)[[*LEADING, *names_of(COLUMNS)]]
-
-
-def _rows(results: Mapping[str, Any], asked: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+    rows = []
     for task, scores in {**results["results"], **results["groups"]}.items():
         questions = int(results["n-samples"].get(task, {}).get("effective", 0))
         shots = results["n-shot"].get(task)
@@ -182,19 +187,7 @@ def _rows(results: Mapping[str, Any], asked: tuple[str, ...]) -> Iterator[tuple[
                 continue
             error = scores.get(f"{metric}_stderr,{kind}")
             known = np.nan if isinstance(error, str) or error is None else float(error)
-            place = DIFFERING if shots is None else int(shots)
-            yield task, metric, kind, float(score), known, questions, place, version, task in asked
-
-
-def _manifest(
-    config: BenchmarkOptions, start: float, loaded: LoadedModel, results: Mapping[str, Any]
-) -> dict[str, Any]:
-    return make_manifest(
-        COMMAND,
-        config.model_dump(mode="json"),
-        start,
-        [TABLE],
-        model=loaded.origin | {"parameters": sum(each.numel() for each in loaded.model.parameters())},
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-        harness=importlib.metadata.version(PACKAGE),
-    )
+            count = DIFFERING if shots is None else int(shots)
+            rows.append((task, metric, kind, float(score), known, questions, count, version, task in asked))
+    table = pd.DataFrame(rows, columns=["condition", *names_of(COLUMNS)])
+    return table.assign(model=model, layer=-1)[[*LEADING, *names_of(COLUMNS)]]

@@ -1,9 +1,14 @@
-"""`claims`: what papers say happens, tested on a model: measured where runs lack it, then judged from their tables."""
+"""`claims`: statements of papers are tested on a model: what runs lack is measured, and their tables are judged.
+
+Each run is written into the folder as soon as it is measured, and the scorecard at the end. The same command resumes an
+interrupted one.
+"""
 
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +18,7 @@ import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.commands.claims_folder import ScorecardFolder, scorecard_folder
-from sinkscope.commands.evidence import Collection, collected, judged_folders, merged, skipped_in
+from sinkscope.commands.evidence import collected, judged_folders, merged, skipped_in
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import Target, parse, parse_all
@@ -37,14 +41,18 @@ from sinkscope.measuring.subject import (
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.options.measuring import AnalyzeOptions, ClaimsOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
-from sinkscope.output.result import both, figure_failure
+from sinkscope.output.outputs import write_run
+from sinkscope.output.result import FIGURES, both, draw, figure_failure
 from sinkscope.output.run import Run
+from sinkscope.output.scorecard import DrawnScorecard
 from sinkscope.paper_claims.evidence import LONG, MAIN, NATURAL, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_need
 from sinkscope.paper_claims.need import ALONE, Need
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.paper_claims.routes import routes_of_models
 from sinkscope.paper_claims.table import evidence_of, judged, models_of
+from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
+from sinkscope.results.manifest import MANIFEST, write_manifest
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 from sinkscope.results.run import BOS_OPTIONS, WITHOUT, RunData
 from sinkscope.results.scorecard import COMMAND, TABLES
@@ -52,12 +60,12 @@ from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.verdict.scorecard import Scorecard
 
 STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
-STREAM = 512  # tokens of a text that is streamed, where the model takes so many
-STREAMS = 8  # such texts, over which intervals are
-# what claims read of each input besides the model as it is; of equal tokens more where no BOS is in front
+STREAM = 512  # tokens of a text that is streamed, or as many as the model takes
+STREAMS = 8  # number of these texts, over which intervals are computed
+# observables that claims read of each input; of equal tokens more if there is no BOS
 OF_INPUTS = {NATURAL: ("attention", "activation", "massive"), RANDOM: ("attention",), REPEATED: ("attention",)}
 OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
-# of random weights: what claims read of them, without what follows other observables and draws pictures
+# observables that claims read of random weights
 OF_NULL = (
     "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
     "window-edge",
@@ -72,9 +80,7 @@ def command(options: ClaimsOptions, output: OutputOptions) -> Result:
     return Result(card, card.markdown, folder=output.out, failure=failure)
 
 
-def check(options: ClaimsOptions) -> None:
-    """Find what is wrong with the options of a sweep before a model is loaded. Raises: InputError."""
-    check_config(options)
+check = check_config  # of the options of a sweep, before a model is loaded
 
 
 def claims(
@@ -89,14 +95,14 @@ def claims(
     page: bool = True,
     **options: Any,
 ) -> Scorecard:
-    """Judge what papers say happens by one model, or by the runs of several.
+    """Test the claims of papers on one model, or on the runs of several.
 
     Args:
         model: as for `analyze`; with `runs` or `from_` and no model, nothing is measured.
-        runs: what was measured before, besides the folders in the option `from_`.
+        runs: runs that were measured before, in addition to the folders in the option `from_`.
         tokenizer, quiet: as for `analyze`.
-        out: the folder to write. The same call again goes on where it was broken off; other options are refused.
-        overwrite: begin anew, and replace what is in `out`.
+        out: the folder to write. The same call resumes an interrupted one; other options are refused.
+        overwrite: start again, and replace what is in `out`.
         config: all options at once, in place of `options`.
         page: also write index.html.
         **options: `from_`, `draws` (random controls of each intervention), and those of `analyze`.
@@ -114,9 +120,7 @@ def claims(
     reads = (config.model, config.adapter, config.input, *config.from_)
     with (
         together(config.device_map, is_in_memory(model)) as members,
-        scorecard_folder(
-            members.only_first(out), config.model_dump(mode="json"), start, overwrite, reads, page
-        ) as kept,
+        _own_folder(members.only_first(out), config, start, overwrite, reads, page) as kept,
     ):
         console = members.console(quiet)
         if judges_only:
@@ -126,75 +130,67 @@ def claims(
         else:
             with open_subject(model, tokenizer, config, console) as subject:
                 name = subject.loaded.name
-                _notice_of_others(known, name, console)
-                before = members.of_the_first(partial(_begun, kept, subject))
-                known, skipped = replace(known, runs=[*known.runs, *before[0]]), merged(skipped, before[1])
-                measured = Bench(subject, config, console, known.runs, before[0], kept).evidence(skipped)
+                models = models_of(known.runs)
+                if models and name not in models:
+                    notice = f"the runs given are of {', '.join(models)}: none is of {name}, and all is measured"
+                    print_notices(console, [notice])
+
+                def earlier() -> tuple[list[Run], dict[str, dict[str, str]]]:
+                    if kept is None:
+                        return [], {}
+                    kept.begin(input_sha256=subject.inputs.sha256, weights_sha256=fingerprint(subject.loaded.model))
+                    return kept.runs, kept.skipped
+
+                before, inapplicable = members.of_the_first(earlier)
+                known, skipped = replace(known, runs=[*known.runs, *before]), merged(skipped, inapplicable)
+                measured = Bench(subject, config, console, known.runs, before, kept).evidence(skipped)
                 card = _scorecard(known.completed(measured, name), config, start)
         return card if kept is None else kept.finish(card)
 
 
-def _begun(kept: ScorecardFolder | None, subject: Subject) -> tuple[list[Run], dict[str, dict[str, str]]]:
-    """The runs that an earlier session has measured of this model on this text, and the roles that do not apply."""
-    if kept is None:
-        return [], {}
-    kept.begin(input_sha256=subject.inputs.sha256, weights_sha256=fingerprint(subject.loaded.model))
-    return kept.runs, kept.skipped
-
-
-def _notice_of_others(known: Collection, name: str, console: Console) -> None:
-    """Where none of the runs that were given is of the model that is measured."""
-    models = models_of(known.runs)
-    if models and name not in models:
-        print_notices(console, [f"the runs given are of {', '.join(models)}: none is of {name}, and all is measured"])
-
-
 def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: float) -> Scorecard:
     table = pd.concat([judged(one, name) for name, one in evidence.items()], ignore_index=True)
-    used = {name: _used(one) for name, one in evidence.items()}
-    failed = {role: reason for one in evidence.values() for role, reason in one.failed.items()}
+    used: dict[str, dict[str, str]] = {}  # model → role → the folders of its runs
+    for name, one in evidence.items():
+        folders: dict[str, tuple[Path | None, ...]] = {role.name: (run.folder,) for role, run in one.runs.items()}
+        folders |= {role.name: tuple(study.folders) for role, study in one.studies.items()}
+        used[name] = {role: "; ".join(str(each or "measured") for each in of) for role, of in folders.items()}
     manifest = make_folder_manifest(
         COMMAND,
         config.model_dump(mode="json"),
         start,
         TABLES,
         judged=used,
-        failed=failed,
+        failed={role: reason for one in evidence.values() for role, reason in one.failed.items()},
         skipped_roles={name: one.skipped for name, one in evidence.items()},
     )
     runs = {name: {role.name: run for role, run in one.runs.items()} for name, one in evidence.items()}
     return Scorecard(manifest, table, routes_of_models(evidence), runs)
 
 
-def _used(evidence: Evidence) -> dict[str, str]:
-    """Role → where its runs stand."""
-    runs = {role.name: _source(run.folder) for role, run in evidence.runs.items()}
-    return runs | {role.name: "; ".join(map(_source, study.folders)) for role, study in evidence.studies.items()}
-
-
-def _source(folder: Path | None) -> str:
-    return "measured" if folder is None else str(folder)
+# ------------------------------------------------------------------------------------------------------ measuring
 
 
 @dataclass
 class Bench:
-    """One model, and the runs that its claims need: those that are known, and the others measured one by one."""
+    """One model, and the runs that its claims need: those that are known, and the others, which are measured."""
 
     subject: Subject
     config: ClaimsOptions
     console: Console
     known: Sequence[RunData]
-    earlier: Sequence[RunData] = ()  # those of them that the same call has measured before it was broken off
-    kept: ScorecardFolder | None = None  # where runs are written as soon as they are measured
-    analyzed: RunData | None = None  # the model as it is, where the same call has measured it
-    interrupt: BaseException | None = None  # that ended an experiment of which some arms were finished
+    earlier: Sequence[RunData] = ()  # those of them that the same call measured before it was interrupted
+    kept: "ScorecardFolder | None" = None  # where runs are written as soon as they are measured
+    analyzed: RunData | None = None  # the model as it is, if this call has measured it
+    interrupt: BaseException | None = None  # it ended an experiment of which some arms were finished
     skipped: dict[str, str] = field(default_factory=dict)  # role → why it does not apply
-    failed: dict[str, str] = field(default_factory=dict)  # role → how its run broke off
+    failed: dict[str, str] = field(default_factory=dict)  # role → why its run failed
 
     def evidence(self, skipped: Mapping[str, Mapping[str, str]]) -> Evidence:
-        """Measure what is missing. The run of the model as it is comes first: by it a claim speaks of the model."""
+        """Measure what is missing, first the model as it is, whose run decides which claims apply to it."""
+        name = self.config.model or self.subject.loaded.name
         runs: list[RunData] = list(models_of(self.known).get(self.subject.loaded.name, ()))
-        main = evidence_of(runs, self.name).runs.get(MAIN)
+        main = evidence_of(runs, name).runs.get(MAIN)
         if main is None:
             print_line(self.console, "the model as it is")
             self.analyzed = self._keep(self._analyzed(self.subject, {}), MAIN.name)
@@ -202,41 +198,42 @@ class Bench:
         elif any(main is run for run in self.earlier):
             self.analyzed = main
         if self.subject.family.has_attention:
-            self._skip(self._inapplicable())
-        wanted = self._wanted(evidence_of(runs, self.name))
+            # reasons against interventions, which are known before a text is made for them
+            target = Target(self.subject.loaded.model, self.subject.family, seams={})
+            needs = {need for each in CLAIMS.values() for need in each.reads} | set(ROUTE_ROLES)
+            done = {need.name: parse(need.of) for need in needs if need.is_intervention}
+            done |= {"streaming": parse(STREAMED)}
+            self._skip({role: why for role, part in done.items() if (why := part.inapplicable(target))})
+        wanted = self._wanted(evidence_of(runs, name))
         for number, (kind, named) in enumerate(wanted.items(), 1):
             print_part(self.console, kind, number, len(wanted))
-            for run, roles in WAYS[kind](self, named):
+            for roles in [named] if kind in IN_ONE_RUN else [[role] for role in named]:
                 names = [role.name for role in roles]
                 try:
-                    runs.append(self._keep(run(), names[0]))
+                    runs.append(self._keep(WAYS[kind](self, roles), names[0]))
                 except InputError as error:  # it does not apply to this model
                     self._skip(dict.fromkeys(names, one_line(error)))
-                except SinkscopeError as error:  # nothing of the other runs is lost
+                except SinkscopeError as error:  # the other runs are still measured
                     self.failed |= dict.fromkeys(names, one_line(error))
                 if self.interrupt is not None:
                     raise self.interrupt
-        found = evidence_of(runs, self.name, {self.name: {**skipped.get(self.subject.loaded.name, {}), **self.skipped}})
+        found = evidence_of(runs, name, {name: {**skipped.get(self.subject.loaded.name, {}), **self.skipped}})
         return replace(found, failed=self.failed)
 
     def _keep(self, run: Run, role: str) -> Run:
         return run if self.kept is None else self.kept.keep(run, role)
 
     def _skip(self, reasons: Mapping[str, str]) -> None:
-        """Roles that do not apply, with the reason."""
+        """Record roles that do not apply, with the reasons."""
         self.skipped |= reasons
         if self.kept is not None and reasons:
             self.kept.skip(self.subject.loaded.name, reasons)
 
-    @property
-    def name(self) -> str:
-        return self.config.model or self.subject.loaded.name
-
     def _wanted(self, evidence: Evidence) -> dict[str, list[Need]]:
-        """Way → the roles that no run plays and that routes need, or claims which speak of this model."""
-        speaking = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
+        """Map each way to the roles without a run that routes, or claims about this model, need."""
+        applying = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
         found: dict[str, list[Need]] = defaultdict(list)
-        needs = dict.fromkeys(need for claim in speaking for need in claim.reads)
+        needs = dict.fromkeys(need for claim in applying for need in claim.reads)
         nulls = [null_need(draw) for draw in range(self.config.nulls)] if MAIN in needs else []
         for role in dict.fromkeys((*needs, *nulls, *ROUTE_ROLES)):
             way = WITH.get(role.kind, role.kind)
@@ -244,31 +241,23 @@ class Bench:
                 found[way].append(role)
         return found
 
-    def _inapplicable(self) -> dict[str, str]:
-        """Role → why its intervention cannot be done to this model, known before a text is made for it."""
-        target = Target(self.subject.loaded.model, self.subject.family, seams={})
-        needs = {need for claim in CLAIMS.values() for need in claim.reads} | set(ROUTE_ROLES)
-        done = {need.name: parse(need.of) for need in needs if need.is_intervention} | {"streaming": parse(STREAMED)}
-        return {role: why for role, part in done.items() if (why := part.inapplicable(target))}
-
     # --- the runs
 
     def input(self, given: Mapping[str, Any], observables: tuple[str, ...] = ("attention",)) -> Run:
-        """The same model on something else; of the observables those that apply to it. Where the model was compared
-        with itself on the text, that is not done again for other tokens in batches of the same shape.
+        """Measure the same model on another input, with those of the observables that apply to it. The parity check is
+        skipped if it was done on the text, whose batches have the same shape.
         """
-        loaded, family = self.subject.loaded, self.subject.family
-        applying = [name for name in observables if OBSERVABLES[name].inapplicable(loaded.model, family) is None]
         checked = self.config.skip_parity or self.analyzed is not None
-        other: dict[str, Any] = {"dataset": None, "prompt": None, "observables": applying, "skip_parity": checked}
+        other = {"dataset": None, "prompt": None, "observables": self._applying(observables), "skip_parity": checked}
         return self._analyzed(None, {**other, **given})
 
-    def under_policy(self, policy: str, name: str) -> Run:
-        """The model's own text, or drawn tokens, with a BOS in front of every sequence or without.
+    def under_policy(self, roles: Sequence[Need], policy: str) -> Run:
+        """Measure the model's own text, or drawn tokens, with or without a BOS before every sequence.
 
         Raises:
             InputError: there is no BOS, or the text is token ids, which are taken as they are.
         """
+        name = roles[0].of
         of_text = {key: getattr(self.config, key) for key in ("input", "dataset", "prompt")}
         given = {**(of_text if name == NATURAL else {"input": name}), "bos": BOS_OPTIONS[policy]}
         equal = name == REPEATED and policy == WITHOUT
@@ -277,23 +266,21 @@ class Bench:
             raise InputError(f"its text is token ids, which begin with {run.manifest['input']['token_zero']}")
         return run
 
-    def length(self, tokens: int) -> Run:
+    def length(self, roles: Sequence[Need]) -> Run:
+        tokens = int(roles[0].of)
         positions = min(self.config.positions, tokens)
         given = {"seq_len": tokens, "window": tokens, "positions": positions, "observables": ("attention",)}
         return self._analyzed(None, given)
 
-    def null(self, draw: int) -> Run:
-        """Random weights, on the same text: measured as the model is, since norms of gradients depend on how many
-        sequences they are summed over.
-        """
-        loaded, family = self.subject.loaded, self.subject.family
-        applying = [name for name in OF_NULL if OBSERVABLES[name].inapplicable(loaded.model, family) is None]
+    def null(self, roles: Sequence[Need]) -> Run:
+        """Measure random weights on as many sequences as the model, since norms of gradients depend on their number."""
+        draw = int(roles[0].of or 0)
         with random_weights(self.subject, self.config.seed + draw) as subject:
-            run = self._analyzed(subject, {"skip_parity": True, "observables": applying})
+            run = self._analyzed(subject, {"skip_parity": True, "observables": self._applying(OF_NULL)})
         return Run(run.manifest | {"draw": draw}, run.tables)
 
-    def arms(self, roles: Iterable[Need], **given: Any) -> Run:
-        """Interventions, each by itself, with what the claims need of them: a loss, random controls."""
+    def arms(self, roles: Sequence[Need], **given: Any) -> Run:
+        """Measure interventions one by one, with a loss and random controls if claims need them."""
         kinds: dict[str, set[str]] = defaultdict(set)
         for role in roles:
             kinds[role.of].add(role.kind)
@@ -302,8 +289,8 @@ class Bench:
         alone = {name for name, some in kinds.items() if all(kind in ALONE for kind in some)}
         return self._experiment(subject, {"arms": {name: (name,) for name in kinds}, **given}, alone, without_loss)
 
-    def streamed(self) -> Run:
-        """Raises InputError: the model takes no text that is long enough."""
+    def streamed(self, roles: Sequence[Need]) -> Run:
+        """Measure long texts with a streaming window. Raises InputError if the model takes no text of that length."""
         length = min(STREAM, position_limit(self.subject.loaded.model, self.subject.family) or STREAM)
         if length < LONG:
             raise InputError(f"it takes {length} tokens at most, and a text of {LONG} is streamed")
@@ -311,6 +298,10 @@ class Bench:
         keep = sorted({*KEPT, *((registers, registers + 3) if registers else ())})
         do = f"{STREAMED},keep={','.join(map(str, keep))}"
         return self._experiment(None, {"arms": {do: (do,)}, "seq_len": length, "num_seqs": STREAMS})
+
+    def _applying(self, observables: Iterable[str]) -> list[str]:
+        loaded, family = self.subject.loaded, self.subject.family
+        return [name for name in observables if OBSERVABLES[name].inapplicable(loaded.model, family) is None]
 
     def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()
@@ -345,40 +336,107 @@ class Bench:
         return kind(**own | dict(given))
 
     def _reading(self, config: RunConfig) -> Subject:
-        """The same model, on another input."""
+        """Return the same model with the input that the options name."""
         inputs = inputs_for(self.subject.loaded, config, self.subject.family)
         return Subject(self.subject.loaded, self.subject.family, inputs)
 
 
-Runs = Iterator[tuple[Callable[[], Run], list[Need]]]  # each with the roles that it plays
-
-
-def _one(run: Callable[[Bench], Run]) -> Callable[[Bench, list[Need]], Runs]:
-    return lambda bench, roles: iter([(partial(run, bench), roles)])
-
-
-def _each(run: Callable[[Bench, str], Run]) -> Callable[[Bench, list[Need]], Runs]:
-    return lambda bench, roles: ((partial(run, bench, role.of), [role]) for role in roles)
-
-
-def _under_policy(policy: str, bench: Bench, name: str) -> Run:
-    return bench.under_policy(policy, name)
-
-
-def _together(**given: Any) -> Callable[[Bench, list[Need]], Runs]:
-    return lambda bench, roles: iter([(partial(bench.arms, roles, **given), roles)])
-
-
-# kind of role → how its runs are measured; roles of other kinds are played by models that are trained for them
-WAYS: dict[str, Callable[[Bench, list[Need]], Runs]] = {
-    **{kind: _each(partial(_under_policy, policy)) for policy, kind in POLICIES.items()},
-    NULL.kind: _each(lambda bench, draw: bench.null(int(draw or 0))),
-    "length": _each(lambda bench, tokens: bench.length(int(tokens))),
-    "domain": _each(lambda bench, name: bench.input({"input": name})),
-    "do": _together(),
-    "gradient-do": _together(observables=("gradient",), draws=2),
-    "repeated-do": _together(input=REPEATED, dataset=None, prompt=None, bos="never"),
-    "streaming": _one(Bench.streamed),
+# kind of role → measures its run; roles of other kinds need models that are trained for them
+WAYS: dict[str, Callable[[Bench, list[Need]], Run]] = {
+    **{kind: partial(Bench.under_policy, policy=policy) for policy, kind in POLICIES.items()},
+    NULL.kind: Bench.null,
+    "length": Bench.length,
+    "domain": lambda bench, roles: bench.input({"input": roles[0].of}),
+    "do": Bench.arms,
+    "gradient-do": partial(Bench.arms, observables=("gradient",), draws=2),
+    "repeated-do": partial(Bench.arms, input=REPEATED, dataset=None, prompt=None, bos="never"),
+    "streaming": Bench.streamed,
 }
+IN_ONE_RUN = {"do", "gradient-do", "repeated-do", "streaming"}  # ways that measure all their roles in one run
 # kinds of roles that are measured together with others
 WITH = {"loss-do": "do", "loss-do-alone": "do", "gradient-do-alone": "gradient-do"}
+
+
+# ----------------------------------------------------------------------------------------------------- the folder
+
+
+@contextmanager
+def _own_folder(
+    folder: str | os.PathLike[str] | None,
+    config: ClaimsOptions,
+    start: float,
+    overwrite: bool,
+    reads: Iterable[str | os.PathLike[str] | None],
+    page: bool,
+) -> Iterator["ScorecardFolder | None"]:
+    """Lock the folder, and check it before anything is computed; None: the scorecard stays in memory.
+
+    Raises:
+        InputError: it cannot be written, or was made with other options.
+    """
+    if folder is None:
+        yield None
+        return
+    options = config.model_dump(mode="json")
+    with alone_in(folder) as path:
+        check_resumable(path, COMMAND, {"config": options}, overwrite, reads=reads, renewed=(FIGURES,))
+        yield ScorecardFolder(path, options, start, overwrite, page)
+
+
+@dataclass
+class ScorecardFolder:
+    """The folder of a scorecard, which is written step by step."""
+
+    folder: Path
+    config: Mapping[str, Any]  # only the same options can resume it
+    start: float
+    overwrite: bool
+    page: bool
+    runs: list[Run] = field(default_factory=list)  # of an earlier session
+    skipped: dict[str, dict[str, str]] = field(default_factory=dict)  # model → role → why it does not apply
+
+    def begin(self, **facts: str) -> None:
+        """Claim the folder, and find what an earlier session has measured.
+
+        Args:
+            **facts: further entries of run.json that affect results.
+
+        Raises:
+            InputError: it was measured on another model or text.
+        """
+        self._facts = facts
+        self._files = FileList(self.folder, [], lambda: write_manifest(self.folder, self._manifest()))
+        options = {"config": dict(self.config), **facts}
+        found = None if self.overwrite else resumable(self.folder, COMMAND, options)
+        if found is not None:
+            self._files.names, self.skipped = found["files"], found["skipped_roles"]
+        with new_folder(self.folder) if found is None else nullcontext(self.folder) as folder:
+            claim(folder, self._manifest())
+        self.runs = [Run.open(path.parent) for path in sorted(self.folder.glob(f"runs/*/{MANIFEST}"))]
+
+    def keep(self, run: RunData, role: str) -> Run:
+        """Write the run of a role."""
+        target = self.folder / "runs" / role.replace(":", "-")
+        with self._files.new_folder(target) as fresh:
+            write_run(Run(run.manifest, run.tables), fresh, is_drawn=False)
+        return Run(run.manifest, run.tables, target)
+
+    def skip(self, model: str, reasons: Mapping[str, str]) -> None:
+        """Record the roles of a model that do not apply."""
+        self.skipped.setdefault(model, {}).update(reasons)
+        write_manifest(self.folder, self._manifest())
+
+    def finish(self, card: Scorecard) -> Scorecard:
+        """Write the scorecard, and the runs that were passed as objects. run.json comes last."""
+        for role, run in card.measured.items():
+            self.keep(run, role)
+        card = replace(card, manifest={**card.manifest, **self._facts}, folder=self.folder)
+        drawn = DrawnScorecard.of(card)
+        self._files.add(*(f"tables/{name}.parquet" for name in drawn.tables), *drawn.texts)
+        drawn.write_files(self.folder)
+        write_manifest(self.folder, {**card.manifest, "drawn": False, "files": self._files.names})
+        return draw(drawn, page=self.page, files=self._files)
+
+    def _manifest(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {**self._facts, "skipped_roles": self.skipped, "files": self._files.names}
+        return make_folder_manifest(COMMAND, self.config, self.start, (), **facts)

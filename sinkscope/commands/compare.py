@@ -1,6 +1,6 @@
 """`compare`: runs or scorecards side by side, from their folders alone: no model is loaded.
 
-Of a single folder that compares something itself, as of a sweep or of interventions, its own tables are printed.
+For a single folder that is a comparison, such as that of a sweep or of interventions, its own tables are printed.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ from sinkscope.verdict.scorecard import Scorecard
 from sinkscope.verdict.table_formats import formatted
 from sinkscope.verdict.trained import retrofit_summaries
 
-# command that wrote a folder which compares something itself → its summary tables by title
+# command whose folder is a comparison → its summary tables by title
 _OF_ONE: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {
     SERIES: lambda folder: Series.open(folder).summary_tables,
     SWEEP: lambda folder: summary_tables(open_comparison(tables_folder(folder))),
@@ -36,12 +36,16 @@ _OF_ONE: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {
 
 
 def command(options: CompareOptions, output: OutputOptions) -> Result:
-    old = [line for run in options.runs if (line := _older(folder_of(run)))]
-    if len(options.runs) == 1 and (tables := _tables_of(folder_of(options.runs[0]))):
-        if output.out is not None:
+    manifests = {folder_of(run): read_manifest(folder_of(run), None) for run in options.runs}
+    old = [f"{folder} is of {older(found)}" for folder, found in manifests.items() if format_of(found) != FORMAT]
+    if len(options.runs) == 1:
+        ((folder, manifest),) = manifests.items()
+        tables = _OF_ONE[manifest["command"]](folder) if manifest["command"] in _OF_ONE else {}
+        if tables and output.out is not None:
             raise InputError(f"--out: {options.runs[0]} has its tables and figures already")
-        parts = [formatted(table, options.format, title) for title, table in tables.items()]
-        return Result(tables, text="\n\n".join(parts), notes=old)
+        if tables:
+            parts = [formatted(table, options.format, title) for title, table in tables.items()]
+            return Result(tables, text="\n\n".join(parts), notes=old)
     found = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
     failure = figure_failure(found.manifest)
     text = "" if options.format == "text" else found.formatted(options.format)
@@ -52,15 +56,3 @@ def command(options: CompareOptions, output: OutputOptions) -> Result:
         )
     notes = [*old, *differing_lines(found.manifest["differing"])]
     return Result(found, "" if text else found.markdown, text, notes=notes, folder=output.out, failure=failure)
-
-
-def _older(folder: Path) -> str:
-    """A line on a folder of an older format; "" of others."""
-    manifest = read_manifest(folder, None)
-    return "" if format_of(manifest) == FORMAT else f"{folder} is of {older(manifest)}"
-
-
-def _tables_of(folder: Path) -> Mapping[str, pd.DataFrame]:
-    """The tables of a folder that holds a comparison of its own; empty for other folders."""
-    command = str(read_manifest(folder, None)["command"])
-    return _OF_ONE[command](folder) if command in _OF_ONE else {}

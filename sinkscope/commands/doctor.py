@@ -1,4 +1,4 @@
-"""`doctor`: how sinkscope sees a model, and whether what it would measure is right, before a long run."""
+"""`doctor`: how sinkscope sees a model, and whether its measurements would be right, before a long run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from sinkscope.errors import counted
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
-from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTENTION, Observable
+from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTENTION
 from sinkscope.measuring.parity import Comparison, Parity, comparing, round_off
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import model_inputs, open_tracer
-from sinkscope.models.family import RESIDUAL_SITES, Block, Family, embedding_weight, input_device
+from sinkscope.models.family import RESIDUAL_SITES, Family, embedding_weight, input_device
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.towers import tower_notice
@@ -31,15 +31,16 @@ from sinkscope.text.batch import Batch
 from sinkscope.verdict.report import layers_text
 
 TOKENS = 64
+Check = tuple[str, bool, str]  # what was checked, whether it passed, a detail
 
 
 @dataclass
 class Report:
-    """What the doctor found."""
+    """The result of `doctor`."""
 
     name: str
     facts: dict[str, str] = field(default_factory=dict)
-    checks: list[tuple[str, bool, str]] = field(default_factory=list)  # (what was checked, passed, detail)
+    checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -67,7 +68,7 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
         **options: those of `load`.
 
     Returns:
-        A Report whose `ok` says whether every check passed.
+        A Report whose `ok` is True if every check passed.
 
     Raises:
         InputError: the model cannot be loaded, or its architecture is unknown and cannot be calibrated.
@@ -78,58 +79,58 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
 
 
 def _examined(loaded: LoadedModel) -> Report:
-    family, notices = family_of(loaded.model)
-    calibrated = _calibrated(family) if notices else []
+    model = loaded.model
+    family, notices = family_of(model)
     report = Report(loaded.name, _facts(loaded, family))
-    report.notes = [
-        *loaded.notices,
-        *tower_notice(loaded.model),
-        *notices,
-        *calibrated,
-        *_not_applicable(loaded.model, family),
-    ]
-    batch = _tokens(loaded.model)
-    inputs = model_inputs(loaded.model, batch, False, family.first_position)
-    bare = layer_output(loaded.model, family, family.last_layer(loaded.model), inputs)
-    own = round_off(loaded.model, family, batch, bare)
-    report.checks = [_wiring(loaded.model, family, batch)]
-    report.checks += [_output(loaded.model, family, batch, kernel, bare, own.tolerance) for kernel in ("sdpa", "eager")]
+    calibrated = _calibrated(family) if notices else []
+    report.notes = [*loaded.notices, *tower_notice(model), *notices, *calibrated, *_not_applicable(model, family)]
+    # one sequence of random ids, for which no tokenizer is needed
+    vocabulary = embedding_weight(model).shape[0]
+    ids = torch.randint(vocabulary // 10, vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.ones_like(ids))
+    inputs = model_inputs(model, batch, False, family.first_position)
+    bare = layer_output(model, family, family.last_layer(model), inputs)
+    own = round_off(model, family, batch, bare)
+    records = read_sites(model, family, batch.token_ids.to(input_device(model)))
+    worst = max(check_wiring(family.block(layer), sites) for layer, sites in enumerate(records))
+    tolerance = 20 * torch.finfo(next(model.parameters()).dtype).eps
+    detail = f"the {family.wiring} equation holds to {worst:.1e} at every layer"
+    report.checks = [("residual stream", worst < tolerance, detail)]
+    report.checks += [_output(model, family, batch, kernel, bare, own.tolerance) for kernel in ("sdpa", "eager")]
     if own.attention:
         report.checks.append(_attention("each layer attends as the bare model's does", own.attention))
-    if any(map(attends_by_us, loaded.model.modules())):
+    if any(map(attends_by_us, model.modules())):
         report.notes.append("attention weights: transformers' eager attention knows nothing of what is built in")
     elif not family.has_attention:
         report.notes.append(f"attention weights: {NO_ATTENTION}")
-    elif family.door == "interface":
-        report.checks.append(_weights(loaded.model, family, batch))
+    elif family.door == "interface":  # our weights are compared with those of transformers' eager attention
+        with torch.no_grad(), attention_implementation(model, "eager"), comparing(model, family, batch) as found:
+            model(batch.token_ids.to(input_device(model)), use_cache=False)
+        report.checks.append(_attention("attention to position 0 is transformers' eager", found))
     else:
         report.notes.append("attention weights are those that the model's own code computes; there is no second way")
     return report
 
 
 def _calibrated(family: Family) -> list[str]:
-    """How a row was found, for a layer of each kind."""
+    """Describe the calibrated row, with the addresses of the sites in a layer of each kind."""
     row = f"layers at '{family.layers}', attention '{family.attention}', {family.wiring}, door {family.door}"
+    lines = [f"the calibrated row: {row}"]
     kinds = {block.kind: (layer, block) for layer, block in reversed(list(enumerate(family.blocks)))}
-    found = kinds.values() or [(0, family.block(0))]
-    lines = [
-        f"layer {layer} ({block.kind}): {_addresses(block)}" for layer, block in sorted(found, key=lambda at: at[0])
-    ]
-    return [f"the calibrated row: {row}", *lines]
-
-
-def _addresses(block: Block) -> str:
-    """Where each site is read."""
-    terms = {site: block.terms(site) for site in RESIDUAL_SITES if site in block.sites}
-    sums = {
-        site: " + ".join(f"{term.scale:g} · {term.address}" if term.scale != 1 else term.address for term in parts)
-        for site, parts in terms.items()
-    }
-    return ", ".join(f"{site} = {total}" for site, total in sums.items() if total not in ("input", "output"))
+    for layer, block in sorted(kinds.values() or [(0, family.block(0))], key=lambda at: at[0]):
+        addresses = []
+        for site in (site for site in RESIDUAL_SITES if site in block.sites):
+            terms = [
+                f"{term.scale:g} · {term.address}" if term.scale != 1 else term.address for term in block.terms(site)
+            ]
+            if terms not in (["input"], ["output"]):
+                addresses.append(f"{site} = {' + '.join(terms)}")
+        lines.append(f"layer {layer} ({block.kind}): {', '.join(addresses)}")
+    return lines
 
 
 def _not_applicable(model: PreTrainedModel, family: Family) -> list[str]:
-    """What one would expect of any model and this one does not have, with the reasons."""
+    """Return what is expected of any model and does not apply to this one, with the reasons."""
     notes = [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
     notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
     target = Target(model, family, seams={})
@@ -138,67 +139,48 @@ def _not_applicable(model: PreTrainedModel, family: Family) -> list[str]:
     return notes + [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason]
 
 
-def _positions(family: Family) -> str:
-    """«rotary and none (none in layers 3, 7)»."""
-    kinds = sorted(family.kinds_of_positions)
-    where = {kind: [at for at, own in enumerate(family.layer_positions) if own == kind] for kind in kinds}
-    rare = sorted(kinds, key=lambda kind: len(where[kind]))[:-1]
-    named = "; ".join(f"{kind} in {layers_text(where[kind])}" for kind in rare)
-    return f"{family.positions} ({named})" if named else family.positions
-
-
 def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
-    text = loaded.model.config.get_text_config()
-    parameter = next(loaded.model.parameters())
-    layers = family.layer_modules(loaded.model)
-    windows = getattr(text, "layer_types", None) or []
-    sliding = sum(kind == "sliding_attention" for kind in windows)
-    present = [site for site in RESIDUAL_SITES if site in family.sites]
-    target = Target(loaded.model, family, seams={})
-    changes = {name: kind for name, kind in INTERVENTIONS.items() if not kind.is_control}
+    model, text = loaded.model, loaded.model.config.get_text_config()
+    parameter = next(model.parameters())
+    counts = Counter(block.kind for block in family.blocks)
+    kinds = f" ({', '.join(f'{count} {kind}' for kind, count in counts.items())})" if len(counts) > 1 else ""
+    where = {
+        kind: [at for at, own in enumerate(family.layer_positions) if own == kind]
+        for kind in sorted(family.kinds_of_positions)
+    }
+    rare = sorted(where, key=lambda kind: len(where[kind]))[:-1]
+    positions = "; ".join(f"{kind} in {layers_text(where[kind])}" for kind in rare)
+    sliding = sum(kind == "sliding_attention" for kind in getattr(text, "layer_types", None) or [])
+    windows = f"; {sliding} layers slide a window of {text.sliding_window}" if sliding else ""
+    observables = [
+        name
+        for name, kind in OBSERVABLES.items()
+        if any(site in ATTENTION_SITES or site in family.sites for site in kind.sites)
+        and kind.inapplicable(model, family) is None
+    ]
+    target = Target(model, family, seams={})
+    interventions = [
+        name for name, kind in INTERVENTIONS.items() if not kind.is_control and not kind.inapplicable(target)
+    ]
+    layers = counted(len(family.layer_modules(model)), "layer")
     return {
-        "architecture": f"{type(loaded.model).__name__}, {counted(len(layers), 'layer')}{_kinds(family)}, "
-        f"family '{family.name}'",
-        "wiring": f"{family.wiring}, positions {_positions(family)}",
-        "attention": f"{loaded.model.config._attn_implementation} by itself; seam through the {family.door}"
-        + (f"; {sliding} layers slide a window of {text.sliding_window}" if sliding else ""),
+        "architecture": f"{type(model).__name__}, {layers}{kinds}, family '{family.name}'",
+        "wiring": f"{family.wiring}, positions {family.positions}" + (f" ({positions})" if positions else ""),
+        "attention": f"{model.config._attn_implementation} by itself; seam through the {family.door}{windows}",
         "dtype": f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}",
         "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer else "none: only token ids, random, repeated",
-        "sites": ", ".join((*present, "query", "key", "value", "attn_mix")),
-        "observables": ", ".join(name for name, kind in OBSERVABLES.items() if _applies(kind, loaded.model, family)),
-        "interventions": ", ".join(name for name, kind in changes.items() if not kind.inapplicable(target)),
+        "sites": ", ".join(
+            (*(site for site in RESIDUAL_SITES if site in family.sites), "query", "key", "value", "attn_mix")
+        ),
+        "observables": ", ".join(observables),
+        "interventions": ", ".join(interventions),
     }
-
-
-def _kinds(family: Family) -> str:
-    counts = Counter(block.kind for block in family.blocks)
-    return f" ({', '.join(f'{count} {kind}' for kind, count in counts.items())})" if len(counts) > 1 else ""
-
-
-def _applies(observable: type[Observable], model: PreTrainedModel, family: Family) -> bool:
-    has_a_site = any(site in ATTENTION_SITES or site in family.sites for site in observable.sites)
-    return has_a_site and observable.inapplicable(model, family) is None
-
-
-def _tokens(model: PreTrainedModel) -> Batch:
-    """One sequence of random ids: enough to compare, and no tokenizer needed."""
-    vocabulary = embedding_weight(model).shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary // 10, vocabulary, (1, TOKENS), generator=generator)
-    return Batch(ids, torch.ones_like(ids))
-
-
-def _wiring(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
-    records = read_sites(model, family, batch.token_ids.to(input_device(model)))
-    worst = max(check_wiring(family.block(layer), sites) for layer, sites in enumerate(records))
-    tolerance = 20 * torch.finfo(next(model.parameters()).dtype).eps
-    return ("residual stream", worst < tolerance, f"the {family.wiring} equation holds to {worst:.1e} at every layer")
 
 
 @torch.no_grad()
 def _output(
     model: PreTrainedModel, family: Family, batch: Batch, kernel: str, bare: torch.Tensor, tolerance: float
-) -> tuple[str, bool, str]:
+) -> Check:
     """Compare the outputs as every run does in its first batch; a difference is reported, not raised."""
     parity = Parity(family.last_layer(model), bare, tolerance=inf)
     with open_tracer(model, family, kernel) as tracer:
@@ -209,16 +191,8 @@ def _output(
     return (what, parity.error <= tolerance, detail)
 
 
-def _attention(what: str, found: Sequence[Comparison]) -> tuple[str, bool, str]:
-    """Attention of all layers against a function of transformers, each on the same queries, keys and values."""
+def _attention(what: str, found: Sequence[Comparison]) -> Check:
+    """Compare attention of all layers with a function of transformers, both on the same queries, keys and values."""
     worst = max(found, key=lambda one: one.excess)
     within = f"within {worst.difference:.1e} of its values' norm on the same queries and keys"
     return (what, worst.excess <= 1, f"{within}, {worst.excess:.1g} times what round-off explains")
-
-
-@torch.no_grad()
-def _weights(model: PreTrainedModel, family: Family, batch: Batch) -> tuple[str, bool, str]:
-    """Compare our weights with those by which transformers' eager attention mixes values."""
-    with attention_implementation(model, "eager"), comparing(model, family, batch) as found:
-        model(batch.token_ids.to(input_device(model)), use_cache=False)
-    return _attention("attention to position 0 is transformers' eager", found)

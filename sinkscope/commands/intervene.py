@@ -28,23 +28,17 @@ Do = str | Intervention | Iterable[str | Intervention]
 
 def command(options: InterveneOptions, output: OutputOptions) -> Result:
     run = intervene(options.model, config=options, **output.where)
-    notes = differences(output.from_, run.manifest)
-    return Result(
-        run, run.verdict, notes=notes, folder=output.out, failure=both(_failure(run), figure_failure(run.manifest))
-    )
-
-
-def _failure(run: Run) -> str:
-    """The message with which the command ends where arms failed."""
-    failed = run.manifest["failed"]
-    if not failed:
-        return ""
-    reasons = "; ".join(f"{label}: {one_line(reason)}" for label, reason in failed.items())
-    return f"{len(failed)} of {len(failed) + len(run.manifest['arms'])} arms failed, and the others are kept: {reasons}"
+    failure, failed = "", run.manifest["failed"]
+    if failed:
+        reasons = "; ".join(f"{label}: {one_line(reason)}" for label, reason in failed.items())
+        count = len(failed) + len(run.manifest["arms"])
+        failure = f"{len(failed)} of {count} arms failed, and the others are kept: {reasons}"
+    failure, notes = both(failure, figure_failure(run.manifest)), differences(output.from_, run.manifest)
+    return Result(run, run.verdict, notes=notes, folder=output.out, failure=failure)
 
 
 def check(options: InterveneOptions) -> None:
-    """Find what is wrong with a recipe's options before a model is loaded. Raises: InputError."""
+    """Raise InputError for wrong options of a recipe, before a model is loaded."""
     wanted_arms(options.stacks)
     check_config(options)
 
@@ -65,21 +59,21 @@ def intervene(
 ) -> Run:
     """Measure a model before and after interventions, and under random controls of the same kind.
 
-    The model is afterwards bit for bit as it was, also after an error. An arm that fails takes no other with it: the
-    manifest's `failed` says why. An interrupt after the first arm writes those that are finished, if there is a folder.
+    Afterwards the model is restored bit for bit, also after an error. If an arm fails, the others are still measured,
+    and the manifest's `failed` has the reason. An interrupt after the first arm writes the finished arms, if there is a
+    folder.
 
     Args:
         model: as for `analyze`.
         do: one intervention or several, applied in their order: "zero-massive:layers=11,coordinates=507".
-        arms: several such experiments by name; "all": every intervention that applies, the rest with the reason.
-        tokenizer: as for `analyze`.
-        out: the run folder to write.
-        overwrite, quiet, config, figures, page: as for `analyze`.
+        arms: several experiments by name; "all": every intervention that applies. The manifest's `skipped` has the
+            reasons against the others.
+        tokenizer, out, overwrite, quiet, config, figures, page: as for `analyze`.
         **options: `draws`, the number of random controls of each arm, and those of `analyze`.
 
     Returns:
         A Run with the tables `effect`, `attention`, `attention_by_sequence`, `loss_by_sequence`, `massive`, `arm_maps`
-        and those of further `observables` of every arm (their `condition`), and `streaming` where that was asked for.
+        and those of further `observables`, whose `condition` is the arm, and `streaming` if that was asked for.
 
     Raises:
         InputError: something does not exist, does not apply, or would change nothing; nothing was written.
@@ -105,16 +99,13 @@ def intervene(
         print_notices(console, (f"{label} failed: {reason}" for label, reason in experiment.failed.items()))
         run = finished(Run(manifest, tables, folder), console, figures, page)
         if experiment.interrupt is not None:
-            raise _interrupted(run, len(wanted)) from experiment.interrupt
+            kept = f"{len(run.manifest['arms'])} of {len(wanted)} arms are kept in {run.folder}"
+            raise SinkscopeError(f"interrupted: {kept}") from experiment.interrupt
         return run
 
 
-def _interrupted(run: Run, wanted: int) -> SinkscopeError:
-    return SinkscopeError(f"interrupted: {len(run.manifest['arms'])} of {wanted} arms are kept in {run.folder}")
-
-
 def _named(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, Any]:
-    """What to do, as the options have it: in text."""
+    """Return the options `do` and `arms` as texts."""
     if (do is None) == (arms is None):
         raise InputError("name what to do: `sinkscope list interventions` shows what there is")
     if do is not None:
@@ -125,11 +116,7 @@ def _named(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dic
 
 
 def wanted_arms(stacks: Mapping[str, Do] | Literal["all"]) -> dict[str, tuple[Intervention, ...]]:
-    """Label → its interventions, in the order in which they are applied.
-
-    Raises:
-        InputError: an arm cannot be measured.
-    """
+    """Map each label to its interventions, in their order. Raises InputError if an arm cannot be measured."""
     if stacks == "all":
         return {name: (kind(),) for name, kind in INTERVENTIONS.items() if not kind.is_control}
     wanted = {label: parse_all(stack) for label, stack in stacks.items()}
@@ -140,5 +127,5 @@ def wanted_arms(stacks: Mapping[str, Do] | Literal["all"]) -> dict[str, tuple[In
             raise InputError(f"an arm cannot be called '{BEFORE}', which is the model as it is")
         alone = next((part.name for part in stack if part.measured_by != "pass"), None)
         if alone and len(stack) > 1:
-            raise InputError(f"{alone} stands alone: it is measured by perplexity only")
+            raise InputError(f"{alone} needs an arm of its own: it is measured by perplexity only")
     return wanted

@@ -1,9 +1,9 @@
-"""What `sinkscope list` shows: all that can be named on the command line, each kind from its register.
+"""`list`: everything that can be named on the command line. Each kind is a table, made from its register.
 
-Each kind is one function that returns a DataFrame, imported when it is asked for.
+The registers are imported when they are shown.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import pandas as pd
 
@@ -11,84 +11,80 @@ from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, unknown
 from sinkscope.options.output import ListOptions, OutputOptions
 
+Rows = list[tuple[Any, ...]]
+
 
 def command(options: ListOptions, output: OutputOptions) -> Result:
     return Result(tables=listing(options.kind))
 
 
-def observables() -> pd.DataFrame:
+def listing(kind: str | None = None) -> dict[str, pd.DataFrame]:
+    """Return the table of a kind, or of every kind, by name. Raises InputError for an unknown kind."""
+    if kind is not None and kind not in KINDS:
+        raise InputError(unknown(kind, KINDS))
+    return {
+        name: pd.DataFrame(rows(), columns=list(columns))
+        for name, (rows, *columns) in KINDS.items()
+        if kind in (None, name)
+    }
+
+
+def _observables() -> Rows:
     from sinkscope.measuring.observables import OBSERVABLES
 
-    rows = [(name, observable.about) for name, observable in OBSERVABLES.items()]
-    return pd.DataFrame(rows, columns=["observable", "what it measures"])
+    return [(name, observable.about) for name, observable in OBSERVABLES.items()]
 
 
-def interventions() -> pd.DataFrame:
+def _interventions() -> Rows:
     from sinkscope.interventions import INTERVENTIONS
 
-    rows = [
+    return [
         (name, item.about, item.control_about, item.paper, ", ".join(item.model_fields))
         for name, item in INTERVENTIONS.items()
     ]
-    return pd.DataFrame(rows, columns=["intervention", "what it does", "random control", "whose", "parameters"])
 
 
-def retrofits() -> pd.DataFrame:
+def _retrofits() -> Rows:
     from sinkscope.retrofits import RETROFITS
 
-    rows = [(name, item.about, item.paper, ", ".join(item.model_fields)) for name, item in RETROFITS.items()]
-    return pd.DataFrame(rows, columns=["retrofit", "what is added", "whose", "parameters"])
+    return [(name, item.about, item.paper, ", ".join(item.model_fields)) for name, item in RETROFITS.items()]
 
 
-def architectures() -> pd.DataFrame:
-    """What `train` knows by name."""
+def _architectures() -> Rows:
     from sinkscope.training.architectures import ARCHITECTURES
 
-    rows = [(name, model_type, _told(fields)) for name, (model_type, fields) in ARCHITECTURES.items()]
-    return pd.DataFrame(rows, columns=["architecture", "model type", "configuration"])
+    rows = []
+    for name, (model_type, fields) in ARCHITECTURES.items():
+        shape = [f"{field}={value}" for field, value in fields.items() if not field.endswith("_token_id")]
+        rows.append((name, model_type, ", ".join(shape)))
+    return rows
 
 
-def tasks() -> pd.DataFrame:
-    """What `train --text` knows by name."""
+def _tasks() -> Rows:
     from sinkscope.training.tasks import TASKS
 
-    return pd.DataFrame([(name, task.about) for name, task in TASKS.items()], columns=["task", "what is learned"])
+    return [(name, task.about) for name, task in TASKS.items()]
 
 
-def _told(fields: dict) -> str:
-    return ", ".join(f"{name}={value}" for name, value in fields.items() if not name.endswith("_token_id"))
+def _figures() -> Rows:
+    from sinkscope.figures import KINDS as REGISTERS
+
+    return [(name, kind, spec.about) for kind, specs in REGISTERS.items() for name, spec in specs.items()]
 
 
-def figures() -> pd.DataFrame:
-    """The figures of one run, and those of several."""
-    from sinkscope.figures import KINDS
-
-    rows = [(name, kind, spec.about) for kind, specs in KINDS.items() for name, spec in specs.items()]
-    return pd.DataFrame(rows, columns=["figure", "of", "what it shows"])
-
-
-def families() -> pd.DataFrame:
-    """A model type has several rows where its configuration decides its wiring: `where` says which."""
+def _families() -> Rows:
     from sinkscope.models.families import FAMILIES
 
-    rows = [
-        (
-            model_type,
-            ", ".join(f"{option}={value}" for option, value in row.when.items()),
-            row.wiring,
-            row.positions,
-            row.door,
-            ", ".join(row.absent_sites()),
-        )
-        for model_type, rows in FAMILIES.items()
-        for row in rows
-    ]
-    columns = ["model type", "where", "wiring", "positions", "door", "sites absent"]
-    return pd.DataFrame(rows, columns=columns)
+    rows = []
+    for model_type, families in FAMILIES.items():
+        for row in families:  # several if the wiring depends on the configuration
+            where = ", ".join(f"{option}={value}" for option, value in row.when.items())
+            rows.append((model_type, where, row.wiring, row.positions, row.door, ", ".join(row.absent_sites())))
+    return rows
 
 
-def recipes() -> pd.DataFrame:
-    """Those in recipes/ here, and of the checkout that sinkscope runs from. Of other YAML there, why it is none."""
+def _recipes() -> Rows:
+    """List the recipes here and of the checkout that sinkscope runs from, with errors of other YAML files."""
     from sinkscope.options.recipe import known_recipes, read_recipe
 
     rows = []
@@ -98,11 +94,10 @@ def recipes() -> pd.DataFrame:
             rows.append((name, content.title, content.reproduces or ""))
         except InputError as error:
             rows.append((name, f"not a recipe: {error}", ""))
-    return pd.DataFrame(rows, columns=["recipe", "title", "reproduces"])
+    return rows
 
 
-def sweeps() -> pd.DataFrame:
-    """Those in recipes/sweeps/, here and of the checkout that sinkscope runs from."""
+def _sweeps() -> Rows:
     from sinkscope.options.recipe import SWEEPS, known_recipes
     from sinkscope.options.sweep_file import read_sweep
 
@@ -113,64 +108,48 @@ def sweeps() -> pd.DataFrame:
             rows.append((name, found.content.title, found.content.reproduces or "", str(len(found.cells))))
         except InputError as error:
             rows.append((name, f"not a sweep: {error}", "", ""))
-    return pd.DataFrame(rows, columns=["sweep", "title", "reproduces", "cells"])
+    return rows
 
 
-def tables() -> pd.DataFrame:
-    """Every column of every table; those that all tables begin with come first."""
+def _tables() -> Rows:
     from sinkscope.results.tables import LEADING_COLUMNS
     from sinkscope.verdict.register import written_tables
 
     described = {"(every table)": LEADING_COLUMNS} | written_tables()
-    rows = [(name, column.name, column.about, column.unit) for name, columns in described.items() for column in columns]
-    return pd.DataFrame(rows, columns=["table", "column", "what it holds", "unit"])
+    return [(name, column.name, column.about, column.unit) for name, columns in described.items() for column in columns]
 
 
-def metrics() -> pd.DataFrame:
+def _metrics() -> Rows:
     from sinkscope.results.metrics import METRICS
 
-    rows = [(item.name, item.label, item.unit, item.definition, item.source) for item in METRICS.values()]
-    return pd.DataFrame(rows, columns=["metric", "label", "unit", "definition", "source"])
+    return [(item.name, item.label, item.unit, item.definition, item.source) for item in METRICS.values()]
 
 
-def claims() -> pd.DataFrame:
-    """What `sinkscope claims` judges a model by."""
+def _claims() -> Rows:
     from sinkscope.paper_claims.register import CLAIMS
 
-    rows = [
-        (
-            claim.id,
-            claim.paper,
-            claim.reference,
-            claim.statement,
-            part.quantity,
-            part.test.text(part.form) + "‡" * claim.is_ours,
-        )
-        for claim in CLAIMS.values()
-        for part in claim.parts
-    ]
-    columns = ["claim", "paper", "where", "what it says", "what is measured", "holds if (‡ threshold of ours)"]
-    return pd.DataFrame(rows, columns=columns)
+    rows = []
+    for claim in CLAIMS.values():
+        for part in claim.parts:
+            test = part.test.text(part.form) + "‡" * claim.is_ours
+            rows.append((claim.id, claim.paper, claim.reference, claim.statement, part.quantity, test))
+    return rows
 
 
-KINDS: dict[str, Callable[[], pd.DataFrame]] = {
-    "observables": observables,
-    "interventions": interventions,
-    "retrofits": retrofits,
-    "architectures": architectures,
-    "tasks": tasks,
-    "figures": figures,
-    "families": families,
-    "recipes": recipes,
-    "sweeps": sweeps,
-    "tables": tables,
-    "metrics": metrics,
-    "claims": claims,
-}
-
-
-def listing(kind: str | None = None) -> dict[str, pd.DataFrame]:
-    """Kind → its table, of one kind or of all. Errors: InputError for a kind that is unknown."""
-    if kind is not None and kind not in KINDS:
-        raise InputError(unknown(kind, KINDS))
-    return {name: rows() for name, rows in KINDS.items() if kind in (None, name)}
+# kind → (its rows, column, …)
+KINDS: dict[str, tuple[Any, ...]] = {
+    "observables": (_observables, "observable", "what it measures"),
+    "interventions": (_interventions, "intervention", "what it does", "random control", "whose", "parameters"),
+    "retrofits": (_retrofits, "retrofit", "what is added", "whose", "parameters"),
+    "architectures": (_architectures, "architecture", "model type", "configuration"),
+    "tasks": (_tasks, "task", "what is learned"),
+    "figures": (_figures, "figure", "of", "what it shows"),
+    "families": (_families, "model type", "where", "wiring", "positions", "door", "sites absent"),
+    "recipes": (_recipes, "recipe", "title", "reproduces"),
+    "sweeps": (_sweeps, "sweep", "title", "reproduces", "cells"),
+    "tables": (_tables, "table", "column", "what it holds", "unit"),
+    "metrics": (_metrics, "metric", "label", "unit", "definition", "source"),
+    "claims": (
+        _claims, "claim", "paper", "where", "what it says", "what is measured", "holds if (‡ threshold of ours)",
+    ),
+}  # fmt: skip

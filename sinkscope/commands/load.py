@@ -1,4 +1,4 @@
-"""`sinkscope.load`: a model by name, retrofitted ones among them."""
+"""`sinkscope.load`: loads a model by name, also a retrofitted one."""
 
 import sinkscope.retrofits  # noqa: F401  # registers the model types of saved retrofitted models
 from sinkscope.models.loading import load

@@ -1,4 +1,4 @@
-"""`quantize`: what simulated W8A8 costs, and which sites' outliers it is that cost so much (settings.py)."""
+"""`quantize`: the cost of simulated W8A8, and the sites whose outliers cause it (quantization/sites.py)."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from sinkscope.measuring.console import print_line
 from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.quantization_study import Bench, Ranges, Study
+from sinkscope.measuring.quantization_study import Bench, Study
 from sinkscope.measuring.subject import ModelLike, Subject, check_config, is_in_memory, open_subject, options_of
 from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import QuantizeOptions
@@ -37,9 +37,7 @@ def command(options: QuantizeOptions, output: OutputOptions) -> Result:
     return Result(run, run.verdict, notes=notes, folder=output.out, failure=failure)
 
 
-def check(options: QuantizeOptions) -> None:
-    """Find what is wrong with a recipe's options before a model is loaded. Raises: InputError."""
-    check_config(options)
+check = check_config  # of the options of a recipe, before a model is loaded
 
 
 def quantize(
@@ -54,23 +52,20 @@ def quantize(
     page: bool = True,
     **options: Any,
 ) -> Run:
-    """Simulate post-training quantization: what it costs, and which sites' outliers make it cost so much.
+    """Simulate post-training quantization: its cost, and the sites whose outliers cause it.
 
-    Weights are symmetric and activations asymmetric, with one static range a tensor if nothing else is said. The model
-    is afterwards bit for bit as it was, also after an error.
+    By default weights are symmetric and activations asymmetric, with one static range per tensor. Afterwards the model
+    is restored bit for bit, also after an error.
 
     Args:
-        model, tokenizer, out, overwrite, quiet: as for `analyze`.
-        config: all options at once, in place of `options`.
-        figures, page: as for `analyze`.
+        model, tokenizer, out, overwrite, quiet, config, figures, page: as for `analyze`.
         **options: `scheme` (quantization/sites.py), `bits_weights`, `bits_activations`, `bits_kv_cache`,
             `weights_per`, `activations_per`, `kv_cache_per` (quantization/grids.py), `calibration` (the number of
-            sequences, behind those that are evaluated in the same input, that the ranges come from), and those of
-            `analyze`.
+            sequences that the ranges come from, after the evaluated ones in the same input), and those of `analyze`.
 
     Returns:
-        A Run with the tables `quantization` (what every setting costs) and `quantization_sites` (what every site
-        holds).
+        A Run with the tables `quantization` (the cost of every setting) and `quantization_sites` (the activations at
+        every site).
 
     Raises:
         InputError: an option is wrong, or the input has too few sequences; nothing was written.
@@ -98,12 +93,22 @@ def quantize(
         tables = publish(study.tables(), subject.loaded, subject.inputs.condition)
         facts = Facts(bench.used_batch_size, parity=parity.error)
         manifest = make_manifest(subject, config, facts, list(tables), start)
-        manifest |= {"command": "quantize", "quantization": _record(subject, config, held_out, ranges)}
+        record = {
+            "scheme": config.scheme,
+            **{name: getattr(config, name) for name in PRECISION},
+            "calibration": len(held_out),
+            "calibration_sha256": held_out.sha256,
+            "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, those behind them calibrated by",
+            "linear_layers": sum(site.part == INPUT for site in ranges),
+            "not_quantized": not_quantized(subject.loaded.model, subject.family),
+            "full_precision_modules": full_precision_modules(subject.loaded.model, ranges),
+        }
+        manifest |= {"command": "quantize", "quantization": record}
         return finished(Run(manifest, tables, folder), console, figures, page)
 
 
 def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInputs]:
-    """The first sequences, to evaluate, and those behind them, to calibrate by."""
+    """Return the first sequences, which are evaluated, and the following ones, which calibrate the ranges."""
     inputs, wanted = subject.inputs, config.num_seqs + config.calibration
     if len(inputs) < wanted:
         what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"
@@ -113,17 +118,3 @@ def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInp
         )
     evaluated = Subject(subject.loaded, subject.family, inputs.part(0, config.num_seqs))
     return evaluated, inputs.part(config.num_seqs, wanted)
-
-
-def _record(subject: Subject, config: QuantizeOptions, held_out: TokenInputs, ranges: Ranges) -> dict[str, Any]:
-    """For the manifest."""
-    return {
-        "scheme": config.scheme,
-        **{name: getattr(config, name) for name in PRECISION},
-        "calibration": len(held_out),
-        "calibration_sha256": held_out.sha256,
-        "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, those behind them calibrated by",
-        "linear_layers": sum(site.part == INPUT for site in ranges),
-        "not_quantized": not_quantized(subject.loaded.model, subject.family),
-        "full_precision_modules": full_precision_modules(subject.loaded.model, ranges),
-    }

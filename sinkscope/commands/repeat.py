@@ -24,8 +24,8 @@ def options_of_run(
         permitted: the PERMISSIONS that the user gives.
 
     Raises:
-        InputError: it is no run, another command's, its model was passed as an object in Python, or it was made
-            with a permission that is not given.
+        InputError: it is not a run, another command made it, its model was passed as an object in Python, or it was
+            made with a permission that is not given.
     """
     folder = folder_of(path)
     manifest = read_manifest(folder)

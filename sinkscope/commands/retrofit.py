@@ -1,6 +1,6 @@
-"""`retrofit`: a model trained with each method, and plainly, all measured by the same code on held-out text.
+"""`retrofit`: a model is trained with each method, and plainly; all are measured by the same code on held-out text.
 
-training_arms.py says what OUT/ holds.
+training_arms.py describes the folder.
 """
 
 import copy
@@ -12,7 +12,7 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.commands.training_arms import Plan, TrainingArms
+from sinkscope.commands.training_arms import TrainingArms
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.parity import check_beforehand
@@ -34,7 +34,7 @@ def command(options: RetrofitOptions, output: OutputOptions) -> Result:
 
 
 def check(options: RetrofitOptions) -> None:
-    """Find what is wrong with a recipe's options before a model is loaded. Raises: InputError."""
+    """Raise InputError for wrong options of a recipe, before a model is loaded."""
     parse_methods(options.method)
     check_names(options.observables)
     check_text(options.text)
@@ -57,20 +57,20 @@ def retrofit(
 ) -> Trained:
     """Retrofit and train a model with each method, and measure all of them and the model itself on held-out text.
 
-    Every method begins with the model as it is. Under `accelerate launch` this trains on all processes, and measures
-    on the first. The same call again continues where it was interrupted.
+    Every method starts from the model as it is. Under `accelerate launch` this trains on all processes, and measures
+    on the first. The same call resumes an interrupted one.
 
     Args:
         model: a hub id, a folder, a .gguf file, or a model already loaded; None for the demo model.
-        methods: "vga,none", "vga:placement=output", several such texts, or label → method.
+        methods: "vga,none", "vga:placement=output", a list of these, or label → method.
         out: the folder to write.
         tokenizer: of a model already loaded.
-        overwrite: begin anew, and replace what is in `out`.
+        overwrite: start again, and replace what is in `out`.
         quiet: print no progress.
         config: all options at once, in place of `options`.
         record: of a recipe, for run.json.
         page: also write index.html.
-        figures: also draw those of the arms, each by itself and all together.
+        figures: also draw the figures of the arms, each by itself and all together.
         **options: those of the command line, with underscores: see `RetrofitOptions`.
 
     Returns:
@@ -85,26 +85,20 @@ def retrofit(
     config = config or options_of(RetrofitOptions, model, given)
     check(config)
     launched(cpu=config.device_map == "cpu")
-    plan = Plan.of("retrofit", config, out, overwrite, quiet, record, page, figures)
-    with plan.own_folder(config.model, config.adapter, config.text):
-        return _retrofit(plan, config, model, tokenizer)
-
-
-def _retrofit(
-    plan: Plan, config: RetrofitOptions, model: ModelLike, tokenizer: PreTrainedTokenizerBase | None
-) -> Trained:
+    arms = TrainingArms("retrofit", config, out, overwrite, quiet, record, page, figures)
     wanted, training = parse_methods(config.method), config.training
-    with spinner(plan.console, "loading the model"):
-        loaded = load_model(model, tokenizer, plan.measuring.model_copy(update={"device_map": "cpu"}))
-    with undisturbed(loaded.model):
-        family, notices = family_of(loaded.model)
-        check_beforehand(loaded.model, family, is_calibrated=bool(notices))
-        print_notices(plan.console, (*loaded.notices, *notices))
-        plan.check_methods(wanted, loaded.model, family)
-        count = training.blocks_wanted(PartialState().num_processes)
-        with spinner(plan.console, "reading the text"):
-            source = (config.text, config.dataset, training.block_length, count, training.eval_share)
-            read = read_blocks(loaded, *source, seed=training.seed, bos=config.bos)
-            blocks = limited(begun(read, loaded, config), config)
-        arms = TrainingArms(plan, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))
-        return arms.finish(arms_of(wanted, training.seed, config.seeds), untouched=True)
+    with arms.own_folder(config.model, config.adapter, config.text):
+        with spinner(arms.console, "loading the model"):
+            loaded = load_model(model, tokenizer, arms.measuring.model_copy(update={"device_map": "cpu"}))
+        with undisturbed(loaded.model):
+            family, notices = family_of(loaded.model)
+            check_beforehand(loaded.model, family, is_calibrated=bool(notices))
+            print_notices(arms.console, (*loaded.notices, *notices))
+            arms.check_methods(wanted, loaded.model, family)
+            count = training.blocks_wanted(PartialState().num_processes)
+            with spinner(arms.console, "reading the text"):
+                source = (config.text, config.dataset, training.block_length, count, training.eval_share)
+                read = read_blocks(loaded, *source, seed=training.seed, bos=config.bos)
+                blocks = limited(begun(read, loaded, config), config)
+            every = arms_of(wanted, training.seed, config.seeds)
+            return arms.finish(every, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))

@@ -1,7 +1,7 @@
 """`run`: a recipe (options/recipe.py) on any model.
 
-OUT/ is what the recipe's command writes, with the recipe in its run.json; with several `runs` it holds a run folder
-each, their comparison, and a run.json of its own.
+OUT/ is the folder of the recipe's command, with the recipe in its run.json. A recipe with several `runs` writes a
+folder for each, their comparison, and its own run.json.
 """
 
 import os
@@ -21,7 +21,7 @@ from sinkscope.measuring.console import print_line
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
 from sinkscope.options import COMMANDS
-from sinkscope.options.option import Options, as_folder_name
+from sinkscope.options.option import as_folder_name
 from sinkscope.options.output import OutputOptions, RunOptions
 from sinkscope.options.recipe import COMPARISON, Recipe, find_recipe, read_recipe
 from sinkscope.output.comparison import Comparison, compared
@@ -34,23 +34,14 @@ from sinkscope.results.manifest import RUNS, make_manifest, write_manifest
 
 @dataclass(frozen=True)
 class RecipeRun:
-    """The result of a recipe.
+    """The result of a recipe."""
 
-    Attributes:
-        recipe: the recipe as read from its file.
-        runs: its runs by name, if its command measures runs; the name of a single run is "".
-        comparison: the comparison of several runs.
-        folder: the folder that was written.
-        result: the result of the command, if it measures no runs.
-        failure: which parts of the runs failed, although the runs were written.
-    """
-
-    recipe: Recipe
-    runs: Mapping[str, Run]
-    comparison: Comparison | None
+    recipe: Recipe  # as read from its file
+    runs: Mapping[str, Run]  # by name, if its command measures runs; the name of a single run is ""
+    comparison: Comparison | None  # of several runs
     folder: Path
-    result: Result | None = None
-    failure: str = ""
+    result: Result | None = None  # of the command, if it measures no runs
+    failure: str = ""  # the parts of the runs that failed, although the runs were written
 
 
 def command(options: RunOptions, output: OutputOptions) -> Result:
@@ -83,12 +74,12 @@ def run_recipe(
 
     Args:
         recipe: a YAML file, or the name of a recipe.
-        model: in place of the recipe's.
+        model: the model, in place of that of the recipe.
         out: the folder; runs/RECIPE-MODEL if None and the recipe names none.
-        overwrite: replace what an earlier run wrote there.
+        overwrite: replace an earlier run.
         quiet: print no progress.
         page: also write index.html.
-        **options: of the recipe's command, in place of the recipe's.
+        **options: options of the recipe's command, in place of those of the recipe.
 
     Raises:
         InputError: the recipe does not exist or is faulty, or an option is wrong.
@@ -98,23 +89,40 @@ def run_recipe(
     found = read_recipe(find_recipe(recipe))
     given = options if model is None else options | {"model": text_of(model)}
     runs = found.options(given)
-    _check(found, runs)
+    module = import_module(f"sinkscope.commands.{found.content.command}")
+    check = getattr(module, "check", None)  # only commands that take long have one
+    try:
+        for asked in runs.values():
+            if check is not None:
+                check(asked)
+            check_figures(found.content.figures, found.content.command, getattr(asked, "observables", None))
+    except InputError as error:
+        raise InputError(f"{found.path}: {error}") from None
     first = next(iter(runs.values()))
     source = getattr(first, "folder_name", "") or getattr(first, "config", "")
     folder = Path(out or _own_out(found) or Path("runs", as_folder_name(found.name, source)))
     console = Console(stderr=True, quiet=quiet)
     title = f"{found.name}: {found.content.title}"
-    if not COMMANDS[found.content.command].in_memory:
+    if not COMMANDS[found.content.command].in_memory:  # the command writes its own folder
         print_line(console, title)
-        return _one_command(found, first, folder, overwrite, quiet, page)
-    replaced = ("run",) if found.content.runs else RUNS
+        output = OutputOptions(out=folder, overwrite=overwrite, quiet=quiet, no_page=not page, record=found.record)
+        return RecipeRun(found, {}, None, folder, module.command(first, output))
+    is_several = bool(found.content.runs)
     reads = [getattr(asked, name, None) for asked in runs.values() for name in ("model", "input")]
-    with own_folder(folder, overwrite, replaced, reads):
+    with own_folder(folder, overwrite, ("run",) if is_several else RUNS, reads):
         print_line(console, title)
-        measured, failures = _measured(found, runs, folder, console)
+        measured, failures = {}, []
+        for place, (name, asked) in enumerate(runs.items(), 1):
+            if name:
+                print_line(console, f"run {name} ({place} of {len(runs)})")
+            result = module.command(asked, OutputOptions(quiet=console.quiet))
+            record = {"recipe": found.record}
+            measured[name] = Run(result.value.manifest | record, result.value.tables, folder / name)
+            if result.failure:
+                failures.append(f"run {name}: {result.failure}" if name else result.failure)
         comparison = None
         with new_folder(folder) as fresh:
-            if found.content.runs:
+            if is_several:
                 comparison = _write_several(found, measured, folder, fresh, start)
             else:
                 write_run(measured[""], fresh)
@@ -127,48 +135,19 @@ def run_recipe(
 
 
 def _own_out(recipe: Recipe) -> str | None:
-    """Return a recipe's folder, which must be below the working directory: recipes may come from anywhere."""
+    """Return the folder that a recipe names. Raises InputError unless it is below the working directory: recipes may
+    come from anywhere.
+    """
     out = recipe.content.out
     try:
         is_below = out is None or Path.cwd() in Path(out).resolve().parents
-    except (OSError, RuntimeError, ValueError):  # a circle of links, or what no path can be
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or an invalid path
         is_below = False
     if not is_below:
         raise InputError(
             f"{recipe.path}: `out: {out}` does not lie below the working directory: to write there, give it as --out"
         )
     return out
-
-
-def _measured(
-    recipe: Recipe, runs: Mapping[str, Options], folder: Path, console: Console
-) -> tuple[dict[str, Run], list[str]]:
-    """Measure all runs, and return them by name with the messages of those that failed in parts."""
-    measured, failures = {}, []
-    for place, (name, asked) in enumerate(runs.items(), 1):
-        if name:
-            print_line(console, f"run {name} ({place} of {len(runs)})")
-        result = _module(recipe).command(asked, OutputOptions(quiet=console.quiet))
-        measured[name] = Run(result.value.manifest | {"recipe": recipe.record}, result.value.tables, folder / name)
-        if result.failure:
-            failures.append(f"run {name}: {result.failure}" if name else result.failure)
-    return measured, failures
-
-
-def _module(recipe: Recipe) -> Any:
-    return import_module(f"sinkscope.commands.{recipe.content.command}")
-
-
-def _check(recipe: Recipe, runs: Mapping[str, Options]) -> None:
-    """Check the options and figures of all runs before a model is loaded."""
-    try:
-        check = getattr(_module(recipe), "check", None)  # only commands that take long have one
-        for options in runs.values():
-            if check is not None:
-                check(options)
-            check_figures(recipe.content.figures, recipe.content.command, getattr(options, "observables", None))
-    except InputError as error:
-        raise InputError(f"{recipe.path}: {error}") from None
 
 
 def check_figures(figures: Iterable[str], command: str, observables: tuple[str, ...] | None) -> None:
@@ -185,14 +164,8 @@ def check_figures(figures: Iterable[str], command: str, observables: tuple[str, 
             raise InputError(f"figure '{name}' needs the observable '{missing[0]}', which `observables` leaves out")
 
 
-def _one_command(recipe: Recipe, options: Options, folder: Path, overwrite: bool, quiet: bool, page: bool) -> RecipeRun:
-    """Run a command that writes its own folder."""
-    output = OutputOptions(out=folder, overwrite=overwrite, quiet=quiet, no_page=not page, record=recipe.record)
-    return RecipeRun(recipe, {}, None, folder, _module(recipe).command(options, output))
-
-
 def _write_several(recipe: Recipe, runs: Mapping[str, Run], folder: Path, fresh: Path, start: float) -> Comparison:
-    """Write a folder for each run, their comparison, and at last the manifest."""
+    """Write a folder for each run, their comparison, and the manifest, which comes last."""
     for name, run in runs.items():
         (fresh / name).mkdir()
         write_run(run, fresh / name)

@@ -1,6 +1,6 @@
-"""`show`: the page of a folder, in the browser. It is made where it is missing, from the folder's tables alone.
+"""`show`: the page of a folder, in the browser. A missing page is made from the folder's tables alone.
 
-`page` has it for notebooks, of a folder or of what a command's Python function gave back.
+`page` is the same for notebooks: the page of a folder, or of the object that a command's Python function returned.
 """
 
 import os
@@ -27,14 +27,15 @@ def command(options: ShowOptions, output: OutputOptions) -> Result:
 
 
 def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
-    """Return the page of a folder. It is made if it is missing, and so are figures of a run that failed.
+    """Return the page of a folder. It is made if it is missing; figures of a run that failed are drawn again.
 
     Args:
-        run: the folder of any command, or its run.json. Of one that holds runs alone, as of `sweep`, their comparison.
-        anew: make it also where there is one.
+        run: the folder of any command, or its run.json. For a folder of runs, such as that of `sweep`, the page of
+            their comparison is shown.
+        anew: make the page again.
 
     Raises:
-        InputError: it is no such folder, a table in it is damaged, or it has no table.
+        InputError: it is not the folder of a command, a table in it is damaged, or it has no table.
         SinkscopeError: the page cannot be written.
     """
     folder = tables_folder(folder_of(run))
@@ -42,7 +43,7 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
     manifest = read_manifest(folder, None)
     if manifest["command"] in RUNS and is_undrawn(manifest):
         with alone_in(folder, option=""):
-            recipe = manifest.get("recipe")  # which draws its own figures only
+            recipe = manifest.get("recipe")  # only the figures that it names are drawn
             redrawn(Run.open(folder), recipe["content"].get("figures", []) if recipe else None)
     if page.is_file() and not anew:
         return page
@@ -59,13 +60,13 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
 
 
 def page(run: Paged | Scorecard | str | os.PathLike[str]) -> Page:
-    """The page of a run, a series, a training, a comparison or a scorecard, which a notebook shows as it stands.
+    """Return the page of a run, a series, a training, a comparison or a scorecard, which a notebook displays.
 
     Args:
-        run: what a command's Python function gave back, or the folder of any command.
+        run: the object that a command's Python function returned, or the folder of any command.
 
     Raises:
-        InputError: it is no such folder, or a table in it is damaged.
+        InputError: it is not the folder of a command, or a table in it is damaged.
     """
     if isinstance(run, Paged):
         return run.page()

@@ -6,15 +6,18 @@ results/cells.py describes the folder, output/sweep.py the comparison. The same 
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from sinkscope.commands.result import Result
 from sinkscope.commands.run import check_figures
@@ -24,15 +27,13 @@ from sinkscope.commands.sweeping.plan import (
     check_disk,
     done_cell,
     groups_of,
-    part_of,
     planned,
     sized,
     table_of,
 )
-from sinkscope.commands.sweeping.pools import Launched, Pool, check_launched, follow, run_groups, split
-from sinkscope.commands.sweeping.progress import Progress, say, shown
+from sinkscope.commands.sweeping.pools import follow, open_pool, run_groups, split
 from sinkscope.commands.sweeping.reads import Reads
-from sinkscope.commands.sweeping.worker import Group, State, Task
+from sinkscope.commands.sweeping.worker import Event, State, Task
 from sinkscope.errors import InputError, counted, unknown
 from sinkscope.figures import FIGURES, is_of
 from sinkscope.html_page import Contents, Paged
@@ -51,17 +52,8 @@ from sinkscope.verdict import factor_study
 from sinkscope.verdict.sweep_tables import Measured, SweepTables, sweep_tables
 from sinkscope.verdict.table_formats import Tabular
 
-IGNORED_OPTIONS = {
-    "file",
-    "quick",
-    "dry_run",
-    "engine",
-    "address",
-    "workers",
-    "shard",
-    "retry",
-    "evict",
-}  # they do not affect results
+# options that do not affect results
+IGNORED_OPTIONS = {"file", "quick", "dry_run", "engine", "address", "workers", "shard", "retry", "evict"}
 MOST_FAILURES = 5  # that the last message names
 
 
@@ -86,19 +78,16 @@ class SweepRun(Paged, Tabular):
     @property
     def failure(self) -> str:
         """Return on one line which cells and figures failed; "" if none did."""
-        return both(self._failed_cells, figure_failure({"failed_figures": self.failed_figures}))
-
-    @property
-    def _failed_cells(self) -> str:
         failed = [each for each in self.plan if each.state == State.FAILED or each.message]
-        if not failed or self.tables is None:
-            return ""
-        counts = Counter(each.message for each in failed)
-        first = {each.message: each.cell.name for each in reversed(failed)}
-        named = [f"{first[message]}: {message}" for message in counts][:MOST_FAILURES]
-        others = len(failed) - len(named)
-        named += [f"and {others} more"] if others else []
-        return f"{len(failed)} of {len(self.plan)} cells failed (--retry tries them again): {'; '.join(named)}"
+        cells = ""
+        if failed and self.tables is not None:
+            first = {each.message: each.cell.name for each in reversed(failed)}
+            messages = list(dict.fromkeys(each.message for each in failed))[:MOST_FAILURES]
+            named = [f"{first[message]}: {message}" for message in messages]
+            others = len(failed) - len(named)
+            named += [f"and {others} more"] if others else []
+            cells = f"{len(failed)} of {len(self.plan)} cells failed (--retry tries them again): {'; '.join(named)}"
+        return both(cells, figure_failure({"failed_figures": self.failed_figures}))
 
     @property
     def contents(self) -> Contents:
@@ -107,12 +96,12 @@ class SweepRun(Paged, Tabular):
 
     @property
     def summary_tables(self) -> Mapping[str, pd.DataFrame]:
-        """Of all cells that are done."""
+        """The summary tables of all cells that are done, by title."""
         return {} if self.tables is None else summary_tables(self.tables)
 
     @property
     def summary(self) -> pd.DataFrame:
-        """Number of cells by model and state."""
+        """The number of cells by model and state."""
         rows = pd.DataFrame([(each.cell.model, str(each.state)) for each in self.plan], columns=["model", "state"])
         counts = pd.crosstab(rows["model"], rows["state"]).reindex(rows["model"].unique())
         return counts.reindex(columns=[str(state) for state in State if str(state) in counts]).reset_index()
@@ -123,14 +112,37 @@ def command(options: SweepOptions, output: OutputOptions) -> Result:
     done = sweep(options.file, **output.where, **given)
     if done.tables is None:
         return Result(done, tables={"cells": table_of(done.plan)})
+    tables = {"cells": done.summary, METRICS["sink_rate"].short: done.tables.overview}
     trainings = done.tables.tables.get(factor_study.TABLE, pd.DataFrame())
-    tables = {
-        "cells": done.summary,
-        METRICS["sink_rate"].short: done.tables.overview,
-        "trainings at their last step": pd.DataFrame() if trainings.empty else factor_study.at_a_glance(trainings),
-    }
-    shown = {name: table for name, table in tables.items() if not table.empty}
-    return Result(done, tables=shown, folder=done.folder, failure=done.failure)
+    if not trainings.empty:
+        tables["trainings at their last step"] = factor_study.at_a_glance(trainings)
+    printed = {name: table for name, table in tables.items() if not table.empty}
+    return Result(done, tables=printed, folder=done.folder, failure=done.failure)
+
+
+def check(found: Sweep) -> None:
+    """Check the options and figures of all cells before a model is loaded.
+
+    Raises:
+        InputError: something is wrong in the sweep.
+    """
+    commands = found.content.commands
+    for name in found.content.figures:
+        if name not in FIGURES:
+            raise InputError(f"{found.path}: figure {unknown(name, FIGURES)}")
+        if not any(is_of(name, command) for command in commands):
+            raise InputError(f"{found.path}: figure '{name}' is of none of these commands: {', '.join(commands)}")
+    for entry in found.content.models:
+        if entry.paper is not None and entry.paper not in WSE_TABLE_1:
+            raise InputError(f"{found.path}: the `paper` of {entry.label} {unknown(entry.paper, WSE_TABLE_1)}")
+    for cell in found.cells:
+        check_options = getattr(import_module(f"sinkscope.commands.{cell.command}"), "check", None)
+        try:
+            if check_options is not None:
+                check_options(cell.options)
+            check_figures(_figures(found, cell.command), cell.command, getattr(cell.options, "observables", None))
+        except InputError as error:
+            raise InputError(f"{found.path}: {cell.told}: {error}") from None
 
 
 def sweep(
@@ -167,131 +179,74 @@ def sweep(
     folders = CellFolders(Path(out or asked.folder()))
     if overwrite and asked.part != (1, 1):
         raise InputError("--overwrite removes the cells of all shards: delete the folder before they are started")
-    mine = part_of(found.cells, asked.part)
+    at, of = asked.part  # parts of equal size; the cells of a model stay together
+    mine = found.cells[len(found.cells) * (at - 1) // of : len(found.cells) * at // of]
     if asked.dry_run:
         return SweepRun(found, sized(planned(mine, folders, Reads())), None, folders.folder)
     with together(asked.device_map) as members:
         if not members.is_first:
             return follow(members)
-        done = _swept(asked, found, folders, overwrite, members.console(quiet), start, page)
+        done = _swept(asked, found, mine, folders, overwrite, members.console(quiet), start, page)
         return members.of_the_first(lambda: done)
 
 
 def _swept(
     asked: SweepOptions,
     found: Sweep,
+    mine: Sequence[Cell],
     folders: CellFolders,
     overwrite: bool,
     console: Console,
     start: float,
     page: bool,
 ) -> SweepRun:
-    """Measure the cells that are not done yet, and write the comparison."""
-    mine = part_of(found.cells, asked.part)
+    """Measure the cells of this shard that are not done yet, and write the comparison."""
     if team().count > 1 and (trained := [cell for cell in mine if cell.command in TRAINING]):
         raise InputError(f"{trained[0].told}: under `accelerate launch`, train by the command itself")
     manifest = make_manifest(COMMAND, _record(found), start, cells=[cell.name for cell in found.cells])
-    # the pool before anything is written: Ray may be missing
-    with closing(_pool(asked, found.content.commands)) as pool, folders.begun(manifest, overwrite, asked.part):
+    # the pool is opened before anything is written: Ray may be missing
+    with (
+        closing(open_pool(asked, found.content.commands, team())) as pool,
+        folders.begun(manifest, overwrite, asked.part),
+    ):
         folders.put_right({cell.name for cell in mine})
         plan = planned(mine, folders, reads := Reads())
         for why, count in Counter(each.message for each in plan if each.state == State.WAITING).items():
             if why:
                 print_line(console, f"{counted(count, 'cell')} measured again: {why}")
         for each in plan:
-            if each.state == State.DONE:  # a kill may have come between that and this
+            if each.state == State.DONE:  # a sweep may be killed before it forgets an earlier failure
                 folders.forget(each.cell.name)
-        wanted = (each for each in plan if each.is_wanted(asked.retry))
-        todo = sized(wanted, pool.share)
+        todo = sized((each for each in plan if each.is_wanted(asked.retry)), pool.share)
         if asked.address is None:  # other machines have other disks
             check_disk(todo, pool.workers if asked.evict else None)
         tasks = {each.cell.name: _task(found, each.cell, folders, reads) for each in todo}
+        groups = split(groups_of(todo, tasks), pool.workers)
         leaving = Leaving(found.cells, folders, tasks, reads) if asked.evict else None
-        failed = _measure(split(groups_of(todo, tasks), pool.workers), folders, pool, console, leaving)
-        folders.put_right({cell.name for cell in mine})  # what a worker that was killed has left
-        plan = [_ended(each, failed) for each in planned(mine, folders, reads)]
+        progress, failed = Progress(len(todo)), {}
+        if todo:
+            print_line(
+                console, f"{counted(len(todo), 'cell')} to measure, with {counted(len(groups), 'load')} of a model"
+            )
+        with progress.shown(console):
+            for event in run_groups(groups, pool):
+                progress.hear(event, console)
+                if event.state == State.FAILED:
+                    failed[event.name] = event.message
+                    with suppress(OSError):  # a full disk, which the summary reports
+                        folders.fail(event.name, event.message)
+                elif event.state == State.DONE:
+                    folders.forget(event.name)
+                if leaving is not None and event.state in (State.DONE, State.FAILED):
+                    leaving.look(event.name, console)
+        folders.put_right({cell.name for cell in mine})  # remainders of killed workers
+        plan = planned(mine, folders, reads)
+        for at, each in enumerate(plan):
+            if each.state == State.WAITING:  # it failed, and the failure may not have been written
+                message = failed.get(each.cell.name, "it was not measured")
+                plan[at] = replace(each, state=State.FAILED, message=message)
         comparison = compared(found, folders, start, page, reads)
-    failed_figures = comparison.manifest.get("failed_figures", {})
-    return SweepRun(found, plan, comparison.compared, folders.folder, failed_figures)
-
-
-def check(found: Sweep) -> None:
-    """Find what is wrong with the options of a cell before any model is loaded. Raises: InputError."""
-    commands = found.content.commands
-    for name in found.content.figures:
-        if name not in FIGURES:
-            raise InputError(f"{found.path}: figure {unknown(name, FIGURES)}")
-        if not any(is_of(name, command) for command in commands):
-            raise InputError(f"{found.path}: figure '{name}' is of none of these commands: {', '.join(commands)}")
-    for entry in found.content.models:
-        if entry.paper is not None and entry.paper not in WSE_TABLE_1:
-            raise InputError(f"{found.path}: the `paper` of {entry.label} {unknown(entry.paper, WSE_TABLE_1)}")
-    for cell in found.cells:
-        look = getattr(import_module(f"sinkscope.commands.{cell.command}"), "check", None)
-        try:
-            if look is not None:
-                look(cell.options)
-            check_figures(_figures(found, cell.command), cell.command, getattr(cell.options, "observables", None))
-        except InputError as error:
-            raise InputError(f"{found.path}: {cell.told}: {error}") from None
-
-
-def _figures(found: Sweep, command: str) -> tuple[str, ...]:
-    """Return the figures that the cells of a command draw."""
-    return tuple(name for name in found.content.figures if is_of(name, command))
-
-
-def _record(found: Sweep) -> dict[str, Any]:
-    """Return the content of the file and the options of the command line, for run.json."""
-    return {"content": found.content.model_dump(mode="json", exclude_unset=True), "given": dict(found.given)}
-
-
-def _pool(asked: SweepOptions, commands: Iterable[str]) -> Pool:
-    if team().count > 1:
-        check_launched(asked)
-        return Launched(team())
-    if asked.engine == "ray":
-        from sinkscope.commands.sweeping.pools import RayTasks
-
-        return RayTasks(asked.address, None if asked.workers == "auto" else asked.workers)
-    from sinkscope.commands.sweeping.pools import Processes, default_workers
-
-    return Processes(default_workers() if asked.workers == "auto" else asked.workers, commands)
-
-
-def _task(found: Sweep, cell: Cell, folders: CellFolders, reads: Reads) -> Task:
-    folder = folders.run(cell.name).absolute()
-    return Task(cell.name, cell.command, cell.options, folder, _figures(found, cell.command), reads.of(cell.options))
-
-
-def _measure(
-    groups: Sequence[Group], folders: CellFolders, pool: Pool, console: Console, leaving: Leaving | None
-) -> dict[str, str]:
-    """Measure all cells of the groups, and return cell → error for those that failed."""
-    total = sum(len(group.tasks) for group in groups)
-    progress, failed = Progress(total), {}
-    if total:
-        print_line(console, f"{counted(total, 'cell')} to measure, with {counted(len(groups), 'load')} of a model")
-    with shown(progress, console):
-        for event in run_groups(groups, pool):
-            progress.hear(event)
-            if event.state == State.FAILED:
-                failed[event.name] = event.message
-                with suppress(OSError):  # a full disk, which the summary reports
-                    folders.fail(event.name, event.message)
-            elif event.state == State.DONE:
-                folders.forget(event.name)
-            say(progress, event, console)
-            if leaving is not None and event.state in (State.DONE, State.FAILED):
-                leaving.look(event.name, console)
-    return failed
-
-
-def _ended(each: Planned, failed: Mapping[str, str]) -> Planned:
-    """Mark a cell that is not done as failed, also if its failure could not be written."""
-    if each.state != State.WAITING:
-        return each
-    return replace(each, state=State.FAILED, message=failed.get(each.cell.name, "it was not measured"))
+    return SweepRun(found, plan, comparison.compared, folders.folder, comparison.manifest.get("failed_figures", {}))
 
 
 def compared(
@@ -307,3 +262,82 @@ def compared(
     comparison = SweepComparison.of(sweep_tables(measured), _record(found), start, folders.comparison)
     with folders.shared():
         return written(comparison, page)
+
+
+def _figures(found: Sweep, command: str) -> tuple[str, ...]:
+    """Return the figures that the cells of a command draw."""
+    return tuple(name for name in found.content.figures if is_of(name, command))
+
+
+def _record(found: Sweep) -> dict[str, Any]:
+    """Return the content of the file and the options of the command line, for run.json."""
+    return {"content": found.content.model_dump(mode="json", exclude_unset=True), "given": dict(found.given)}
+
+
+def _task(found: Sweep, cell: Cell, folders: CellFolders, reads: Reads) -> Task:
+    folder = folders.run(cell.name).absolute()
+    return Task(cell.name, cell.command, cell.options, folder, _figures(found, cell.command), reads.of(cell.options))
+
+
+# ----------------------------------------------------------------------------------------------------- its progress
+
+
+@dataclass
+class Progress:
+    """The progress of the cells that are to be measured: a live table on a terminal, lines elsewhere.
+
+    Attributes:
+        total: their number.
+        running: name → start time.
+        ended: state → number of cells that ended in it.
+    """
+
+    total: int
+    running: dict[str, float] = field(default_factory=dict)
+    ended: Counter[State] = field(default_factory=Counter)
+    start: float = field(default_factory=time.monotonic)
+
+    def hear(self, event: Event, console: Console) -> None:
+        """Count an event, and print a line if a cell has ended. With a live table, only failures are printed."""
+        if event.state == State.RUNNING:
+            self.running[event.name] = time.monotonic()
+            return
+        self.running.pop(event.name, None)
+        self.ended[event.state] += 1
+        if event.state == State.FAILED:
+            print_line(console, f"{event.name}: failed: {event.message}")
+        elif not console.is_terminal:
+            print_line(console, f"{event.name}: done in {lasting(event.seconds)} ({self.summary})")
+
+    @property
+    def summary(self) -> str:
+        """«12 of 40 done, 1 failed · 3.1 cells a minute · 9 min left»."""
+        text = f"{self.ended[State.DONE]} of {self.total} done"
+        text += f", {self.ended[State.FAILED]} failed" if self.ended[State.FAILED] else ""
+        count, seconds = self.ended.total(), time.monotonic() - self.start
+        if not count:
+            return text
+        left = seconds / count * (self.total - count)
+        return f"{text} · {count / max(seconds / 60, 1e-9):.3g} cells a minute · {lasting(left)} left"
+
+    def __rich__(self) -> RenderableType:
+        table = Table("cell", "state", "time")
+        for name, began in self.running.items():
+            table.add_row(Text(name), str(State.RUNNING), lasting(time.monotonic() - began))
+        return Group(table, Text(self.summary))
+
+    @contextmanager
+    def shown(self, console: Console) -> Iterator[None]:
+        """Show a live table if the console is a terminal."""
+        if console.quiet or not console.is_terminal:
+            yield
+            return
+        with Live(self, console=console, refresh_per_second=2, transient=True):
+            yield
+
+
+def lasting(seconds: float) -> str:
+    """«45 s», «12 min», «3.5 h»."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,7 +1,7 @@
-"""`train`: a small model from random weights, plainly and with each method, as GS and VGA compare pretrainings.
+"""`train`: a small model is trained from random weights, plainly and with each method, as GS and VGA do.
 
-training_arms.py says what OUT/ holds. `sinkscope analyze OUT/ARM/checkpoints` reads an arm's model at every so many
-steps. With several seeds an arm is none-seed0, none-seed1, …; all methods start from the same weights of each seed,
+training_arms.py describes the folder. `sinkscope analyze OUT/ARM/checkpoints` measures an arm's model at its saved
+steps. With several seeds the arms are none-seed0, none-seed1, …; all methods start from the same weights of each seed,
 and read the same text.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate import PartialState
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.commands.training_arms import Plan, TrainingArms
+from sinkscope.commands.training_arms import TrainingArms
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
@@ -41,10 +41,13 @@ def command(options: TrainOptions, output: OutputOptions) -> Result:
 
 
 def check(options: TrainOptions) -> None:
-    """Find what is wrong with a recipe's options before a model is loaded. Raises: InputError."""
+    """Raise InputError for wrong options of a recipe, before a model is made."""
     parse_methods(options.method)
     check_names(options.observables)
-    check_source(options.text)
+    if options.text == "sampled":
+        raise InputError("--text sampled: a model with random weights has nothing to say; name a text file")
+    if options.text not in TASKS:
+        check_text(options.text)
     check_starts(options, options.text if options.text in TASKS else None)
     architecture(options.config)
 
@@ -71,80 +74,56 @@ def train(
         out: the folder to write.
         tokenizer: a hub id, a folder, or one already loaded; None: made from the text, with as many tokens as the
             configuration has.
-        overwrite: begin anew, and replace what is in `out`.
+        overwrite: start again, and replace what is in `out`.
         quiet: print no progress.
         options: all options at once, in place of `given`.
         record: of a recipe, for run.json.
         page: also write index.html.
-        figures: also draw those of the arms, each by itself and all together.
-        **given: those of the command line, with underscores: see `TrainOptions`.
+        figures: also draw the figures of the arms, each by itself and all together.
+        **given: the options of the command line, with underscores: see `TrainOptions`.
 
     Raises:
         InputError: as `retrofit` does, and for a configuration or tokenizer that does not exist.
         SinkscopeError: as `retrofit` does.
     """
-    options = options or _options(config, methods, tokenizer, given)
+    if options is None:
+        named = getattr(tokenizer, "name_or_path", tokenizer)
+        typed = {"config": config and text_of(config), "method": methods, "tokenizer": named and os.fspath(named)}
+        options = checked(TrainOptions, given | {name: value for name, value in typed.items() if value is not None})
     check(options)
     launched(cpu=options.device_map == "cpu")
     task = _task(options, tokenizer)
     shape = architecture(options.config)
-    plan = Plan.of("train", options, out, overwrite, quiet, record, page, figures, architecture=shape.to_diff_dict())
-    with plan.own_folder(options.config, options.text, options.tokenizer):
-        return _train(plan, options, shape, task, tokenizer)
-
-
-def _train(
-    plan: Plan,
-    options: TrainOptions,
-    shape: PreTrainedConfig,
-    task: Task | None,
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
-) -> Trained:
+    arms = TrainingArms(
+        "train", options, out, overwrite, quiet, record, page, figures, architecture=shape.to_diff_dict()
+    )
     wanted, training = parse_methods(options.method), options.training
-    with spinner(plan.console, "making the tokenizer"):
-        tokens = task.tokenizer if task else _tokenizer(tokenizer or options.tokenizer, options, shape.vocab_size)
-    _fit(shape, tokens)
-    loaded = LoadedModel(fresh_model(shape, training.seed), tokens, options.shape_name, options.config, None, None, ())
-    family, notices = family_of(loaded.model)
-    print_notices(plan.console, notices)
-    plan.check_methods(wanted, loaded.model, family)
-    length, count = training.block_length, training.blocks_wanted(PartialState().num_processes)
-    with spinner(plan.console, "reading the text"):
-        if task:
-            blocks = task.blocks(length, count, options.num_seqs, training.seed)
-        else:
-            source = (options.text, options.dataset, length, count, training.eval_share)
-            blocks = begun(read_blocks(loaded, *source, bos=options.bos), loaded, options)
-        blocks = limited(blocks, options)
-    arms = TrainingArms(plan, loaded, family, blocks, lambda arm: fresh_model(shape, arm.seed), True, task)
-    return arms.finish(arms_of(wanted, training.seed, options.seeds), untouched=False)
-
-
-def _options(
-    config: str | os.PathLike[str] | None,
-    methods: Methods | None,
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
-    given: Mapping[str, Any],
-) -> TrainOptions:
-    named = getattr(tokenizer, "name_or_path", tokenizer)
-    own = {
-        "config": None if config is None else text_of(config),
-        "method": methods,
-        "tokenizer": named and os.fspath(named),
-    }
-    return checked(TrainOptions, dict(given) | {name: value for name, value in own.items() if value is not None})
-
-
-def check_source(text: str) -> None:
-    """Raise InputError for a text that `train` cannot read, before anything is made."""
-    if text == "sampled":
-        raise InputError("--text sampled: a model with random weights has nothing to say; name a text file")
-    if text not in TASKS:
-        check_text(text)
+    with arms.own_folder(options.config, options.text, options.tokenizer):
+        with spinner(arms.console, "making the tokenizer"):
+            tokens = task.tokenizer if task else _tokenizer(tokenizer or options.tokenizer, options, shape.vocab_size)
+        if tokens is not None:  # the vocabulary and its special tokens are the tokenizer's
+            shape.vocab_size = len(tokens)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(shape, name, getattr(tokens, name))
+        fresh = fresh_model(shape, training.seed)
+        loaded = LoadedModel(fresh, tokens, options.shape_name, options.config, None, None, ())
+        family, notices = family_of(loaded.model)
+        print_notices(arms.console, notices)
+        arms.check_methods(wanted, loaded.model, family)
+        length, count = training.block_length, training.blocks_wanted(PartialState().num_processes)
+        with spinner(arms.console, "reading the text"):
+            if task:
+                blocks = task.blocks(length, count, options.num_seqs, training.seed)
+            else:
+                source = (options.text, options.dataset, length, count, training.eval_share)
+                blocks = begun(read_blocks(loaded, *source, bos=options.bos), loaded, options)
+            blocks = limited(blocks, options)
+        every = arms_of(wanted, training.seed, options.seeds)
+        return arms.finish(every, loaded, family, blocks, lambda arm: fresh_model(shape, arm.seed), task)
 
 
 def _task(options: TrainOptions, tokenizer: object) -> Task | None:
-    """The task that `text` names, if it names one, which then has its own of everything else."""
+    """Return the task that `text` names, if it names one."""
     if options.text not in TASKS:
         return None
     for name, given in (("dataset", options.dataset), ("tokenizer", tokenizer or options.tokenizer)):
@@ -156,7 +135,7 @@ def _task(options: TrainOptions, tokenizer: object) -> Task | None:
 def _tokenizer(
     wanted: str | os.PathLike[str] | PreTrainedTokenizerBase | None, options: TrainOptions, vocab_size: int
 ) -> PreTrainedTokenizerBase | None:
-    """As named, or made from the text; None where the text is token ids."""
+    """Return the named tokenizer, or one made from the text; None for a text of token ids."""
     if isinstance(wanted, PreTrainedTokenizerBase):
         return wanted
     if wanted is not None:
@@ -164,12 +143,3 @@ def _tokenizer(
     if not is_written(options.text, options.dataset):
         return None
     return tokenizer_of(documents(options.text, options.dataset)[1], vocab_size)
-
-
-def _fit(shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """The vocabulary and its special tokens are the tokenizer's."""
-    if tokenizer is None:
-        return
-    shape.vocab_size = len(tokenizer)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(shape, name, getattr(tokenizer, name))

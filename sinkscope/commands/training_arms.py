@@ -7,14 +7,14 @@ OUT/vga/run/                      its run folder
 OUT/vga/tables/training.parquet   loss and gates by step
 OUT/vga/tables/gates.parquet      how far each head's gate is from its start
 OUT/vga/training/                 checkpoints to resume from, until the arm is finished
-OUT/vga/checkpoints/              of `train`: the model at every so many steps, from 0 on
+OUT/vga/checkpoints/              of `train`: the model at regular steps, from 0 on
 OUT/untouched/run/                of `retrofit`: a run folder of the model as it is
-OUT/tables/                       of all arms together: training, gates, retrofit, and a task's own
-OUT/retrofit.md                   the last of these as Markdown
+OUT/tables/                       of all arms together: training, gates, retrofit, and those of a task
+OUT/retrofit.md                   the table `retrofit` as Markdown
 OUT/figures/                      of all arms together
 OUT/comparison/                   the runs side by side
 
-The same command again continues where it was interrupted, and adds arms to those that are there.
+The same command resumes an interrupted one, and adds arms to those that are there.
 """
 
 import copy
@@ -23,7 +23,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from sinkscope.models.in_memory import fingerprint
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import known_positions
 from sinkscope.options.measuring import RunConfig, make_config
-from sinkscope.options.training import ArmOptions, TrainingConfig
+from sinkscope.options.training import ArmOptions
 from sinkscope.output.comparison import compared
 from sinkscope.output.outputs import redrawn, write_run
 from sinkscope.output.result import draw, write_data
@@ -58,7 +58,6 @@ from sinkscope.results.swap import new_file
 from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
 from sinkscope.retrofits import gate_displacement
 from sinkscope.retrofits.retrofit import registers_before
-from sinkscope.text.inputs import TokenInputs
 from sinkscope.training.arms import Arm, Method
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.history import probe_of
@@ -68,40 +67,29 @@ from sinkscope.training.tasks import Task
 from sinkscope.training.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train
 
 RENEWED = ("figures", "comparison")  # folders of all arms together, written again whenever the command resumes
+OWN_TABLES = ("training", "gates")  # of every arm; a task has more
+CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The options of a call of `retrofit` or `train`.
+class TrainingArms:
+    """One call of `retrofit` or `train`, which finishes what its folder lacks.
 
-    Attributes:
+    The command enters `own_folder`, loads its model and text, calls `check_methods`, and then `finish`.
+
+    Args:
         command: the name of the command.
-        folder: the folder to write.
-        options: the entries of run.json that affect results: the folder is resumed only with identical ones.
-        training: how each arm is trained.
-        measuring: how models are loaded and measured.
+        asked: its options. The folder is resumed only with identical ones; methods may be added later.
+        out: the folder to write.
         overwrite: replace an earlier result instead of resuming it.
-        console: the console for progress messages.
-        start: when the command started.
+        quiet: print no progress.
+        record: of a recipe, for run.json.
+        page: write index.html.
+        figures: draw the figures of the arms, each by itself and all together.
+        **facts: further entries of run.json that affect results.
     """
 
-    command: str
-    folder: Path
-    options: dict[str, Any]
-    training: TrainingConfig
-    measuring: RunConfig
-    overwrite: bool
-    console: Console
-    # values of options that a folder of an older version does not record
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    record: Mapping[str, Any] | None = None  # of a recipe
-    page: bool = True  # write index.html
-    figures: bool = True  # draw them
-    start: float = field(default_factory=time.time)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         command: str,
         asked: ArmOptions,
         out: str | os.PathLike[str],
@@ -109,29 +97,22 @@ class Plan:
         quiet: bool,
         record: Mapping[str, Any] | None,
         page: bool,
-        figures: bool = True,
+        figures: bool,
         **facts: Any,
-    ) -> "Plan":
-        """Make the plan of either command; `facts` are other entries that affect results."""
-        state = PartialState()
-        # methods may be added to a folder later: each is recorded with its arm
-        own = {"config": asked.model_dump(mode="json", exclude={"method"})}
-        options = own | {"processes": state.num_processes} | facts
-        defaults = {"config": type(asked)().model_dump(mode="json", exclude={"method"})}
-        console = Console(stderr=True, quiet=quiet or not state.is_main_process)
-        return cls(
-            command=command,
-            folder=Path(out),
-            options=options,
-            training=asked.training,
-            measuring=asked.measuring,
-            overwrite=overwrite,
-            console=console,
-            defaults=defaults,
-            record=record,
-            page=page,
-            figures=figures,
-        )
+    ) -> None:
+        self.start = time.time()
+        self.command, self.asked, self.folder, self.overwrite = command, asked, Path(out), overwrite
+        self.record, self.page, self.figures = record, page, figures
+        self.training, self.measuring = asked.training, asked.measuring  # how arms are trained, and measured
+        self.is_main = PartialState().is_main_process
+        self.console = Console(stderr=True, quiet=quiet or not self.is_main)
+        config = asked.model_dump(mode="json", exclude={"method"})  # each method is recorded with its arm
+        self.options = {"config": config, "processes": PartialState().num_processes, **facts}
+        # values of options that a folder of an older version does not record
+        self.defaults = {"config": type(asked)().model_dump(mode="json", exclude={"method"})}
+        self.held_out = self.folder / "held-out.npy"
+        self.arms: dict[str, Any] = {}  # label → its record in the manifest
+        self.files = FileList(self.folder, [self.held_out.name], lambda: write_manifest(self.folder, self._manifest()))
 
     @contextmanager
     def own_folder(self, *reads: str | None) -> Iterator[None]:
@@ -170,69 +151,52 @@ class Plan:
                     f"model's {limit} positions: take a --block-length of at most {limit - registers}"
                 )
 
-
-# --------------------------------------------------------------------------------------------------------- the arms
-
-OWN_TABLES = ("training", "gates")  # of every arm; a task has more
-CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms
-
-
-@dataclass
-class TrainingArms:
-    """One model, fresh or pretrained, that is trained with several methods on one text.
-
-    Attributes:
-        plan: what was asked for.
-        loaded: the model as it is, on the CPU, with its tokenizer.
-        family: its row in the table of families.
-        blocks: the text.
-        begin: returns the model of an arm before the method is built in.
-        keep_checkpoints: keep the model at regular steps, for `analyze` over a training.
-        task: the task that made the blocks; None for a text.
-    """
-
-    plan: Plan
-    loaded: LoadedModel
-    family: Family
-    blocks: Blocks
-    begin: Callable[[Arm], PreTrainedModel]
-    keep_checkpoints: bool = False
-    task: Task | None = None
-
-    def __post_init__(self) -> None:
-        self.folder, self.console = self.plan.folder, self.plan.console
-        self.held_out = self.folder / "held-out.npy"
-        self.read = {"text_sha256": self.blocks.sha256, "weights_sha256": fingerprint(self.loaded.model)}
-        self.arms: dict[str, Any] = {}  # label → its record in the manifest
-        self.files = FileList(self.folder, [self.held_out.name], lambda: write_manifest(self.folder, self._manifest()))
-
-    @property
-    def is_main(self) -> bool:
-        return PartialState().is_main_process
-
-    def finish(self, arms: Iterable[Arm], untouched: bool) -> Trained:
-        """Finish everything that is not done yet.
+    def finish(
+        self,
+        arms: list[Arm],
+        loaded: LoadedModel,
+        family: Family,
+        blocks: Blocks,
+        begin: Callable[[Arm], PreTrainedModel],
+        task: Task | None = None,
+    ) -> Trained:
+        """Train and measure everything that is not done yet.
 
         Args:
             arms: the arms to train and measure; those of earlier calls stay.
-            untouched: also measure the model without changes.
+            loaded: the model as it is, on the CPU, with its tokenizer. `retrofit` measures it, too.
+            family: its family.
+            blocks: the text.
+            begin: returns the model of an arm before the method is built in.
+            task: the task that made the blocks; None for a text.
         """
-        arms = list(arms)
+        self.loaded, self.family, self.blocks, self.begin, self.task = loaded, family, blocks, begin, task
         self._claim(arms)
-        print_notices(self.console, self.blocks.notices(self.plan.training.blocks_wanted(PartialState().num_processes)))
-        if untouched and self.is_main and not self._is_measured(UNTOUCHED):
-            self._measure_untouched()
+        print_notices(self.console, blocks.notices(self.training.blocks_wanted(PartialState().num_processes)))
+        if self.command == "retrofit" and self.is_main and not self._is_measured(UNTOUCHED):
+            on_gpu = torch.cuda.is_available() and self.measuring.device_map != "cpu"
+            loaded.model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
+            config = self._config(self.measuring.model)
+            self._measure(Subject(loaded, family, inputs_for(loaded, config)), config, UNTOUCHED)
+            loaded.model.to("cpu")  # type: ignore[arg-type]
         for place, arm in enumerate(arms, 1):
             print_part(self.console, arm.label, place, len(arms))
-            self._finish(arm)
+            if not (self.folder / arm.label / "model" / "config.json").exists():
+                self._train(arm)
+            PartialState().wait_for_everyone()
+            if self.is_main:
+                self._measure_arm(arm.label)
+            PartialState().wait_for_everyone()
         return self._conclude()
 
     # ------------------------------------------------------------------------------------------- the folder
 
     def _claim(self, wanted: Iterable[Arm]) -> None:
         """Claim the folder, and record its arms."""
-        options = self.plan.options | self.read
-        found = None if self.plan.overwrite else resumable(self.folder, self.plan.command, options, self.plan.defaults)
+        self.read = {"text_sha256": self.blocks.sha256, "weights_sha256": fingerprint(self.loaded.model)}
+        found = None
+        if not self.overwrite:
+            found = resumable(self.folder, self.command, self.options | self.read, self.defaults)
         if found is not None:
             self.arms, self.files.names = found["arms"], found.get("files")
         for arm in wanted:
@@ -242,7 +206,7 @@ class TrainingArms:
             if (before["method"], before["parameters"]) != (method, parameters):
                 raise InputError(f"--out {self.folder}: its {arm.label} is another method; name another folder")
             self.arms[arm.label] = before | record
-        PartialState().wait_for_everyone()  # all have looked
+        PartialState().wait_for_everyone()  # all processes have read the folder
         if self.is_main:
             begun = new_folder(self.folder) if found is None else nullcontext(self.folder)
             with failures(self.folder), begun as folder:
@@ -252,67 +216,14 @@ class TrainingArms:
         PartialState().wait_for_everyone()
 
     def _manifest(self, tables: Iterable[str] = ()) -> dict[str, Any]:
-        read = self.read | {"text_blocks": len(self.blocks.train)}
-        facts = self.plan.options | read | {"arms": self.arms, "files": self.files.names}
-        if self.plan.record is not None:
-            facts |= {"recipe": self.plan.record}
-        return make_manifest(self.plan.command, start=self.plan.start, tables=tables, **facts)
+        facts = self.options | self.read | {"text_blocks": len(self.blocks.train)}
+        facts |= {"arms": self.arms, "files": self.files.names}
+        if self.record is not None:
+            facts |= {"recipe": self.record}
+        return make_manifest(self.command, start=self.start, tables=tables, **facts)
 
-    # ------------------------------------------------------------------------------------------- arm by arm
-
-    def _finish(self, arm: Arm) -> None:
-        """Finish the steps of an arm that are not done yet."""
-        folder = self.folder / arm.label
-        if not (folder / "model" / "config.json").exists():
-            self._train(arm, folder)
-        PartialState().wait_for_everyone()
-        if self.is_main:
-            if not self._is_measured(arm.label):
-                self._measure_arm(arm.label, folder / "model")
-            self._draw(arm.label)
-            if self.keep_checkpoints and (folder / "training").exists():
-                for checkpoint in checkpoints(folder / "training"):
-                    self._save_tokenizer(checkpoint)
-                    kept = f"{arm.label}/checkpoints/{checkpoint.name}"
-                    self.files.add(*(f"{kept}/{name}" for name in files_in(checkpoint)))
-                keep_models(folder / "training", folder / "checkpoints")
-            shutil.rmtree(folder / "training", ignore_errors=True)
-        PartialState().wait_for_everyone()
-
-    def _train(self, arm: Arm, folder: Path) -> None:
-        model = arm.method.built_into(self.begin(arm), self.family, arm.seed)
-        if self.is_main:
-            self.files.add(f"{arm.label}/training/")
-        if self.keep_checkpoints and self.is_main:
-            with failures(folder), no_bars():
-                self._save(model, folder / "checkpoints" / "checkpoint-0")
-        is_whole, begun = not (folder / "training").exists(), time.perf_counter()
-        where = (self.plan.measuring.epsilon, self.plan.options["config"]["fixed_position"] or 0)
-        history = train(
-            model,
-            self.blocks,
-            self.plan.training.model_copy(update={"seed": arm.seed}),
-            folder / "training",
-            keep_all=self.keep_checkpoints,
-            cpu=self.plan.measuring.device_map == "cpu",
-            console=self.console,
-            probe=probe_of(self.task, self.family, self.blocks.held_out, *where) if self.keep_checkpoints else None,
-        )
-        seconds = time.perf_counter() - begun
-        if not self.is_main:
-            return
-        gates = gate_displacement(model)
-        raw = {"training": history.assign(seed=arm.seed), "gates": gates.assign(seed=arm.seed)}
-        if self.task is not None:
-            raw |= self.task.tables(model, self.family, self.blocks.held_out)
-        self.arms[arm.label] |= {
-            "moved": float(gates["displacement"].max()) if len(gates) else 0.0,
-            "step_seconds": seconds / self.plan.training.steps if is_whole else None,  # unknown for a resumed training
-        }
-        with failures(folder / "training"), no_bars():
-            self._write_tables(publish(raw, self.loaded, arm.method.label), folder)
-            write_manifest(self.folder, self._manifest())
-            self._save(model, folder / "model")  # last: an arm with a model is trained
+    def _is_measured(self, label: str) -> bool:
+        return (self.folder / label / "run" / MANIFEST).exists()
 
     def _save(self, model: PreTrainedModel, folder: Path) -> None:
         with self.files.new_folder(folder) as fresh:
@@ -323,26 +234,68 @@ class TrainingArms:
         if self.loaded.tokenizer is not None:
             self.loaded.tokenizer.save_pretrained(folder)
 
-    # --------------------------------------------------------------------------------------------- measuring
+    # ------------------------------------------------------------------------------------------- arm by arm
 
-    def _measure_untouched(self) -> None:
-        on_gpu = torch.cuda.is_available() and self.plan.measuring.device_map != "cpu"
-        self.loaded.model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
-        config = self._config(self.plan.measuring.model)
-        self._measure(Subject(self.loaded, self.family, inputs_for(self.loaded, config)), config, UNTOUCHED)
-        self.loaded.model.to("cpu")  # type: ignore[arg-type]
+    def _train(self, arm: Arm) -> None:
+        folder, keeps_all = self.folder / arm.label, self.command == "train"  # for `analyze` over a training
+        model = arm.method.built_into(self.begin(arm), self.family, arm.seed)
+        if self.is_main:
+            self.files.add(f"{arm.label}/training/")
+        if keeps_all and self.is_main:
+            with failures(folder), no_bars():
+                self._save(model, folder / "checkpoints" / "checkpoint-0")
+        is_complete, begun = not (folder / "training").exists(), time.perf_counter()
+        where = (self.measuring.epsilon, self.asked.fixed_position or 0)
+        history = train(
+            model,
+            self.blocks,
+            self.training.model_copy(update={"seed": arm.seed}),
+            folder / "training",
+            keep_all=keeps_all,
+            cpu=self.measuring.device_map == "cpu",
+            console=self.console,
+            probe=probe_of(self.task, self.family, self.blocks.held_out, *where) if keeps_all else None,
+        )
+        seconds = time.perf_counter() - begun
+        if not self.is_main:
+            return
+        gates = gate_displacement(model)
+        raw = {"training": history.assign(seed=arm.seed), "gates": gates.assign(seed=arm.seed)}
+        if self.task is not None:
+            raw |= self.task.tables(model, self.family, self.blocks.held_out)
+        self.arms[arm.label] |= {
+            "moved": float(gates["displacement"].max()) if len(gates) else 0.0,
+            "step_seconds": seconds / self.training.steps if is_complete else None,  # unknown for a resumed training
+        }
+        with failures(folder / "training"), no_bars():
+            tables = publish(raw, self.loaded, arm.method.label)
+            self.files.add(*(f"{arm.label}/tables/{name}.parquet" for name in tables))
+            write_tables(tables, folder)
+            write_manifest(self.folder, self._manifest())
+            self._save(model, folder / "model")  # last: an arm with a model is trained
 
-    def _measure_arm(self, label: str, model: Path) -> None:
-        own = {"revision": None, "gguf_file": None, "adapter": None}  # options of the initial model
-        config = self._config(str(model), trust_remote_code=False, allow_pickle=False, **own)
-        with open_subject(None, None, config, self.console) as subject:
-            named = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
-            self._measure(named, config, label)
+    def _measure_arm(self, label: str) -> None:
+        """Measure a trained arm if that is not done yet, and remove what its training needed."""
+        folder = self.folder / label
+        if not self._is_measured(label):
+            initial = {"revision": None, "gguf_file": None, "adapter": None}  # options of the initial model
+            config = self._config(str(folder / "model"), trust_remote_code=False, allow_pickle=False, **initial)
+            with open_subject(None, None, config, self.console) as subject:
+                named = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
+                self._measure(named, config, label)
+        self._draw(label)
+        if self.command == "train" and (folder / "training").exists():
+            for checkpoint in checkpoints(folder / "training"):
+                self._save_tokenizer(checkpoint)
+                kept = f"{label}/checkpoints/{checkpoint.name}"
+                self.files.add(*(f"{kept}/{name}" for name in files_in(checkpoint)))
+            keep_models(folder / "training", folder / "checkpoints")
+        shutil.rmtree(folder / "training", ignore_errors=True)
 
     def _config(self, model: str | None, **others: Any) -> RunConfig:
         """Return the options to measure a model on the held-out blocks, which `analyze --from` can repeat."""
-        options = self.plan.measuring.model_dump() | {"model": model, "input": str(self.held_out), "bos": "auto"}
-        count = min(self.plan.measuring.num_seqs, len(self.blocks.held_out))
+        options = self.measuring.model_dump() | {"model": model, "input": str(self.held_out), "bos": "auto"}
+        count = min(self.measuring.num_seqs, len(self.blocks.held_out))
         return make_config(**options | others | {"num_seqs": count, "dataset": None})
 
     def _measure(self, subject: Subject, config: RunConfig, label: str) -> None:
@@ -350,7 +303,8 @@ class TrainingArms:
         subject = replace(subject, inputs=replace(subject.inputs, condition=label))
         tables, facts = measure(subject, config, self.console)
         with spinner(self.console, "quantizing"):
-            costs = w8a8(subject, self._calibration(subject), kernel=config.attn, batch_size=facts.batch_size)
+            calibration = replace(subject.inputs, sequences=tuple(self.blocks.train)).part(0, CALIBRATION)
+            costs = w8a8(subject, calibration, kernel=config.attn, batch_size=facts.batch_size)
         manifest = run_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
         target = self.folder / label / "run"
@@ -360,64 +314,45 @@ class TrainingArms:
     def _draw(self, label: str) -> None:
         """Draw the figures and the page of an arm's run that are not drawn yet."""
         with spinner(self.console, "drawing the figures"):
-            redrawn(Run.open(self.folder / label / "run"), None if self.plan.figures else (), self.plan.page)
+            redrawn(Run.open(self.folder / label / "run"), None if self.figures else (), self.page)
 
-    def _calibration(self, subject: Subject) -> TokenInputs:
-        """Return the text that W8A8 is calibrated on: the same training blocks for all arms."""
-        return replace(subject.inputs, sequences=tuple(self.blocks.train)).part(0, CALIBRATION)
-
-    def _is_measured(self, label: str) -> bool:
-        return (self.folder / label / "run" / MANIFEST).exists()
-
-    # ------------------------------------------------------------------------------------------- the whole
+    # ------------------------------------------------------------------------------------------- all arms together
 
     def _conclude(self) -> Trained:
-        """Compare all arms that are measured."""
+        """Compare all arms that are measured, also those of earlier calls."""
         labels = [label for label in (UNTOUCHED, *self.arms) if self._is_measured(label)]
         if self.is_main:
-            for label in labels:  # also of arms of earlier calls
+            for label in labels:
                 self._draw(label)
         runs = {label: Run.open(self.folder / label / "run") for label in labels}
         firsts = first_runs({"arms": self.arms}, runs)
         first_folders = [run.folder for run in firsts.values()]
         trained = [label for label in labels if label != UNTOUCHED]
-        tables = {name: self._all_arms(name, trained) for name in OWN_TABLES}
+        tables = {name: self._table_of_arms(name, trained) for name in OWN_TABLES}
         tables["retrofit"] = retrofit_tables({"arms": self.arms}, runs, tables["gates"])
-        for name in self._task_tables(trained[0]):
-            tables[name] = self._all_arms(name, [label for label in trained if runs[label].folder in first_folders])
-        manifest = self._manifest(tables)
+        written = sorted(path.stem for path in (self.folder / trained[0] / "tables").glob("*.parquet"))
+        for name in written:
+            if name in all_tables() and name not in OWN_TABLES:
+                those = [label for label in trained if runs[label].folder in first_folders]
+                tables[name] = self._table_of_arms(name, those)
         comparison = compared(list(firsts.values()), time.time()) if len(firsts) > 1 else None
         if comparison is not None and self.is_main:
             comparison = replace(comparison, folder=self.folder / "comparison")
-        done = Trained(self.folder, manifest, runs, comparison, tables)
+        done = Trained(self.folder, self._manifest(tables), runs, comparison, tables)
         if not self.is_main:
             return done
         with failures(self.folder):
-            return self._written(done)
+            self.files.add(*(f"tables/{name}.parquet" for name in tables), *done.texts)
+            done.write_files(self.folder)
+            if comparison is not None:
+                with self.files.new_folder(self.folder / "comparison") as fresh:
+                    write_data(comparison, fresh)
+            write_manifest(self.folder, done.manifest | {"drawn": False, "files": self.files.names})
+            if comparison is not None:
+                done = replace(done, comparison=draw(comparison, page=self.page))
+            return draw(done, None if self.figures else {}, self.page, self.files)
 
-    def _written(self, done: Trained) -> Trained:
-        self.files.add(*(f"tables/{name}.parquet" for name in done.tables), *done.texts)
-        done.write_files(self.folder)
-        comparison = done.comparison
-        if comparison is not None and comparison.folder is not None:
-            with self.files.new_folder(comparison.folder) as fresh:
-                write_data(comparison, fresh)
-        write_manifest(self.folder, done.manifest | {"drawn": False, "files": self.files.names})
-        if comparison is not None:
-            done = replace(done, comparison=draw(comparison, page=self.plan.page))
-        return draw(done, None if self.plan.figures else {}, self.plan.page, self.files)
-
-    def _write_tables(self, tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
-        paths = [folder / "tables" / f"{name}.parquet" for name in tables]
-        self.files.add(*(path.relative_to(self.folder).as_posix() for path in paths))
-        write_tables(tables, folder)
-
-    def _task_tables(self, label: str) -> list[str]:
-        names = sorted(path.stem for path in (self.folder / label / "tables").glob("*.parquet"))
-        return [name for name in names if name in all_tables() and name not in OWN_TABLES]
-
-    def _all_arms(self, name: str, labels: Iterable[str]) -> pd.DataFrame:
-        """Concatenate a table of all arms."""
+    def _table_of_arms(self, name: str, labels: Iterable[str]) -> pd.DataFrame:
         paths = [self.folder / label / "tables" / f"{name}.parquet" for label in labels]
         columns = (*LEADING_COLUMNS, *all_tables()[name])
         return pd.concat([read_table(path, columns) for path in paths], ignore_index=True)

@@ -1,4 +1,4 @@
-"""`claims`: measured and written, judged again from the folder, and of several models side by side."""
+"""`claims`: a model is measured and judged, judged again from the folder, and compared with other models."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ from sinkscope.retrofits import retrofit_model
 
 
 def only(patch: pytest.MonkeyPatch, *names: str) -> None:
-    """There are no other claims, no routes and no figures."""
+    """Leave only the named claims, without routes and figures."""
     for part in ("sinkscope.commands.claims.CLAIMS", "sinkscope.paper_claims.table.CLAIMS"):
         patch.setattr(part, {name: CLAIMS[name] for name in names})
     patch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
@@ -53,10 +53,14 @@ def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) ->
     assert measured.outcome("W-1") == Outcome.FAILS
     assert measured.outcome("W-3") == Outcome.DOES_NOT_APPLY  # there is no sink that could vanish
     assert measured.outcome("W-5") == Outcome.HOLDS
+    found = measured.routes.set_index("route")["effect"]  # all are cut, also if no claim applies to the model
+    assert found["query bias"] == found["position vector"] == found["effective position"] == "does not apply"
+    assert found["first embedding"] == "no sink"
 
 
-def test_the_folder_holds_runs_that_give_the_same_scorecard_without_the_model(measured: Scorecard) -> None:
-    assert measured.folder is not None
+def test_the_folder_holds_runs_that_give_the_same_scorecard_without_the_model(
+    measured: Scorecard, tmp_path: Path
+) -> None:
     drawn = {"without-bos-random", "without-bos-repeated", "with-bos-random", "with-bos-repeated"}
     assert {path.name for path in (measured.folder / "runs").iterdir()} >= {"natural", "null", *drawn}
     assert Scorecard.open(measured.folder).table.equals(measured.table)
@@ -65,10 +69,15 @@ def test_the_folder_holds_runs_that_give_the_same_scorecard_without_the_model(me
     for column in ("value", "low", "high", "null"):
         assert again.table[decided][column].equals(measured.table[decided][column]), column
     assert list(again.table["outcome"]) == list(measured.table["outcome"])
+    sinkscope.claims(from_=[measured.folder], out=tmp_path / "card")
+    with pytest.raises(sinkscope.InputError, match="judged runs of other folders"):
+        sinkscope.claims(from_=[tmp_path / "card"])
+    compared = sinkscope.compare(measured.folder, measured)
+    assert compared.models == [f"{measured.models[0]} (llama) (1)", f"{measured.models[0]} (llama) (2)"]
 
 
 def test_every_number_printed_is_in_a_table(measured: Scorecard) -> None:
-    """Values, intervals, nulls and thresholds in the scorecard's own row, what notes say in the tables of the runs."""
+    """Numbers of notes are in the tables of the runs, all others in the row of the scorecard."""
     text = (measured.folder / "scorecard.md").read_text(encoding="utf-8")
     rows = measured.table[~measured.table["outcome"].isin(["not measured", "does not apply"])]
     runs = {id(run): run for own in measured.runs.values() for run in own.values()}.values()
@@ -85,28 +94,42 @@ def test_every_number_printed_is_in_a_table(measured: Scorecard) -> None:
         notes = [number for number in numbers_of(row.note) if not counted(number, row.note)]
         assert all(stands_in(number, known) for number in notes), row.note
     assert (measured.folder / "figures" / "scorecard.pdf").is_file()
-
-
-def counted(number: Printed, note: str) -> bool:
-    """«300 pairs», «4 layers»: how many rows of a table there are."""
-    return bool(re.search(rf"\b{number.value:.0f} (pairs|layers?|heads|random|key)", note))
-
-
-def test_every_number_of_the_routes_is_in_their_table(measured: Scorecard) -> None:
-    text = routes_text(measured.routes).iloc[1:].to_numpy().ravel()
     known = all_numbers([measured.routes])
-    found = [number for cell in text if " → " in cell for number in numbers_of(cell)]
+    routes = routes_text(measured.routes).iloc[1:].to_numpy().ravel()
+    found = [number for cell in routes if " → " in cell for number in numbers_of(cell)]
     assert found
     assert all(stands_in(number, known) for number in found)
 
 
-def test_what_is_there_is_not_measured_again(measured: Scorecard, text: Path) -> None:
-    model = tiny_model("llama", spread=1.0)
+def counted(number: Printed, note: str) -> bool:
+    """Return whether a number counts rows of a table, as in «300 pairs» or «4 layers»."""
+    return bool(re.search(rf"\b{number.value:.0f} (pairs|layers?|heads|random|key)", note))
+
+
+def test_what_is_there_is_not_measured_again(measured: Scorecard, text: Path, capsys: pytest.CaptureFixture) -> None:
+    given = {"input": str(text), "bos": "never", "num_seqs": 6}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sinkscope.commands.claims.measure", lambda *_: pytest.fail("measured again"))
         patch.setattr("sinkscope.commands.claims.Experiment", lambda *_: pytest.fail("measured again"))
-        again = sinkscope.claims(model, from_=[measured.folder], input=str(text), bos="never", draws=2, num_seqs=6)
+        again = sinkscope.claims(tiny_model("llama", spread=1.0), from_=[measured.folder], draws=2, **given)
     assert again.outcome("GS-6") == measured.outcome("GS-6")
+    known = [Run.open(measured.folder / "runs" / "natural")]
+    with pytest.MonkeyPatch.context() as patch:
+        only(patch, "W-1")
+        sinkscope.claims(tiny_model("gpt2"), runs=known, quiet=False, nulls=1, **given)
+    assert "note: the runs given are of LlamaForCausalLM: none is of GPT2LMHeadModel" in capsys.readouterr().err
+
+
+def test_runs_that_lack_something_are_judged(text: Path) -> None:
+    given = {"input": str(text), "bos": "never"}
+    card = sinkscope.claims(runs=[sinkscope.intervene(tiny_model("llama"), "streaming-window:window=8", **given)])
+    assert set(card.table["outcome"]) <= {Outcome.NOT_MEASURED, Outcome.DOES_NOT_APPLY}
+    card = sinkscope.claims(runs=[sinkscope.analyze(tiny_model("llama"), observables=("attention",), **given)])
+    assert card.outcome("GS-4") == Outcome.NOT_MEASURED
+    assert card.table.query("claim == 'GS-4'")["note"].iloc[0].endswith("lacks the table 'activation_by_sequence'")
+    assert card.outcome("W-1") in (Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE)
+    with pytest.raises(sinkscope.InputError, match="random and repeated tokens besides"):
+        sinkscope.claims("some/model", input="random")
 
 
 def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_path: Path) -> None:
@@ -136,32 +159,6 @@ def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_
     assert compared.manifest["differing"]["num_seqs"] == {measured.models[0]: "100", other.model: "7"}
 
 
-def test_scorecards_of_one_model_are_told_apart_by_their_folders(measured: Scorecard) -> None:
-    compared = sinkscope.compare(measured.folder, measured)
-    assert compared.models == [f"{measured.models[0]} (llama) (1)", f"{measured.models[0]} (llama) (2)"]
-
-
-def test_all_routes_are_cut_whatever_claims_speak_of(measured: Scorecard) -> None:
-    """A rotary model has no claim of NU's; what its sink hangs on is measured all the same."""
-    found = measured.routes.set_index("route")["effect"]
-    assert found["query bias"] == found["position vector"] == found["effective position"] == "does not apply"
-    assert found["first embedding"] == "no sink"
-
-
-def test_a_run_that_plays_no_role_is_judged(text: Path) -> None:
-    run = sinkscope.intervene(tiny_model("llama"), "streaming-window:window=8", input=str(text), bos="never")
-    card = sinkscope.claims(runs=[run])
-    assert set(card.table["outcome"]) <= {Outcome.NOT_MEASURED, Outcome.DOES_NOT_APPLY}
-
-
-def test_what_a_run_was_not_asked_for_is_not_measured(text: Path) -> None:
-    run = sinkscope.analyze(tiny_model("llama"), input=str(text), bos="never", observables=("attention",))
-    card = sinkscope.claims(runs=[run])
-    assert card.outcome("GS-4") == Outcome.NOT_MEASURED
-    assert card.table.query("claim == 'GS-4'")["note"].iloc[0].endswith("lacks the table 'activation_by_sequence'")
-    assert card.outcome("W-1") in (Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE)
-
-
 def test_a_run_that_breaks_off_takes_no_other_with_it(text: Path, measured: Scorecard) -> None:
     def broken(*_: object, **__: object) -> None:
         raise sinkscope.SinkscopeError("out of memory")
@@ -175,12 +172,6 @@ def test_a_run_that_breaks_off_takes_no_other_with_it(text: Path, measured: Scor
     assert card.outcome("GS-6") == Outcome.NOT_MEASURED
     assert "failed: out of memory" in set(card.table["note"])
     assert card.outcome("W-5") == Outcome.HOLDS
-
-
-def test_a_scorecard_of_runs_elsewhere_names_no_runs(measured: Scorecard, tmp_path: Path) -> None:
-    sinkscope.claims(from_=[measured.folder], out=tmp_path / "card")
-    with pytest.raises(sinkscope.InputError, match="judged runs that stand elsewhere"):
-        sinkscope.claims(from_=[tmp_path / "card"])
 
 
 @pytest.mark.parametrize(
@@ -211,11 +202,6 @@ def test_a_model_with_register_tokens_streams_with_these_kept(tmp_path: Path) ->
     assert card.outcome("S-4") in (Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE)
 
 
-def test_there_has_to_be_something_to_judge() -> None:
-    with pytest.raises(sinkscope.InputError, match="random and repeated tokens besides"):
-        sinkscope.claims("some/model", input="random")
-
-
 def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: Path) -> None:
     text, out, model = tmp_path / "ids.npy", tmp_path / "card", tiny_model("llama")
     np.save(text, np.random.default_rng(0).integers(3, VOCAB, size=(4, 32)))
@@ -238,15 +224,6 @@ def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: P
     np.save(text, np.random.default_rng(1).integers(3, VOCAB, size=(4, 32)))
     with pytest.raises(sinkscope.InputError, match="input_sha256 was"):
         judge(other)
-
-
-def test_runs_of_another_model_are_said_to_be_of_no_use(text: Path, capsys: pytest.CaptureFixture) -> None:
-    given = {"input": str(text), "bos": "never", "num_seqs": 4}
-    other = sinkscope.analyze(tiny_model("llama"), observables=("attention",), **given)
-    with pytest.MonkeyPatch.context() as patch:
-        only(patch, "W-1")
-        sinkscope.claims(tiny_model("gpt2"), runs=[other], quiet=False, nulls=1, **given)
-    assert "note: the runs given are of LlamaForCausalLM: none is of GPT2LMHeadModel" in capsys.readouterr().err
 
 
 def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +251,7 @@ def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypat
 
 
 def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it had been measured among them: the same tables but for the mean maps, which no claim reads."""
+    """The tables are those of an experiment with its own baseline, except the mean maps, which no claim reads."""
     given = {"input": str(text), "bos": "never", "num_seqs": 4, "draws": 1, "epsilon": 1e-6}
     only(monkeypatch, "V-24")
     do = "scale-sink-value:where=sinks"
@@ -289,7 +266,7 @@ def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeyp
 
 
 def test_two_processes_judge_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one finds that some runs are there, which the second does not look for.
+    """Only the first process looks for earlier runs.
 
     Claims that need several kinds of runs: analyses of several inputs and of random weights, and experiments.
     """

@@ -1,4 +1,4 @@
-"""`claims --from` folders of `retrofit`, `train` and `analyze` over steps, as the commands write them."""
+"""`claims --from` judges folders of `retrofit`, `train` and `analyze` over steps."""
 
 import json
 import shutil
@@ -19,13 +19,8 @@ from sinkscope.results.judgment import Outcome
 from sinkscope.results.statistics import mean_of_rates
 
 SHORT: dict[str, Any] = {
-    "steps": 4,
-    "block_length": 24,
-    "batch_size": 2,
-    "log_every": 2,
-    "save_every": 2,
-    "num_seqs": 4,
-}
+    "steps": 4, "block_length": 24, "batch_size": 2, "log_every": 2, "save_every": 2, "num_seqs": 4,
+}  # fmt: skip
 
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -33,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_figures")
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Bigram-Backcopy lab, hardly trained. Not to be changed."""
+    """A training of few steps on Bigram-Backcopy. Tests must not change it."""
     out = tmp_path_factory.mktemp("trained") / "lab"
     shape = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 1, "n_positions": 32}
     (out.parent / "lab.json").write_text(json.dumps(shape))
@@ -103,24 +98,15 @@ def test_a_fine_tune_with_several_seeds(tmp_path: Path) -> None:
     assert "--method none,vga" in row(card, "V-21")["note"]
 
 
-def test_an_unfinished_folder_is_refused(lab: Path, tmp_path: Path) -> None:
+def test_an_unfinished_or_damaged_folder_is_refused(lab: Path, tmp_path: Path) -> None:
+    shutil.copytree(lab, tmp_path / "lab", ignore=shutil.ignore_patterns("model", "checkpoints"))
     manifest = json.loads((lab / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps(manifest | {"tables": []}))
-    with pytest.raises(sinkscope.InputError, match="is not finished: the same `sinkscope train` goes on with it"):
-        sinkscope.claims(from_=[tmp_path])
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
+    for changed, message in (
+        ({"tables": []}, "is not finished: the same `sinkscope train` goes on with it"),
         ({"arms": {}}, "it has no arm with a run"),
         ({"tables": ["gates", "training"]}, "it has no retrofit"),
         ({"config": {"stride": 3}}, "is of another sinkscope, or damaged: option 'stride'"),
-    ],
-)
-def test_a_damaged_folder_is_refused(lab: Path, tmp_path: Path, changed: dict[str, Any], says: str) -> None:
-    shutil.copytree(lab, tmp_path / "lab", ignore=shutil.ignore_patterns("model", "checkpoints"))
-    manifest = json.loads((lab / "run.json").read_text())
-    (tmp_path / "lab" / "run.json").write_text(json.dumps(manifest | changed))
-    with pytest.raises(sinkscope.InputError, match=says):
-        sinkscope.claims(from_=[tmp_path / "lab"])
+    ):
+        (tmp_path / "lab" / "run.json").write_text(json.dumps(manifest | changed))
+        with pytest.raises(sinkscope.InputError, match=message):
+            sinkscope.claims(from_=[tmp_path / "lab"])

@@ -1,4 +1,4 @@
-"""compare: the arithmetic of its table, what it warns of, and what it writes. No model: runs are made up."""
+"""`compare`: the arithmetic of its table, its warnings and its files, on made-up runs without a model."""
 
 import json
 import math
@@ -21,18 +21,12 @@ def test_two_runs_side_by_side() -> None:
     assert table.loc["sink_rate"].tolist() == pytest.approx([0.5, 0.2, -0.3, 0.4])
     assert table.loc["kurtosis", "difference"] == 0.0
     assert math.isnan(table.loc["kurtosis", "ratio"])  # 0 ÷ 0
-
-
-def test_three_runs_have_no_difference() -> None:
     runs = [made_up(model={"name": name}) for name in ("a/one", "b/two", "b/three")]
     assert list(compare(*runs).table.columns) == ["one", "two", "three"]
-
-
-def test_what_one_run_lacks_is_missing() -> None:
-    second = made_up("random")
-    second.tables["summary"].drop(index=second.tables["summary"].index[-1], inplace=True)
-    table = compare(made_up(), second).table
-    assert table.loc["kurtosis"].isna().tolist() == [False, True, True, True]
+    assert (compare(*runs[:2]).differing.empty, compare(*runs[:2]).warnings) == (True, [])
+    lacking = made_up("random")
+    lacking.tables["summary"].drop(index=lacking.tables["summary"].index[-1], inplace=True)
+    assert compare(made_up(), lacking).table.loc["kurtosis"].isna().tolist() == [False, True, True, True]
 
 
 def test_runs_may_be_given_in_lists() -> None:
@@ -73,12 +67,6 @@ def test_settings_that_differ(setting: str, changes: dict[str, Any], values: lis
     assert warning.startswith(f"{setting} differs: {values[0]} (")
 
 
-def test_equal_settings_give_no_warning() -> None:
-    comparison = compare(made_up(), made_up(model={"name": "other"}))
-    assert comparison.differing.empty
-    assert comparison.warnings == []
-
-
 def test_a_notebook_shows_table_and_warnings() -> None:
     shown = compare(made_up(), made_up(dtype="<bfloat16>"))._repr_html_()
     assert "<table" in shown
@@ -91,13 +79,8 @@ def test_it_writes_tables_figures_and_manifest(tmp_path: Path) -> None:
     comparison = compare(*folders, out=tmp_path / "both")
     written = {path.relative_to(tmp_path / "both").as_posix() for path in (tmp_path / "both").rglob("*.*")}
     figures = {f"figures/{name}.{kind}" for name in comparison.figures() for kind in ("png", "pdf")}
-    assert written == {
-        "run.json",
-        "index.html",
-        "tables/comparison.parquet",
-        "tables/comparison_by_layer.parquet",
-        *figures,
-    }
+    tables = {f"tables/{name}.parquet" for name in ("comparison", "comparison_by_layer")}
+    assert written == {"run.json", "index.html", *tables, *figures}
     table = pd.read_parquet(tmp_path / "both/tables/comparison.parquet").set_index("metric")
     pd.testing.assert_frame_equal(table, comparison.table, check_names=False)
     manifest = json.loads((tmp_path / "both/run.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What the doctor says of a model, and what it leaves unsaid."""
+"""`doctor`: the facts, checks and notes of its report."""
 
 import pytest
 from support.every_model import tiny_of
@@ -10,20 +10,15 @@ from sinkscope.interventions import INTERVENTIONS
 from sinkscope.measuring.observables import OBSERVABLES
 
 
-def test_the_doctor_notes_nothing_that_nobody_expected() -> None:
-    notes = doctor(tiny_model("llama")).notes
+def test_the_doctor_lists_what_applies_and_notes_only_what_is_expected() -> None:
+    report = doctor(tiny_model("llama"))
     unexpected = [name for kinds in (OBSERVABLES, INTERVENTIONS) for name, kind in kinds.items() if not kind.expected]
     assert "gate" in unexpected
-    assert not [note for note in notes if note.split(" does not apply")[0] in unexpected]
-    assert "query-bias does not apply: its queries have no bias" in notes
-
-
-def test_the_doctor_lists_what_applies() -> None:
-    facts = doctor(tiny_model("llama")).facts
-    assert "attention" in facts["observables"]
-    assert "gate" not in facts["observables"].split(", ")
-    assert "mask-sink" in facts["interventions"]
-    assert "nullify-query-bias" not in facts["interventions"]
+    assert not [note for note in report.notes if note.split(" does not apply")[0] in unexpected]
+    assert "query-bias does not apply: its queries have no bias" in report.notes
+    observables, interventions = (report.facts[kind].split(", ") for kind in ("observables", "interventions"))
+    assert ("attention" in observables, "gate" in observables) == (True, False)
+    assert ("mask-sink" in interventions, "nullify-query-bias" in interventions) == (True, False)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "granite_swa"])

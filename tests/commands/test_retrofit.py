@@ -1,6 +1,8 @@
-"""`retrofit`: arms trained, saved, measured and compared; broken off and gone on with; and what it refuses."""
+"""`retrofit`: arms are trained, measured, compared and resumed, also after a full disk; wrong input is refused."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +11,20 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from safetensors import SafetensorError
 from support.browser import check_page, launched
 from support.figures import skip_figures
 from support.retrofit_command import SMALL, TYPED, WORDS, command_line, words_tokenizer
 from tiny import VOCAB, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer
 from typer.testing import Result
 
 import sinkscope
 import sinkscope.commands.training_arms
-import sinkscope.figures
+import sinkscope.output.outputs
+import sinkscope.output.result
 from sinkscope.commands.retrofit import retrofit
-from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.figures import OF_ARMS
-from sinkscope.figures.training import Arms
+from sinkscope.errors import InputError
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
 from sinkscope.measuring.tables import column_names
@@ -38,7 +40,7 @@ from sinkscope.training.blocks import read_blocks
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its tokenizer. Not to be changed."""
+    """A model with its tokenizer. Tests must not change it."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model("llama").save_pretrained(folder)
     words_tokenizer().save_pretrained(folder)
@@ -54,7 +56,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """From the command line, without the runs' own figures, which take seconds. Not to be changed."""
+    """A retrofit from the command line, without the figures of its runs. Tests must not change it."""
     out = tmp_path_factory.mktemp("finished") / "out"
     arguments = ("--method", "vga:placement=output,none", "--text", text, *TYPED, "--out", out)
     with pytest.MonkeyPatch.context() as patched:
@@ -72,20 +74,16 @@ def loaded() -> LoadedModel:
 def test_it_prints_the_comparison_and_how_far_the_gates_moved(finished: tuple[Result, Path]) -> None:
     result, out = finished
     assert result.exit_code == 0, result.output
-    for column in (
-        "untouched",
-        "vga-placement=output",
-        "none",
-        "Perplexity",
-        "Max infinity norm",
-        "Mean kurtosis",
-        "W8A8",
-    ):
-        assert column in result.stdout
+    columns = ("untouched", "vga-placement=output", "none", "Perplexity", "Max infinity norm", "Mean kurtosis", "W8A8")
+    assert all(column in result.stdout for column in columns)
     assert "note: vga-placement=output: new parameters moved by" in result.stderr
     assert "differs" not in result.stderr
     assert f"written to {out}" in result.stderr
     assert "\x1b" not in result.output
+    printed = command_line("compare", out, "--format", "latex")
+    assert printed.exit_code == 0, printed.output
+    assert printed.stdout.count(r"\toprule") == len(Trained.open(out).summary_tables)
+    assert command_line("compare", out, "--out", out / "again").exit_code == 2
 
 
 def test_its_folder(finished: tuple[Result, Path]) -> None:
@@ -119,13 +117,6 @@ def test_its_page(finished: tuple[Result, Path], tmp_path: Path) -> None:
         check_page(browser, contents, tmp_path)
 
 
-def test_its_tables_in_other_formats(finished: tuple[Result, Path]) -> None:
-    printed = command_line("compare", finished[1], "--format", "latex")
-    assert printed.exit_code == 0, printed.output
-    assert printed.stdout.count(r"\toprule") == len(Trained.open(finished[1]).summary_tables)
-    assert command_line("compare", finished[1], "--out", finished[1] / "again").exit_code == 2
-
-
 def test_all_are_measured_on_what_none_was_trained_on(finished: tuple[Result, Path]) -> None:
     out = finished[1]
     runs = [Run.open(out / arm / "run") for arm in ("untouched", "vga-placement=output", "none")]
@@ -148,7 +139,7 @@ def test_the_measurement_of_an_arm_can_be_repeated(
     assert Run.open(tmp_path / "again").metric("loss") == Run.open(run).metric("loss")
 
 
-def test_a_trained_model_loads_as_any_other(finished: tuple[Result, Path]) -> None:
+def test_a_trained_model_loads_as_any_other(finished: tuple[Result, Path], tiny: Path) -> None:
     folder = finished[1] / "vga-placement=output" / "model"
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.retrofit["parameters"]["placement"] == "output"
@@ -157,16 +148,12 @@ def test_a_trained_model_loads_as_any_other(finished: tuple[Result, Path]) -> No
     with torch.no_grad():
         loss = model(ids, labels=ids).loss
     assert loss.item() == pytest.approx(Run.open(folder.parent / "run").metric("loss"), rel=1e-5)
-
-
-def test_with_as_many_steps_none_is_a_plain_fine_tune(finished: tuple[Result, Path], tiny: Path) -> None:
-    plain: Any = AutoModelForCausalLM.from_pretrained(finished[1] / "none" / "model")
-    before: Any = AutoModelForCausalLM.from_pretrained(tiny)
+    plain, before = map(AutoModelForCausalLM.from_pretrained, (finished[1] / "none" / "model", tiny))
     assert type(plain) is type(before)
     assert not torch.equal(plain.lm_head.weight, before.lm_head.weight)
 
 
-# --- broken off and gone on with ---
+# --- resuming ---
 
 
 def test_it_goes_on_where_it_was_broken_off(
@@ -197,25 +184,14 @@ def test_it_goes_on_where_it_was_broken_off(
     assert trained == ["vga", "none", "iga"]
     assert list(done.runs) == ["untouched", "vga", "none", "iga"]
     assert [note.partition(":")[0] for note in done.notes] == ["vga", "iga"]
-    with pytest.raises(InputError, match=r"holds what `retrofit` made with other options .steps was 3"):
-        retrofit(str(tiny), "vga", text=text, out=tmp_path / "out", **SMALL | {"steps": 4})
-    text_2 = tmp_path / "drains.txt"
-    text_2.write_text("of the drain " * 200)
-    with pytest.raises(InputError, match="made with other options"):
-        retrofit(str(tiny), "vga", text=text_2, out=tmp_path / "out", **SMALL)
+    other = tmp_path / "drains.txt"
+    other.write_text("of the drain " * 200)
+    for given in ({"steps": 4}, {"text": other}):
+        with pytest.raises(InputError, match="holds what `retrofit` made with other options"):
+            retrofit(str(tiny), "vga", out=tmp_path / "out", **{"text": text} | SMALL | given)
+    with pytest.raises(InputError, match="option 'seq_len' is unknown"):
+        retrofit(str(tiny), "vga", text=text, out=tmp_path / "out", seq_len=8)
     assert (tmp_path / "out" / "iga" / "run" / "run.json").is_file()
-
-
-def test_a_training_that_fails_keeps_the_arms_that_are_done(
-    tiny: Path, text: Path, tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any, **rest: Any) -> None:
-        raise SinkscopeError("writing failed")
-
-    monkeypatch.setattr(sinkscope.commands.training_arms, "train", full)
-    with pytest.raises(SinkscopeError, match="writing failed"):
-        retrofit(str(tiny), "vga", text=text, out=tmp_path / "out", **SMALL)
-    assert (tmp_path / "out" / "untouched" / "run" / "run.json").is_file()
 
 
 # --- the text ---
@@ -223,12 +199,13 @@ def test_a_training_that_fails_keeps_the_arms_that_are_done(
 
 def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
     words = np.random.default_rng(0).integers(4, 8, 150)
-    path = Path("words.txt")
-    blocks = read_blocks_of(" ".join(WORDS[at] for at in words), path)
+    blocks = read_blocks_of(" ".join(WORDS[at] for at in words), Path("words.txt"))
     every = np.concatenate([blocks.train, blocks.held_out])
     assert (every[:, 0] == 1).all()
     assert every[:, 1:].flatten().tolist() == words.tolist()
     assert (len(blocks.train), len(blocks.held_out)) == (8, 2)
+    lines = [json.dumps({"text": "the drain"}), json.dumps({"text": "of"})] * 20  # documents end with an EOS
+    assert read_blocks_of("\n".join(lines), Path("lines.jsonl")).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
 
 
 def read_blocks_of(text: str, path: Path) -> Any:
@@ -242,31 +219,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "here")
 
 
-def test_no_more_is_read_than_is_trained_on() -> None:
-    blocks = read_blocks(loaded(), "natural", None, 16, wanted=18, share=0.1)
-    assert (len(blocks.train), len(blocks.held_out)) == (18, 2)
-
-
-def test_blocks_of_text_need_no_bos() -> None:
+def test_blocks_need_no_bos() -> None:
     with_it, without = (read_blocks(loaded(), "natural", None, 16, wanted=18, share=0.1, bos=bos) for bos in BOS)
+    assert (len(with_it.train), len(with_it.held_out)) == (18, 2)  # no more is read than is wanted
     assert (with_it.train[:, 0] == 1).all()
     assert not (without.train == 1).any()
     assert without.train[:2].flatten()[:30].tolist() == with_it.train[:2, 1:].flatten().tolist()  # the same text
-
-
-BOS = ("auto", "never")
-
-
-def test_sampled_blocks_need_no_bos() -> None:
     with_it, without = (read_blocks(loaded(), "sampled", None, 8, wanted=6, share=0.2, bos=bos) for bos in BOS)
     assert (with_it.train[:, 0] == 1).all()
     assert not (without.train[:, 0] == 1).all()
 
 
-def test_documents_end_with_an_eos() -> None:
-    lines = [json.dumps({"text": "the drain"}), json.dumps({"text": "of"})] * 20
-    blocks = read_blocks_of("\n".join(lines), Path("lines.jsonl"))
-    assert blocks.train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
+BOS = ("auto", "never")
 
 
 def test_a_dataset_and_token_ids_are_read_too(tmp_path: Path) -> None:
@@ -290,17 +254,27 @@ def test_a_dataset_and_token_ids_are_read_too(tmp_path: Path) -> None:
         (("--method", "vga:place=output"), "vga: parameter 'place' is unknown; did you mean 'placement'?"),
         (("--method", "vga,vga"), "--method vga is given twice"),
         (("--steps", "0"), "--steps 0: it must be at least 1"),
-        (("--learning-rate", "0"), "--learning-rate 0.0: it must be more than 0"),
+        (("--learning-rate", "-1e-4"), "--learning-rate -0.0001: it must be more than 0"),
+        (("--new-learning-rate", "0"), "--new-learning-rate 0.0: it must be more than 0"),
+        (("--batch-size", "0"), "--batch-size 0: it must be at least 1"),
         (("--text", "nothing.txt"), "--text nothing.txt: no such file"),
         (("--text", "random"), "--text random: nothing can be learned from it"),
+        (
+            ("--text", "../short.txt", *TYPED),
+            "--text ../short.txt holds 1 block of 16 tokens, and at least 2 are needed",
+        ),
         (("--block-length", "300"), "--block-length 300 is beyond the model's 256 positions"),
         (("--method", "none", "--only-new"), "--method none: --only-new leaves nothing to train"),
         (("--dtype", "float16"), "--dtype float16: gradients overflow in it"),
         (("--device-map", "auto"), "--device-map auto: a model that is trained stays on one GPU"),
         (("--out", "."), "--out . cannot be replaced"),
+        (("--out", "../taken"), "--out ../taken is not empty and holds no run"),
     ],
 )
 def test_refusals_write_nothing(options: tuple[str, ...], message: str, tiny: Path, tmp_path: Path) -> None:
+    Path("../short.txt").write_text("the drain " * 10)
+    Path("../taken").mkdir()
+    Path("../taken/thesis.tex").touch()
     before = sorted(tmp_path.rglob("*"))
     result = command_line("retrofit", tiny, "--out", "out", *options)
     assert result.exit_code == 2, result.output
@@ -309,19 +283,12 @@ def test_refusals_write_nothing(options: tuple[str, ...], message: str, tiny: Pa
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_text_shorter_than_two_blocks_is_refused(tiny: Path) -> None:
-    Path("short.txt").write_text("the drain " * 10)
-    result = command_line("retrofit", tiny, "--out", "out", "--text", "short.txt", *TYPED)
-    assert result.exit_code == 2
-    assert "--text short.txt holds 1 block of 16 tokens, and at least 2 are needed" in result.stderr
-    assert not Path("out").exists()
-
-
-def test_a_retrofitted_model_is_refused(text: Path) -> None:
-    retrofit_model(tiny_model("llama"), None, "iga").save_pretrained("iga")
-    words_tokenizer().save_pretrained("iga")
-    with pytest.raises(InputError, match="has been retrofitted with iga already: apply vga to the model it was made"):
-        retrofit("iga", "vga", text=text, out="out", **SMALL)
+def test_registers_need_room_among_learned_positions(text: Path) -> None:
+    tiny_model("gpt2").save_pretrained("gpt2")
+    words_tokenizer().save_pretrained("gpt2")
+    told = r"8 registers are beyond the model's 256 positions: take a --block-length of at most 248"
+    with pytest.raises(InputError, match=f"--method register-tokens-count=8: blocks of 250 tokens and {told}"):
+        retrofit("gpt2", "none,register-tokens:count=8", text=text, out="out", **SMALL | {"block_length": 250})
     assert not Path("out").exists()
 
 
@@ -338,16 +305,145 @@ def test_a_retrofitted_model_is_fine_tuned_with_what_is_in_it(text: Path) -> Non
     assert any("embed_tokens" in name for name in moved)
 
 
-def test_a_folder_with_something_else_is_refused(tiny: Path, text: Path) -> None:
-    Path("out").mkdir()
-    Path("out", "thesis.tex").write_text("")
-    with pytest.raises(InputError, match="is not empty and holds no run"):
-        retrofit(str(tiny), "vga", text=text, out="out", **SMALL)
+# --- a full disk, and folders that cannot be resumed
 
 
-def test_measuring_options_that_make_no_sense_are_refused(tiny: Path, text: Path) -> None:
-    with pytest.raises(InputError, match="option 'seq_len' is unknown"):
-        retrofit(str(tiny), "vga", text=text, out="out", seq_len=8)
+@pytest.fixture(scope="session")
+def unbroken(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete retrofit of one arm, without figures. Tests must not change it."""
+    out = tmp_path_factory.mktemp("unbroken") / "out"
+    with pytest.MonkeyPatch.context() as patched:
+        skip_figures(patched)
+        retrofit(str(tiny), "vga", text=text, out=out, **SMALL)
+    return out
+
+
+def same_arm(out: Path, other: Path) -> bool:
+    weights = [(folder / "vga" / "model" / "model.safetensors").read_bytes() for folder in (out, other)]
+    losses = [Run.open(folder / "vga" / "run").metric("loss") for folder in (out, other)]
+    return weights[0] == weights[1] and losses[0] == losses[1]
+
+
+def full(*args: Any, **rest: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_in_rust(*args: Any, **rest: Any) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
+    tiny: Path, text: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command is repeated, and each time the disk is full at a later stage."""
+    steps: list[int] = []
+    step = Trainer.training_step
+    monkeypatch.setattr(
+        Trainer, "training_step", lambda self, *rest: (steps.append(self.state.global_step), step(self, *rest))[1]
+    )
+    arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
+    stages: list[tuple[Any, str, Any, str]] = [
+        (sinkscope.commands.training_arms.np, "save", full, "nothing of it is left"),  # the held-out blocks
+        (sinkscope.output.outputs, "write_tables", full, "untouched/run failed"),
+        (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
+        (sinkscope.commands.training_arms, "write_tables", full, "the training up to step 3 is kept"),
+        (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),
+        (sinkscope.commands.training_arms, "write_run", full, "vga/run failed"),
+        (sinkscope.output.result, "save_figures", full, "figures failed, and nothing of it is left"),
+    ]
+    for place, name, fails, told in stages:
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, fails)
+            result = command_line(*arguments)
+        assert result.exit_code == 1, result.output
+        assert result.stderr.splitlines()[-1].startswith("sinkscope: "), result.stderr
+        assert "No space left on device" in result.stderr
+        assert told in result.stderr, (told, result.stderr)
+        assert not list((tmp_path / "out").rglob(".sinkscope-*"))
+    result = command_line(*arguments)
+    assert result.exit_code == 0, result.output
+    assert steps == [0, 1, 2] * 2  # again only without a checkpoint
+    assert same_arm(tmp_path / "out", unbroken)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_an_option_that_an_older_folder_lacks_has_its_default(
+    tiny: Path, text: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(unbroken, tmp_path / "out"))
+    content = json.loads((out / "run.json").read_text())
+    del content["config"]["weight_decay"], content["config"]["epsilon"]
+    (out / "run.json").write_text(json.dumps(content))
+    for given in ({"weight_decay": 0.1}, {"epsilon": 0.4}):
+        with pytest.raises(InputError, match=rf"made with other options .{next(iter(given))} was"):
+            retrofit(str(tiny), "none", text=text, out=out, **given, **SMALL)
+    done = retrofit(str(tiny), "none", text=text, out=out, **SMALL)
+    assert list(done.runs) == ["untouched", "vga", "none"]
+    assert json.loads((out / "run.json").read_text())["config"]["weight_decay"] == 0.01
+
+
+def test_files_of_an_arm_that_were_changed_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(unbroken, tmp_path / "out"))
+    table = out / "vga" / "tables" / "gates.parquet"
+    shutil.copy(out / "vga" / "run" / "tables" / "summary.parquet", table)
+    with pytest.raises(InputError, match=r"gates.parquet is not the table 'gates': it has no column seed"):
+        retrofit(str(tiny), "vga", text=text, out=out, **SMALL)
+    shutil.copy(unbroken / "vga" / "tables" / "gates.parquet", table)
+    manifest = out / "vga" / "run" / "run.json"
+    content = json.loads(manifest.read_text())
+    del content["w8a8"]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"vga/run/run.json has no `w8a8`"):
+        retrofit(str(tiny), "vga", text=text, out=out, **SMALL)
+
+
+def test_other_options_and_damaged_folders_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(unbroken, out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    result = command_line("retrofit", tiny, "--text", text, *TYPED, "--learning-rate", "0.1", "--out", out)
+    assert result.exit_code == 2
+    assert "made with other options (learning_rate was 5e-05, now 0.1): repeat them to go on with it" in result.stderr
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    for content in ('{"command": "retrofit"', '{"command": "retrofit", "config": 3}', '{"command": "train"}'):
+        (out / "run.json").write_text(content)
+        result = command_line("retrofit", tiny, "--text", text, *TYPED, "--out", out)
+        assert result.exit_code == 2, result.output
+        assert f"{out / 'run.json'} " in result.stderr
+    shutil.copy(unbroken / "run.json", out / "run.json")
+    with pytest.raises(InputError, match="its vga is another method"):
+        retrofit(str(tiny), {"vga": "iga"}, text=text, out=out, **SMALL)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_arms_of_other_weights_are_not_added(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
+    """The model's folder has the same name, but its weights have changed."""
+    own, out = Path(shutil.copytree(tiny, tmp_path / "own")), Path(shutil.copytree(unbroken, tmp_path / "out"))
+    for path in (out / "run.json", *out.glob("*/run/run.json")):
+        path.write_text(path.read_text().replace(str(tiny), str(own)))
+    retrofit(str(own), "vga", text=text, out=out, **SMALL)
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.down_proj.weight.data[1, 1] += 1
+    model.save_pretrained(own)
+    with pytest.raises(InputError, match=r"made with other options \(weights_sha256 was \w+…, now \w+…\)"):
+        retrofit(str(own), "vga,none", text=text, out=out, **SMALL)
+
+
+def test_what_retrofit_made_is_no_model_to_be_retrofitted(
+    tiny: Path, text: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    retrofit_model(tiny_model("llama"), None, "iga").save_pretrained(tmp_path / "iga")
+    words_tokenizer().save_pretrained(tmp_path / "iga")
+    for folder, told in (
+        (tmp_path / "iga", "has been retrofitted with iga already: apply vga to the model it was made from"),
+        (unbroken / "vga" / "model", "has been retrofitted with vga already: apply vga to"),
+        (unbroken, "is not a model in HuggingFace format: it has no config.json"),
+    ):
+        result = command_line("retrofit", folder, "--text", text, *TYPED, "--out", tmp_path / "out")
+        assert result.exit_code == 2, result.output
+        assert told in result.stderr, result.stderr
+        assert not (tmp_path / "out").exists()
 
 
 # --- small things ---
@@ -357,34 +453,12 @@ def test_methods_as_they_are_typed() -> None:
     def parsed(*texts: str) -> list[tuple[str, dict]]:
         return [(method.name, dict(method.parameters)) for method in parse_methods(texts)]
 
-    assert parsed("vga,none") == [("vga", {}), ("none", {})]
     assert parsed("vga:placement=output,scale=1,none") == [("vga", {"placement": "output", "scale": "1"}), ("none", {})]
     assert parsed("vga", "register-tokens:count=2") == [("vga", {}), ("register-tokens", {"count": "2"})]
-    for wrong in ("", "placement=output"):
-        with pytest.raises(InputError):
-            parsed(wrong)
-
-
-def test_methods_that_are_called_something() -> None:
     plain, gated = parse_methods({"plain": "none", "VGA": "vga:placement=output,scale=1"})
     assert (plain.name, plain.label) == ("none", "plain")
     assert (gated.name, gated.label, gated.parameters) == ("vga", "VGA", {"placement": "output", "scale": "1"})
-    for name, method in (("a/b", "vga"), ("untouched", "vga"), ("", "vga"), ("both", "vga,iga"), ("x", "vgaa")):
+    labels = (("a/b", "vga"), ("untouched", "vga"), ("", "vga"), ("both", "vga,iga"), ("x", "vgaa"))
+    for wrong in ("", "placement=output", *({name: method} for name, method in labels)):
         with pytest.raises(InputError):
-            parse_methods({name: method})
-
-
-def test_a_name_stays_with_its_method(tiny: Path, text: Path, tmp_path: Path, no_figures: None) -> None:
-    retrofit(str(tiny), {"mine": "vga"}, text=text, out=tmp_path / "out", observables="attention", **SMALL)
-    with pytest.raises(InputError, match="its mine is another method"):
-        retrofit(str(tiny), {"mine": "iga"}, text=text, out=tmp_path / "out", observables="attention", **SMALL)
-
-
-def test_the_figure_without_gates() -> None:
-    rows = [("tiny", "none", -1, 0, step, "loss", 1 / step) for step in range(1, 5)]
-    table = pd.DataFrame(rows, columns=[*LEADING, *column_names("training")])
-    run = Run({"model": {"name": "tiny"}}, {})
-    (loss,) = OF_ARMS["retrofit-training"](Arms({"training": table}, {"none": run})).axes  # none for the new parameters
-    assert loss.lines[0].get_ydata().tolist() == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
-    with pytest.raises(InputError, match="nothing was logged"):
-        OF_ARMS["retrofit-training"](Arms({"training": table.iloc[:0]}, {"none": run}))
+            parse_methods(wrong)

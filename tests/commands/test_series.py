@@ -1,4 +1,4 @@
-"""analyze over checkpoints: every step is the run that it would be alone, and all are written, or nothing."""
+"""`analyze` over checkpoints: every step equals its own run, and either all steps are written or none."""
 
 import gc
 import json
@@ -16,7 +16,7 @@ from support.figures import skip_figures
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope import InputError, Run, Series, SinkscopeError
+from sinkscope import InputError, Run, Series
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
 from sinkscope.models import loading
@@ -30,7 +30,7 @@ STEPS = (5, 40, 200)  # by their names 200 would come first
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as transformers' Trainer leaves it. Not to be changed."""
+    """A folder as transformers' Trainer writes it. Tests must not change it."""
     folder = tmp_path_factory.mktemp("trainer") / "trained"
     model = tiny_model("llama")
     for step in STEPS:
@@ -44,15 +44,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def series(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Series:
-    """All steps, written. Not to be changed."""
+    """The written series of all steps. Tests must not change it."""
     with pytest.MonkeyPatch.context() as patch:
-        without_figures(patch)
+        skip_figures(patch)
         return sinkscope.analyze_steps(trained, out=tmp_path_factory.mktemp("series") / "out", **OPTIONS)
-
-
-def without_figures(patch: pytest.MonkeyPatch) -> None:
-    """Those of each run take seconds, and are tested elsewhere."""
-    skip_figures(patch)
 
 
 def copied(trained: Path, target: Path, *steps: int) -> Path:
@@ -95,7 +90,6 @@ def test_the_table_holds_the_summaries_of_all_steps(series: Series) -> None:
 
 
 def test_the_folder(series: Series) -> None:
-    assert series.folder is not None
     figures = {path.stem for path in (series.folder / "figures").iterdir()}
     assert figures == set(series.figures())
     assert figures
@@ -118,7 +112,6 @@ def test_the_folder(series: Series) -> None:
 
 
 def test_a_series_opens_again(series: Series) -> None:
-    assert series.folder is not None
     again = Series.open(series.folder)
     assert list(again.runs) == list(STEPS)
     pd.testing.assert_frame_equal(again.table, series.table)
@@ -127,6 +120,9 @@ def test_a_series_opens_again(series: Series) -> None:
     assert again.figure(name).axes
     with pytest.raises(InputError, match="figure 'nope' is unknown"):
         again.figure("nope")
+    assert page_data(series.contents) == page_data(Contents.of_folder(series.folder))
+    rows = series.formatted("markdown").splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| 5", "| 40", "| 200"]
 
 
 def test_without_out_it_stays_in_memory(trained: Path, series: Series, tmp_path: Path) -> None:
@@ -147,7 +143,7 @@ def test_revisions_of_a_hub_repository(hub: Hub, trained: Path, series: Series) 
 
 
 def test_one_model_at_a_time(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of steps, memory is that of one."""
+    """The memory does not depend on the number of steps."""
     loaded: list[weakref.ref] = []
     plain = loading.load
 
@@ -177,66 +173,51 @@ def test_settings_that_differ_between_steps_are_named(series: Series) -> None:
 # --- which steps
 
 
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("step0", 0),
-        ("step143000", 143000),
-        ("checkpoint-500", 500),
-        ("step1000-tokens4B", 1000),
-        ("stage1-step-150", 150),
-        ("global_step80", 80),
-        ("step512-final", 512),
-        ("ckpt_007", 7),
-        ("12", 12),
-    ],
-)
-def test_step_of(name: str, step: int) -> None:
-    assert step_of(name) == step
-
-
-@pytest.mark.parametrize("name", ["main", "checkpoint-best", "v1.5", "step", "0" * 39 + "1", "9" * 20])
-def test_no_step(name: str) -> None:
-    with pytest.raises(InputError, match=f"'{name}' does not end in the number of a step"):
-        step_of(name)
+def test_step_of() -> None:
+    for name, step in (
+        ("step0", 0), ("checkpoint-500", 500), ("step1000-tokens4B", 1000), ("stage1-step-150", 150),
+        ("global_step80", 80), ("step512-final", 512), ("ckpt_007", 7), ("12", 12),
+    ):  # fmt: skip
+        assert step_of(name) == step
+    for name in ("main", "checkpoint-best", "v1.5", "step", "0" * 39 + "1", "9" * 20):
+        with pytest.raises(InputError, match=f"'{name}' does not end in the number of a step"):
+            step_of(name)
 
 
 def test_what_counts_as_a_series(trained: Path, tmp_path: Path) -> None:
     assert AnalyzeOptions(model=str(trained)).has_steps
     assert AnalyzeOptions(model="org/name", revision="step0,step1").has_steps
-    assert not AnalyzeOptions(model="org/name", revision="step0").has_steps
-    assert not AnalyzeOptions(model=str(trained / "checkpoint-5")).has_steps
-    assert not AnalyzeOptions(model="org/name").has_steps
-    assert not AnalyzeOptions().has_steps
+    for single in ({"model": "org/name", "revision": "step0"}, {"model": str(trained / "checkpoint-5")}, {}):
+        assert not AnalyzeOptions(**single).has_steps
     finished = copied(trained, tmp_path / "finished", 5, 40)
     shutil.copytree(trained / "checkpoint-40", finished, dirs_exist_ok=True)
     assert not AnalyzeOptions(model=str(finished)).has_steps  # it holds the final model
-    assert [at.step for at in find_checkpoints(str(finished))] == [5, 40]  # which analyze_steps is not asked for
+    assert [at.step for at in find_checkpoints(str(finished))] == [5, 40]
 
 
-def test_steps_that_cannot_be_told(trained: Path, tmp_path: Path) -> None:
-    assert refused("org/name", "step5,step5") == "'step5' is named twice: name each step once"
-    assert "'step5' and 'checkpoint-5' are both step 5" in refused("org/name", ["step5", "checkpoint-5"])
-    assert "'main' does not end in the number of a step" in refused("org/name", "step5,main")
-    mixed = copied(trained, tmp_path / "mixed", 5, 40)
+def test_wrong_steps_and_options(trained: Path, series: Series, tmp_path: Path) -> None:
+    mixed, one = copied(trained, tmp_path / "mixed", 5, 40), copied(trained, tmp_path / "one", 5)
     shutil.copytree(mixed / "checkpoint-40", mixed / "checkpoint-best")
-    assert refused(mixed).endswith("leave it out, as in --revision checkpoint-40,checkpoint-5")
-
-
-def test_too_few_steps(trained: Path, tmp_path: Path) -> None:
-    assert "name two or more steps of org/name" in refused("org/name")
-    assert "(for step5 only, leave out the comma)" in refused("org/name", "step5,")
-    assert "no model to take them from" in refused(None, "step5,step6")
-    one = copied(trained, tmp_path / "one", 5)
-    assert refused(one).endswith(f"to analyze it alone, name {one / 'checkpoint-5'}")
     (tmp_path / "empty").mkdir()
-    assert "holds no steps: no folder in it is called checkpoint-…" in refused(tmp_path / "empty")
     (tmp_path / "file").touch()
-    assert "is one file, so it has no steps" in refused(tmp_path / "file")
-
-
-def test_no_such_subfolder(trained: Path) -> None:
-    assert "'checkpoint-41' is unknown; did you mean 'checkpoint-40'?" in refused(trained, "checkpoint-5,checkpoint-41")
+    for given, message in (
+        (("org/name", "step5,step5"), "'step5' is named twice: name each step once"),
+        (("org/name", ["step5", "checkpoint-5"]), "'step5' and 'checkpoint-5' are both step 5"),
+        (("org/name", "step5,main"), "'main' does not end in the number of a step"),
+        ((mixed,), "leave it out, as in --revision checkpoint-40,checkpoint-5"),
+        (("org/name",), "name two or more steps of org/name"),
+        (("org/name", "step5,"), "(for step5 only, leave out the comma)"),
+        ((None, "step5,step6"), "no model to take them from"),
+        ((one,), f"to analyze it alone, name {one / 'checkpoint-5'}"),
+        ((tmp_path / "empty",), "holds no steps: no folder in it is called checkpoint-…"),
+        ((tmp_path / "file",), "is one file, so it has no steps"),
+        ((trained, "checkpoint-5,checkpoint-41"), "'checkpoint-41' is unknown; did you mean 'checkpoint-40'?"),
+    ):
+        assert message in refused(*given)
+    assert refused(trained, seq_len=1) == "--seq-len 1: it must be at least 2"
+    assert "at step 5: --seq-len 257 is beyond the model's 256 positions" in refused(trained, seq_len=257)
+    assert "already holds a run: --overwrite replaces it" in refused(trained, out=series.folder)
+    assert "is not empty and holds no run" in refused(trained, out=tmp_path, overwrite=True)
 
 
 # --- all or nothing
@@ -268,55 +249,19 @@ def test_no_such_revision(hub: Hub, trained: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_notebook_has_its_page_and_papers_its_table(series: Series) -> None:
-    assert page_data(series.contents) == page_data(Contents.of_folder(series.folder))
-    rows = series.formatted("markdown").splitlines()[2:]
-    assert [row.split(" | ")[0] for row in rows] == ["| 5", "| 40", "| 200"]
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_a_disk_that_refuses(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("sinkscope.output.result.write_tables", full)
-    message = refused(trained, out=tmp_path / "out", error=SinkscopeError)
-    assert message.startswith(f"writing {tmp_path / 'out'} failed, and nothing of it is left")
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_out_that_is_taken(trained: Path, series: Series, tmp_path: Path) -> None:
-    assert "already holds a run: --overwrite replaces it" in refused(trained, out=series.folder)
-    (tmp_path / "thesis.tex").touch()
-    assert "is not empty and holds no run" in refused(trained, out=tmp_path, overwrite=True)
-
-
-def test_wrong_options(trained: Path, tmp_path: Path) -> None:
-    assert refused(trained, seq_len=1) == "--seq-len 1: it must be at least 2"
-    assert refused(trained, input="natrual").startswith("--input natrual: neither an input")
-    assert "at step 5: --seq-len 257 is beyond the model's 256 positions" in refused(trained, seq_len=257)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_opening_something_else(series: Series, tmp_path: Path) -> None:
+    own = '"command": "analyze_steps", "config": {}, "tables": []'
+    for content, message in (
         (None, "is not a run folder: it has no run.json"),
         ("[1]", "is another JSON file"),
         ("{", "or damaged"),
-        ("{}", "is another JSON file"),
-        ('{"command": "analyze_steps", "config": {}, "tables": []}', "is damaged"),
-        ('{"command": "analyze_steps", "config": {}, "tables": [], "steps": [1]}', "is damaged"),
-    ],
-)
-def test_opening_something_else(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "run.json").write_text(content)
-    with pytest.raises(InputError, match=message):
-        Series.open(tmp_path)
-
-
-def test_a_series_without_one_of_its_runs(series: Series, tmp_path: Path) -> None:
-    assert series.folder is not None
+        (f"{{{own}}}", "is damaged"),
+        (f'{{{own}, "steps": [1]}}', "is damaged"),
+    ):
+        if content is not None:
+            (tmp_path / "run.json").write_text(content)
+        with pytest.raises(InputError, match=message):
+            Series.open(tmp_path)
     shutil.copytree(series.folder, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy" / "step40")
     with pytest.raises(InputError, match="step40 is not a run folder: it does not exist"):

@@ -1,4 +1,4 @@
-"""`show`: the page of a folder, opened or named, and made again from the tables alone."""
+"""`show`: the page of a folder is opened or printed, and made again from the tables alone."""
 
 import json
 import shutil
@@ -12,8 +12,7 @@ from tiny import tiny_model
 from typer.testing import CliRunner
 
 import sinkscope
-from sinkscope.cli.app import app, parameters_of
-from sinkscope.options import COMMANDS
+from sinkscope.cli.app import app
 from sinkscope.results.manifest import read_manifest, strangers
 
 ASKED = {"observables": "attention,massive", "input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never"}
@@ -31,16 +30,12 @@ def run(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
-def test_every_run_has_a_page_with_its_numbers(run: Path) -> None:
-    opened = sinkscope.Run.open(run)
-    found = table_of(data_of((run / "index.html").read_text(encoding="utf-8")), "summary")
-    assert found["value"] == pytest.approx(opened.tables["summary"]["value"].tolist(), rel=1e-5, nan_ok=True)
-    assert "index.html" in opened.manifest["files"]
-
-
-def test_a_missing_page_is_made_from_the_tables_as_it_was(run: Path) -> None:
-    page = run / "index.html"
+def test_a_page_has_the_numbers_of_its_run_and_is_made_again_from_the_tables(run: Path) -> None:
+    page, opened = run / "index.html", sinkscope.Run.open(run)
     before = data_of(page.read_text(encoding="utf-8"))
+    values = table_of(before, "summary")["value"]
+    assert values == pytest.approx(opened.tables["summary"]["value"].tolist(), rel=1e-5, nan_ok=True)
+    assert "index.html" in opened.manifest["files"]
     page.unlink()
     assert sinkscope.show(run) == page
     after = data_of(page.read_text(encoding="utf-8"))
@@ -69,12 +64,6 @@ def test_links_that_are_planted_are_not_followed(run: Path, tmp_path: Path) -> N
     assert mine.read_text() == "days of work"
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert not list(run.glob(".sinkscope-*"))
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_whatever_writes_a_folder_can_leave_the_page_out(command: str) -> None:
-    kind = COMMANDS[command]
-    assert ("no_page" in {parameter.name for parameter in parameters_of(kind)}) == bool(kind.writes)
 
 
 def test_a_lacking_table_is_named_and_the_others_are_shown(run: Path) -> None:

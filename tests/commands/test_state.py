@@ -1,4 +1,4 @@
-"""Every command leaves a model, its configuration and the process as they were, however it ends."""
+"""Every command restores the model, its configuration and the process, also after an error or an interrupt."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ ENDINGS: dict[str, type[BaseException] | None] = {
 
 
 def break_down(model: PreTrainedModel, layer: int, error: type[BaseException], at: int = 2) -> None:
-    """Raise in the layer's MLP at its second call."""
+    """Raise an error at the second call of a linear module of the layer."""
     calls: list[int] = []
 
     def fail(module: nn.Module, args: tuple, output: Any) -> None:
@@ -47,7 +47,7 @@ def break_down(model: PreTrainedModel, layer: int, error: type[BaseException], a
 
 
 def used(name: str) -> PreTrainedModel:
-    """As a user has it in the middle of a training: with gradients, hooks of its own, and partly frozen."""
+    """A model in the middle of a training: with gradients and hooks, and partly frozen."""
     model = tiny_model(name).train()
     parameters = list(model.parameters())
     for parameter in parameters[::2]:
@@ -78,7 +78,7 @@ def test_nothing_is_left(name: str, label: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_difference_is_noticed() -> None:
-    """Everything that is looked at, changed by hand."""
+    """Each kind of state is changed by hand."""
     model = used("llama")
     before = snapshot(model)
     layer = model.model.layers[1]

@@ -1,4 +1,4 @@
-"""Several commands in one sweep, training among them: each cell is what its command writes, and goes on by itself."""
+"""Several commands in one sweep, also trainings: each cell equals the folder of its command, and is resumed."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, ids to read, a shape and a text to train by. Not to be changed."""
+    """A model, token ids, a configuration and a training text. Tests must not change it."""
     path = tmp_path_factory.mktemp("all")
     tiny_model("llama").save_pretrained(path / "llama")
     words_tokenizer().save_pretrained(path / "llama")
@@ -112,24 +112,27 @@ def assert_same(ours: Path, expected: Path) -> None:
 
 def test_every_command_has_its_cells(done: SweepRun) -> None:
     assert done.failure == ""
-    assert [each.cell.told for each in done.plan] == [
-        "llama × ids × epsilon=0.2 (analyze)",
-        "llama × ids × epsilon=0.3 (analyze)",
-        "llama × random × epsilon=0.2 (analyze)",
-        "llama × random × epsilon=0.3 (analyze)",
-        "llama × ids × epsilon=0.2 (intervene)",
-        "llama × ids × epsilon=0.3 (intervene)",
-        "llama × ids (quantize)",
-        "llama × ids (claims)",
-        "llama × seed=0 (retrofit)",
-        "llama × seed=1 (retrofit)",
-        next(each.cell.told for each in done.plan if each.cell.command == "train"),
-    ]
+    grid = [f"llama × {reads} × epsilon={epsilon}" for reads in ("ids", "random") for epsilon in (0.2, 0.3)]
+    assert [each.cell.told for each in done.plan[:10]] == [
+        *(f"{cell} (analyze)" for cell in grid), *(f"{cell} (intervene)" for cell in grid[:2]),
+        "llama × ids (quantize)", "llama × ids (claims)", "llama × seed=0 (retrofit)", "llama × seed=1 (retrofit)",
+    ]  # fmt: skip
+    assert len(done.plan) == 11
     assert done.plan[-1].cell.told.startswith("small × config=")
     assert {each.state for each in done.plan} == {State.DONE}
     keys = [load_key(each.cell.options) for each in done.plan]
     assert len(set(keys[:8])) == 1  # one load
     assert len(set(keys)) == 4
+    for each in done.plan[8:]:  # a small training takes less time than its figures, which are not drawn
+        folder = done.folder / "cells" / each.cell.name
+        assert (folder / "retrofit.md").exists()
+        assert not (folder / "figures").exists()
+        assert not list(folder.glob("*/run/figures/*"))
+    plan = sized(planned(done.sweep.cells, CellFolders(Path(os.devnull)), Reads()))
+    by_command = {each.cell.command: each for each in plan}
+    assert by_command["retrofit"].size.parameters == by_command["analyze"].size.parameters
+    assert by_command["train"].size.parameters == 300 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
+    assert by_command["retrofit"].memory > 0
 
 
 def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
@@ -147,15 +150,6 @@ def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
     assert (course["tokens"] == course["step"] * TRAINING["batch-size"] * 16).all()
 
 
-def test_trainings_of_a_sweep_draw_no_figures(done: SweepRun) -> None:
-    """A small training takes less time than they do."""
-    for each in done.plan[8:]:
-        folder = done.folder / "cells" / each.cell.name
-        assert (folder / "retrofit.md").exists()
-        assert not (folder / "figures").exists()
-        assert not list(folder.glob("*/run/figures/*"))
-
-
 def test_claims_reads_the_cells_of_a_sweep(done: SweepRun) -> None:
     card = sinkscope.claims(from_=[done.folder])
     assert set(card.models) >= {"llama", "small"}
@@ -164,7 +158,7 @@ def test_claims_reads_the_cells_of_a_sweep(done: SweepRun) -> None:
 
 
 def test_a_cell_that_trains_is_what_its_command_writes(done: SweepRun, tmp_path: Path) -> None:
-    """Also behind cells whose load others share."""
+    """Earlier cells share a loaded model."""
     each = done.plan[8]
     sinkscope.retrofit(each.cell.options.model, config=each.cell.options, out=tmp_path / "alone")
     assert_same(done.folder / "cells" / each.cell.name, tmp_path / "alone")
@@ -174,7 +168,7 @@ def test_a_cell_that_trains_is_what_its_command_writes(done: SweepRun, tmp_path:
 def test_a_cell_that_is_killed_goes_on(
     command: str, changes: int, folder: Path, done: SweepRun, tmp_path: Path
 ) -> None:
-    """Commands that write bit by bit: an unfinished folder is no done cell, and is not begun anew."""
+    """These commands write step by step: an unfinished folder is no finished cell, and is resumed."""
 
     def work() -> None:
         before_change(changes, tmp_path / "out" / "cells", kill, RENAMES)
@@ -196,18 +190,6 @@ def test_a_cell_that_is_killed_goes_on(
     assert all(path.stat().st_mtime_ns == runs[path] for path in kept)
     for each in again.plan:
         assert_same(again.folder / "cells" / each.cell.name, done.folder / "cells" / each.cell.name)
-
-
-def test_sizes_of_what_is_trained(folder: Path, tmp_path: Path) -> None:
-    found = read_sweep(str(written(tmp_path / "sweep.yaml", content(folder))), {})
-    by_command = {each.cell.command: each for each in sized_of(found)}
-    assert by_command["retrofit"].size.parameters == by_command["analyze"].size.parameters
-    assert by_command["train"].size.parameters == 300 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
-    assert by_command["retrofit"].memory > 0
-
-
-def sized_of(found: Any) -> Any:
-    return sized(planned(found.cells, CellFolders(Path(os.devnull)), Reads()))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +222,7 @@ def test_launched_processes_do_not_train(folder: Path, tmp_path: Path, monkeypat
 
 
 def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_path: Path) -> None:
-    """Also those of the command line; what a command refuses is not for it."""
+    """This includes options of the command line; a command does not get options that it refuses."""
     made = content(folder) | {"commands": {"analyze": None, "benchmark": None, "train": None}, "inputs": ["random"]}
     made["settings"] = {}
     path = written(tmp_path / "sweep.yaml", made)
@@ -254,12 +236,10 @@ def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_pat
     assert found["benchmark"].trust_remote_code
 
 
-@pytest.mark.parametrize(("share", "is_read"), [(0.0, True), (2e9, True), (20e9, False), (math.inf, False)])
-def test_a_small_gguf_file_is_not_read_for_its_size(
-    share: float, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_gguf_file_is_not_read_for_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100 << 20))
     file = written(tmp_path / "sweep.yaml", {"title": "One", "models": [str(tmp_path / "model.gguf")]})
     monkeypatch.setattr(plan, "size_of", lambda options: Size(1))
-    (each,) = sized(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "out"), Reads()), share)
-    assert each.size == (Size(1) if is_read else Size())
+    for share, is_read in ((0.0, True), (2e9, True), (20e9, False), (math.inf, False)):
+        (each,) = sized(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "out"), Reads()), share)
+        assert each.size == (Size(1) if is_read else Size())

@@ -1,8 +1,11 @@
-"""The sweeps of trainings that come with sinkscope, and their small forms: every cell can be trained as it stands."""
+"""The sweeps of trainings that come with sinkscope, and their small forms: every cell can be trained."""
 
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 import pytest
+from support.naming import naming
 
 from sinkscope.commands.train import check
 from sinkscope.errors import InputError
@@ -20,37 +23,33 @@ EVERYWHERE = {"attention", "activation", "massive", "gradient"}  # observables t
 OF_WINDOWS = {"window-edge"}  # and to those with a sliding window
 
 
-@pytest.mark.parametrize("name", STUDIES)
-@pytest.mark.parametrize("quick", [False, True])
-def test_every_cell_can_be_trained(name: str, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_cell_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.commands.train.check_text", lambda text: None)  # the corpus need not be there
-    sweep = read_sweep(name, {}, quick)
-    assert len({cell.name for cell in sweep.cells}) == len(sweep.cells)
-    for cell in sweep.cells:
-        options = cell.options
-        check(options)
-        windowed = getattr(architecture(options.config), "sliding_window", None) is not None
-        known = EVERYWHERE | OF_WINDOWS if windowed else EVERYWHERE  # one that does not apply to a model fails its cell
-        assert set(options.observables) <= known
-        assert "gradient" in options.observables  # which brings the loss that claims compare
-        registers = any(method.name == RegisterTokens.name for method in parse_methods(options.method))
-        assert options.block_length + registers <= architecture(options.config).max_position_embeddings
-        assert options.text in TASKS or options.text == ".models/corpus.jsonl"
+    for name, quick in product(STUDIES, (False, True)):
+        with naming(name, quick):
+            sweep = read_sweep(name, {}, quick)
+            assert len({cell.name for cell in sweep.cells}) == len(sweep.cells)
+            for cell in sweep.cells:
+                options = cell.options
+                check(options)
+                windowed = getattr(architecture(options.config), "sliding_window", None) is not None
+                # an observable that does not apply to a model fails its cell
+                assert set(options.observables) <= (EVERYWHERE | OF_WINDOWS if windowed else EVERYWHERE)
+                assert "gradient" in options.observables  # it brings the loss that claims compare
+                registers = any(method.name == RegisterTokens.name for method in parse_methods(options.method))
+                assert options.block_length + registers <= architecture(options.config).max_position_embeddings
+                assert options.text in TASKS or options.text == ".models/corpus.jsonl"
 
 
 def test_the_small_form_is_smaller() -> None:
+    def steps(cells: Iterable[Cell]) -> int:
+        return sum(each.options.steps * each.options.seeds * len(parse_methods(each.options.method)) for each in cells)
+
     for name in STUDIES:
         whole, small = (read_sweep(name, {}, quick).cells for quick in (False, True))
-        assert sum(_steps(cell) for cell in small) < sum(_steps(cell) for cell in whole) / 5
+        assert steps(small) < steps(whole) / 5
         told = {cell.setting: cell.options.config for cell in whole}
         assert {cell.setting: cell.options.config for cell in small}.items() <= told.items()
-
-
-def _steps(cell: Cell) -> int:
-    return cell.options.steps * cell.options.seeds * len(parse_methods(cell.options.method))
-
-
-def test_cells_that_are_alike_in_the_small_form_are_one() -> None:
     whole, small = (read_sweep("when-sinks-emerge-text-operations", {}, quick).cells for quick in (False, True))
     assert [cell.setting for cell in whole if ",seed=0" in cell.setting] == [cell.setting for cell in small]
     with pytest.raises(InputError, match="is there twice"):

@@ -1,4 +1,4 @@
-"""`train`: arms from the same random weights, their checkpoints by step, tokenizers, and what it refuses."""
+"""`train`: arms start from the same random weights and keep checkpoints; tokenizers; input that is refused."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from support.figures import skip_figures
+from support.naming import naming
 from support.retrofit_command import command_line
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config
 from typer.testing import Result
@@ -23,15 +24,9 @@ from sinkscope.text.tokens import own_prefix
 from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
 
 SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "vocab_size": 300,
-}
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 300,
+}  # fmt: skip
 TYPED = ("--steps", "4", "--block-length", "16", "--batch-size", "2", "--log-every", "1", "--save-every", "2")
 SMALL: dict[str, Any] = {"steps": 4, "block_length": 16, "batch_size": 2, "log_every": 1, "save_every": 2}
 FEW: dict[str, Any] = {"observables": "attention", "num_seqs": 2}
@@ -52,7 +47,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """Two methods, two seeds, from the command line. Not to be changed."""
+    """A training with two methods and two seeds from the command line. Tests must not change it."""
     out = tmp_path_factory.mktemp("trained") / "out"
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched, of_runs_only=True)
@@ -93,11 +88,16 @@ def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tup
     }
     plain, gated, other = weights.values()
     assert all(torch.equal(gated[name], value) for name, value in plain.items())
-    assert len(gated) == len(plain) + 2  # a gate a layer
+    assert len(gated) == len(plain) + 2  # a gate per layer
     assert not torch.equal(plain["lm_head.weight"], other["lm_head.weight"])
-    torch.manual_seed(0)  # and they are transformers' own
-    expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(finished[1] / "none-seed0" / "model"))
-    assert torch.equal(plain["lm_head.weight"], expected.lm_head.weight)
+    config = AutoConfig.from_pretrained(finished[1] / "none-seed0" / "model")
+    torch.manual_seed(0)  # they are those of transformers
+    assert torch.equal(plain["lm_head.weight"], AutoModelForCausalLM.from_config(config).lm_head.weight)
+    state = torch.get_rng_state()
+    first, again = (fresh_model(config, seed=1).lm_head.weight for _ in range(2))
+    assert torch.equal(first, again)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not first.requires_grad
 
 
 def test_its_last_checkpoint_is_the_trained_model(finished: tuple[Result, Path]) -> None:
@@ -123,34 +123,22 @@ def test_the_view_of_training_reads_its_checkpoints(finished: tuple[Result, Path
     assert series.runs[4].metric("loss") == pytest.approx(last.metric("loss"), rel=1e-6)
 
 
-def test_it_goes_on_and_adds_methods(shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_resumed_and_adds_methods(shape: Path) -> None:
     train(shape, "none", out="out", **SMALL, **FEW)
+    assert not Path("out/comparison").exists()  # one method has nothing to compare with
     before = Path("out/none/run/run.json").read_bytes()
     done = train(shape, "none,vscale", out="out", **SMALL, **FEW)
     assert list(done.runs) == ["none", "vscale"]
     assert Path("out/none/run/run.json").read_bytes() == before
-    with pytest.raises(InputError, match=r"made with other options .steps was 4"):
-        train(shape, "none", out="out", **SMALL | {"steps": 5}, **FEW)
     bigger = Path("bigger.json")
     bigger.write_text(json.dumps(SHAPE | {"hidden_size": 64}))
-    with pytest.raises(InputError, match="made with other options"):
-        train(bigger, "none", out="out", **SMALL, **FEW)
-
-
-def test_one_method_alone_has_nothing_to_compare_with(shape: Path) -> None:
-    result = command_line(
-        "train", "--config", shape, "--method", "none", *TYPED, "--observables", "attention", "--out", "out"
-    )
-    assert result.exit_code == 0, result.output
-    assert not Path("out/comparison").exists()
-    assert "written to out" in result.stderr
-
-
-def test_it_learns(shape: Path) -> None:
-    done = train(shape, "none", out="out", **SMALL | {"steps": 60, "batch_size": 8, "save_every": 60}, **FEW)
-    table = done.tables["training"]
-    loss = table[table["metric"] == "loss"].sort_values("step")["value"].to_numpy()
-    assert loss[-5:].mean() < loss[:5].mean() - 0.3
+    for config, steps in ((shape, 5), (bigger, 4)):
+        with pytest.raises(InputError, match="made with other options"):
+            train(config, "none", out="out", **SMALL | {"steps": steps}, **FEW)
+    with pytest.raises(InputError, match="--only-new does not apply: `train` begins with random weights"):
+        train(shape, "vga", out="other", only_new=True)
+    with pytest.raises(InputError, match="option 'revision' is unknown"):
+        train(shape, "vga", out="other", revision="main")
 
 
 # --- tokenizers
@@ -187,6 +175,12 @@ def test_token_ids_need_none(shape: Path) -> None:
     np.save("ids.npy", np.random.default_rng(0).integers(3, 300, (20, 16)))
     done = train(shape, "none", text="ids.npy", out="out", **SMALL, **FEW)
     assert not (done.model("none") / "tokenizer.json").exists()
+    small = SMALL | {"block_length": 24, "batch_size": 4, "log_every": 2}  # a task without a BOS
+    done = train("bigram-backcopy", "none", text="bigram-backcopy", bos="never", out="task", **small, num_seqs=4)
+    held_out = np.load("task/held-out.npy")
+    assert held_out.shape == (4, 24)
+    assert (held_out != 0).all()  # <s>
+    assert "the first token takes the place of <s>" in done.verdict
 
 
 # --- a task
@@ -214,41 +208,22 @@ def test_a_task(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(done.model("VGA-seed1")).decode([0]) == "<s>"
 
 
-def test_a_task_without_a_bos(tmp_path: Path) -> None:
-    small = SMALL | {"block_length": 24, "batch_size": 4, "log_every": 2}
-    done = train("bigram-backcopy", "none", text="bigram-backcopy", bos="never", out="out", **small, num_seqs=4)
-    held_out = np.load("out/held-out.npy")
-    assert held_out.shape == (4, 24)
-    assert (held_out != 0).all()  # <s>
-    assert "the first token takes the place of <s>" in done.verdict
-
-
 # --- architectures
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_named_architecture_can_be_measured(name: str) -> None:
-    config = architecture(name)
-    if config.model_type in FAMILIES:
-        with torch.device("meta"):
-            family = find_family(AutoModelForCausalLM.from_config(config))
-    else:  # found numerically
-        family, _ = family_of(fresh_model(config, seed=0))
-    assert family.name == ARCHITECTURES[name][0]
-    dropout = {field: value for field, value in config.to_dict().items() if "drop" in field}
-    dropout.pop("summary_first_dropout", None)  # of another head
-    assert not any(dropout.values()), dropout  # a training is repeated bit by bit, and nothing is hidden from a sink
-
-
-def test_random_weights_are_the_seeds() -> None:
-    config = AutoConfig.for_model(**SHAPE)
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
-    first, again, other = (fresh_model(config, seed).lm_head.weight for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not first.requires_grad
+def test_named_architectures_can_be_measured() -> None:
+    for name in ARCHITECTURES:
+        with naming(name):
+            config = architecture(name)
+            if config.model_type in FAMILIES:
+                with torch.device("meta"):
+                    family = find_family(AutoModelForCausalLM.from_config(config))
+            else:  # found numerically
+                family, _ = family_of(fresh_model(config, seed=0))
+            assert family.name == ARCHITECTURES[name][0]
+            dropout = {field: value for field, value in config.to_dict().items() if "drop" in field}
+            dropout.pop("summary_first_dropout", None)  # of another head
+            assert not any(dropout.values()), dropout  # trainings are repeated bit by bit
 
 
 # --- what is refused
@@ -281,10 +256,3 @@ def test_refusals_write_nothing(options: tuple[str, ...], message: str, shape: P
     assert result.exit_code == 2, result.output
     assert result.stderr.splitlines()[-1].startswith(f"sinkscope: {message}"), result.stderr
     assert sorted(Path().rglob("*")) == before
-
-
-def test_what_is_of_pretrained_models_is_refused(shape: Path) -> None:
-    with pytest.raises(InputError, match="--only-new does not apply: `train` begins with random weights"):
-        train(shape, "vga", out="out", only_new=True)
-    with pytest.raises(InputError, match="option 'revision' is unknown"):
-        train(shape, "vga", out="out", revision="main")

@@ -1,4 +1,4 @@
-"""Damaged folders: how everything ends that opens one, whichever command wrote it.
+"""Damage folders of every command, and check how everything that opens them ends.
 
     python tests/torture/folders.py --count 100 --seed 0
 
@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,17 @@ WAYS = ("value", "value", "value", "delete", "cut", "change", "swap", "missing",
 
 
 def attack_folders(count: int, number: int, counts: Counts) -> None:
-    """Damage a folder, then do everything that opens one of its kind."""
+    """Damage a folder, and run everything that opens a folder of its kind."""
     home = Path(tempfile.mkdtemp(prefix="torture-"))
     os.chdir(home)
-    prepare(home)
+    save_models(home)
+    for step in (1, 2):
+        shutil.copytree(home / "tiny", home / "steps" / f"checkpoint-{step}")
+    (home / "x.yaml").write_text(RECIPE)
+    for name, command in ({"other": (*COMMANDS["analyze"], "--seed", "5")} | COMMANDS).items():
+        outcome = outcome_of_command((*command, "--out", name))
+        if outcome != "right":
+            raise SystemExit(f"{name}: {outcome}")
     random, odd = np.random.default_rng(number), examples(bad.json_values, count, number)
     for place in range(count):
         kind = list(COMMANDS)[place % len(COMMANDS)]
@@ -72,20 +80,8 @@ def attack_folders(count: int, number: int, counts: Counts) -> None:
     shutil.rmtree(home)
 
 
-def prepare(home: Path) -> None:
-    """A folder of each kind."""
-    save_models(home)
-    for step in (1, 2):
-        shutil.copytree(home / "tiny", home / "steps" / f"checkpoint-{step}")
-    (home / "x.yaml").write_text(RECIPE)
-    for name, command in ({"other": (*COMMANDS["analyze"], "--seed", "5")} | COMMANDS).items():
-        outcome = outcome_of_command((*command, "--out", name))
-        if outcome != "right":
-            raise SystemExit(f"{name}: {outcome}")
-
-
 def damage(run: Path, random: np.random.Generator, value: Any) -> str:
-    """One change of a folder; what it was."""
+    """Change a folder in one way, and describe the change."""
     way = str(random.choice(WAYS))
     manifests, tables = sorted(run.rglob("run.json")), sorted(run.rglob("*.parquet"))
     manifest = manifests[int(random.integers(len(manifests)))]
@@ -114,7 +110,7 @@ def damage(run: Path, random: np.random.Generator, value: Any) -> str:
 
 
 def _damage_json(path: Path, way: str, random: np.random.Generator, value: Any) -> str:
-    """One entry, at any depth, is deleted or gets the value."""
+    """Delete an entry at a random depth, or set it to the value."""
     content = json.loads(path.read_text())
     place, keys = content, []
     while True:
@@ -131,7 +127,7 @@ def _damage_json(path: Path, way: str, random: np.random.Generator, value: Any) 
 
 
 def openings(home: Path, kind: str) -> Iterator[tuple[str, str]]:
-    """Everything that opens a folder of this kind, each with how it ends."""
+    """Yield the name and the outcome of everything that opens a folder of this kind."""
     yield "compare", _afterwards_without(home / "out", ("compare", "run", "other"))
     if kind in RUNS:
         yield "--from", _afterwards_without(home / "out", (kind, "--from", "run"))
@@ -141,7 +137,8 @@ def openings(home: Path, kind: str) -> Iterator[tuple[str, str]]:
         yield "Series.open", outcome_of_call(lambda: opened.append(Series.open("run")))
         for series in opened:
             yield "figures", outcome_of_call(series.figures)
-            yield "headlines", outcome_of_call(lambda series=series: (series.headlines, series.warnings))  # type: ignore[misc]
+            yield "headlines", outcome_of_call(partial(getattr, series, "headlines"))
+            yield "warnings", outcome_of_call(partial(getattr, series, "warnings"))
     for arm in sorted(path.parent.name for path in (home / "run").glob("*/run.json")):
         yield "compare an arm", _afterwards_without(home / "out", ("compare", f"run/{arm}", "other"))
     again = (*COMMANDS[kind], "--out", "run")
@@ -166,14 +163,11 @@ def _python_openings(folder: Path) -> Iterator[tuple[str, str]]:
     opened: list[Run] = []
     yield "Run.open", outcome_of_call(lambda: opened.append(Run.open(folder)))
     for run in opened:
-        looks: dict[str, Callable[[], Any]] = {
-            "verdict": lambda run=run: run.verdict,  # type: ignore[misc]
-            "_repr_": lambda run=run: (repr(run), run.model, run.condition, run.metric("sink_rate")),  # type: ignore[misc]
-        }
-        for name, look in looks.items():
-            yield name, outcome_of_call(look)
+        yield "verdict", outcome_of_call(partial(getattr, run, "verdict"))
+        yield "_repr_", outcome_of_call(partial(repr, run))
+        yield "metric", outcome_of_call(partial(run.metric, "sink_rate"))
         for figure in FIGURES:
-            yield "figures", outcome_of_call(lambda run=run, figure=figure: run.figure(figure))  # type: ignore[misc]
+            yield "figures", outcome_of_call(partial(run.figure, figure))
 
 
 if __name__ == "__main__":

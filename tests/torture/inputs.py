@@ -1,4 +1,4 @@
-"""Bad inputs in thousands: how every command ends that is given them, and that none ends with another library's error.
+"""Give every command thousands of bad inputs, and check that none ends with another library's error.
 
     python tests/torture/inputs.py --count 1000 --seed 0
 
@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,7 +46,7 @@ RECIPE = b"title: x\noptions: {num-seqs: 2, seq-len: 8, observables: [activation
 
 @dataclass(frozen=True)
 class Attack:
-    """Files to write in the working directory (none of None: removed), and the arguments of the command."""
+    """The files to write in the working directory (None: removed), and the arguments of the command."""
 
     args: tuple[str, ...]
     files: dict[str, Content | None] = field(default_factory=dict)
@@ -55,7 +54,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class Way:
-    """Attacks of one kind, and the same command with what it should be given, which must end well."""
+    """Attacks of one kind, and the same command with valid input, which must succeed."""
 
     attacks: st.SearchStrategy[Attack]
     good: Attack
@@ -65,13 +64,13 @@ SPECIAL = st.sampled_from([FIFO, FOLDER, LOOP, UNREADABLE])
 
 
 def file_given(name: str, contents: st.SearchStrategy[bytes], good: bytes, *args: str) -> Way:
-    """A command that reads one file."""
+    """Attack a command that reads one file."""
     drawn = st.one_of(contents, contents, contents, SPECIAL)
     return Way(drawn.map(lambda content: Attack(args, {name: content})), Attack(args, {name: good}))
 
 
 def words_given(texts: st.SearchStrategy[str], good: str, *args: str) -> Way:
-    """A command that is given a text in place of {}."""
+    """Attack a command with texts in place of {}."""
 
     def attack_with(text: str) -> Attack:
         return Attack(tuple(arg.replace("{}", text) for arg in args))
@@ -80,7 +79,7 @@ def words_given(texts: st.SearchStrategy[str], good: str, *args: str) -> Way:
 
 
 def ways(home: Path) -> dict[str, Way]:
-    """What is attacked → how."""
+    """Map each kind of input to its attacks."""
 
     def whole(name: str) -> bytes:
         return (home / "tiny" / name).read_bytes()
@@ -132,87 +131,74 @@ def array() -> bytes:
 
 
 def _index(weights: bytes) -> Way:
-    """A list of the files that hold the weights, in place of one file."""
-    names = load(weights)
-
-    def with_index(content: bytes) -> Attack:
-        files = {
-            "tiny/model.safetensors": None,
-            "tiny/a.safetensors": weights,
-            "tiny/model.safetensors.index.json": content,
-        }
-        return Attack(("analyze", "tiny", *CHEAP), files)
+    """Attack the index of the weight files."""
 
     def written(where: dict[str, str]) -> bytes:
         return bad.written({"metadata": {}, "weight_map": where})
 
+    def with_index(content: bytes) -> Attack:
+        index = "tiny/model.safetensors.index.json"
+        files = {"tiny/model.safetensors": None, "tiny/a.safetensors": weights, index: content}
+        return Attack(("analyze", "tiny", *CHEAP), files)
+
+    names = sorted(load(weights))
     files = st.sampled_from(["a.safetensors", "../bare/model.safetensors"]) | bad.odd_texts
-    odd = st.dictionaries(st.sampled_from(sorted(names)) | bad.odd_texts, files).map(written) | bad.some_json
+    odd = st.dictionaries(st.sampled_from(names) | bad.odd_texts, files).map(written) | bad.some_json
     return Way(odd.map(with_index), with_index(written(dict.fromkeys(names, "a.safetensors"))))
 
 
 def _options() -> st.SearchStrategy[Attack]:
-    """One option with an odd value."""
-    flags = [
-        *(
-            "--num-seqs",
-            "--seq-len",
-            "--seed",
-            "--batch-size",
-            "--positions",
-            "--window",
-            "--epsilon",
-            "--bos",
-            "--dtype",
-        ),
-        *("--attn", "--observables", "--device-map", "--dataset", "--revision", "--gguf-file"),
-    ]
+    """Draw an option with an odd value."""
+    names = "num-seqs seq-len seed batch-size positions window epsilon bos dtype attn observables device-map dataset"
+    flags = [f"--{name}" for name in f"{names} revision gguf-file".split()]
     named = st.tuples(st.sampled_from(flags), bad.odd_numbers.map(str) | bad.odd_texts)
     plain = named.filter(lambda pair: pair[0] != "--dataset" or "/" not in pair[1])
     return plain.map(lambda pair: Attack(("analyze", "bare", *CHEAP, "--input", "random", f"{pair[0]}={pair[1]}")))
 
 
 def _names() -> st.SearchStrategy[Attack]:
-    """A name of a file, folder or model that is odd."""
-    ways: list[Callable[[str], tuple[str, ...]]] = [
-        lambda name: ("analyze", *CHEAP, "--", name),
-        lambda name: ("doctor", "--quiet", "--", name),
-        lambda name: ("analyze", "bare", *CHEAP, f"--input={name}"),
-        lambda name: ("analyze", "bare", *CHEAP, "--input=random", f"--out={name}"),
-        lambda name: ("analyze", "--quiet", f"--from={name}"),
-        lambda name: ("compare", "--quiet", "--", name, name),
-        lambda name: ("run", "--quiet", "--", name),
-        lambda name: ("train", f"--config={name}", *TRAINED),
-        lambda name: ("train", f"--tokenizer={name}", *TRAINED),
-        lambda name: ("train", f"--text={name}x", *TRAINED),
-        lambda name: ("list", "--quiet", "--", name),
+    """Draw an odd name of a file, folder or model, in place of {}."""
+    ways: list[tuple[str, ...]] = [
+        ("analyze", *CHEAP, "--", "{}"),
+        ("doctor", "--quiet", "--", "{}"),
+        ("analyze", "bare", *CHEAP, "--input={}"),
+        ("analyze", "bare", *CHEAP, "--input=random", "--out={}"),
+        ("analyze", "--quiet", "--from={}"),
+        ("compare", "--quiet", "--", "{}", "{}"),
+        ("run", "--quiet", "--", "{}"),
+        ("train", "--config={}", *TRAINED),
+        ("train", "--tokenizer={}", *TRAINED),
+        ("train", "--text={}x", *TRAINED),
+        ("list", "--quiet", "--", "{}"),
     ]
-    return st.builds(lambda way, name: Attack(way(name)), st.sampled_from(ways), bad.odd_texts)
+    return st.builds(
+        lambda way, name: Attack(tuple(arg.replace("{}", name) for arg in way)), st.sampled_from(ways), bad.odd_texts
+    )
 
 
 def attack_inputs(count: int, number: int, counts: Counts) -> None:
     home = Path(tempfile.mkdtemp(prefix="torture-"))
     save_models(home)
+
+    def outcome(attack: Attack) -> str:
+        with tempfile.TemporaryDirectory(prefix="torture-") as here:
+            for name in ("tiny", "bare"):
+                shutil.copytree(home / name, Path(here, name))
+            os.chdir(here)
+            try:
+                for name, content in attack.files.items():
+                    put(Path(name), content)
+                return outcome_of_command(attack.args)
+            finally:
+                os.chdir("/")
+
     kinds = ways(home)
     for what, way in kinds.items():
-        if (outcome := _in_a_copy(home, way.good)) != "right":
-            raise SystemExit(f"{what}: {outcome} even where nothing is wrong: {way.good.args}")
+        if (found := outcome(way.good)) != "right":
+            raise SystemExit(f"{what}: {found} even where nothing is wrong: {way.good.args}")
         for one in examples(way.attacks, -(-count // len(kinds)), number):
-            counts.add(what, _in_a_copy(home, one), (one.args, one.files))
+            counts.add(what, outcome(one), (one.args, one.files))
     shutil.rmtree(home)
-
-
-def _in_a_copy(home: Path, attack: Attack) -> str:
-    with tempfile.TemporaryDirectory(prefix="torture-") as here:
-        for name in ("tiny", "bare"):
-            shutil.copytree(home / name, Path(here, name))
-        os.chdir(here)
-        try:
-            for name, content in attack.files.items():
-                put(Path(name), content)
-            return outcome_of_command(attack.args)
-        finally:
-            os.chdir("/")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kill commands at random, repeat them, and compare what they then have written with an unbroken run's.
+"""Kill commands at random, repeat them, and compare the result with that of an uninterrupted run.
 
     python tests/torture/kills.py --kills 200 --seed 0
 
@@ -49,7 +49,7 @@ TRAINED = ("--steps", "6", "--save-every", "2", "--block-length", "16", "--batch
 
 @dataclass(frozen=True)
 class Command:
-    """What is run. One that goes on with what is there is not told to overwrite it."""
+    """A command line. A command that resumes is run without --overwrite."""
 
     name: str
     arguments: tuple[str, ...]
@@ -57,17 +57,9 @@ class Command:
     other: tuple[str, ...] = ("--seed", "1")  # what it is run with to have other numbers
 
     def run(self, out: Path, overwrite: bool = True) -> None:
-        """In a process of its own: it ends that."""
+        """Run the command and exit the process."""
         both = (*self.arguments, "--out", str(out), "--quiet", *(["--overwrite"] if overwrite else []))
         app([self.name, *both], prog_name="sinkscope")
-
-
-@dataclass(frozen=True)
-class Unbroken:
-    """How long a command takes, and how often it changes something on the disk."""
-
-    seconds: float
-    changes: int
 
 
 def commands(model: Path, text: Path) -> dict[str, Command]:
@@ -84,7 +76,7 @@ def commands(model: Path, text: Path) -> dict[str, Command]:
 
 
 def sweep_of(model: Path) -> Path:
-    """A file with two cells of a model."""
+    """Write a sweep with two cells of a model."""
     path = model.with_name("sweep.yaml")
     options = "{num-seqs: 2, seq-len: 12, observables: [attention]}"
     path.write_text(f"title: Tiny\nmodels: [{model}]\ninputs: [random, repeated]\noptions: {options}\n")
@@ -92,11 +84,11 @@ def sweep_of(model: Path) -> Path:
 
 
 class Wrong(Exception):
-    """What a trial has found."""
+    """An error that a trial has found."""
 
 
 def ended(process: Process, errors: Path) -> int:
-    """Its status; an error must be one or two lines, with status 1 or 2."""
+    """Return the exit status. An error must be one or two lines, with status 1 or 2."""
     status, told = process.wait(), errors.read_text()
     if status > 0 and (status > 2 or not 1 <= len(told.splitlines()) <= 2 or "unexpected" in told):
         raise Wrong(f"status {status}: {told}")
@@ -106,7 +98,7 @@ def ended(process: Process, errors: Path) -> int:
 def started(
     command: Command, out: Path, errors: Path, overwrite: bool, before: Callable[[], Any] = lambda: None
 ) -> Any:
-    """A context with the command's process; what it says on stderr goes into a file."""
+    """Return a context with the process of the command, whose stderr is written to a file."""
 
     def work() -> None:
         handle = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -118,21 +110,22 @@ def started(
     return forked(work)
 
 
-def killed(command: Command, out: Path, errors: Path, overwrite: bool, unbroken: Unbroken) -> bool:
-    """Run it and kill it at a random moment, or before a random change. → Whether it was killed before its end."""
+def killed(command: Command, out: Path, errors: Path, overwrite: bool, unbroken: tuple[float, int]) -> bool:
+    """Kill the command at a random moment or before a random change. Return whether it was killed before its end."""
+    seconds, changes = unbroken
     if random.random() < 0.5:
-        fault = partial(before_change, random.randint(1, unbroken.changes), out.parent, kill)
+        fault = partial(before_change, random.randint(1, changes), out.parent, kill)
         with started(command, out, errors, overwrite, fault) as process:
             return ended(process, errors) < 0
     with started(command, out, errors, overwrite) as process:
-        time.sleep(random.uniform(0, unbroken.seconds))
+        time.sleep(random.uniform(0, seconds))
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
         return ended(process, errors) < 0
 
 
 def finished(command: Command, out: Path, errors: Path, overwrite: bool) -> int:
-    """Run it to its end, at times twice at once. → How many ended with an error, which not all may do."""
+    """Run the command to its end, sometimes in two processes. Return how many failed, which not all may do."""
     rival = errors.with_name("rival")
     with started(command, out, errors, overwrite) as process:
         if random.random() < TWICE:
@@ -147,8 +140,8 @@ def finished(command: Command, out: Path, errors: Path, overwrite: bool) -> int:
     return sum(status != 0 for status in statuses)
 
 
-def trial(command: Command, old: Path, new: Path, folder: Path, unbroken: Unbroken) -> Counter[str]:
-    """One folder, killed until the command is let through. → How often what happened."""
+def trial(command: Command, old: Path, new: Path, folder: Path, unbroken: tuple[float, int]) -> Counter[str]:
+    """Kill the command in one folder, then let it finish. Return the counts of events."""
     out, errors = folder / "parent" / "run", folder / "errors"
     out.parent.mkdir(parents=True)
     found: Counter[str] = Counter()
@@ -172,7 +165,7 @@ def trial(command: Command, old: Path, new: Path, folder: Path, unbroken: Unbrok
 
 
 def compare(out: Path, new: Path) -> None:
-    """All files, tables and weights."""
+    """Compare all files, tables and weights."""
     files = files_of(new)
     if files_of(out) != files:
         raise Wrong(f"other files: {sorted(map(str, files_of(out) ^ files))[:5]}")
@@ -193,7 +186,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def run_unbroken(command: Command, out: Path, *more: str) -> Unbroken:
+def run_unbroken(command: Command, out: Path, *more: str) -> tuple[float, int]:
+    """Return how many seconds the command takes, and how often it changes something on the disk."""
     errors, log = out.parent / "errors", out.parent / "changes"
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     start = time.monotonic()
@@ -203,11 +197,11 @@ def run_unbroken(command: Command, out: Path, *more: str) -> Unbroken:
         if ended(process, errors):
             raise SystemExit(errors.read_text())
     os.close(handle)
-    return Unbroken(time.monotonic() - start, log.stat().st_size)
+    return time.monotonic() - start, log.stat().st_size
 
 
 def torture(kills: int, folder: Path, names: Collection[str] = NAMES) -> tuple[dict[str, Counter[str]], list[str]]:
-    """→ Command → how often what happened; and what was wrong."""
+    """Return the counts of events by command, and the errors that were found."""
     model, text = folder / "tiny", folder / "ids.npy"
     tiny_model("llama").save_pretrained(model)
     np.save(text, tiny_tokens(24, 16).numpy())

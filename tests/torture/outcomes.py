@@ -1,4 +1,4 @@
-"""What a command is given to spoil its day, and how it may end: well, or with a message of one or two lines."""
+"""The models and files of the attacks, and how a command may end: well, or with a message of one or two lines."""
 
 import argparse
 import os
@@ -38,7 +38,7 @@ Content = bytes | str  # of a file; or one of those above
 
 
 class HungError(BaseException):
-    """No command may catch it."""
+    """The error of a command that hangs. No command may catch it."""
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def outcome_of_command(args: tuple[str, ...]) -> str:
 
 
 def outcome_of_call(work: Callable[[], Any]) -> str:
-    """The same of a function of the Python interface."""
+    """Return the outcome of a function of the Python API."""
     try:
         with limited():
             work()
@@ -92,7 +92,7 @@ def outcome_of_call(work: Callable[[], Any]) -> str:
 
 @dataclass
 class Counts:
-    """Outcomes by reader or command; what is wrong is printed at once."""
+    """Counts of outcomes by reader or command; wrong outcomes are printed at once."""
 
     found: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: int = 0
@@ -114,7 +114,7 @@ class Counts:
 
 
 def save_models(folder: Path) -> None:
-    """`tiny` with a tokenizer and a text, and `bare`, which reads ids."""
+    """Save `tiny`, with a tokenizer and a text, and `bare`, which reads token ids."""
     for name in ("tiny", "bare"):
         tiny_model("llama").save_pretrained(folder / name)
     core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
@@ -124,7 +124,7 @@ def save_models(folder: Path) -> None:
 
 
 def put(path: Path, content: Content | None) -> None:
-    """Write a file, or put something else in its place."""
+    """Write a file, or make another kind of file at its path."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
@@ -144,7 +144,7 @@ def put(path: Path, content: Content | None) -> None:
 
 
 def examples(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
-    """So many values of a strategy, the same for the same number."""
+    """Return `count` values of a strategy, determined by the number."""
     found: list[Any] = []
 
     @seed(number)
@@ -158,7 +158,7 @@ def examples(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[
 
 
 def attack(attacks: Callable[[int, int, Counts], None], about: str) -> int:
-    """Parse the command line, attack, and print the counts. → Exit status."""
+    """Parse the command line, attack, print the counts, and return the exit status."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,6 @@
 """A verdict has no sentence that the numbers of its run do not support."""
 
 from io import StringIO
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -221,7 +220,7 @@ def test_a_text_that_is_read_hundreds_of_times_is_noted(monkeypatch: pytest.Monk
     for step in ("_claim", "_conclude"):
         monkeypatch.setattr(TrainingArms, step, lambda arms, *given: None)
     arms, said = object.__new__(TrainingArms), StringIO()
-    arms.console, arms.blocks = Console(file=said, width=200), blocks
-    arms.plan = SimpleNamespace(training=TrainingConfig(steps=6_000, batch_size=8, accumulation=4))
-    arms.finish([], untouched=False)
+    arms.console, arms.command = Console(file=said, width=200), "train"
+    arms.training = TrainingConfig(steps=6_000, batch_size=8, accumulation=4)
+    arms.finish([], None, None, blocks, None)
     assert said.getvalue().startswith("note: these steps are 584 passes over the 84,224 tokens of natural")

@@ -1,1 +1,1 @@
-"""What `sweep` is made of: the plan, the worker that measures cells, the engines that run workers, and the display."""
+"""The parts of `sweep`: the plan, the worker that measures cells, and the engines that run workers."""

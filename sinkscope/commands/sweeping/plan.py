@@ -5,7 +5,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,21 +35,13 @@ LARGEST_VOCABULARY = 1 << 18
 
 @dataclass(frozen=True)
 class Size:
-    """The size of one model.
+    """The size of one model."""
 
-    Attributes:
-        parameters: their number; None if the configuration cannot be read.
-        weights: bytes of the weights.
-        vocabulary: number of tokens.
-        download: bytes that must still be downloaded from the hub.
-        reason: why the configuration cannot be read.
-    """
-
-    parameters: int | None = None
-    weights: int = 0
-    vocabulary: int = 0
-    download: int = 0
-    reason: str = ""
+    parameters: int | None = None  # None if the configuration cannot be read
+    weights: int = 0  # bytes
+    vocabulary: int = 0  # number of tokens
+    download: int = 0  # bytes that must still be downloaded from the hub
+    reason: str = ""  # why the configuration cannot be read
 
     def memory(self, options: Any) -> int:
         """Estimate the bytes that measuring needs: weights, the file they are read from, and the logits of one batch,
@@ -60,10 +52,11 @@ class Size:
         if isinstance(options, ArmOptions):  # weights, their copy, gradients and AdamW's two moments
             logits = 3 * options.batch_size * options.block_length * self.vocabulary * BYTES["float32"]
             return int(MARGIN * (AT_LEAST + 5 * self.parameters * BYTES["float32"] + logits))
-        on_cpu = stays_on_cpu(options.device_map)
-        batch = options.batch_size
         length = getattr(options, "seq_len", QUESTION_TOKENS)
-        tokens = TOKENS_PER_BATCH["cpu" if on_cpu else "cuda"] if batch == "auto" else batch * length
+        if options.batch_size == "auto":
+            tokens = TOKENS_PER_BATCH["cpu" if stays_on_cpu(options.device_map) else "cuda"]
+        else:
+            tokens = options.batch_size * length
         logits = max(tokens, length) * self.vocabulary * BYTES["float32"]
         return int(MARGIN * (AT_LEAST + 2 * self.weights + logits))
 
@@ -87,14 +80,28 @@ class Planned:
 
 
 def planned(cells: Iterable[Cell], folders: CellFolders, reads: Reads) -> list[Planned]:
-    """Return all cells with their states."""
-    return [Planned(cell, *state_of(cell, folders, reads)) for cell in cells]
+    """Return all cells with their states. The message of a finished cell names its parts that failed: arms of
+    `intervene`, runs of `claims`, figures.
+    """
+    plan = []
+    for cell in cells:
+        manifest, message = done_cell(cell, folders, reads)
+        if manifest is not None:
+            failed = (manifest.get("failed") or {}) | (manifest.get("failed_figures") or {})
+            message = one_line("; ".join(f"{name}: {reason}" for name, reason in failed.items())) if failed else ""
+            plan.append(Planned(cell, State.DONE, message))
+        elif (failure := folders.failure(cell.name)) is not None:
+            plan.append(Planned(cell, State.FAILED, failure.error))
+        else:
+            plan.append(Planned(cell, State.WAITING, message))
+    return plan
 
 
 def sized(plan: Iterable[Planned], share: float = 0.0) -> list[Planned]:
     """Return the plan with the sizes of the models; each model is examined once.
 
     Args:
+        plan: the cells.
         share: bytes that each worker can have; infinite for a single worker. A local model that surely fits is not
             examined, since reading the header of a GGUF file takes seconds.
     """
@@ -104,12 +111,12 @@ def sized(plan: Iterable[Planned], share: float = 0.0) -> list[Planned]:
         options = each.cell.options
         key = load_key(options)
         if key not in sizes:
-            sizes[key] = Size() if surely_fits(options, share) else size_of(options)
+            sizes[key] = Size() if _surely_fits(options, share) else size_of(options)
         found.append(replace(each, size=sizes[key]))
     return found
 
 
-def surely_fits(options: Any, share: float) -> bool:
+def _surely_fits(options: Any, share: float) -> bool:
     """Return whether a local model can be measured in `share` bytes, judged by the size of its file alone."""
     model = getattr(options, "model", None)
     if is_on_hub(model) or not share:
@@ -128,15 +135,6 @@ def surely_fits(options: Any, share: float) -> bool:
     return Size(most, most * BYTES["float32"], LARGEST_VOCABULARY).memory(options) <= share
 
 
-def state_of(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[State, str]:
-    """Return the state of a cell, with its error if it failed, or the reason why it is measured again."""
-    manifest, why = done_cell(cell, folders, reads)
-    if manifest is not None:
-        return State.DONE, partly_failed(manifest)
-    failure = folders.failure(cell.name)
-    return (State.WAITING, why) if failure is None else (State.FAILED, failure.error)
-
-
 def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str, Any] | None, str]:
     """Return the manifest of a cell that was measured with the same options and whose inputs have not changed.
 
@@ -149,52 +147,37 @@ def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str,
     return (found, "") if found["tables"] and found.get("drawn", True) else (None, "")
 
 
-def partly_failed(manifest: Mapping[str, Any]) -> str:
-    """Return the parts of a finished cell that failed: arms of `intervene`, runs of `claims`, figures."""
-    failed = (manifest.get("failed") or {}) | (manifest.get("failed_figures") or {})
-    return one_line("; ".join(f"{name}: {reason}" for name, reason in failed.items())) if failed else ""
-
-
 def size_of(options: Any) -> Size:
     """Return the size of a model, computed from its configuration alone."""
-    if isinstance(options, TrainOptions):
-        return _size_of_new(options)
     try:
-        with quiet(), read_once():
-            files = find_settings(options.model, options.revision, options.gguf_file)
-            config = read_config(files, options.trust_remote_code)
+        if isinstance(options, TrainOptions):
+            config, files = architecture(options.config), None
             parameters = count_parameters(config)
+        else:
+            with quiet(), read_once():
+                files = find_settings(options.model, options.revision, options.gguf_file)
+                config = read_config(files, options.trust_remote_code)
+                parameters = count_parameters(config)
     except SinkscopeError as error:
         return Size(reason=one_line(error))
     except Exception as error:  # whatever building a model raises
         return Size(reason=described(error))
     text = config.get_text_config()
+    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
+    if files is None:  # `train` creates it
+        return Size(parameters, parameters * BYTES["float32"], vocabulary)
     stored = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
     dtype = options.dtype or ("float32" if files.gguf or stays_on_cpu(options.device_map) else stored)
-    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
     download = missing_weights(files.source, files.folder) if files.commit is not None else 0
     return Size(parameters, parameters * BYTES.get(dtype, 4), vocabulary, download)
 
 
-def _size_of_new(options: TrainOptions) -> Size:
-    """Return the size of a model that `train` creates."""
-    try:
-        config = architecture(options.config)
-        parameters = count_parameters(config)
-    except Exception as error:
-        return Size(reason=described(error))
-    return Size(parameters, parameters * BYTES["float32"], config.get_text_config().vocab_size)
-
-
 def check_disk(todo: Iterable[Planned], at_once: int | None) -> None:
-    """Check, before anything is downloaded, that the disk can hold the models.
+    """Raise InputError, before anything is downloaded, if the disk cannot hold the models.
 
     Args:
         todo: the cells that are to be measured.
         at_once: how many models are in the cache at the same time; None: all of them stay.
-
-    Raises:
-        InputError: the disk cannot hold them.
     """
     downloads = {each.cell.source: each.size.download for each in todo}
     needed, free = sum(sorted(downloads.values(), reverse=True)[:at_once]), free_room()
@@ -204,12 +187,6 @@ def check_disk(todo: Iterable[Planned], at_once: int | None) -> None:
             f"the models that are still on the hub take {gigabytes(needed)}, and the disk of their cache has "
             f"{gigabytes(free)} left: {advice}make room, or set HF_HOME to a folder on another disk"
         )
-
-
-def part_of(cells: Sequence[Cell], part: tuple[int, int]) -> Sequence[Cell]:
-    """Return the cells of part (i, n), the i-th of n parts of equal size; the cells of a model stay together."""
-    at, of = part
-    return cells[len(cells) * (at - 1) // of : len(cells) * at // of]
 
 
 def groups_of(todo: Iterable[Planned], tasks: Mapping[str, Task]) -> list[Group]:
@@ -246,12 +223,12 @@ Source = tuple[str, str | None]  # repository and revision
 
 
 class Leaving:
-    """Removes a model from the hub's cache when no cell of the sweep needs it any more.
+    """Remove a model from the hub's cache when no cell of the sweep needs it any more.
 
     Args:
         cells: all cells of the sweep, including other shards, which may read the same files.
         folders: the folder of the sweep.
-        todo: names of the cells that are measured now.
+        todo: the names of the cells that are measured now.
         reads: digests of what the cells read.
     """
 
@@ -271,12 +248,10 @@ class Leaving:
         source = self._sources.get(name)
         if source is None:
             return
-        self._waiting[source] = left = [cell for cell in self._waiting[source] if self._is_waiting(cell)]
-        if left:
-            return
-        freed = evict(*source)
-        if freed:
+        self._waiting[source] = left = [
+            cell
+            for cell in self._waiting[source]
+            if cell.name in self._todo or planned([cell], self._folders, self._reads)[0].state == State.WAITING
+        ]
+        if not left and (freed := evict(*source)):
             print_line(console, f"{source[0]}: {gigabytes(freed)} removed from the hub's cache")
-
-    def _is_waiting(self, cell: Cell) -> bool:
-        return cell.name in self._todo or state_of(cell, self._folders, self._reads)[0] == State.WAITING

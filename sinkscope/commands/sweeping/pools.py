@@ -1,8 +1,8 @@
 """Pools of workers that run the groups of a sweep; the loss of a worker does not end the sweep.
 
-`Processes` starts processes on this machine, `RayTasks` tasks on a Ray cluster, and `Launched` uses the processes of
-`accelerate launch`. When a worker is lost, the cell that it was measuring has failed, and another worker takes the rest
-of its group.
+`open_pool` chooses one: `Processes` starts processes on this machine, `RayTasks` tasks on a Ray cluster, and `Launched`
+uses the processes of `accelerate launch`. When a worker is lost, the cell that it was measuring has failed, and another
+worker takes the rest of its group.
 """
 
 import math
@@ -17,42 +17,32 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from sinkscope.commands.sweeping.worker import Event, Group, State, Task, measured, settle
+import psutil
+import torch
+
+from sinkscope.commands.sweeping.worker import Event, Group, State, measured, settle
 from sinkscope.errors import InputError, SinkscopeError, described
 from sinkscope.measuring.processes import Team
 from sinkscope.options.output import SweepOptions
 
 
-class Ended(NamedTuple):
-    """The end of a worker.
-
-    Attributes:
-        message: how it was lost, on one line; "" if it finished.
-    """
-
-    message: str = ""
-
-
 class Pool(Protocol):
-    """Workers, each of which measures one group.
+    """Workers, each of which measures one group."""
 
-    Attributes:
-        workers: how many there can be at once.
-        share: bytes that each can have when all run; 0 if the memory of every group must be estimated.
-    """
-
-    workers: int
-    share: float
+    workers: int  # how many there can be at once
+    share: float  # bytes that each can have when all run; 0 if the memory of every group must be estimated
 
     def has_room(self, group: Group) -> bool: ...
 
     def start(self, group: Group) -> int:
         """Start a worker, and return its number."""
 
-    def heard(self) -> Iterable[tuple[int, Event | Ended]]:
-        """Wait until a worker reports, and yield the number of each worker that does with its report."""
+    def heard(self) -> Iterable[tuple[int, Event | str]]:
+        """Wait until a worker reports, and yield the number of each worker that does with its report: an event, or at
+        its end how it was lost, on one line ("" if it finished).
+        """
 
     def close(self) -> None:
         """End all workers that still run."""
@@ -61,33 +51,35 @@ class Pool(Protocol):
 def run_groups(groups: Iterable[Group], pool: Pool) -> Iterator[Event]:
     """Run all groups, and yield the events of their cells as they occur."""
     waiting = deque(groups)
-    running: dict[int, list[Task]] = {}  # the cells that each worker has not finished
-    memory: dict[int, int] = {}
+    running: dict[int, Group] = {}  # the cells that each worker has not finished
     current: dict[int, str] = {}  # the cell that each worker is measuring
     try:
         while waiting or running:
             while waiting and (not running or pool.has_room(waiting[0])):
                 group = waiting.popleft()
-                number = pool.start(group)
-                running[number], memory[number] = list(group.tasks), group.memory
+                running[pool.start(group)] = group
             for number, heard in pool.heard():
                 if isinstance(heard, Event):
                     current[number] = heard.name
                     if heard.state in (State.DONE, State.FAILED):
-                        running[number] = [task for task in running[number] if task.name != heard.name]
+                        running[number] = _without(running[number], heard.name)
                         del current[number]
                     yield heard
                     continue
                 left, at = running.pop(number), current.pop(number, None)
                 # a worker that is lost before its first cell could not start, and the next one could not either
-                lost = [task for task in left if at in (None, task.name)]
-                for task in lost:
-                    yield Event(task.name, State.FAILED, heard.message or "its worker ended too early")
-                rest = tuple(task for task in left if task not in lost)
-                if rest:
-                    waiting.appendleft(Group(rest, memory[number]))
+                lost = [task.name for task in left.tasks if at in (None, task.name)]
+                for name in lost:
+                    yield Event(name, State.FAILED, heard or "its worker ended too early")
+                left = _without(left, *lost)
+                if left.tasks:
+                    waiting.appendleft(left)
     finally:
         pool.close()
+
+
+def _without(group: Group, *names: str) -> Group:
+    return replace(group, tasks=tuple(task for task in group.tasks if task.name not in names))
 
 
 def split(groups: list[Group], workers: int) -> list[Group]:
@@ -136,7 +128,7 @@ class Processes:
         if METHOD == "forkserver":
             modules = (SILENCE, *(f"sinkscope.commands.{name}" for name in commands))
             self._context.set_forkserver_preload(list(modules))
-        self.workers, self._devices = workers, accelerators() if workers > 1 else 0
+        self.workers, self._devices = workers, torch.cuda.device_count() if workers > 1 else 0
         self._threads = max(1, (os.cpu_count() or 1) // workers)
         self._budget = available_memory()
         self.share = self._budget / workers if workers > 1 else math.inf
@@ -158,26 +150,17 @@ class Processes:
         self._workers[self._started] = _Worker(process, receiver, group.memory, slot)
         return self._started
 
-    def heard(self) -> Iterator[tuple[int, Event | Ended]]:
+    def heard(self) -> Iterator[tuple[int, Event | str]]:
         ready = wait([worker.receiver for worker in self._workers.values()])
         for number, worker in list(self._workers.items()):
             if worker.receiver in ready:
                 try:
                     yield number, worker.receiver.recv()
                 except (EOFError, OSError):
-                    yield number, self._ended(number)
-
-    def _ended(self, number: int) -> Ended:
-        worker = self._workers.pop(number)
-        worker.process.join()
-        worker.receiver.close()
-        code = worker.process.exitcode
-        if code == 0:
-            return Ended()
-        if code is not None and code < 0:
-            hint = ": memory may have run out" if -code == getattr(signal, "SIGKILL", None) else ""
-            return Ended(f"its process was ended by signal {-code}{hint}")
-        return Ended(f"its process ended with status {code}")
+                    del self._workers[number]
+                    worker.process.join()
+                    worker.receiver.close()
+                    yield number, _how_lost(worker.process.exitcode)
 
     def close(self) -> None:
         workers = list(self._workers.values())
@@ -193,21 +176,17 @@ class Processes:
         self._workers.clear()
 
 
-def accelerators() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def default_workers() -> int:
-    """Return the number of accelerators, or of cores; memory is checked when workers start."""
-    return accelerators() or os.cpu_count() or 1
+def _how_lost(code: int | None) -> str:
+    if code == 0:
+        return ""
+    if code is None or code > 0:
+        return f"its process ended with status {code}"
+    hint = ": memory may have run out" if -code == getattr(signal, "SIGKILL", None) else ""
+    return f"its process was ended by signal {-code}{hint}"
 
 
 def available_memory() -> int:
     """Return the free bytes of this machine, or of this container if it has fewer."""
-    import psutil
-
     free = int(psutil.virtual_memory().available)
     try:
         most, used = (int(path.read_text(encoding="utf-8")) for path in CGROUP)
@@ -227,8 +206,6 @@ def _main(group: Group, sender: Connection, threads: int, device: int | None) ->
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = shown.split(",")[device] if shown else str(device)
     settle()
-    import torch
-
     # Also when nothing changes: torch repairs the thread pool of a forked process here, and two threads that need it at
     # once would fail.
     torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else threads)
@@ -300,7 +277,7 @@ class RayTasks:
         self._running[task.remote(group, os.getcwd())] = self._started
         return self._started
 
-    def heard(self) -> Iterator[tuple[int, Event | Ended]]:
+    def heard(self) -> Iterator[tuple[int, Event | str]]:
         ready, _ = self._ray.wait(list(self._running), num_returns=1)
         for generator in ready:
             number = self._running[generator]
@@ -308,10 +285,10 @@ class RayTasks:
                 yield number, self._ray.get(next(generator))
             except StopIteration:
                 del self._running[generator]
-                yield number, Ended()
+                yield number, ""
             except Exception as error:  # Ray lost the worker or its machine
                 del self._running[generator]
-                yield number, Ended(f"its Ray worker was lost: {described(error)}")
+                yield number, f"its Ray worker was lost: {described(error)}"
 
     def close(self) -> None:
         for generator in self._running:
@@ -354,20 +331,13 @@ class Launched:
         self._started += 1
         return self._started
 
-    def heard(self) -> Iterator[tuple[int, Event | Ended]]:
+    def heard(self) -> Iterator[tuple[int, Event | str]]:
         for event in self._events:
             yield self._started, event
-        yield self._started, Ended()
+        yield self._started, ""
 
     def close(self) -> None:
         """Do nothing: the other processes end with the last object from the first, or with its error."""
-
-
-def check_launched(asked: SweepOptions) -> None:
-    """Raise InputError for options that choose another pool."""
-    if asked.engine != "local" or asked.workers not in ("auto", 1):
-        what = "--engine ray" if asked.engine != "local" else f"--workers {asked.workers}"
-        raise InputError(f"{what}: under `accelerate launch` the launched processes measure each cell together")
 
 
 def follow(members: Team) -> Any:
@@ -376,3 +346,25 @@ def follow(members: Team) -> Any:
         for _ in measured(group):
             pass
     return group
+
+
+# ------------------------------------------------------------------------------------------------------- the choice
+
+
+def open_pool(asked: SweepOptions, commands: Iterable[str], members: Team) -> Pool:
+    """Return the pool that the options of a sweep name.
+
+    Raises:
+        InputError: Ray is not installed, or another pool than that of `accelerate launch` is named under it.
+        SinkscopeError: the Ray cluster cannot be reached.
+    """
+    workers = None if asked.workers == "auto" else asked.workers
+    if members.count > 1:
+        if asked.engine != "local" or workers not in (None, 1):
+            what = "--engine ray" if asked.engine != "local" else f"--workers {workers}"
+            raise InputError(f"{what}: under `accelerate launch` the launched processes measure each cell together")
+        return Launched(members)
+    if asked.engine == "ray":
+        return RayTasks(asked.address, workers)
+    # as many as there are accelerators, or cores; memory is checked when workers start
+    return Processes(workers or torch.cuda.device_count() or os.cpu_count() or 1, commands)

@@ -28,23 +28,17 @@ class Reads:
         Inputs that cannot be found now are omitted: nothing could be measured with them either. Tokens drawn from a
         seed have no digest, since the options hold the seed.
         """
-
-        def given(name: str) -> Any:
-            return getattr(options, name, None)
-
         asked: dict[str, tuple[Any, ...]] = {}
         if hasattr(options, "model"):
-            source = (given("model"), given("revision"), given("gguf_file"))
-            asked[f"model {given('model') or DEMO_NAME}"] = (_of_model, *source)
-        if given("dataset") is not None:
-            asked[f"dataset {given('dataset')}"] = (_of_dataset, given("dataset"))
-        for name in ("input", "text"):
-            if given(name) is not None and given("dataset") is None:
-                asked[f"{name} {given(name)}"] = (_of_text, given(name))
-        for name, find in _OTHERS.items():
-            if given(name) is not None:
-                asked[f"{name} {given(name)}"] = (find, given(name))
-        for folder in given("from_") or ():
+            asked[f"model {options.model or DEMO_NAME}"] = (
+                _of_model, options.model, getattr(options, "revision", None), getattr(options, "gguf_file", None),
+            )  # fmt: skip
+        for name, find in _DIGEST_OF.items():
+            given = getattr(options, name, None)
+            is_read = find is not _of_text or getattr(options, "dataset", None) is None
+            if given is not None and is_read:
+                asked[f"{name} {given}"] = (find, given)
+        for folder in getattr(options, "from_", None) or ():
             asked[f"run {folder}"] = (_of_files, (Path(folder) / MANIFEST,))
         return {what: digest for what, source in asked.items() if (digest := self._digest(*source)) is not None}
 
@@ -103,11 +97,9 @@ def _of_tokenizer(source: str) -> str:
 
 def _of_text(source: str) -> str | None:
     """Return None for tokens drawn from a seed and for tasks."""
-    if source in DRAWN:
-        return None
     if source in TEXTS:
         return hashlib.sha256(TEXTS[source]().encode()).hexdigest()
-    return _of_path(source)
+    return None if source in DRAWN else _of_path(source)
 
 
 def _of_path(source: str) -> str | None:
@@ -135,8 +127,11 @@ def _of_config(source: str) -> str | None:
     return _of_path(str(path / "config.json" if kind_of(path) == "folder" else path))
 
 
-# option → function that computes the digest of the file or folder that it names
-_OTHERS: dict[str, Callable[[str], str | None]] = {
+# option → function that computes the digest of what it names; a dataset is read in place of a text
+_DIGEST_OF: dict[str, Callable[[str], str | None]] = {
+    "dataset": _of_dataset,
+    "input": _of_text,
+    "text": _of_text,
     "adapter": _of_adapter,
     "tokenizer": _of_tokenizer,
     "config": _of_config,

@@ -42,32 +42,20 @@ class Task:
 
 @dataclass(frozen=True)
 class Group:
-    """Cells of one model in one dtype on the same devices, for which the model is loaded once.
+    """Cells of one model in one dtype on the same devices, for which the model is loaded once."""
 
-    Attributes:
-        tasks: the cells, in their order.
-        memory: estimated bytes that a worker needs; 0 if not known.
-    """
-
-    tasks: tuple[Task, ...]
-    memory: int = 0
+    tasks: tuple[Task, ...]  # in their order
+    memory: int = 0  # estimated bytes that a worker needs; 0 if not known
 
 
 @dataclass(frozen=True)
 class Event:
-    """A change of the state of a cell.
+    """A change of the state of a cell."""
 
-    Attributes:
-        name: the name of the cell.
-        state: its new state.
-        message: the error of a cell that failed, on one line.
-        seconds: duration, including the time to load the model.
-    """
-
-    name: str
+    name: str  # of the cell
     state: State
-    message: str = ""
-    seconds: float = 0.0
+    message: str = ""  # the error of a cell that failed, on one line
+    seconds: float = 0.0  # duration, including the time to load the model
 
 
 LOADED_BY = ("model", "revision", "gguf_file", "dtype", "device_map", "trust_remote_code", "allow_pickle")
@@ -91,7 +79,7 @@ def settle() -> None:
 
 def measured(group: Group) -> Iterator[Event]:
     """Measure the cells of a group one by one. An error becomes the event of its cell."""
-    models = _Models()
+    models: dict[str, Any] = {}
     for task in group.tasks:
         yield Event(task.name, State.RUNNING)
         start = time.monotonic()
@@ -101,71 +89,57 @@ def measured(group: Group) -> Iterator[Event]:
         except Exception as error:  # also unexpected errors: the other cells are still measured
             if was_interrupted(error):
                 raise KeyboardInterrupt from None
-            yield Event(task.name, State.FAILED, told(error), time.monotonic() - start)
+            if isinstance(error, SinkscopeError):
+                message = one_line(error, LONGEST)
+            elif is_out_of_memory(error):
+                message = "memory ran out: take a shorter seq-len, dtype bfloat16 or device-map auto"
+            else:
+                message = f"unexpected {described(error)}"
+            yield Event(task.name, State.FAILED, message, time.monotonic() - start)
         else:
             yield Event(task.name, State.DONE, seconds=time.monotonic() - start)
 
 
-class _Models:
-    """The model of a group, loaded when the first cell needs it. If loading fails, all cells fail with that error."""
-
-    def __init__(self) -> None:
-        self._loaded: Any = None
-        self._error: Exception | None = None
-
-    def get(self, options: Any) -> Any:
-        if self._error is not None:
-            raise self._error
-        if options.adapter is not None:  # merged into the weights by the command that loads them
-            return options.model
-        if self._loaded is None:
-            from sinkscope.commands.load import load
-
-            try:
-                self._loaded = load(**{name: getattr(options, name) for name in LOADED_BY})
-            except Exception as error:
-                self._error = error
-                raise
-        return self._loaded
-
-
-def _measure(task: Task, models: _Models) -> None:
+def _measure(task: Task, models: dict[str, Any]) -> None:
     """Run the command of a cell, which writes its folder. An interrupted command resumes. A folder that was made with
     other options, other defaults of an older version, or inputs that have changed since is replaced.
     """
     function = getattr(import_module(f"sinkscope.commands.{task.command}"), task.command)
     # a sweep may have hundreds of cells: `show` makes the page of one when it is needed
-    where = {"out": task.folder, "overwrite": not _goes_on(task), "page": False}
+    where = {"out": task.folder, "overwrite": not _can_resume(task), "page": False}
     if task.command == "train":
         function(options=task.options, figures=False, **where)
     elif task.command == "retrofit":
         function(task.options.model, config=task.options, figures=False, **where)
     elif task.command in ("claims", "benchmark"):
-        function(models.get(task.options), config=task.options, **where)
+        function(_loaded(task.options, models), config=task.options, **where)
     else:
-        function(models.get(task.options), config=task.options, figures=task.figures, **where)
+        function(_loaded(task.options, models), config=task.options, figures=task.figures, **where)
 
 
-def _goes_on(task: Task) -> bool:
+def _can_resume(task: Task) -> bool:
     """Return whether an interrupted command can resume in its folder."""
     if not type(task.options).resumable:
         return False
+    recorded = task.options.model_dump(mode="json", exclude={"method"})  # as run.json records the options of a training
     try:
-        found = resumable(task.folder, task.command, {"config": _recorded(task.options)})
+        found = resumable(task.folder, task.command, {"config": recorded})
         return found is not None and not changes(found.get("read"), task.read)
     except InputError:
         return False
 
 
-def _recorded(options: Any) -> dict[str, Any]:
-    """Return the options as run.json records them: for a training, without its methods."""
-    return options.model_dump(mode="json", exclude={"method"})
+def _loaded(options: Any, models: dict[str, Any]) -> Any:
+    """Return the model of a group, which its first cell loads. If that fails, all cells fail with the same error."""
+    if options.adapter is not None:  # merged into the weights by the command that loads them
+        return options.model
+    if not models:
+        from sinkscope.commands.load import load
 
-
-def told(error: Exception) -> str:
-    """Return the message of an error on one line."""
-    if isinstance(error, SinkscopeError):
-        return one_line(error, LONGEST)
-    if is_out_of_memory(error):
-        return "memory ran out: take a shorter seq-len, dtype bfloat16 or device-map auto"
-    return f"unexpected {described(error)}"
+        try:
+            models["loaded"] = load(**{name: getattr(options, name) for name in LOADED_BY})
+        except Exception as error:
+            models["error"] = error
+    if "error" in models:
+        raise models["error"]
+    return models["loaded"]
