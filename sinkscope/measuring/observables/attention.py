@@ -8,7 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
-from sinkscope.measuring.observables.observable import BySequence, HeadMeans, Lists, Observable, Settings
+from sinkscope.measuring.observables.observable import (
+    BySequence,
+    Lists,
+    Means,
+    Observable,
+    Settings,
+    with_kv_head,
+)
 from sinkscope.models.family import Family
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
@@ -68,13 +75,14 @@ class Attention(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.by_position, self.by_head, self.outside = HeadMeans(), HeadMeans(), HeadMeans()
+        self.by_position, self.by_head, self.outside = Means("head", "position"), Means("head"), Means("head")
         self.by_sequence, self.heads_by_sequence = BySequence("position"), BySequence("head")
         self.sinks: Lists[str, np.ndarray] = Lists(list)
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         positions, window = self.settings.positions, self.settings.window
-        group, seen = read.query.shape[1] // read.key.shape[1], (read.call.causal, read.call.prefix)
+        group = read.query.shape[1] // read.key.shape[1]
+        seen = read.call.causal, read.call.prefix
         sums = column_sums(read, batch.columns(positions), window)
 
         window_mass = window_means(sums.window, batch, window, positions, *seen)
@@ -86,20 +94,22 @@ class Attention(Observable):
             "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
         }
         present = batch.present(positions)
-        self.by_position.add(layer, group, statistics, present)
+        self.by_position.add(statistics, present, layer=layer, group=group)
         over_heads = {name: statistics[name].mean(1, dtype=torch.float64) for name in BY_SEQUENCE}
         self.by_sequence.add(batch, over_heads, present, layer=layer)
         at_first = {name: statistics[name][..., 0] for name in ("window_mass", "sink_mass")}
-        self.heads_by_sequence.add(batch, at_first, layer=layer)
+        self.heads_by_sequence.add(batch, at_first, layer=layer, group=group)
         # NaN if a sequence is too long to read all columns, and then for the mean over sequences
         entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
         rows = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
-        self.by_head.add(layer, group, {name: mean_over_queries(row, batch.valid) for name, row in rows.items()})
+        self.by_head.add(
+            {name: mean_over_queries(row, batch.valid) for name, row in rows.items()}, layer=layer, group=group
+        )
         outside = outside_mass(read, batch)
         if outside is not None:
             mass = mean_over_queries(outside, batch.of_text)
             rates = is_sink(mass, self.settings.epsilon)
-            self.outside.add(layer, group, {"outside_mass": mass, "sink_rate_outside": rates})
+            self.outside.add({"outside_mass": mass, "sink_rate_outside": rates}, layer=layer, group=group)
         self._list_sinks(layer, window_means(sums.window, batch, window, read.length, *seen), batch, seen)
 
     def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch, seen: tuple[bool, int]) -> None:
@@ -122,13 +132,13 @@ class Attention(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         sinks = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()})
-        outside = {"attention_outside": self.outside.table()} if self.outside else {}
+        outside = {"attention_outside": with_kv_head(self.outside.table())} if self.outside else {}
         return outside | {
-            "attention": self.by_position.table(),
-            "attention_heads": self.by_head.table(),
+            "attention": with_kv_head(self.by_position.table()),
+            "attention_heads": with_kv_head(self.by_head.table()),
             # without the positions that a sequence does not have
             "attention_by_sequence": self.by_sequence.table().dropna(subset="window_mass", ignore_index=True),
-            "attention_heads_by_sequence": self.by_position.with_kv_head(self.heads_by_sequence.table()),
+            "attention_heads_by_sequence": with_kv_head(self.heads_by_sequence.table()),
             # sorted, so that the batch size has no effect
             "sink_positions": sinks.sort_values(["layer", "head", "sequence", "position"], ignore_index=True),
         }

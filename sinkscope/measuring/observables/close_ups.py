@@ -89,7 +89,7 @@ class MeanMaps(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         frames = []
-        for layer in self.maps.keys():  # noqa: SIM118 (not a dict)
+        for layer in self.maps:
             weights = self.maps[layer].T.astype(np.float32)
             places = range(int(np.isfinite(weights[:, 0]).sum()))  # queries that a sequence has
             shown = weights[: len(places), : len(places)]

@@ -16,7 +16,7 @@ from sinkscope.text.batch import Batch
 THRESHOLD = 100.0  # a massive entry is above this …
 RATIO = 1000.0  # … and at least this many times the median
 TOP = 3  # entries listed for every sequence and layer, massive or not
-SAMPLED = 61  # one of so many entries is sampled to locate the median; divides no usual width
+SAMPLED = 61  # every 61st entry is sampled to locate the median; 61 divides no usual width
 
 
 class Massive(Observable):
@@ -50,11 +50,12 @@ class Massive(Observable):
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         hidden = reading.tensor
-        own = real_tokens(hidden, batch)
+        columns = zip(batch.start.tolist(), (batch.start + batch.lengths).tolist(), strict=True)
+        own = [row[start:stop] for row, (start, stop) in zip(hidden, columns, strict=True)]  # without padding
         medians = torch.stack([median_magnitude(entries) for entries in own])
-        places = largest_entries(hidden, reading.once(token_peaks), medians, batch)
-        values = upcast(hidden[places]).double().cpu()
-        sequence, column, coordinate = (index.cpu() for index in places)
+        entries = largest_entries(hidden, reading.once(token_peaks), medians, batch)
+        values = upcast(hidden[entries]).double().cpu()
+        sequence, column, coordinate = (index.cpu() for index in entries)
         found = {
             "layer": torch.full_like(sequence, layer),
             "sequence": sequence + batch.first,
@@ -102,12 +103,6 @@ def medians_elsewhere(
         column = upcast(entries[:, coordinate]).abs().double().cpu().numpy()
         found.append(np.median(np.delete(column, position)) if len(column) > 1 else np.nan)
     return np.array(found)
-
-
-def real_tokens(hidden: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-    """Return a view (length,D) of each sequence of hidden states (B,T,D), without padding."""
-    starts, lengths = batch.start.tolist(), batch.lengths.tolist()
-    return [row[start : start + length] for row, start, length in zip(hidden, starts, lengths, strict=True)]
 
 
 def largest_entries(

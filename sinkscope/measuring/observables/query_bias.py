@@ -20,6 +20,8 @@ from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen
 from sinkscope.errors import InputError
 from sinkscope.measuring.observables.observable import (
+    ALL_HEADS,
+    GROUPS,
     NO_ATTENTION,
     Accumulator,
     BySequence,
@@ -29,6 +31,7 @@ from sinkscope.measuring.observables.observable import (
     Settings,
     Sums,
     long_form,
+    long_table,
 )
 from sinkscope.models.family import Family
 from sinkscope.models.positions import effective_positions, massive_coordinates
@@ -36,7 +39,6 @@ from sinkscope.models.projections import Projection, check_plain, projections
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
-ALL_HEADS = -1
 NO_QUERY_BIAS = "its queries have no bias"
 BINS = 60  # bins of Δ's histogram in each layer
 # q_norm, q_layernorm, query_layernorm, k_norm, qk_norm, …: norms before the logits, unlike a norm of the heads' mix
@@ -143,50 +145,41 @@ class QueryBias(Observable):
     @torch.no_grad()
     def tables(self) -> dict[str, pd.DataFrame]:
         longest = max(moments.mean.shape[0] for moments in self.moments.values())
-        learned = bool(self.family.position_embedding)
-        positions = effective_positions(self.model, self.family, longest) if learned else None
-        layers = sorted(self.moments)
+        epe = effective_positions(self.model, self.family, longest) if self.family.position_embedding else None
+        by_position, by_coordinate, distributions = [], [], []
+        for layer, moments in sorted(self.moments.items()):
+            mean, variance = (moment.T.cpu().numpy() for moment in (moments.mean, moments.variance))
+            gamma = self.directions[layer].sum(0).cpu().numpy()
+            alignment, epe_0, massive = np.full(mean.shape, np.nan), np.full(gamma.shape, np.nan), []
+            if epe is not None:
+                weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
+                alignment = key_alignment(epe[: mean.shape[1]], weight, bias).T.cpu().numpy()
+                epe_0, massive = epe[0].double().cpu().numpy(), massive_coordinates(epe[0])
+            heads = [ALL_HEADS, *range(len(mean) - 1)]
+            by_position.append((
+                {"layer": layer, "head": heads, "position": range(mean.shape[1])},
+                {"delta_mean": mean, "delta_std": np.sqrt(variance), "key_alignment": alignment},
+            ))  # fmt: skip
+            coordinates = np.arange(len(gamma))
+            columns = {"gamma": gamma, "epe_0": epe_0, "is_massive_epe": np.isin(coordinates, massive)}
+            by_coordinate.append(({"layer": layer, "coordinate": coordinates}, columns))
+            deltas = self.deltas[layer]
+            groups = {
+                "position 0": torch.cat([part[:, 0] for part in deltas]),
+                "later": torch.cat([part[:, 1:].flatten() for part in deltas]),
+            }
+            found = [values[~values.isnan()].cpu().numpy() for values in groups.values()]
+            edges = np.histogram_bin_edges(np.concatenate(found), BINS)
+            counts = np.concatenate([np.histogram(values, edges)[0] for values in found])
+            centers = np.tile((edges[1:] + edges[:-1]) / 2, len(found))
+            axes = {"layer": layer, "group": np.repeat(list(groups), BINS)}
+            distributions.append((axes, {"delta": centers, "count": counts}))
         return {
-            "query_bias": pd.concat([self._by_position(layer, positions) for layer in layers], ignore_index=True),
+            "query_bias": long_table(by_position),
             "query_bias_by_sequence": self.by_sequence.table(),
-            "gamma": pd.concat([self._by_coordinate(layer, positions) for layer in layers], ignore_index=True),
-            "delta_distribution": pd.concat([self._distribution(layer) for layer in layers], ignore_index=True),
+            "gamma": long_table(by_coordinate),
+            "delta_distribution": long_table(distributions),
         }
-
-    def _by_position(self, layer: int, positions: torch.Tensor | None) -> pd.DataFrame:
-        mean, variance = (moment.T.cpu().numpy() for moment in (self.moments[layer].mean, self.moments[layer].variance))
-        aligned = np.full(mean.shape, np.nan)
-        if positions is not None:
-            weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
-            aligned = key_alignment(positions[: mean.shape[1]], weight, bias).T.cpu().numpy()
-        heads = [ALL_HEADS, *range(len(mean) - 1)]
-        return long_form(
-            {"layer": layer, "head": heads, "position": range(mean.shape[1])},
-            {"delta_mean": mean, "delta_std": np.sqrt(variance), "key_alignment": aligned},
-        )
-
-    def _by_coordinate(self, layer: int, positions: torch.Tensor | None) -> pd.DataFrame:
-        gamma = self.directions[layer].sum(0).cpu().numpy()
-        first = np.full(gamma.shape, np.nan)
-        massive: list[int] = []
-        if positions is not None:
-            first = positions[0].double().cpu().numpy()
-            massive = massive_coordinates(positions[0])
-        coordinates = np.arange(len(gamma))
-        columns = {"gamma": gamma, "epe_0": first, "is_massive_epe": np.isin(coordinates, massive)}
-        return long_form({"layer": layer, "coordinate": coordinates}, columns)
-
-    def _distribution(self, layer: int) -> pd.DataFrame:
-        parts = self.deltas[layer]
-        groups = {
-            "position 0": torch.cat([part[:, 0] for part in parts]),
-            "later": torch.cat([part[:, 1:].flatten() for part in parts]),
-        }
-        found = {name: values[~values.isnan()].cpu().numpy() for name, values in groups.items()}
-        edges = np.histogram_bin_edges(np.concatenate(list(found.values())), BINS)
-        counts = np.stack([np.histogram(values, edges)[0] for values in found.values()])
-        table = long_form({"layer": layer, "group": list(found), "bin": range(BINS)}, {"count": counts})
-        return table.assign(delta=np.tile((edges[1:] + edges[:-1]) / 2, len(found))).drop(columns="bin")
 
 
 def read_by_attention(family: Family) -> str:
@@ -234,7 +227,7 @@ class Moments(Accumulator):
 
 
 def key_weight_and_query_bias(model: PreTrainedModel, family: Family, layer: int) -> tuple[torch.Tensor, Any]:
-    """Return copies of W_k (K,d,D) and b_Q (H,d) of one layer; b_Q is None if there is no query bias."""
+    """Return W_k (K,d,D) and b_Q (H,d) of one layer; b_Q is None if there is no query bias."""
     projected = projections(model, family, layer)
     bias = projected["query"].bias
     return projected["key"].weight.detach(), None if bias is None else bias.detach()
@@ -263,7 +256,6 @@ def key_alignment(vectors: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     return torch.cat([together[:, None], torch.cosine_similarity(keys, bias[None], dim=-1, eps=0.0)], dim=1)
 
 
-GROUPS = 20  # groups of sequences (number modulo 20) for the jackknife of means
 WHOLE_RUN = -1  # the group of all sequences
 
 
@@ -311,30 +303,21 @@ class Epe(Observable):
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if site == "layer_out" and layer == 0:
-            self._add_states(batch.tokens_at(upcast(reading.tensor), self.settings.positions), batch)
+            states = batch.tokens_at(upcast(reading.tensor), self.settings.positions)  # (B,P,D)
+            present = batch.present(states.shape[1])
+            counted = torch.ones(states.shape[:2]) if present is None else present
+            for index, state in enumerate(states.double()):
+                group = (batch.first + index) % GROUPS
+                self.sums.add(group, state)
+                self.counts.add(group, counted[index].float().cpu())
         if site == "layer_in" and layer in self.attending:
-            first = batch.tokens_at(upcast(reading.tensor), 1)[:, 0]
-            self._add_rest(layer, first, batch)
-
-    def _add_states(self, states: torch.Tensor, batch: Batch) -> None:
-        """Add the first layer's outputs (B,P,D) to the sums of their groups."""
-        present = batch.present(states.shape[1])
-        counted = torch.ones(states.shape[:2]) if present is None else present
-        for index, state in enumerate(states.double()):
-            group = (batch.first + index) % GROUPS
-            self.sums.add(group, state)
-            self.counts.add(group, counted[index].float().cpu())
-
-    def _add_rest(self, layer: int, first: torch.Tensor, batch: Batch) -> None:
-        """Add the cosines of position 0's inputs (B,D)."""
-        weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
-        if bias is None:
-            return
-        rest = first - self.epe[0].to(first)
-        cosines = {
-            name: key_alignment(x, weight, bias)[:, 0] for name, x in (("cosine", rest), ("cosine_whole", first))
-        }
-        self.by_sequence.add(batch, cosines, layer=layer)
+            weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
+            if bias is None:
+                return
+            first = batch.tokens_at(upcast(reading.tensor), 1)[:, 0]  # (B,D)
+            vectors = {"cosine": first - self.epe[0].to(first), "cosine_whole": first}
+            cosines = {name: key_alignment(x, weight, bias)[:, 0] for name, x in vectors.items()}
+            self.by_sequence.add(batch, cosines, layer=layer)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         groups = sorted(self.sums)
