@@ -1,11 +1,11 @@
-"""What the gradient tables must hold: plain transformers, autograd's own gradients, float64 loops.
+"""The values that the gradient tables must have, from plain transformers, autograd's own gradients, and float64 loops.
 
-Nothing of sinkscope is imported. Every sequence goes through the model alone and unpadded, `retain_grad` stands on
-every tensor, attention is dense, and `backward` runs as in training. Where tensors are is written down here by hand.
+Nothing of sinkscope is imported. Every sequence goes through the model alone and unpadded, every tensor retains its
+gradient, attention is dense, and `backward` runs as in training. reference.py names the modules of each architecture.
 
-Attention comes in by the same three doors that transformers has: a function registered with `AttentionInterface`,
-`F.scaled_dot_product_attention` made dense (Falcon, whose eager path adds ALiBi twice), and the own code of BLOOM,
-MPT, GPT-J and GPT-Neo, whose tensors are caught where they are ready.
+Attention is recorded in three ways: by a function registered with `AttentionInterface`, by a dense
+`F.scaled_dot_product_attention` (Falcon, whose eager path adds ALiBi twice), and in the own code of BLOOM, MPT, GPT-J
+and GPT-Neo.
 """
 
 import copy
@@ -20,6 +20,8 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from reference import Place, long_enough, place_of
+from reference import assert_same as assert_same
 from support.dense_attention import dense_attention
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -27,87 +29,11 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 NAME = "gradient_reference"  # of the attention implementation
 GRAM_QUERIES = 64  # theorem 1's μ, σ² and ρ are measured on at most so many evenly spaced queries
-ROUND_OFF = 1e-5  # of the upper bound: by so much a bound may be missed
-
-
-# ------------------------------------------------------------------------------- where things are, by hand
-
-
-@dataclass(frozen=True)
-class Place:
-    """Modules of one architecture. A layer's norms are named, and whose input h+½ is."""
-
-    layers: str = "model.layers"
-    attention: str = "self_attn"
-    attn_norm: str | None = "input_layernorm"
-    attn_out: str = "self_attn"
-    mid: str | None = "post_attention_layernorm"  # h+½ enters here
-    mlp_norm: str | None = "post_attention_layernorm"
-    mlp_out: str = "mlp"
-    post_norm: bool = False  # h+½ is normalized before the MLP reads it and before the MLP is added
-
-
-def _parallel(
-    layers: str = "model.layers", attn: str = "self_attn", norm: str = "input_layernorm", mlp_norm: str | None = None
-) -> Place:
-    return Place(layers, attn, norm, attn, None, mlp_norm, "mlp")
-
-
-_GEMMA = Place(
-    attn_out="post_attention_layernorm",
-    mid="pre_feedforward_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    mlp_out="post_feedforward_layernorm",
-)
-_FALCON = ("transformer.h", "self_attention")
-_NEOX = ("gpt_neox.layers", "attention", "input_layernorm")
-
-
-def place_of(config: Any) -> Place:
-    kind = config.model_type
-    if kind == "falcon":
-        if config.new_decoder_architecture:
-            return _parallel(*_FALCON, "ln_attn", "ln_mlp")
-        return _parallel(*_FALCON) if config.parallel_attn else Place(*_FALCON, attn_out="self_attention")
-    if kind == "gpt_neox":
-        if config.use_parallel_residual:
-            return _parallel(*_NEOX, "post_attention_layernorm")
-        return Place(*_NEOX, attn_out="attention")
-    if kind == "stablelm" and config.use_parallel_residual:
-        return _parallel()
-    if kind == "opt":
-        before = config.do_layer_norm_before
-        return Place(
-            layers="model.decoder.layers",
-            attn_norm="self_attn_layer_norm" if before else None,
-            mid="final_layer_norm" if before else "self_attn_layer_norm",
-            mlp_norm="final_layer_norm" if before else None,
-            mlp_out="fc2",
-            post_norm=not before,
-        )
-    places = {
-        "gemma2": _GEMMA,
-        "gemma3_text": _GEMMA,
-        "olmo2": Place(
-            attn_norm=None,
-            attn_out="post_attention_layernorm",
-            mid="mlp",
-            mlp_norm=None,
-            mlp_out="post_feedforward_layernorm",
-        ),
-        "phi": _parallel(),
-        "cohere": _parallel(),
-        "gptj": _parallel("transformer.h", "attn", "ln_1"),
-        "gpt2": Place("transformer.h", "attn", "ln_1", "attn", "ln_2", "ln_2"),
-        "gpt_neo": Place("transformer.h", "attn.attention", "ln_1", "attn", "ln_2", "ln_2"),
-        "bloom": Place("transformer.h", "self_attention", attn_out="self_attention.dense", mlp_out="mlp.dense_4h_to_h"),
-        "mpt": Place("transformer.blocks", "attn", "norm_1", "attn.out_proj", "norm_2", "norm_2", "ffn.down_proj"),
-    }
-    return places.get(kind, Place())
+ROUND_OFF = 1e-5  # relative tolerance of the bounds
 
 
 def gain_of(norm: nn.Module) -> np.ndarray:
-    """γ, which Gemma stores as 1 + weight."""
+    """Return γ, which Gemma stores as 1 + weight."""
     weight = norm.weight.detach().double().numpy()
     return 1 + weight if type(norm).__name__.startswith("Gemma") else weight
 
@@ -117,7 +43,7 @@ def gain_of(norm: nn.Module) -> np.ndarray:
 
 @dataclass
 class Layer:
-    """One layer on one sequence: each tensor of interest and its gradient (of the whole run's mean loss)."""
+    """One layer on one sequence, with gradients of the mean loss of the whole run."""
 
     weights: np.ndarray  # (H,T,T)
     query: np.ndarray  # gradients (H,T,d); key, value (K,T,d)
@@ -125,19 +51,19 @@ class Layer:
     value: np.ndarray
     mix: np.ndarray  # (H,T,d)
     sites: dict[str, np.ndarray]  # gradient by site, (T,D)
-    inputs: dict[str, np.ndarray]  # what the sites hold, (T,D)
+    inputs: dict[str, np.ndarray]  # value by site, (T,D)
 
 
 @dataclass
 class Sequence:
     ids: np.ndarray
-    loss: float  # cross-entropy summed over what it predicts
+    loss: float  # cross-entropy summed over the predicted tokens
     layers: list[Layer]
 
 
 @dataclass
 class _Calls:
-    """Tensors with their gradients to come, in order: one entry a layer each."""
+    """Tensors that retain their gradients, one entry per layer, in order."""
 
     qkv: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # (1,heads,T,d) each, or MPT's one (1,T,3D)
     weights: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T)
@@ -153,7 +79,7 @@ def kept(x: torch.Tensor) -> torch.Tensor:
 
 
 def trainable_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights as they would be trained; the original stays as it is."""
+    """Return a copy of the model as it would be trained."""
     twin = copy.deepcopy(model).requires_grad_(True)
     if on_interface(twin):
         twin.set_attn_implementation(NAME)
@@ -168,7 +94,7 @@ def on_interface(model: PreTrainedModel) -> bool:
 
 
 def record(model: PreTrainedModel, sequences: list[np.ndarray]) -> list[Sequence]:
-    """Forward and backward of every sequence, one at a time. The loss: summed cross-entropy ÷ predicted tokens."""
+    """Run forward and backward for one sequence at a time; the loss is the summed cross-entropy ÷ predicted tokens."""
     model.zero_grad()
     predicted = sum(len(ids) - 1 for ids in sequences)
     return [_record(model, ids, predicted) for ids in sequences]
@@ -207,7 +133,7 @@ def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence
 
 
 def check_wiring(place: Place, layers: list[Layer]) -> None:
-    """What must be true of the places written down above, in values and in gradients."""
+    """Assert that the sums of the residual stream hold at the named modules, in values and in gradients."""
     for layer in layers:
         x, gradient = layer.inputs, layer.sites
         if place.mid is None:
@@ -233,7 +159,7 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
 
 
 def _gradient(x: torch.Tensor) -> np.ndarray:
-    """Zeros where nothing came back."""
+    """Return the gradient; zeros if there is none."""
     return _numpy(torch.zeros_like(x) if x.grad is None else x.grad)
 
 
@@ -243,7 +169,7 @@ def _head_gradients(config: Any, qkv: tuple[torch.Tensor, ...]) -> list[np.ndarr
         return [part.reshape(len(part), config.n_heads, -1).transpose(1, 0, 2) for part in parts]
     query, key, value = (_gradient(x)[0] for x in qkv)
     if config.model_type == "falcon" and config.new_decoder_architecture:
-        # this code repeats each key and value head by itself: a head's gradient is the sum of its copies'
+        # its code repeats each key and value head: a head's gradient is the sum of the gradients of its copies
         groups = config.num_attention_heads // config.num_kv_heads
         key, value = (x.reshape(-1, groups, *x.shape[1:]).sum(1) for x in (key, value))
     return [query, key, value]
@@ -257,7 +183,7 @@ def _site_hooks(layer: nn.Module, place: Place, found: dict[str, torch.Tensor]) 
     def leaving(name: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: Any) -> Any:
             found[name] = kept(first(output))
-            # Falcon adds into this very tensor
+            # Falcon adds to this tensor in place
             return output.clone() if name == "mlp_out" and isinstance(output, torch.Tensor) else None
 
         return hook
@@ -290,7 +216,7 @@ def _site_hooks(layer: nn.Module, place: Place, found: dict[str, torch.Tensor]) 
             handle.remove()
 
 
-# -------------------------------------------------------------------------- attention, by its three doors
+# ------------------------------------------------------------------------------- attention, in three ways
 
 
 @contextmanager
@@ -337,7 +263,7 @@ def _interface_attention(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits + attention_mask[..., :length]
-    if s_aux is not None:  # one more column in the softmax, which no value answers to
+    if s_aux is not None:  # one more column in the softmax, without a value
         logits = torch.cat([logits, s_aux.view(1, heads, 1, 1).expand(1, heads, length, 1)], dim=-1)
     weights = logits.softmax(-1)[..., :length]
     mix = kept(weights @ value.repeat_interleave(copies, dim=1))
@@ -351,7 +277,7 @@ AttentionMaskInterface.register(NAME, eager_mask)
 
 
 def _dense_sdpa(calls: _Calls) -> Callable:
-    """F.scaled_dot_product_attention made dense, everything kept."""
+    """Return a dense F.scaled_dot_product_attention that keeps its tensors."""
 
     def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls.add(query, key, value)
@@ -365,7 +291,7 @@ def _dense_sdpa(calls: _Calls) -> Callable:
 
 @contextmanager
 def _recorded_softmax(calls: _Calls) -> Iterator[None]:
-    """The model's own softmax; its 4-dimensional answers are attention weights."""
+    """Keep the 4-dimensional results of the model's own softmax, which are attention weights."""
     softmax = F.softmax
 
     def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -380,7 +306,7 @@ def _recorded_softmax(calls: _Calls) -> Iterator[None]:
 
 @contextmanager
 def _own_code(kind: str, attention: Any, calls: _Calls) -> Iterator[None]:
-    """Query, key, value and mix where each architecture's own code has them ready."""
+    """Keep query, key, value and mix where each architecture's own code has them."""
     with ExitStack() as stack:
         if kind in ("gptj", "gpt_neo"):
             own = attention._attn
@@ -424,7 +350,7 @@ def _own_code(kind: str, attention: Any, calls: _Calls) -> Iterator[None]:
 
 
 class _DoubleTorch:
-    """`torch`, in which float32 is float64."""
+    """The module torch, with float64 in place of float32."""
 
     float = float32 = torch.float64
 
@@ -434,9 +360,7 @@ class _DoubleTorch:
 
 @contextmanager
 def in_double(model: PreTrainedModel) -> Iterator[None]:
-    """A model's own code without its excursions to float32 (norms, softmax), where round-off of float64 would be
-    rounded to float32 one way or the other.
-    """
+    """Run a model's own code without its conversions to float32 (norms, softmax)."""
     single = torch.Tensor.float
     with (
         patch.object(sys.modules[type(model).__module__], "torch", _DoubleTorch()),
@@ -470,7 +394,7 @@ def _norm(x: np.ndarray) -> float:
 
 
 def _ratio(above: float, below: float) -> float:
-    """Undefined where nothing comes back to what it is measured against."""
+    """Return the ratio; NaN if the gradient that it is compared with is 0."""
     return above / below if below > 0 else np.nan
 
 
@@ -480,11 +404,11 @@ def _mean(values: list[float]) -> float:
 
 
 def roles_of(place: Place) -> dict[str, tuple[str, str | None, str, str | None]]:
-    """Each branch's input x, its own norm's output y, its output r, and the stream z = x + r behind it."""
+    """Return each branch's input x, its own norm's output y, its output r, and the stream z = x + r after it."""
     attn_norm = None if place.attn_norm is None else "attn_norm"
     mlp_norm = None if place.mlp_norm is None else "mlp_norm"
     if place.post_norm:
-        return {"attn": ("layer_in", None, "attn_out", "mid")}  # no site holds what the MLP's branch adds to
+        return {"attn": ("layer_in", None, "attn_out", "mid")}  # the MLP's sum is at no site
     if place.mid is None:
         shared = place.mlp_norm is None  # the norm's gradient is of both branches
         attn_norm = None if shared else attn_norm
@@ -497,7 +421,7 @@ def gradient_ratio(model: PreTrainedModel, sequences: list[Sequence], positions:
     for number, branch, (x, y, r, z) in _branches(model, sequences):
         for position in range(positions):
             norms, bloats, compressions, changes = [], [], [], []
-            for sequence in _long_enough(sequences, position):
+            for sequence in long_enough(sequences, position):
                 layer = sequence.layers[number]
                 at = {site: found[position] for site, found in layer.sites.items()}
                 norms.append(_norm(layer.inputs[x][position]))
@@ -513,9 +437,9 @@ def gradient_ratio(model: PreTrainedModel, sequences: list[Sequence], positions:
 
 
 def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
-    """Theorem 1, on the run's longest sequences. The loss is the summed one: its gradients do not shrink with the run.
+    """Check theorem 1 on the longest sequences, for the summed loss, whose gradients do not depend on the run's size.
 
-    `identity_residual` is not that of sinkscope, but that of the identity itself in these gradients.
+    `identity_residual` is the residual of the identity in these gradients.
     """
     predicted = sum(len(sequence.ids) - 1 for sequence in sequences)
     longest = max(len(sequence.ids) for sequence in sequences)
@@ -546,7 +470,7 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
                     g = predicted * sequence.layers[number].mix[head, position:]
                     measured.append(np.sum((column @ g) ** 2))
                 error = size = 0.0
-                for sequence in _long_enough(sequences, position):
+                for sequence in long_enough(sequences, position):
                     this = sequence.layers[number]
                     group = range(head // groups * groups, head // groups * groups + groups)
                     routed = sum(this.weights[h, position:, position] @ this.mix[h, position:] for h in group)
@@ -561,7 +485,7 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
 
 
 def norm_bound(model: PreTrainedModel, sequences: list[Sequence], positions: int) -> pd.DataFrame:
-    """Theorem 2 for every norm in front of a branch, with γ and ε read off the module."""
+    """Check theorem 2 for every norm before a branch, with γ and ε of the module."""
     place = place_of(model.config)
     modules = list(model.get_submodule(place.layers))
     paths = {"attn": place.attn_norm, "mlp": place.mlp_norm}
@@ -574,7 +498,7 @@ def norm_bound(model: PreTrainedModel, sequences: list[Sequence], positions: int
         epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         for position in range(positions):
             ratios, bounds, inside, tightness = [], [], [], []
-            for sequence in _long_enough(sequences, position):
+            for sequence in long_enough(sequences, position):
                 layer = sequence.layers[number]
                 entries = layer.inputs[x][position]
                 if isinstance(norm, nn.LayerNorm):
@@ -604,50 +528,3 @@ def _branches(
     for number in range(len(sequences[0].layers)):
         for branch, roles in roles_of(place_of(model.config)).items():
             yield number, branch, roles
-
-
-def _long_enough(sequences: list[Sequence], position: int) -> list[Sequence]:
-    return [sequence for sequence in sequences if len(sequence.ids) > position]
-
-
-# ------------------------------------------------------------------------------------------- comparison
-
-KEYS = ("layer", "pathway", "branch", "head", "position")
-SMALLEST = 1e-6  # of the column's largest: below that an entry's error counts as relative to this much
-
-
-def errors(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
-    """Column → worst relative error. AssertionError where the rows themselves, or the places of NaN, differ. Pathways
-    that the expected table does not have are left out.
-    """
-    keys = [name for name in KEYS if name in expected]
-    if "pathway" in keys:
-        ours = ours[ours["pathway"].isin(expected["pathway"])]
-    mine, truth = (table.sort_values(keys, ignore_index=True) for table in (ours, expected))
-    assert set(mine.columns) == set(truth.columns)
-    assert len(mine) == len(truth), f"{len(mine)} rows, not {len(truth)}"
-    for name in keys:
-        assert list(mine[name]) == list(truth[name]), f"other values of {name}"
-    found = {}
-    for name in (name for name in truth if name not in keys):
-        column, right = mine[name].to_numpy(float), truth[name].to_numpy(float)
-        if name == "identity_residual":  # round-off on both sides: how large it is matters, not which
-            assert (np.isnan(column) == np.isnan(right)).all(), "NaN elsewhere in identity_residual"
-            found[name] = float(np.nanmax(column, initial=0.0))
-            continue
-        assert (np.isnan(column) == np.isnan(right)).all(), f"NaN elsewhere in {name}"
-        largest = np.nanmax(np.abs(right), initial=0.0)
-        error = np.abs(column - right) / np.maximum(np.maximum(np.abs(right), SMALLEST * largest), 1e-300)
-        found[name] = float(np.nanmax(error, initial=0.0))
-    return found
-
-
-def assert_same(ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame], tolerance: float) -> dict[str, float]:
-    """Every column of every expected table agrees. → the worst error of each table."""
-    worst = {}
-    for name, table in expected.items():
-        found = errors(ours[name], table)
-        wrong = {column: error for column, error in found.items() if not error <= tolerance}
-        assert not wrong, f"table {name}: {wrong}"
-        worst[name] = max(found.values(), default=0.0)
-    return worst

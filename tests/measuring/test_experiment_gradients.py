@@ -1,4 +1,4 @@
-"""Gradients of an experiment's arms, against plain autograd in float64 of a model that is changed by hand."""
+"""Gradients of an experiment's arms, against plain autograd in float64 for a model that is changed by hand."""
 
 from typing import Any
 
@@ -39,10 +39,7 @@ def sequences_of(model: PreTrainedModel) -> list[np.ndarray]:
 
 
 def value_norms(model: PreTrainedModel, hidden: int | None) -> np.ndarray:
-    """‖∇v‖ by layer and position (layers,P), of transformers' own eager model under a mask made by hand.
-
-    hidden: the key that no other token sees; None: all are seen.
-    """
+    """Return ‖∇v‖ (layers,P) of transformers' own eager model, with the key `hidden` masked for all other tokens."""
     forbidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     if hidden is not None:
         forbidden[:, hidden] |= torch.arange(LENGTH) != hidden
@@ -80,11 +77,11 @@ def test_gradients_under_an_intervention_are_those_of_the_changed_model(llama: P
     moved = int(control.partition("positions=")[2])
     for condition, hidden in (("before", None), ("mask-sink", 0), ("mask-sink control 0", moved)):
         np.testing.assert_allclose(norms_of(masked, condition), value_norms(llama, hidden), rtol=1e-10)
-    # and the check would see another model's
+    # the intervention changes the gradients
     assert np.abs(norms_of(masked, "mask-sink") / norms_of(masked, "before") - 1)[:, 0].max() > 0.1
 
 
-def test_every_arm_and_control_has_the_tables_of_what_was_asked_for(masked: Run) -> None:
+def test_every_arm_and_control_has_the_tables_of_the_chosen_observables(masked: Run) -> None:
     conditions = {"before", "mask-sink", "mask-sink control 0", "mask-sink control 1"}
     for name in (*GRADIENTS, "attention"):
         assert set(masked.tables[name]["condition"]) == conditions, name
@@ -110,7 +107,7 @@ def test_a_backward_pass_changes_nothing_else_of_an_arm(llama: PreTrainedModel, 
 
 
 def test_a_norm_four_times_as_large_lets_a_quarter_through() -> None:
-    """Theorem 2's bound at the layer itself, and a state that is 4 times what it was."""
+    """The input norm is 4 times as large, and theorem 2's bound a quarter."""
     model = tiny_model("llama")
     run = sinkscope.intervene(model, "rescale-norm:layers=1,factor=4", observables=("gradient",), draws=1, **SMALL)
     control = f"{next(iter(run.manifest['arms']))} control 0"

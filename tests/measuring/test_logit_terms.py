@@ -1,4 +1,4 @@
-"""The four terms of logits, Δ by sequence, and what EPE explains, against products written out by hand in float64."""
+"""The four terms of logits, Δ by sequence, and the states that EPE explains, against products by hand in float64."""
 
 from functools import cache
 from typing import Any
@@ -22,7 +22,6 @@ from sinkscope.models.wiring import read_sites
 LENGTHS = (9, 4, 12, 2, 7)
 POSITIONS, HEADS, WIDTH = 5, 4, 8
 LEARNED = ("gpt2", "opt", "opt-post-norm", "gpt2-by-layer")
-EACH = pytest.mark.parametrize("name", LEARNED)
 TERMS = ["biases", "content", "delta", "key bias"]
 
 
@@ -46,7 +45,7 @@ def tables_of(model: PreTrainedModel, size: int = 2, side: str = "right") -> dic
 
 
 def halves(attention: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Weights (H,d,D) and biases (H,d) of queries and keys."""
+    """Return the weights (H,d,D) and biases (H,d) of queries and keys."""
     if hasattr(attention, "c_attn"):  # (in, out), all queries, then all keys
         weight, bias = attention.c_attn.weight.T[:64], attention.c_attn.bias[:64]
     else:
@@ -64,14 +63,14 @@ def measured(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame]]:
 
 @cache
 def plain_sites(name: str) -> list[list[dict[str, torch.Tensor]]]:
-    """Each sequence alone, then layers → sites (1,T,D)."""
+    """Return the sites (1,T,D) of each layer, for each sequence alone."""
     model, _ = measured(name)
     with in_double(model):
         return [read_sites(model, find_family(model), torch.as_tensor(ids)[None]) for ids in ragged_tokens(LENGTHS)]
 
 
 def by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[np.ndarray]]:
-    """term → of every later query, the mean over heads at position 0 and of its other keys."""
+    """Return by term, for every later query and head, its value at position 0 and its mean over the other keys."""
     x = sites["layer_in" if name == "opt-post-norm" else "attn_norm"][0]
     (w_q, w_k), (b_q, b_k) = halves(attention)
     scaling = WIDTH**-0.5 / (layer + 1 if name == "gpt2-by-layer" else 1)
@@ -90,7 +89,7 @@ def by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor
     return found
 
 
-@EACH
+@pytest.mark.parametrize("name", LEARNED)
 def test_each_term_is_the_product_of_its_factors(name: str) -> None:
     model, tables = measured(name)
     found = tables["logit_terms_by_sequence"].set_index(["layer", "sequence", "term"])
@@ -125,16 +124,15 @@ def test_padding_and_batch_size_change_nothing(name: str, size: int, side: str) 
         pd.testing.assert_frame_equal(found, tables[table], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "opt-post-norm", "gpt_neo", "qwen2", "bloom", "llama"])
-def test_only_models_with_both_biases_and_places_have_these_terms(name: str) -> None:
-    model = tiny_model(name)
-    applies = name in ("gpt2", "opt", "opt-post-norm")
-    for kind in (LogitTerms, Epe):
-        assert (kind.inapplicable(model, find_family(model)) is None) == applies
+def test_only_models_with_query_biases_and_learned_positions_have_these_terms() -> None:
+    for name in ("gpt2", "opt", "opt-post-norm", "gpt_neo", "qwen2", "bloom", "llama"):
+        model = tiny_model(name)
+        for kind in (LogitTerms, Epe):
+            assert (kind.inapplicable(model, find_family(model)) is None) == (name in LEARNED), name
 
 
-def test_what_is_no_projection_has_no_bias_in_it() -> None:
-    """Rotated, a query is no multiple of what was projected."""
+def test_a_rotated_query_has_no_effective_bias() -> None:
+    """It is not a multiple of the projected query."""
     model = double("gpt2")
     projection = projections(model, find_family(model), 0)["query"]
     x = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -148,7 +146,7 @@ def test_what_is_no_projection_has_no_bias_in_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt-post-norm"])
-def test_delta_by_sequence_is_what_the_run_is_the_mean_of(name: str) -> None:
+def test_deltas_mean_over_sequences_is_the_runs(name: str) -> None:
     model, tables = measured(name)
     found = tables["query_bias_by_sequence"].set_index(["layer", "sequence"])
     whole = tables["query_bias"].query("head == -1 and position == 0").set_index("layer")["delta_mean"]
@@ -177,7 +175,8 @@ def epe_of(name: str, model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_epe_beside_the_states_behind_the_first_layer(name: str) -> None:
+def test_epe_and_the_states_of_the_first_layer(name: str) -> None:
+    """The cosine of EPE with the first layer's mean output, and of b_Q with the key without EPE."""
     model, tables = measured(name)
     epe = epe_of(name, model)
     states = [layers[0]["layer_out"][0] for layers in plain_sites(name)]
@@ -188,18 +187,12 @@ def test_epe_beside_the_states_behind_the_first_layer(name: str) -> None:
         expected = torch.cosine_similarity(torch.stack(kept).mean(0), epe[position], dim=0)
         assert cosine == pytest.approx(float(expected), rel=1e-9)
 
-
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_what_epe_leaves_of_the_first_state(name: str) -> None:
-    model, tables = measured(name)
-    epe = epe_of(name, model)
-    found = tables["epe_rest_by_sequence"].set_index(["layer", "sequence"])
+    rest = tables["epe_rest_by_sequence"].set_index(["layer", "sequence"])
     attentions = find_family(model).attentions(model)
     for sequence, layers in enumerate(plain_sites(name)):
         for layer, sites in enumerate(layers):
             (_, w_k), (b_q, _) = halves(attentions[layer])
             first = sites["layer_in"][0, 0]
             for column, x in (("cosine", first - epe[0]), ("cosine_whole", first)):
-                key = (w_k @ x).flatten()
-                expected = torch.cosine_similarity(key, b_q.flatten(), dim=0)
-                assert found.loc[layer, sequence][column] == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+                expected = torch.cosine_similarity((w_k @ x).flatten(), b_q.flatten(), dim=0)
+                assert rest.loc[layer, sequence][column] == pytest.approx(float(expected), rel=1e-5, abs=1e-6)

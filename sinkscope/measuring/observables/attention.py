@@ -25,8 +25,7 @@ BY_SEQUENCE = ("window_mass", "sink_rate", "sink_mass")
 
 
 class Attention(Observable):
-    """Measures attention sinks: tables `attention`, `attention_heads`, `attention_by_sequence`,
-    `attention_heads_by_sequence` and `sink_positions`; `attention_outside` for models with such a term.
+    """Measures attention sinks.
 
     window_mass is the mean over the existing queries at most W - 1 tokens away from the key: with T = W = 64 this is
     WSE's α, the mean over all queries t ≥ s. In an encoder, which attends both ways, queries before the key count like

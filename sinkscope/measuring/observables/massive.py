@@ -67,10 +67,10 @@ class Massive(Observable):
         }
         for name, entry in found.items():
             self.rows[name].append(entry.numpy())
-        first = np.unique(sequence.numpy(), return_index=True)[1]  # the largest entry of each sequence
+        first = np.unique(sequence.numpy(), return_index=True)[1]  # the row of each sequence's largest entry
         peaks = {name: found[name][first].numpy() for name in ("layer", "sequence", "position", "coordinate")}
         largest = {"largest": found["value"][first].abs().numpy()}
-        with_entries = [own[row] for row in sequence[first].tolist()]  # a sequence of NaN has none
+        with_entries = [own[row] for row in sequence[first].tolist()]  # a sequence of NaN has no entry
         elsewhere = medians_elsewhere(with_entries, peaks["position"].tolist(), peaks["coordinate"].tolist())
         for name, values_of in (peaks | largest | {"elsewhere": elsewhere}).items():
             self.others[name].append(values_of)
@@ -89,14 +89,9 @@ class Massive(Observable):
 def medians_elsewhere(
     sequences: Sequence[torch.Tensor], positions: Sequence[int], coordinates: Sequence[int]
 ) -> np.ndarray:
-    """Return the median magnitude at one coordinate of each sequence over its tokens, except the one at a position.
+    """Return for each hidden state (length,D) the median magnitude at a coordinate over all tokens except one position.
 
-    Args:
-        sequences: N hidden states, (length,D) each.
-        positions, coordinates: One of each for every sequence, N.
-
-    Returns:
-        (N,), NaN for a sequence of one token.
+    It is NaN for a sequence of one token.
     """
     found = []
     for entries, position, coordinate in zip(sequences, positions, coordinates, strict=True):
@@ -118,7 +113,7 @@ def largest_entries(
         medians: (B,), the median of the absolute entries of each sequence.
 
     Returns:
-        Sequence, column and coordinate of each entry found, (N,) each.
+        Sequence, column and coordinate of each entry, (N,) each.
     """
     if batch.valid is not None:
         peaks = peaks.masked_fill(~batch.valid.to(peaks.device), -1.0)
@@ -157,17 +152,17 @@ def median_magnitude(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(found).view(magnitude.dtype)[0]
 
 
-def selected(numbers: np.ndarray, place: int) -> np.ndarray:
-    """Return the number at this place in ascending order, (1,), like np.partition.
+def selected(numbers: np.ndarray, index: int) -> np.ndarray:
+    """Return the number at this index in ascending order, (1,), like np.partition.
 
-    np.partition is slow on some processors (AVX-512 of AMD's Zen 4: 9 times slower than AVX2). So the number is first
-    sought among the few between two sample quantiles, four standard deviations to either side, and then in all.
+    np.partition is slow on some processors (AVX-512 of AMD's Zen 4: 9 times slower than AVX2). Therefore the number is
+    first looked for between two sample quantiles, four standard deviations to either side, and then among all numbers.
     """
     sample = np.sort(numbers[::SAMPLED])
-    middle, reach = place * len(sample) // len(numbers), 1 + int(2 * len(sample) ** 0.5)
+    middle, reach = index * len(sample) // len(numbers), 1 + int(2 * len(sample) ** 0.5)
     low, high = sample[max(0, middle - reach)], sample[min(middle + reach, len(sample) - 1)]
     near = numbers[np.flatnonzero((numbers >= low) & (numbers <= high))]
-    at = place - int(np.count_nonzero(numbers < low))
+    at = index - int(np.count_nonzero(numbers < low))
     if not 0 <= at < len(near):
-        near, at = numbers, place
+        near, at = numbers, index
     return np.partition(near, at)[at : at + 1]

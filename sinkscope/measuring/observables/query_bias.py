@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen
 from sinkscope.errors import InputError
+from sinkscope.measuring.observables.attention import mean_over_queries
 from sinkscope.measuring.observables.observable import (
     ALL_HEADS,
     GROUPS,
@@ -46,8 +47,7 @@ QUERY_OR_KEY_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_\w*(norm|ln)\w*$")
 
 
 class QueryBias(Observable):
-    """Measures Δ and γ in layers whose queries have a bias: tables `query_bias`, `query_bias_by_sequence`, `gamma` and
-    `delta_distribution`.
+    """Measures Δ and γ in layers whose queries have a bias.
 
     Head -1 is all heads together: the sum of their Δ, and the alignment of their concatenated vectors.
     """
@@ -117,7 +117,8 @@ class QueryBias(Observable):
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.model, self.family = model, family
-        self.site = read_by_attention(family)
+        # the input of the projections of queries and keys
+        self.site = "attn_norm" if "attn_norm" in family.sites else "layer_in"
         for layer in family.attentions(model):
             weight, bias = key_weight_and_query_bias(model, family, layer)
             if bias is not None:
@@ -182,11 +183,6 @@ class QueryBias(Observable):
         }
 
 
-def read_by_attention(family: Family) -> str:
-    """Return the site from which attention projects its queries and keys."""
-    return "attn_norm" if "attn_norm" in family.sites else "layer_in"
-
-
 class Moments(Accumulator):
     """Running mean and population variance over sequences, (P,…) for the positions seen so far, in float64.
 
@@ -236,19 +232,14 @@ def key_weight_and_query_bias(model: PreTrainedModel, family: Family, layer: int
 def bias_directions(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Return u_h = W_k^{g(h)}ᵀ b_Q^h of every query head, (H,D) in float64: Δ_j^h = u_h · x_j, Σ_h u_h = γ (NU §4.2.3).
 
-    Args:
-        weight: W_k (K,d,D).
-        bias: b_Q (H,d); query head h reads the keys of head g(h) = h ÷ (H/K).
+    `weight` is W_k (K,d,D), `bias` b_Q (H,d), and query head h reads the keys of head g(h) = h ÷ (H/K).
     """
     grouped = bias.double().view(len(weight), -1, bias.shape[-1])  # (K,H/K,d)
     return torch.einsum("kgd,kdc->kgc", grouped, weight.double()).flatten(0, 1)
 
 
 def key_alignment(vectors: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return cos(W_k x, b_Q) for vectors x (P,D), of all heads concatenated and of each query head, (P,1+H) float64.
-
-    A key head that serves several query heads is compared with each (NU §4.2.2, for the EPE).
-    """
+    """Return cos(W_k x, b_Q) for vectors x (P,D), of all heads concatenated and of each query head, (P,1+H) float64."""
     keys = torch.einsum("kdc,pc->pkd", weight.double(), vectors.to(weight.device).double())
     keys = keys.repeat_interleave(len(bias) // len(weight), dim=1)  # (P,H,d)
     bias = bias.double()
@@ -260,11 +251,10 @@ WHOLE_RUN = -1  # the group of all sequences
 
 
 class Epe(Observable):
-    """Tests what effective positional encodings explain: tables `epe_by_group` and `epe_rest_by_sequence`.
+    """Compares effective positional encodings EPE_i = MLP⁽¹⁾(p_i) + p_i (positions.py) with states and keys.
 
-    EPE_i = MLP⁽¹⁾(p_i) + p_i (positions.py). NU calls it the first-order effect of position i after the first layer
-    (§3.2.1), and takes W_k EPE_0 as the reason why the sink's key is aligned with the query bias (§4.2.2). The paper
-    leaves both checks open.
+    NU calls EPE_i the first-order effect of position i after the first layer (§3.2.1), and W_k EPE_0 the reason why the
+    sink's key is aligned with the query bias (§4.2.2). The paper checks neither.
     """
 
     name = "epe"
@@ -340,7 +330,7 @@ CLOSE = 1e-2  # relative tolerance for queries and keys as multiples of their pr
 
 
 class LogitTerms(Observable):
-    """Measures the four terms of logits with biases at position 0 and at other keys: table `logit_terms_by_sequence`.
+    """Measures the four terms of logits with biases, at position 0 and at other keys.
 
         s_{t→j} = (W_q x_t)ᵀ W_k x_j + (W_q x_t)ᵀ b_K + b_Qᵀ W_k x_j + b_Qᵀ b_K        (NU §4.1)
 
@@ -381,7 +371,7 @@ class LogitTerms(Observable):
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.model, self.family = model, family
-        self.site = read_by_attention(family)
+        self.site = "attn_norm" if "attn_norm" in family.sites else "layer_in"
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if site == self.site:
@@ -401,11 +391,11 @@ class LogitTerms(Observable):
             own = repeat_heads(upcast(state), heads) - bias
             tokens.append(batch.tokens_at(own.transpose(1, 2), longest).transpose(1, 2))
             biases.append(bias)
+        present = batch.present(longest)
+        counted = None if present is None else present[:, 1:]
         for term, (first, others) in terms(*tokens, *biases).items():
-            statistics = {
-                name: mean_over_later_queries(read.call.scaling * x, batch)
-                for name, x in (("at_first", first), ("at_others", others))
-            }
+            scaled = {"at_first": read.call.scaling * first, "at_others": read.call.scaling * others}
+            statistics = {name: mean_over_queries(x.mean(1, keepdim=True), counted)[:, 0] for name, x in scaled.items()}
             self.by_sequence.add(batch, statistics, layer=layer, term=term)
 
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -425,13 +415,8 @@ def sees_all_earlier(read: AttentionRead, batch: Batch) -> bool:
 def effective_bias(projection: Projection, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor | None:
     """Return the bias's part of queries or keys, (heads,d): the bias times a factor that some models apply to them.
 
-    Args:
-        projection: The projection of queries or keys.
-        x: (T,D), its input.
-        state: (heads,T,d), the queries or keys that attention reads.
-
-    Returns:
-        None if these are no multiple of the projection's output, for example after a rotation.
+    `x` (T,D) is the input of the projection, `state` (heads,T,d) the queries or keys that attention reads. The result
+    is None if these are no multiple of the projection's output, for example after a rotation.
     """
     weight, bias = projection.weight.detach(), projection.bias
     bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias.detach()
@@ -447,12 +432,8 @@ def terms(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Compute the four terms of q·k of every query from position 1 on, under the causal mask.
 
-    Args:
-        query, key: (B,H,T,d), without their biases.
-        query_bias, key_bias: (1,H,1,d).
-
-    Returns:
-        Term → two tensors (B,H,T−1): the term at position 0's key, and its mean over the query's other keys.
+    Queries and keys (B,H,T,d) are without their biases (1,H,1,d). Each term is two tensors (B,H,T−1): its value at
+    position 0's key, and its mean over the query's other keys.
     """
     first = key[:, :, :1]
     count = torch.arange(1, key.shape[2], device=key.device, dtype=key.dtype)
@@ -467,13 +448,3 @@ def terms(
         DELTA: (dot(query_bias, first).expand_as(alike), dot(query_bias.expand_as(others), others)),
         BIASES: (biases, biases),
     }
-
-
-def mean_over_later_queries(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Average x (B,H,T−1), of queries from position 1 on, over heads and the queries that a sequence has: (B,)."""
-    by_query = x.mean(1)
-    present = batch.present(x.shape[-1] + 1)
-    if present is None:
-        return by_query.mean(-1)
-    present = present[:, 1:].to(x.device)
-    return by_query.masked_fill(~present, 0.0).sum(-1) / present.sum(-1)
