@@ -418,22 +418,23 @@ def roles_of(place: Place) -> dict[str, tuple[str, str | None, str, str | None]]
 
 def gradient_ratio(model: PreTrainedModel, sequences: list[Sequence], positions: int) -> pd.DataFrame:
     rows = []
-    for number, branch, (x, y, r, z) in _branches(model, sequences):
-        for position in range(positions):
-            norms, bloats, compressions, changes = [], [], [], []
-            for sequence in long_enough(sequences, position):
-                layer = sequence.layers[number]
-                at = {site: found[position] for site, found in layer.sites.items()}
-                norms.append(_norm(layer.inputs[x][position]))
-                if y is not None:
-                    bloats.append(_ratio(_norm(at[y]), _norm(at[r])))
-                if y is not None and z is not None:
-                    compressions.append(_ratio(_norm(at[x] - at[z]), _norm(at[y])))
-                if z is not None:
-                    changes.append(_ratio(_norm(at[x]), _norm(at[z])))
-            rows.append((number, branch, position, *map(_mean, (norms, bloats, compressions, changes))))
-    columns = ["input_norm", "bloat", "compress", "change"]
-    return pd.DataFrame(rows, columns=["layer", "branch", "position", *columns])
+    for number, _ in enumerate(sequences[0].layers):
+        for branch, (x, y, r, z) in roles_of(place_of(model.config)).items():
+            for position in range(positions):
+                found: dict[str, list[float]] = {"input_norm": [], "bloat": [], "compress": [], "change": []}
+                for sequence in long_enough(sequences, position):
+                    layer = sequence.layers[number]
+                    at = {site: gradients[position] for site, gradients in layer.sites.items()}
+                    found["input_norm"].append(_norm(layer.inputs[x][position]))
+                    if y is not None:
+                        found["bloat"].append(_ratio(_norm(at[y]), _norm(at[r])))
+                    if y is not None and z is not None:
+                        found["compress"].append(_ratio(_norm(at[x] - at[z]), _norm(at[y])))
+                    if z is not None:
+                        found["change"].append(_ratio(_norm(at[x]), _norm(at[z])))
+                means = {name: _mean(values) for name, values in found.items()}
+                rows.append({"layer": number, "branch": branch, "position": position} | means)
+    return pd.DataFrame(rows)
 
 
 def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
@@ -487,29 +488,27 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
 def norm_bound(model: PreTrainedModel, sequences: list[Sequence], positions: int) -> pd.DataFrame:
     """Check theorem 2 for every norm before a branch, with γ and ε of the module."""
     place = place_of(model.config)
-    modules = list(model.get_submodule(place.layers))
-    paths = {"attn": place.attn_norm, "mlp": place.mlp_norm}
     rows = []
-    for number, branch, (x, y, _, z) in _branches(model, sequences):
-        if y is None or z is None:
-            continue
-        norm = modules[number].get_submodule(paths[branch])
-        largest = np.abs(gain_of(norm)).max()
-        epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-        for position in range(positions):
-            ratios, bounds, inside, tightness = [], [], [], []
-            for sequence in long_enough(sequences, position):
-                layer = sequence.layers[number]
-                entries = layer.inputs[x][position]
-                if isinstance(norm, nn.LayerNorm):
-                    entries = entries - entries.mean()
-                bounds.append(largest / np.sqrt(np.mean(entries**2) + epsilon))
-                through = _norm(layer.sites[x][position] - layer.sites[z][position])
-                ratios.append(_ratio(through, _norm(layer.sites[y][position])))
-                if not np.isnan(ratios[-1]):
-                    inside.append(float(ratios[-1] <= 1.005 * bounds[-1]))
-                    tightness.append(ratios[-1] / bounds[-1])
-            rows.append((number, branch, position, *map(_mean, (ratios, bounds, inside, tightness))))
+    for number, module in enumerate(model.get_submodule(place.layers)):
+        for branch, (x, y, _, z) in roles_of(place).items():
+            if y is None or z is None:
+                continue
+            norm = module.get_submodule({"attn": place.attn_norm, "mlp": place.mlp_norm}[branch])
+            largest = np.abs(gain_of(norm)).max()
+            epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+            for position in range(positions):
+                ratios, bounds, inside, tightness = [], [], [], []
+                for sequence in long_enough(sequences, position):
+                    layer = sequence.layers[number]
+                    entries = layer.inputs[x][position]
+                    entries = entries - entries.mean() if isinstance(norm, nn.LayerNorm) else entries
+                    bounds.append(largest / np.sqrt(np.mean(entries**2) + epsilon))
+                    through = _norm(layer.sites[x][position] - layer.sites[z][position])
+                    ratios.append(_ratio(through, _norm(layer.sites[y][position])))
+                    if not np.isnan(ratios[-1]):
+                        inside.append(float(ratios[-1] <= 1.005 * bounds[-1]))
+                        tightness.append(ratios[-1] / bounds[-1])
+                rows.append((number, branch, position, *map(_mean, (ratios, bounds, inside, tightness))))
     return pd.DataFrame(rows, columns=["layer", "branch", "position", "measured", "bound", "holds", "tightness"])
 
 
@@ -520,11 +519,3 @@ def tables(model: PreTrainedModel, sequences: list[Sequence], positions: int) ->
         "gradient_check": gradient_check(sequences, positions),
         "norm_bound": norm_bound(model, sequences, positions),
     }
-
-
-def _branches(
-    model: PreTrainedModel, sequences: list[Sequence]
-) -> Iterator[tuple[int, str, tuple[str, str | None, str, str | None]]]:
-    for number in range(len(sequences[0].layers)):
-        for branch, roles in roles_of(place_of(model.config)).items():
-            yield number, branch, roles

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.errors import InputError
-from sinkscope.html_page.compact import BY_SEQUENCE
+from sinkscope.html_page.compact import BY_SEQUENCE, DIGITS
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
@@ -90,7 +90,7 @@ class Contents:
 
     @cached_property
     def all_tables(self) -> dict[str, pd.DataFrame]:
-        """Name → table, of the folder and of the runs side by side, whose names are the first column.
+        """The tables of the folder and of the runs side by side, whose names are the first column, by name.
 
         Tables with rows for each sequence are only on the page of their own run, except for maps.
         """
@@ -106,7 +106,7 @@ class Contents:
 
     @property
     def levels(self) -> list[tuple[str, str, str, float | None, str]]:
-        """For a sweep of trainings: settings, condition, level of the factor study, WSE's sink rate and its mark."""
+        """The settings, condition and level of each training of a sweep, and WSE's sink rate with its mark."""
         training = self.tables.get(factor_study.TABLE, pd.DataFrame())
         named = {} if training.empty else factor_study.levels(training)
         rates = {level: factor_study.published(level) for level in named.values()}
@@ -115,7 +115,7 @@ class Contents:
 
     @property
     def controls(self) -> list[tuple]:
-        """For every arm of `effect`, metric and position: mean, standard deviation and number of its controls."""
+        """The mean, standard deviation and number of controls for every arm of `effect`, metric and position."""
         table = self.all_tables.get("effect", pd.DataFrame())
         if table.empty:
             return []
@@ -125,7 +125,7 @@ class Contents:
 
     @property
     def last_steps(self) -> list[tuple]:
-        """For every level of a factor study and metric: mean, standard deviation and number of trainings at the end."""
+        """The mean, standard deviation and number of last values for every level of a factor study and metric."""
         training = self.tables.get(factor_study.TABLE, pd.DataFrame())
         if training.empty:
             return []
@@ -134,14 +134,23 @@ class Contents:
         return _spreads(rows.loc[rows.groupby(keys)["step"].idxmax()], [factor_study.LEVEL, "metric"])
 
     @property
+    def received(self) -> list[tuple]:
+        """The mean weight of every key of the stored maps: layer, head, sequence, key, weight."""
+        maps = self.tables.get("attention_maps", pd.DataFrame())
+        if maps.empty or "head" not in maps:
+            return []
+        means = maps.groupby(["layer", "head", "sequence", "key"], sort=False)["weight"].mean()
+        return [(*map(int, key), float(f"{weight:.{DIGITS}g}")) for key, weight in means.items()]
+
+    @property
     def columns(self) -> dict[str, Columns]:
-        """Name of a table → its columns after the leading ones."""
+        """The columns of each table after the leading ones, by name."""
         own = (self.named_by,) if self.parts else ()
         return {name: (*own, *columns) for name, columns in COLUMNS.items()}
 
     @property
     def links(self) -> dict[str, str]:
-        """Name of a run → its page, relative to this page; only pages that exist."""
+        """The pages of runs relative to this page, by name of the run; only pages that exist."""
         if self.folder is None:
             return {}
         pages = {label: place / PAGE for label, place in _places(self.folder, self.manifest, linked=True).items()}
@@ -154,7 +163,7 @@ class Contents:
 
 
 def _spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
-    """Return the keys of each group, then mean, standard deviation (n − 1) and number of its finite values."""
+    """Return each group's keys, and the mean, standard deviation (n − 1) and number of its finite values."""
     known = rows[np.isfinite(rows["value"].astype(float))]
     found = known.groupby(keys, sort=False)["value"].agg(["mean", "std", "count"]).reset_index()
     found = found.astype(object).where(found.notna(), None)
@@ -162,9 +171,9 @@ def _spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
 
 
 def _places(folder: Path, manifest: Mapping[str, Any], linked: bool = False) -> dict[Any, Path]:
-    """Return the folders of the runs that a page shows side by side, by name.
+    """Return the folders of the runs that a page shows side by side, or with `linked` those that it links to, by name.
 
-    `linked`: those that it links to. The pages of claims and sweeps only link to their runs, which may be hundreds.
+    The pages of claims and sweeps only link to their runs, which may be hundreds.
     """
     match manifest["command"]:
         case "analyze_steps":

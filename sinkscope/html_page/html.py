@@ -102,6 +102,7 @@ def page_data(contents: Contents) -> str:
         "levels": contents.levels,
         "controls": contents.controls,
         "last_steps": contents.last_steps,
+        "received": contents.received,
         "links": {str(label): page for label, page in contents.links.items()},
     }
     return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'

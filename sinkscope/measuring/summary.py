@@ -19,7 +19,7 @@ from sinkscope.results.tables import METRIC, VALUE, Column
 from sinkscope.text.inputs import TokenInputs
 
 WHOLE_MODEL = -1
-# how a metric of the whole model is made from its layers, if not by the mean
+# the reduction over layers to a metric of the whole model; the default is the mean
 REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
     "massive_count": pd.Series.sum,
     "max_inf_norm": pd.Series.max,
@@ -38,7 +38,7 @@ class Measured:
     outside: Collection[str]
 
 
-Metrics = tuple[dict[str, pd.Series], dict[str, float]]  # by layer; and those of the whole model only
+Metrics = tuple[dict[str, pd.Series], dict[str, float]]  # by layer, and of the whole model
 
 
 def summarize(
@@ -55,7 +55,7 @@ def summarize(
         tables: The tables of one run by name.
         scaling: Scale of each layer's logits.
         loss: Loss per predicted token in nats, if there was a backward pass.
-        outside: What is attended to other than the text.
+        outside: Names of everything other than the text that takes attention weight.
 
     Returns:
         layer (-1: the whole model), metric, value.

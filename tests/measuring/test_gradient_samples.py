@@ -39,37 +39,43 @@ def assert_near(ours: np.ndarray, expected: np.ndarray, tolerance: float = 1e-10
     np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * np.nanmax(np.abs(expected)))
 
 
-def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return transformers' own model with the same weights, as it would be trained."""
+# ------------------------------------------------------------------------- values, by plain autograd
+
+
+def value_gradients(
+    model: PreTrainedModel, sequences: Sequence[np.ndarray]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Return for each layer ∇ of the projected values for the run's mean loss (K,P,d); and for the last sequence ∇ of
+    the values that are attended to, and the projected values, (T,K,d).
+    """
     twin = copy.deepcopy(model).requires_grad_(True)
     twin.set_attn_implementation("eager")
-    return twin
-
-
-# ------------------------------------------------------------------------------------- without a group
-
-
-def value_gradients(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> torch.Tensor:
-    """Return autograd's ∇ of the values of plain transformers for the mean loss, (layers,K,P,d)."""
-    twin = eager_twin(model)
+    family = find_family(model)
+    projected = [projections(twin, family, layer)["value"] for layer in range(twin.config.num_hidden_layers)]
+    indices = [projection.places for projection in projected]  # by head
     predicted = sum(len(ids) - 1 for ids in sequences)
-    config = twin.config
-    total = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, POSITIONS, 8, dtype=torch.float64)
+    total: list[torch.Tensor] = []
     for ids in sequences:
-        seen: list[torch.Tensor] = []
+        raw: list[torch.Tensor] = []
+        attended: list[torch.Tensor] = []
         handles = [
-            layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out))
-            for layer in twin.model.layers
+            projection.module.register_forward_hook(lambda m, a, out, kept=kept: kept.append(out), prepend=prepend)
+            for projection in projected
+            for kept, prepend in ((raw, True), (attended, False))  # before and after a retrofit's hook
         ]
         tokens = torch.as_tensor(ids)[None]
-        with in_double(twin):
+        with in_double(twin.base_model):
             loss = twin(tokens, labels=tokens, use_cache=False).loss * (len(ids) - 1) / predicted
         for handle in handles:
             handle.remove()
-        for layer, x in enumerate(torch.autograd.grad(loss, seen)):
-            mine = x[0, :POSITIONS].unflatten(-1, (-1, 8)).transpose(0, 1)
-            total[layer, :, : mine.shape[1]] += mine
-    return total
+        gradients = torch.autograd.grad(loss, raw + attended)
+        shaped = [x[0, :, heads] for x, heads in zip(gradients, indices * 2, strict=True)]  # (T,K,d)
+        if not total:
+            total = [x.new_zeros(x.shape[1], POSITIONS, x.shape[2]) for x in shaped[: len(indices)]]
+        for sum_, x in zip(total, shaped, strict=False):
+            sum_[:, : len(ids)] += x[:POSITIONS].transpose(0, 1)
+    values = [x.detach()[0, :, heads] for x, heads in zip(raw, indices, strict=True)]
+    return total, shaped[len(indices) :], values
 
 
 def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -> None:
@@ -78,12 +84,10 @@ def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -
     assert sorted(table["group"].unique()) == list(range(GROUPS))
     for group in (0, 7):  # of two sequences and of one
         others = [ids for index, ids in enumerate(sequences) if index % GROUPS != group]
-        norms = torch.linalg.vector_norm(value_gradients(model, others), dim=-1)  # (layers,K,P)
-        mine = table[table["group"] == group].sort_values(["head", "layer", "position"])
-        by_head = mine[mine["head"] >= 0]["grad_norm"].to_numpy().reshape(2, 3, POSITIONS)
-        assert_near(by_head, norms.transpose(0, 1).numpy())
-        together = mine[mine["head"] == -1]["grad_norm"].to_numpy().reshape(3, POSITIONS)
-        assert_near(together, norms.square().sum(1).sqrt().numpy())
+        norms = torch.linalg.vector_norm(torch.stack(value_gradients(model, others)[0]), dim=-1)  # (layers,K,P)
+        together = norms.square().sum(1, keepdim=True).sqrt()
+        mine = table[table["group"] == group].sort_values(["layer", "head", "position"])["grad_norm"]
+        assert_near(mine.to_numpy().reshape(3, 3, POSITIONS), torch.cat([together, norms], dim=1).numpy())
 
 
 def test_groups_count_the_predicted_tokens() -> None:
@@ -132,62 +136,26 @@ def test_ratios_of_sequences_have_the_tables_ratio_as_their_mean(name: str) -> N
 # ------------------------------------------------------------------------------- both sides of a gate
 
 
-def gradients_around_the_gate(
-    model: PreTrainedModel, sequences: Sequence[np.ndarray]
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Return for each layer, by plain autograd, ∇ of the raw values for the run's mean loss (K,P,d); and for the last
-    sequence ∇ of the attended values and the raw values, (T,K,d).
-    """
-    twin = eager_twin(model)
-    family = find_family(model)
-    projected = [projections(twin, family, layer)["value"] for layer in range(twin.config.num_hidden_layers)]
-    predicted = sum(len(ids) - 1 for ids in sequences)
-    total: list[torch.Tensor] = []
-    for ids in sequences:
-        raw: list[torch.Tensor] = []
-        attended: list[torch.Tensor] = []
-        handles = [
-            projection.module.register_forward_hook(lambda m, a, out, kept=kept: kept.append(out), prepend=prepend)
-            for projection in projected
-            for kept, prepend in ((raw, True), (attended, False))  # before and after the retrofit's hook
-        ]
-        tokens = torch.as_tensor(ids)[None]
-        with in_double(twin.base_model):
-            loss = twin(tokens, labels=tokens, use_cache=False).loss * (len(ids) - 1) / predicted
-        for handle in handles:
-            handle.remove()
-        gradients = torch.autograd.grad(loss, raw + attended)
-        indices = [projection.places for projection in projected]  # by head
-        shaped = [x[0, :, heads] for x, heads in zip(gradients, indices * 2, strict=True)]  # (T,K,d)
-        if not total:
-            total = [x.new_zeros(x.shape[1], POSITIONS, x.shape[2]) for x in shaped[: len(indices)]]
-        for sum_, x in zip(total, shaped, strict=False):
-            sum_[:, : len(ids)] += x[:POSITIONS].transpose(0, 1)
-    values = [x.detach()[0, :, heads] for x, heads in zip(raw, indices, strict=True)]
-    return total, shaped[len(indices) :], values
-
-
 @pytest.mark.parametrize(
     ("name", "label"), [("llama", "vga"), ("llama", "iga"), ("gpt2", "vscale"), ("falcon-new", "iga")]
 )
 def test_the_gradient_at_the_raw_value_is_autograds(name: str, label: str) -> None:
     model, sequences = retrofitted(name, label), ragged_tokens((12, 9, 4))
     table = tables(model, sequences, 2)["gradient"].query("pathway == 'raw_value'")
-    expected, _, _ = gradients_around_the_gate(model, sequences)
+    expected, _, _ = value_gradients(model, sequences)
     heads = len(expected[0])
     assert len(table) == 3 * (1 + heads) * POSITIONS
-    for layer, gradient in enumerate(expected):
-        norms = torch.linalg.vector_norm(gradient, dim=-1).numpy()
-        rows = table[table["layer"] == layer].sort_values(["head", "position"])["grad_norm"].to_numpy()
-        assert_near(rows.reshape(1 + heads, POSITIONS)[1:], norms)
-        assert_near(rows.reshape(1 + heads, POSITIONS)[0], np.sqrt((norms**2).sum(0)))
+    norms = torch.linalg.vector_norm(torch.stack(expected), dim=-1)  # (layers,K,P)
+    together = norms.square().sum(1, keepdim=True).sqrt()
+    found = table.sort_values(["layer", "head", "position"])["grad_norm"].to_numpy()
+    assert_near(found.reshape(3, 1 + heads, POSITIONS), torch.cat([together, norms], dim=1).numpy())
 
 
 def test_vga_has_equation_15s_gradient_at_the_raw_value() -> None:
     """VGA appendix A, eq. 15; here every gate reads all heads' values, and the scale is 2."""
     model, (ids,) = retrofitted("llama", "vga"), ragged_tokens((12,))
     table = tables(model, [ids])["gradient"].query("pathway == 'raw_value' and head >= 0")
-    _, attended, values = gradients_around_the_gate(model, [ids])
+    _, attended, values = value_gradients(model, [ids])
     parts = [module for module in model.modules() if isinstance(module, GatePart)]
     for layer, (part, routed, value) in enumerate(zip(parts, attended, values, strict=True)):
         sigmoid = torch.sigmoid(value.flatten(-2) @ part.get_parameter("weight"))  # (T,K)

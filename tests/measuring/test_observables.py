@@ -204,35 +204,24 @@ def test_means_over_queries_leave_padding_out() -> None:
 
 
 def dense_pairs(read: AttentionRead, columns: int) -> dict[str, torch.Tensor]:
-    """Average cosine, product of norms and logit gap over the pairs (t, s) in which t may attend to s, by loops."""
-    heads = read.query.shape[1]
-    length = read.length
-    seen = read.allowed(slice(0, length), slice(0, length))
-    assert seen is not None
-    seen = seen.expand(len(read.query), heads, length, length)
-    logits = read.logits(slice(0, length), slice(0, length))
-    names = ("qk_cosine", "qk_norm_product", "sink_logit_gap")
-    found = {name: torch.full((len(read.query), heads, columns), torch.nan, dtype=torch.float64) for name in names}
-    for b in range(len(read.query)):
-        for h in range(heads):
-            for s in range(columns):
-                key = read.key[b, h // (heads // read.key.shape[1]), s]
-                queries = [t for t in range(length) if seen[b, h, t, s]]
-                if not queries:
-                    continue
-                norms = [read.query[b, h, t].norm() * key.norm() for t in queries]
-                found["qk_norm_product"][b, h, s] = torch.stack(norms).mean()
-                cosines = [read.query[b, h, t] @ key / norm for t, norm in zip(queries, norms, strict=True)]
-                found["qk_cosine"][b, h, s] = torch.stack(cosines).mean()
-                gaps = []
-                for t in queries:
-                    others = seen[b, h, t].clone()
-                    others[s] = False
-                    if others.any():
-                        gaps.append(logits[b, h, t, s] - logits[b, h, t, others].mean())
-                if gaps:
-                    found["sink_logit_gap"][b, h, s] = torch.stack(gaps).mean()
-    return found
+    """Average cosine, product of norms and logit gap over the pairs (t, s) in which t may attend to s; NaN without."""
+    every = slice(0, read.length)
+    logits, allowed = read.logits(every, every), read.allowed(every, every)
+    seen = allowed.expand_as(logits).double()
+    key = read.key.repeat_interleave(read.query.shape[1] // read.key.shape[1], dim=1)
+    norms = read.query.norm(dim=-1)[..., None] * key.norm(dim=-1)[..., None, :]
+    others = seen.sum(-1, keepdim=True) - 1
+    rest = ((logits.masked_fill(~allowed, 0.0)).sum(-1, keepdim=True) - logits) / others
+    compared = seen * (others > 0)
+    pairs = {
+        "qk_cosine": (read.query @ key.transpose(-1, -2) / norms, seen),
+        "qk_norm_product": (norms, seen),
+        "sink_logit_gap": (logits - rest, compared),
+    }
+    return {
+        name: (x.masked_fill(weight == 0, 0.0).sum(2) / weight.sum(2))[..., :columns]
+        for name, (x, weight) in pairs.items()
+    }
 
 
 def norms_of(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:

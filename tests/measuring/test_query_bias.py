@@ -1,4 +1,6 @@
-"""The query bias's Δ, γ and alignment against products by hand, the models to which they do not apply, NU's table."""
+"""Δ, γ and alignment of the query bias, the four terms of logits, and EPE against products by hand in float64; models
+to which they do not apply; NU's table.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import reference
 import torch
 from gradient_reference import in_double
 from support.naming import naming
@@ -20,12 +23,13 @@ from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
 from sinkscope.figures import applicable, draw
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.observables.query_bias import BINS, Moments, QueryBias
+from sinkscope.measuring.observables.query_bias import BINS, Epe, LogitTerms, Moments, QueryBias, effective_bias
 from sinkscope.measuring.summary import delta_gap
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import massive_coordinates
+from sinkscope.models.projections import projections
 from sinkscope.models.wiring import read_sites
 from sinkscope.output.run import Run
 from sinkscope.results.papers import gamma_table, paper_tables
@@ -34,10 +38,16 @@ from sinkscope.verdict.table_formats import as_markdown
 BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")
 LEARNED = ("gpt2", "opt", "opt-post-norm")
 LENGTHS = (9, 4, 12, 1, 7)
+PAIRS = (9, 4, 12, 2, 7)  # every sequence has a later query
+POSITIONS, HEADS, WIDTH = 5, 4, 8
 
 
 def double(name: str) -> PreTrainedModel:
-    return tiny_model(name, dtype=torch.float32 if name == "gpt_oss" else torch.float64)
+    model = tiny_model(name.removesuffix("-by-layer"), dtype=torch.float32 if name == "gpt_oss" else torch.float64)
+    if name == "gpt2-by-layer":  # an option of GPT-2: logits ÷ (layer + 1)
+        for layer, block in enumerate(model.transformer.h):
+            block.attn.scaling /= layer + 1
+    return model
 
 
 def exactly(model: PreTrainedModel) -> Any:
@@ -45,15 +55,20 @@ def exactly(model: PreTrainedModel) -> Any:
 
 
 def tables_of(
-    model: PreTrainedModel, sequences: Sequence[np.ndarray], size: int = 2, side: str = "right"
+    model: PreTrainedModel,
+    lengths: Sequence[int] = LENGTHS,
+    size: int = 2,
+    side: str = "right",
+    kinds: Sequence[Any] = (QueryBias,),
 ) -> dict[str, pd.DataFrame]:
     family = find_family(model)
     with exactly(model), open_tracer(model, family) as tracer:
-        observable = QueryBias(Settings(positions=2))  # has no effect here
-        observable.prepare(model, family, 1)
-        for batch in batched(sequences, size, side):
-            tracer.forward(batch, [observable])
-        return observable.tables()
+        observables = [kind(Settings(positions=POSITIONS)) for kind in kinds]
+        for observable in observables:
+            observable.prepare(model, family, 1)
+        for batch in batched(ragged_tokens(lengths), size, side):
+            tracer.forward(batch, observables)
+        return {name: table for observable in observables for name, table in observable.tables().items()}
 
 
 def by_hand(name: str, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +100,7 @@ def found_and_expected(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFra
                 x = sites["layer_in" if name == "opt-post-norm" else "attn_norm"][0]
                 keys = torch.einsum("hdc,tc->htd", record["weight"], x)
                 record["deltas"].append((keys * record["bias"][:, None]).sum(-1))
-    return model, tables_of(model, sequences), layers
+    return model, tables_of(model), layers
 
 
 def rows(table: pd.DataFrame, **where: Any) -> pd.DataFrame:
@@ -111,6 +126,12 @@ def test_delta_and_gamma_are_products_of_weights_and_tokens(name: str) -> None:
                 values = at.sum(1) if head == -1 else at[:, head]
                 assert row.delta_mean == pytest.approx(float(values.mean()), rel=tolerance, abs=tolerance)
                 assert row.delta_std == pytest.approx(float(values.std(correction=0)), rel=tolerance, abs=tolerance)
+        by_sequence = rows(tables["query_bias_by_sequence"], layer=layer)
+        for row, delta in zip(by_sequence.itertuples(), [delta.sum(0) for delta in record["deltas"]], strict=True):
+            assert row.delta == pytest.approx(float(delta[0]), rel=1e-4)
+            if len(delta) > 1:
+                assert row.delta_later == pytest.approx(float(delta[1:].mean()), rel=1e-4)
+                assert row.delta_later_std == pytest.approx(float(delta[1:].std(correction=0)), rel=1e-4, abs=1e-5)
         gamma = rows(tables["gamma"], layer=layer)
         assert gamma["coordinate"].tolist() == list(range(32))
         expected = sum(record["weight"][head].T @ record["bias"][head] for head in range(4))
@@ -141,7 +162,7 @@ def check_distribution(table: pd.DataFrame, deltas: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 3, "left"), ("qwen2", 5, "right"), ("bloom", 2, "left")])
 def test_padding_and_batch_size_change_nothing(name: str, size: int, side: str) -> None:
     model, tables, _ = found_and_expected(name)
-    for table, found in tables_of(model, ragged_tokens(LENGTHS), size, side).items():
+    for table, found in tables_of(model, LENGTHS, size, side).items():
         pd.testing.assert_frame_equal(found, tables[table], rtol=1e-9, atol=1e-9)
 
 
@@ -156,7 +177,7 @@ def test_a_small_spread_with_a_large_mean_is_kept() -> None:
 
 def test_half_precision_gives_the_figures_of_float32() -> None:
     model = tiny_model("gpt2", dtype=torch.bfloat16, spread=3.0)
-    half, single = (tables_of(one, ragged_tokens(LENGTHS))["query_bias"] for one in (model, model.float()))
+    half, single = (tables_of(one)["query_bias"] for one in (model, model.float()))
     scale = single["delta_mean"].abs().max()
     np.testing.assert_allclose(half["delta_mean"], single["delta_mean"], atol=0.05 * scale)
 
@@ -164,17 +185,20 @@ def test_half_precision_gives_the_figures_of_float32() -> None:
 # ------------------------------------------------------------------------------------------- alignment
 
 
+def epe_of(name: str, model: PreTrainedModel, positions: int = POSITIONS) -> torch.Tensor:
+    if name.startswith("gpt2"):
+        p, mlp = model.transformer.wpe.weight[:positions], model.transformer.h[0].mlp
+        hidden = torch.nn.functional.gelu(p @ mlp.c_fc.weight + mlp.c_fc.bias, approximate="tanh")
+        return p + hidden @ mlp.c_proj.weight + mlp.c_proj.bias
+    p, first = model.model.decoder.embed_positions.weight[2 : 2 + positions], model.model.decoder.layers[0]
+    return p + torch.relu(p @ first.fc1.weight.T + first.fc1.bias) @ first.fc2.weight.T + first.fc2.bias
+
+
 @pytest.mark.parametrize("name", LEARNED)
 def test_alignment_and_epe_of_learned_positions(name: str) -> None:
     """EPE is the first MLP's output for the bare positional vector, plus that vector."""
     model, tables, layers = found_and_expected(name)
-    if name == "gpt2":
-        p, mlp = model.transformer.wpe.weight[:12], model.transformer.h[0].mlp
-        hidden = torch.nn.functional.gelu(p @ mlp.c_fc.weight + mlp.c_fc.bias, approximate="tanh")
-        epe = p + hidden @ mlp.c_proj.weight + mlp.c_proj.bias
-    else:
-        p, first = model.model.decoder.embed_positions.weight[2:14], model.model.decoder.layers[0]
-        epe = p + torch.relu(p @ first.fc1.weight.T + first.fc1.bias) @ first.fc2.weight.T + first.fc2.bias
+    epe = epe_of(name, model, 12)
     for layer, record in enumerate(layers):
         gamma = rows(tables["gamma"], layer=layer)
         np.testing.assert_allclose(gamma["epe_0"], epe[0], rtol=1e-12)
@@ -213,6 +237,127 @@ def test_massive_coordinates_are_set_apart_by_a_gap() -> None:
         assert massive_coordinates(vector) == expected
         assert massive_coordinates(-3 * vector) == expected
         assert massive_coordinates(vector.flip(0)) == sorted(len(vector) - 1 - index for index in expected)
+
+
+# ------------------------------------------------------------------------------------ the terms of logits
+
+
+def halves(attention: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the weights (H,d,D) and biases (H,d) of queries and keys."""
+    if hasattr(attention, "c_attn"):  # (in, out), all queries, then all keys
+        weight, bias = attention.c_attn.weight.T[:64], attention.c_attn.bias[:64]
+    else:
+        weight, bias = (
+            torch.cat([getattr(attention.q_proj, part), getattr(attention.k_proj, part)]) for part in ("weight", "bias")
+        )
+    return list(weight.view(2, HEADS, WIDTH, 32)), list(bias.view(2, HEADS, WIDTH))
+
+
+@cache
+def measured(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[list[dict[str, torch.Tensor]]]]:
+    """Return the model, its tables, and for each sequence alone the sites (1,T,D) of each layer."""
+    model = double(name)
+    with in_double(model):
+        sequences = map(torch.as_tensor, ragged_tokens(PAIRS))
+        sites = [read_sites(model, find_family(model), ids[None]) for ids in sequences]
+    return model, tables_of(model, PAIRS, kinds=(LogitTerms, Epe)), sites
+
+
+def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[np.ndarray]]:
+    """Return by term, for every later query and head, its value at position 0 and its mean over the other keys."""
+    x = sites["layer_in" if name == "opt-post-norm" else "attn_norm"][0]
+    (w_q, w_k), (b_q, b_k) = halves(attention)
+    scaling = WIDTH**-0.5 / (layer + 1 if name == "gpt2-by-layer" else 1)
+    found: dict[str, list[np.ndarray]] = {term: [] for term in ("biases", "content", "delta", "key bias")}
+    for t in range(1, len(x)):
+        for head in range(HEADS):
+            query, keys = w_q[head] @ x[t], x[: t + 1] @ w_k[head].T
+            parts = {
+                "content": keys @ query,
+                "key bias": (query @ b_k[head]).expand(t + 1),
+                "delta": keys @ b_q[head],
+                "biases": (b_q[head] @ b_k[head]).expand(t + 1),
+            }
+            for term, part in parts.items():
+                found[term].append(scaling * np.array([float(part[0]), float(part[1:].mean())]))
+    return found
+
+
+@pytest.mark.parametrize("name", [*LEARNED, "gpt2-by-layer"])
+def test_each_term_is_the_product_of_its_factors(name: str) -> None:
+    model, tables, sites_of = measured(name)
+    found = tables["logit_terms_by_sequence"].set_index(["layer", "sequence", "term"])
+    attentions = find_family(model).attentions(model)
+    for sequence, layers in enumerate(sites_of):
+        for layer, sites in enumerate(layers):
+            for term, values in terms_by_hand(name, layer, attentions[layer], sites).items():
+                row = found.loc[layer, sequence, term]
+                np.testing.assert_allclose(row[["at_first", "at_others"]].astype(float), np.mean(values, 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_the_terms_gaps_add_up_to_the_logits_gap(name: str) -> None:
+    model, tables, _ = measured(name)
+    terms = tables["logit_terms_by_sequence"]
+    gaps = (terms["at_first"] - terms["at_others"]).groupby([terms["layer"], terms["sequence"]]).sum()
+    twin = reference.eager_twin(model)
+    for sequence, ids in enumerate(ragged_tokens(PAIRS)):
+        with in_double(twin):
+            layers = reference.record(twin, ids).layers
+        for layer, seen in enumerate(layers):
+            expected = np.mean([
+                [head[t, 0] - head[t, 1 : t + 1].mean() for t in range(1, len(ids))] for head in seen.logits
+            ])  # fmt: skip
+            assert gaps[layer, sequence] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 5, "right"), ("opt", 3, "left")])
+def test_padding_and_batch_size_change_no_term(name: str, size: int, side: str) -> None:
+    model, tables, _ = measured(name)
+    for table, found in tables_of(model, PAIRS, size, side, (LogitTerms, Epe)).items():
+        pd.testing.assert_frame_equal(found, tables[table], rtol=1e-5, atol=1e-6)
+
+
+def test_only_models_with_query_biases_and_learned_positions_have_these_terms() -> None:
+    for name in ("gpt2", "opt", "opt-post-norm", "gpt_neo", "qwen2", "bloom", "llama"):
+        model = tiny_model(name)
+        for kind in (LogitTerms, Epe):
+            assert (kind.inapplicable(model, find_family(model)) is None) == (name in LEARNED), name
+
+
+def test_a_rotated_query_has_no_effective_bias() -> None:
+    """It is not a multiple of the projected query."""
+    model = double("gpt2")
+    projection = projections(model, find_family(model), 0)["query"]
+    x = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    made = torch.einsum("hdc,tc->htd", projection.weight, x) + projection.bias[:, None]
+    found = effective_bias(projection, x, 0.3 * made)
+    torch.testing.assert_close(found, 0.3 * projection.bias)
+    assert effective_bias(projection, x, made.roll(1, dims=-1)) is None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_epe_and_the_states_of_the_first_layer(name: str) -> None:
+    """The cosine of EPE with the first layer's mean output, and of b_Q with the key without EPE."""
+    model, tables, sites_of = measured(name)
+    epe = epe_of(name, model)
+    states = [layers[0]["layer_out"][0] for layers in sites_of]
+    found = tables["epe_by_group"].set_index(["group", "position"])["cosine"]
+    assert sorted({group for group, _ in found.index}) == [-1, *range(len(PAIRS))]
+    for (group, position), cosine in found.items():
+        kept = [x[position] for at, x in enumerate(states) if at != group and len(x) > position]
+        expected = torch.cosine_similarity(torch.stack(kept).mean(0), epe[position], dim=0)
+        assert cosine == pytest.approx(float(expected), rel=1e-9)
+
+    rest = tables["epe_rest_by_sequence"].set_index(["layer", "sequence"])
+    attentions = find_family(model).attentions(model)
+    for sequence, layers in enumerate(sites_of):
+        for layer, sites in enumerate(layers):
+            (_, w_k), (b_q, _) = halves(attentions[layer])
+            first = sites["layer_in"][0, 0]
+            for column, x in (("cosine", first - epe[0]), ("cosine_whole", first)):
+                expected = torch.cosine_similarity((w_k @ x).flatten(), b_q.flatten(), dim=0)
+                assert rest.loc[layer, sequence][column] == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
 
 
 # ------------------------------------------------------------------------------------------ which models

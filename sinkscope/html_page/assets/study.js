@@ -1,5 +1,5 @@
 "use strict";
-// Trainings that differ in one thing: a metric at the end of each, by level, beside what the paper has.
+// Trainings that differ in one setting: a metric at the end of each, by level, with the published value.
 
 S.study = () => {
   const table = S.table("sweep_training");
@@ -7,24 +7,18 @@ S.study = () => {
   const whole = table.where({ layer: -1 });
   const metrics = table.distinct("metric", whole);
   const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0] };
-  const place = S.element("div"), controls = S.element("div.controls");
   const [level, seed, step, value] = ["level", "seed", "step", "value"].map((name) => table.get(name));
   const paper = new Map(S.data.levels.map(([, , name, rate, mark]) => [name, { value: rate, mark }]));
-
-  const redraw = () => {
-    const about = S.aboutMetric(state.metric);
+  return S.section("study", "At the end of each training", "One row for each setting in which the trainings differ.", ...S.panel((redraw) => {
     const trainings = d3.groups(table.where({ metric: state.metric }, whole), (row) => `${level[row]}\n${seed[row]}`);
     const ends = trainings.map(([, own]) => d3.greatest(own, (row) => step[row]));
     const points = ends.map((row) => ({ level: level[row], seed: seed[row], value: value[row] ?? NaN }));
-    S.setControls(controls,
-      S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label));
-    place.replaceChildren(...S.levels(points, about, state.metric, state.metric === "sink_rate" ? paper : new Map()));
-  };
-  redraw();
-  return S.section("study", "At the end of each training", "A row for each thing in which the trainings differ.", controls, place);
+    return [[S.chooseMetric(metrics, state, redraw)],
+      ...S.levels(points, S.aboutMetric(state.metric), state.metric, state.metric === "sink_rate" ? paper : new Map())];
+  }));
 };
 
-/** A chart and a table of a metric. points: [{level, seed, value}]; paper: level → published value, null where there is none, and † or "". */
+/** A chart and a table of a metric. points: [{level, seed, value}]; paper: level → published value (null if there is none) and † or "". */
 S.levels = (points, about, metric, paper) => {
   const names = [...new Set(points.map((point) => point.level))];
   const means = names.map((level) => {

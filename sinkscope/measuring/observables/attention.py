@@ -152,9 +152,9 @@ def window_means(
 
 
 def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
-    """Return the weight (B,H,T) that each query gives to anything but tokens of the text, or None if there is nothing.
+    """Return the weight (B,H,T) that each query gives to anything other than tokens of the text, or None without any.
 
-    This is an extra term in the softmax's denominator, and register tokens (WSE §7, table 4).
+    This is an extra term in the softmax's denominator, or register tokens (WSE §7, table 4).
     """
     registers = batch.registers
     if read.call.sink_logits is None and registers is None:
