@@ -33,7 +33,6 @@ from sinkscope.models.projections import projections
 from sinkscope.models.wiring import read_sites
 from sinkscope.output.run import Run
 from sinkscope.results.papers import gamma_table, paper_tables
-from sinkscope.verdict.table_formats import as_markdown
 
 BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")
 LEARNED = ("gpt2", "opt", "opt-post-norm")
@@ -504,42 +503,6 @@ def test_figures_and_metrics_of_learned_positions_are_left_out_where_there_are_n
         draw("gamma", plain)
 
 
-NU_ROWS = [  # NU table 1, as printed
-    {"layer": "layer 7", "baseline": "1.12 ± 2.701", "d=138": 12.453, "d=447": 18.17},
-    {"layer": "layer 9", "baseline": "1.23 ± 3.224", "d=138": 17.846, "d=447": 28.01},
-]
-
-
-def with_moments(row: dict[str, Any], layer: int) -> pd.DataFrame:
-    """Return a table `gamma` of one layer whose |γ| has the row's mean and spread, including its massive entries."""
-    mean, twice = map(float, row["baseline"].split(" ± "))
-    massive = np.array([row["d=138"], row["d=447"]])
-    others, size = 768, 770
-    center = (size * mean - massive.sum()) / others
-    variance = (size * (mean**2 + (twice / 2) ** 2) - (massive**2).sum()) / others - center**2
-    shape = np.where(np.arange(others) % 3 == 0, np.sqrt(2), -np.sqrt(0.5))  # mean 0, variance 1
-    magnitude = np.insert(center + np.sqrt(variance) * shape, [138, 446], massive)
-    assert (magnitude > 0).all()
-    coordinate = np.arange(size)
-    table = {"layer": layer, "coordinate": coordinate, "gamma": magnitude * (-1) ** coordinate, "epe_0": 0.0}
-    return pd.DataFrame(table | {"is_massive_epe": np.isin(coordinate, [138, 447])})
-
-
-def test_the_table_has_the_form_of_the_papers() -> None:
-    gamma = pd.concat([with_moments(row, layer) for row, layer in zip(NU_ROWS, (6, 8), strict=True)])
-    tables = paper_tables(Run({}, {"gamma": gamma}))
-    assert tables["gamma"].to_dict("records") == NU_ROWS
-    assert as_markdown(tables["gamma"]).splitlines() == [
-        "| layer | baseline | d=138 | d=447 |",
-        "| --- | --- | --- | --- |",
-        "| layer 7 | 1.12 ± 2.701 | 12.453 | 18.17 |",
-        "| layer 9 | 1.23 ± 3.224 | 17.846 | 28.01 |",
-    ]
-
-    assert gamma_table(Run({}, {})) is None
-    assert paper_tables(Run({}, {"gamma": with_moments(NU_ROWS[0], 0).assign(is_massive_epe=False)})) == {}
-
-
 def test_the_table_is_that_of_the_stored_weights(massive_run: Run) -> None:
     """NU computes GPT-2's W_k (in, out) times b_Q: magnitudes, mean ± 2 standard deviations of all entries."""
     printed = paper_tables(massive_run)["gamma"]
@@ -548,6 +511,8 @@ def test_the_table_is_that_of_the_stored_weights(massive_run: Run) -> None:
         gamma = (weight[:, 32:64] @ bias[:32]).abs().numpy()
         assert row["baseline"] == f"{round(gamma.mean(), 3)} ± {round(2 * gamma.std(), 3)}"
         assert row["d=7"] == round(float(gamma[7]), 3)
+    assert gamma_table(Run({}, {})) is None
+    assert paper_tables(Run({}, {"gamma": massive_run.tables["gamma"].assign(is_massive_epe=False)})) == {}
 
 
 def test_figures_draw_the_tables_values(massive_run: Run) -> None:
