@@ -21,36 +21,23 @@ S.effects = () => {
   }));
 };
 
-S.effectChart = (points, about) => {
-  const title = `${S.withUnit(about)} of the whole model, by intervention`;
-  const shown = points.filter(({ value }) => Number.isFinite(value));
-  const names = [...new Set(points.map(({ name }) => name))];
-  const draw = (width) => {
-    const narrow = width < 560;
-    const isLog = S.isLog(shown.map(({ value }) => value));
+S.effectChart = (points, about) => S.dotsByName({
+  points, about, names: [...new Set(points.map(({ name }) => name))], rowHeight: 26,
+  title: `${S.withUnit(about)} of the whole model, by intervention`, caption: ": ring before, diamond after, strokes random controls",
+  marks: (shown, at) => {
     const of = (arm) => shown.filter((point) => point.arm === arm);
-    const at = { x: "value", y: "name" };
-    return S.plot({
-      width, marginLeft: narrow ? 160 : 240, marginTop: 10, marginBottom: 44, height: 64 + names.length * 26, ariaLabel: title,
-      x: { labelOffset: 36, label: S.withUnit(about), grid: true, type: isLog ? "log" : "linear", tickFormat: S.tick(about),
-        ticks: narrow ? 3 : 6 },
-      y: { domain: names, label: null, tickFormat: (name) => S.shorten(name, narrow ? 24 : 34) },
-      marks: [
-        Plot.link(d3.groups(shown.filter(({ arm }) => arm !== "control"), ({ name }) => name).flatMap(([name, own]) => {
-          const [before, after] = ["before", "after"].map((arm) => own.find((point) => point.arm === arm)?.value);
-          return before === undefined || after === undefined ? [] : [{ name, before, after }];
-        }), { x1: "before", x2: "after", y1: "name", y2: "name", strokeOpacity: 0.5 }),
-        Plot.tickX(of("control"), { ...at, stroke: "var(--series-7)", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
-        Plot.dot(of("before"), { ...at, r: 5, stroke: "var(--series-1)", strokeWidth: 2, fill: "var(--background)" }),
-        Plot.dot(of("after"), { ...at, r: 5, fill: "var(--series-2)", symbol: "diamond" }),
-        Plot.tip(shown, Plot.pointer({ ...at, fill: "var(--panel)", stroke: "var(--line)",
-          title: (point) => `${point.name}\n${point.arm}${point.draw >= 0 ? ` ${point.draw}` : ""}: ${about.text(point.value)}` })),
-      ],
-    });
-  };
-  return S.element("figure", { role: "group", "aria-label": title }, S.element("figcaption", {}, title,
-    ": ring before, diamond after, strokes random controls"), S.drawn(draw, { height: 64 + names.length * 26 }));
-};
+    const changes = d3.groups(shown, ({ name }) => name).map(([name, own]) =>
+      ({ name, ...Object.fromEntries(own.filter(({ arm }) => arm !== "control").map(({ arm, value }) => [arm, value])) }));
+    return [
+      Plot.link(changes.filter(({ before, after }) => before !== undefined && after !== undefined),
+        { x1: "before", x2: "after", y1: "name", y2: "name", strokeOpacity: 0.5 }),
+      Plot.tickX(of("control"), { ...at, stroke: "var(--series-7)", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
+      Plot.dot(of("before"), { ...at, r: 5, stroke: "var(--series-1)", strokeWidth: 2, fill: "var(--background)" }),
+      Plot.dot(of("after"), { ...at, r: 5, fill: "var(--series-2)", symbol: "diamond" }),
+    ];
+  },
+  tip: (point) => `${point.name}\n${point.arm}${point.draw >= 0 ? ` ${point.draw}` : ""}: ${about.text(point.value)}`,
+});
 
 S.effectTable = (points, about, state) => {
   const rows = d3.groups(points, ({ name }) => name).map(([name, own]) => {

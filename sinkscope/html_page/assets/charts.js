@@ -125,6 +125,29 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     legend && distinguishedBy?.about ? S.element("p.note", {}, ...S.sentence(`${distinguishedBy.name}: ${distinguishedBy.about}`)) : null, S.numbers(table));
 };
 
+/**
+ * Dots by name. points: [{name, value}]; marks(finite points, channels): Plot's marks; tip(point): its text;
+ * caption: further text of the title; rowHeight: pixels of a name.
+ */
+S.dotsByName = ({ points, names, about, title, caption, marks, tip, rowHeight }) => {
+  const shown = points.filter(({ value }) => Number.isFinite(value));
+  const isLog = S.isLog(shown.map(({ value }) => value));
+  const at = { x: "value", y: "name" }, height = 64 + names.length * rowHeight;
+  const draw = (width) => {
+    const narrow = width < 560;
+    const characters = Math.min(d3.max(names, ({ length }) => length) ?? 0, narrow ? 20 : 44);
+    return S.plot({
+      width, height, marginLeft: 24 + 7.5 * characters, marginTop: 10, marginBottom: 44, ariaLabel: title,
+      x: { label: S.withUnit(about), labelOffset: 36, grid: true, type: isLog ? "log" : "linear", zero: !isLog && S.isShare(about),
+        tickFormat: S.tick(about), ticks: narrow ? 3 : 6 },
+      y: { domain: names, label: null, tickFormat: (name) => S.shorten(name, characters) },
+      marks: [...marks(shown, at), Plot.tip(shown, Plot.pointer({ ...at, fill: "var(--panel)", stroke: "var(--line)", title: tip }))],
+    });
+  };
+  return S.element("figure", { role: "group", "aria-label": title },
+    S.element("figcaption", {}, ...S.sentence(title), caption), S.drawn(draw, { height }));
+};
+
 /** The meaning of each color, dash and symbol; dots have no dash. */
 S.legend = (groups, dots, places) =>
   S.element("ul.legend", {}, ...groups.map((group) => {

@@ -54,44 +54,27 @@ S.wholeModel = (table) => {
 S.massive = () => {
   const table = S.table("massive");
   if (!table) return S.norms();
-  const state = { color: "position", only: table.get("is_massive").some(Boolean) };
+  const [layer, value, isMassive] = ["layer", "value", "is_massive"].map((name) => table.get(name));
+  const labels = S.armLabels(table), arms = [...new Set(labels)];
+  const state = { color: "position", only: isMassive.some(Boolean), arm: arms[0] };
   const layers = table.distinct("layer").filter((layer) => layer >= 0);
-  const place = S.element("div"), controls = S.element("div.controls");
-  const redraw = () => {
-    const labels = S.armLabels(table);
-    const arm = state.arm ?? labels[0];
-    const rows = table.all.filter((row) =>
-      labels[row] === arm && (!state.only || table.get("is_massive")[row]));
-    const frequent = d3.rollups(rows, (own) => own.length, (row) => table.get(state.color)[row])
-      .sort((a, b) => b[1] - a[1]).slice(0, 7).map(([value]) => value);
-    const group = (row) => {
-      const value = table.get(state.color)[row];
-      return frequent.includes(value) ? `${state.color} ${value}` : `other ${state.color}s`;
-    };
-    const largest = d3.rollups(rows, (own) => d3.greatest(own, (row) => Math.abs(table.get("value")[row])),
-      (row) => table.get("layer")[row], (row) => group(row));
-    const points = largest.flatMap(([layer, own]) => own.map(([label, row]) =>
-      ({ x: layer, y: Math.abs(table.get("value")[row]), group: label })));
-    points.sort((a, b) => d3.ascending(order(a.group), order(b.group)) || a.x - b.x);
-    function order(label) {
-      const at = frequent.findIndex((value) => `${state.color} ${value}` === label);
-      return at < 0 ? frequent.length : at;
-    }
-    place.replaceChildren(
-      S.lines({ points, x: { label: "layer", all: layers }, y: { label: "largest |entry|", unit: "", text: S.number }, dots: true,
-        log: true, title: `Largest |entry| of the layer's output, by ${state.color}` }),
-      S.massivePlaces(table, rows));
-  };
-  const arms = [...new Set(S.armLabels(table))];
-  if (arms.length > 1) controls.append(S.pick("Arm", arms, arms[0], (arm) => { state.arm = arm; redraw(); }));
-  controls.append(
-    S.pick("Colored by", ["position", "coordinate"], state.color, (value) => { state.color = value; redraw(); }),
-    S.checkbox("Only massive activations (|value| > 100 and at least 1000 × the median)", state.only,
-      (only) => { state.only = only; redraw(); }));
-  redraw();
-  const norms = S.normMap();
-  return S.section("massive", "Massive activations", "The largest entries of the residual stream.", S.leftOut(table),
-    controls, place, norms);
+  const panel = S.panel((redraw) => {
+    const rows = table.all.filter((row) => labels[row] === state.arm && (!state.only || isMassive[row]));
+    const colors = table.get(state.color);
+    const frequent = d3.rollups(rows, (own) => own.length, (row) => colors[row]).sort((a, b) => b[1] - a[1]).slice(0, 7).map(([color]) => color);
+    const names = [...frequent.map((color) => `${state.color} ${color}`), `other ${state.color}s`];
+    const nameOf = (row) => names[frequent.includes(colors[row]) ? frequent.indexOf(colors[row]) : frequent.length];
+    const largest = d3.rollups(rows, (own) => d3.greatest(own, (row) => Math.abs(value[row])), (row) => layer[row], nameOf);
+    const points = largest.flatMap(([x, own]) => own.map(([group, row]) => ({ x, y: Math.abs(value[row]), group })));
+    points.sort((a, b) => d3.ascending(names.indexOf(a.group), names.indexOf(b.group)) || a.x - b.x);
+    const controls = [arms.length > 1 ? S.choose("Arm", arms, state, "arm", redraw) : null,
+      S.choose("Colored by", ["position", "coordinate"], state, "color", redraw),
+      S.checkbox("Only massive activations (|value| > 100 and at least 1000 × the median)", state.only,
+        (only) => { state.only = only; redraw(); })];
+    return [controls, S.lines({ points, x: { label: "layer", all: layers }, y: { label: "largest |entry|", unit: "", text: S.number }, dots: true,
+      log: true, title: `Largest |entry| of the layer's output, by ${state.color}` }), S.massivePlaces(table, rows)];
+  });
+  return S.section("massive", "Massive activations", "The largest entries of the residual stream.", S.leftOut(table), ...panel, S.normMap());
 };
 
 /** The coordinates and positions of massive activations, with their layers and the largest value. */

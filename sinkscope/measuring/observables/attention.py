@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import numpy as np
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
@@ -10,9 +9,9 @@ from transformers import PreTrainedModel
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
 from sinkscope.measuring.observables.observable import (
     BySequence,
-    Lists,
     Means,
     Observable,
+    Rows,
     Settings,
     with_kv_head,
 )
@@ -76,7 +75,7 @@ class Attention(Observable):
         super().__init__(settings)
         self.by_position, self.by_head, self.outside = Means("head", "position"), Means("head"), Means("head")
         self.by_sequence, self.heads_by_sequence = BySequence("position"), BySequence("head")
-        self.sinks: Lists[str, np.ndarray] = Lists(list)
+        self.sinks = Rows(list)
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         positions, window = self.settings.positions, self.settings.window
@@ -117,7 +116,7 @@ class Attention(Observable):
         if present is not None:
             sinks &= present[:, None].to(sinks.device)
         sequence, head, position = sinks.nonzero(as_tuple=True)
-        found = {
+        self.sinks.add({
             "layer": torch.full_like(head, layer),
             "head": head,
             "sequence": sequence + batch.first,
@@ -125,12 +124,9 @@ class Attention(Observable):
             "token_id": batch.token_ids[sequence.cpu(), position.cpu() + batch.start[sequence.cpu()]],
             "queries": batch.queries(window_mass.shape[-1], None, *seen)[sequence.cpu(), position.cpu()],
             "window_mass": window_mass[sequence, head, position],
-        }
-        for name, column in found.items():
-            self.sinks[name].append(column.cpu().numpy())
+        })  # fmt: skip
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        sinks = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()})
         outside = {"attention_outside": with_kv_head(self.outside.table())} if self.outside else {}
         return outside | {
             "attention": with_kv_head(self.by_position.table()),
@@ -138,8 +134,7 @@ class Attention(Observable):
             # without the positions that a sequence does not have
             "attention_by_sequence": self.by_sequence.table().dropna(subset="window_mass", ignore_index=True),
             "attention_heads_by_sequence": with_kv_head(self.heads_by_sequence.table()),
-            # sorted, so that the batch size has no effect
-            "sink_positions": sinks.sort_values(["layer", "head", "sequence", "position"], ignore_index=True),
+            "sink_positions": self.sinks.table("layer", "head", "sequence", "position"),
         }
 
 

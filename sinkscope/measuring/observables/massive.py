@@ -9,7 +9,7 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import token_peaks
-from sinkscope.measuring.observables.observable import Lists, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -45,8 +45,7 @@ class Massive(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.rows: Lists[str, np.ndarray] = Lists(list)
-        self.others: Lists[str, np.ndarray] = Lists(list)
+        self.rows, self.others = Rows(list), Rows(list)
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         hidden = reading.tensor
@@ -65,25 +64,18 @@ class Massive(Observable):
             "value": values,
             "median": medians.double().cpu()[sequence],
         }
-        for name, entry in found.items():
-            self.rows[name].append(entry.numpy())
+        self.rows.add(found)
         first = np.unique(sequence.numpy(), return_index=True)[1]  # the row of each sequence's largest entry
         peaks = {name: found[name][first].numpy() for name in ("layer", "sequence", "position", "coordinate")}
-        largest = {"largest": found["value"][first].abs().numpy()}
         with_entries = [own[row] for row in sequence[first].tolist()]  # a sequence of NaN has no entry
         elsewhere = medians_elsewhere(with_entries, peaks["position"].tolist(), peaks["coordinate"].tolist())
-        for name, values_of in (peaks | largest | {"elsewhere": elsewhere}).items():
-            self.others[name].append(values_of)
+        self.others.add(peaks | {"largest": found["value"][first].abs().numpy(), "elsewhere": elsewhere})
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.rows.items()})
-        # sorted, so that the batch size has no effect; within a sequence, the largest entry stays first
-        table = table.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
+        table = self.rows.table("layer", "sequence")  # within a sequence, the largest entry stays first
         table["ratio"] = (table["value"].abs() / table["median"]).fillna(0.0)  # 0 ÷ 0 if a layer gives only zeros
         table["is_massive"] = (table["value"].abs() > THRESHOLD) & (table["ratio"] >= RATIO)
-        others = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.others.items()})
-        others = others.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
-        return {"massive": table, "massive_elsewhere": others}
+        return {"massive": table, "massive_elsewhere": self.others.table("layer", "sequence")}
 
 
 def medians_elsewhere(

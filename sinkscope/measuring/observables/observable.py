@@ -67,6 +67,19 @@ class Lists(defaultdict[Key, list[Value]], Accumulator):
             self[key].extend(values)
 
 
+class Rows(Lists[str, Any]):
+    """Rows of a table, to which each batch adds some."""
+
+    def add(self, columns: Mapping[str, torch.Tensor | np.ndarray]) -> None:
+        for name, column in columns.items():
+            self[name].append(column.cpu().numpy() if isinstance(column, torch.Tensor) else column)
+
+    def table(self, *by: str) -> pd.DataFrame:
+        """Return the table sorted by some columns, so that the order of batches has no effect."""
+        table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.items()})
+        return table.sort_values(list(by), kind="stable", ignore_index=True)
+
+
 def accumulated(holder: object) -> dict[str, Any]:
     """Return the attributes of an observable or accumulator that accumulate: Accumulators and dicts of them.
 
