@@ -1,33 +1,27 @@
 """The values that the gradient tables must have, from plain transformers, autograd's own gradients, and float64 loops.
 
 Nothing of sinkscope is imported. Every sequence goes through the model alone and unpadded, every tensor retains its
-gradient, attention is dense, and `backward` runs as in training. reference.py names the modules of each architecture.
-
-Attention is recorded in three ways: by a function registered with `AttentionInterface`, by a dense
-`F.scaled_dot_product_attention` (Falcon, whose eager path adds ALiBi twice), and in the own code of BLOOM, MPT, GPT-J
-and GPT-Neo.
+gradient, attention is eager, and `backward` runs as in training. reference.py names the modules of each architecture
+and records attention.
 """
 
 import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
-from reference import Place, long_enough, place_of
+from reference import Calls, Place, attention_calls, by_head, kept, long_enough, place_of, repeats
 from reference import assert_same as assert_same
-from support.dense_attention import dense_attention
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers import PreTrainedModel
 
-NAME = "gradient_reference"  # of the attention implementation
+NAME = "eager"  # the attention implementation
 GRAM_QUERIES = 64  # theorem 1's μ, σ² and ρ are measured on at most so many evenly spaced queries
 ROUND_OFF = 1e-5  # relative tolerance of the bounds
 
@@ -61,23 +55,6 @@ class Sequence:
     layers: list[Layer]
 
 
-@dataclass
-class _Calls:
-    """Tensors that retain their gradients, one entry per layer, in order."""
-
-    qkv: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # (1,heads,T,d) each, or MPT's one (1,T,3D)
-    weights: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T)
-    mixes: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,d)
-
-    def add(self, *qkv: torch.Tensor) -> None:
-        self.qkv.append(tuple(kept(x) for x in qkv))
-
-
-def kept(x: torch.Tensor) -> torch.Tensor:
-    x.retain_grad()
-    return x
-
-
 def trainable_twin(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of the model as it would be trained."""
     twin = copy.deepcopy(model).requires_grad_(True)
@@ -103,7 +80,7 @@ def record(model: PreTrainedModel, sequences: list[np.ndarray]) -> list[Sequence
 def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence:
     place = place_of(model.config)
     sites: list[dict[str, torch.Tensor]] = []
-    calls = _Calls()
+    calls = Calls()
     tokens = torch.as_tensor(ids)
     with ExitStack() as stack:
         embedding = model.get_input_embeddings().register_forward_hook(_require_grad)
@@ -111,7 +88,7 @@ def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence
         for layer in model.get_submodule(place.layers):
             sites.append({})
             stack.enter_context(_site_hooks(layer, place, sites[-1]))
-        stack.enter_context(_attention_hooks(model, place, calls))
+        stack.enter_context(attention_calls(model, place, calls))
         logits = model(tokens[None], use_cache=False).logits[0]
     surprise = -logits.double().log_softmax(-1)
     loss = sum(surprise[t, tokens[t + 1]] for t in range(len(ids) - 1))
@@ -120,10 +97,14 @@ def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence
     assert len(sites) == len(calls.qkv) == len(calls.weights) == len(calls.mixes)
     layers = []
     for site, qkv, weights, mix in zip(sites, calls.qkv, calls.weights, calls.mixes, strict=True):
-        query, key, value = _head_gradients(model.config, qkv)
+        query, key, value = by_head(model.config, [_gradient(x)[0] for x in qkv])
+        # newer Falcons repeat each key and value head: a head's gradient is the sum of the gradients of its copies
+        key, value = (x.reshape(-1, repeats(model.config), *x.shape[1:]).sum(1) for x in (key, value))
+        mix_gradient = _gradient(mix)[0]
         layers.append(
             Layer(
-                _numpy(weights[0]), query, key, value, _gradient(mix)[0],
+                _numpy(weights[0, ..., : len(ids)]), query, key, value,
+                mix_gradient.transpose(1, 0, 2) if on_interface(model) else mix_gradient,
                 {name: _gradient(x).reshape(len(ids), -1) for name, x in site.items()},
                 {name: _numpy(x).reshape(len(ids), -1) for name, x in site.items()},
             )
@@ -161,18 +142,6 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
 def _gradient(x: torch.Tensor) -> np.ndarray:
     """Return the gradient; zeros if there is none."""
     return _numpy(torch.zeros_like(x) if x.grad is None else x.grad)
-
-
-def _head_gradients(config: Any, qkv: tuple[torch.Tensor, ...]) -> list[np.ndarray]:
-    if config.model_type == "mpt":
-        parts = np.split(_gradient(qkv[0])[0], 3, axis=-1)
-        return [part.reshape(len(part), config.n_heads, -1).transpose(1, 0, 2) for part in parts]
-    query, key, value = (_gradient(x)[0] for x in qkv)
-    if config.model_type == "falcon" and config.new_decoder_architecture:
-        # its code repeats each key and value head: a head's gradient is the sum of the gradients of its copies
-        groups = config.num_attention_heads // config.num_kv_heads
-        key, value = (x.reshape(-1, groups, *x.shape[1:]).sum(1) for x in (key, value))
-    return [query, key, value]
 
 
 @contextmanager
@@ -214,139 +183,6 @@ def _site_hooks(layer: nn.Module, place: Place, found: dict[str, torch.Tensor]) 
     finally:
         for handle in handles:
             handle.remove()
-
-
-# ------------------------------------------------------------------------------- attention, in three ways
-
-
-@contextmanager
-def _attention_hooks(model: PreTrainedModel, place: Place, calls: _Calls) -> Iterator[None]:
-    if on_interface(model):
-        _CALLS.append(calls)
-        try:
-            yield
-        finally:
-            _CALLS.pop()
-    elif model.config.model_type == "falcon":
-        with patch.object(F, "scaled_dot_product_attention", _dense_sdpa(calls)):
-            yield
-    else:
-        with ExitStack() as stack:
-            stack.enter_context(_recorded_softmax(calls))
-            for layer in model.get_submodule(place.layers):
-                attention = layer.get_submodule(place.attention)
-                stack.enter_context(_own_code(model.config.model_type, attention, calls))
-            yield
-
-
-_CALLS: list[_Calls] = []
-
-
-def _interface_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    calls = _CALLS[-1]
-    calls.add(query, key, value)
-    heads, length, width = query.shape[1:]
-    copies = heads // key.shape[1]
-    all_keys = key.repeat_interleave(copies, dim=1)
-    logits = query @ all_keys.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits + attention_mask[..., :length]
-    if s_aux is not None:  # one more column in the softmax, without a value
-        logits = torch.cat([logits, s_aux.view(1, heads, 1, 1).expand(1, heads, length, 1)], dim=-1)
-    weights = logits.softmax(-1)[..., :length]
-    mix = kept(weights @ value.repeat_interleave(copies, dim=1))
-    calls.weights.append(weights)
-    calls.mixes.append(mix)
-    return mix.transpose(1, 2).contiguous(), weights
-
-
-AttentionInterface.register(NAME, _interface_attention)
-AttentionMaskInterface.register(NAME, eager_mask)
-
-
-def _dense_sdpa(calls: _Calls) -> Callable:
-    """Return a dense F.scaled_dot_product_attention that keeps its tensors."""
-
-    def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.add(query, key, value)
-        attended = dense_attention(query, key, value, *args, **kwargs)
-        calls.weights.append(attended.weights)
-        calls.mixes.append(kept(attended.mix))
-        return attended.mix
-
-    return dense
-
-
-@contextmanager
-def _recorded_softmax(calls: _Calls) -> Iterator[None]:
-    """Keep the 4-dimensional results of the model's own softmax, which are attention weights."""
-    softmax = F.softmax
-
-    def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
-        weights = softmax(*args, **kwargs)
-        if weights.dim() == 4:
-            calls.weights.append(weights)
-        return weights
-
-    with patch.object(F, "softmax", recording):
-        yield
-
-
-@contextmanager
-def _own_code(kind: str, attention: Any, calls: _Calls) -> Iterator[None]:
-    """Keep query, key, value and mix where each architecture's own code has them."""
-    with ExitStack() as stack:
-        if kind in ("gptj", "gpt_neo"):
-            own = attention._attn
-
-            def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **kwargs: Any) -> tuple:
-                calls.add(query, key, value)
-                mix, weights = own(query, key, value, *rest, **kwargs)
-                calls.mixes.append(kept(mix))
-                return mix, weights
-
-            stack.enter_context(patch.object(attention, "_attn", attend))
-        elif kind == "bloom":
-            split, merge = attention._reshape, attention._merge_heads
-
-            def reshape(fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                calls.add(*split(fused))
-                return calls.qkv[-1]
-
-            def merge_heads(mix: torch.Tensor) -> torch.Tensor:
-                calls.mixes.append(kept(mix.view(1, *mix.shape)))  # (1,H,T,d)
-                return merge(calls.mixes[-1][0])
-
-            stack.enter_context(patch.object(attention, "_reshape", reshape))
-            stack.enter_context(patch.object(attention, "_merge_heads", merge_heads))
-        elif kind == "mpt":
-            heads, width = attention.n_heads, attention.head_dim
-
-            def fused(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-                calls.add(output)
-
-            def mixed(module: nn.Module, args: tuple) -> tuple:
-                split = args[0].view(1, -1, heads, width).transpose(1, 2)
-                calls.mixes.append(kept(split))
-                return (split.transpose(1, 2).reshape(args[0].shape),)
-
-            stack.callback(attention.Wqkv.register_forward_hook(fused).remove)
-            stack.callback(attention.out_proj.register_forward_pre_hook(mixed).remove)
-        else:
-            raise NotImplementedError(kind)
-        yield
 
 
 class _DoubleTorch:

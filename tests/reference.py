@@ -14,9 +14,10 @@ ids are tested, too. Three caveats of transformers 5.23:
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -141,49 +142,60 @@ def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @dataclass
-class _Calls:
-    """The arguments of the patched functions, one entry per layer, in order."""
+class Calls:
+    """Tensors of attention, which retain their gradients, one entry per layer in order."""
 
-    qkv: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # (1,heads,T,d) each
-    logits: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T)
-    weights: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T)
+    qkv: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # (1,heads,T,d) each, or MPT's one (1,T,3D)
+    logits: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T), with a column for gpt-oss's sink
+    weights: list[torch.Tensor] = field(default_factory=list)  # likewise
+    mixes: list[torch.Tensor] = field(default_factory=list)  # (1,T,H,d) of AttentionInterface, else (1,H,T,d)
+
+    def add(self, *qkv: torch.Tensor) -> None:
+        self.qkv.append(tuple(kept(x) for x in qkv))
+
+
+def kept(x: torch.Tensor) -> torch.Tensor:
+    if x.requires_grad:
+        x.retain_grad()
+    return x
+
+
+def by_head(config: Any, qkv: list[np.ndarray]) -> list[np.ndarray]:
+    """Return query, key and value, or their gradients, by head: MPT's (T,3D) is split."""
+    if config.model_type != "mpt":
+        return qkv
+    return [part.reshape(len(part), config.n_heads, -1).transpose(1, 0, 2) for part in np.split(qkv[0], 3, axis=-1)]
 
 
 @torch.no_grad()
 def record(twin: PreTrainedModel, ids: np.ndarray) -> Sequence:
     """Run one sequence through an eager twin."""
-    config = twin.config
-    place = place_of(config)
+    place, groups = place_of(twin.config), repeats(twin.config)
     sites: list[dict[str, torch.Tensor]] = []
-    calls = _Calls()
-    dense = config.model_type == "falcon"
+    calls = Calls()
     with ExitStack() as stack:
         for layer in twin.get_submodule(place.layers):
             sites.append({})
             stack.enter_context(_hooks(layer, place, sites[-1]))
-        stack.enter_context(_dense_sdpa(calls) if dense else _eager_softmax(calls))
-        if not dense:
-            stack.enter_context(_queries(twin, place, calls))
-        output = twin(torch.tensor(ids)[None], use_cache=False, output_attentions=not dense)
-    weights = calls.weights if dense else output.attentions
-    assert len(weights) == len(calls.qkv) == len(calls.logits) == len(sites)
-    groups = repeats(config)
+        stack.enter_context(attention_calls(twin, place, calls))
+        logits = twin(torch.tensor(ids)[None], use_cache=False).logits[0]
     layers = []
-    for site, (query, key, value), logits, attention in zip(sites, calls.qkv, calls.logits, weights, strict=True):
+    for site, qkv, scores, weights in zip(sites, calls.qkv, calls.logits, calls.weights, strict=True):
         if place.mid is not None:
             site["mid"] = site["layer_in"] + site["attn_out"]
-        assert torch.equal(key, key[:, ::groups].repeat_interleave(groups, 1))
+        query, key, value = by_head(twin.config, [_numpy(x) for x in qkv])
+        assert np.array_equal(key, key[::groups].repeat(groups, 0))
         layers.append(
             Layer(
-                weights=_numpy(attention),
-                logits=_numpy(logits[..., : len(ids)]),  # without gpt-oss's sink
-                query=_numpy(query),
-                key=_numpy(key[:, ::groups]),
-                value=_numpy(value[:, ::groups]),
+                weights=_numpy(weights[..., : len(ids)]),
+                logits=_numpy(scores[..., : len(ids)]),
+                query=query,
+                key=key[::groups],
+                value=value[::groups],
                 sites={name: _numpy(x) for name, x in site.items()},
             )
         )
-    return Sequence(np.asarray(ids), output.logits[0], layers)
+    return Sequence(np.asarray(ids), logits, layers)
 
 
 def _numpy(x: torch.Tensor) -> np.ndarray:
@@ -220,86 +232,88 @@ def _hooks(layer: nn.Module, place: Place, record: dict[str, torch.Tensor]) -> I
 
 
 @contextmanager
-def _eager_softmax(calls: _Calls) -> Iterator[None]:
-    """Compute F.softmax in float64 and keep its 4-dimensional inputs, which are attention's logits."""
-    softmax = F.softmax
+def attention_calls(model: PreTrainedModel, place: Place, calls: Calls) -> Iterator[None]:
+    """Record attention: a softmax in float64, and query, key, value and mix where each architecture's code has them."""
+    layers = model.get_submodule(place.layers)
+    kind = type(layers[0].get_submodule(place.attention))
+    code, name = sys.modules[kind.__module__], model.config.model_type
 
-    def recording(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-        if x.dim() != 4:
-            return softmax(x, dim=dim, dtype=dtype, **kwargs)
-        calls.logits.append(x)
-        return softmax(x, dim=dim, dtype=torch.float64).to(x.dtype)
-
-    with patch.object(F, "softmax", recording):
-        yield
-
-
-@contextmanager
-def _queries(twin: PreTrainedModel, place: Place, calls: _Calls) -> Iterator[None]:
-    """Keep query, key and value where each architecture's own code has them."""
-    attention = twin.get_submodule(place.layers)[0].get_submodule(place.attention)
-    kind, code = type(attention), sys.modules[type(attention).__module__]
-
-    def seen_by(function: Any, owner: Any, name: str) -> Any:
-        """Keep the arguments of a function that is called with (module, query, key, value, …)."""
-
+    def recorded(attend: Callable) -> Callable:
         def recording(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> Any:
-            calls.qkv.append((query, key, value))
-            return function(module, query, key, value, *rest, **kwargs)
+            calls.add(query, key, value)
+            mix, weights = attend(module, query, key, value, *rest, **kwargs)
+            calls.mixes.append(kept(mix))
+            return mix, weights
 
-        return patch.object(owner, name, recording)
+        return recording
 
-    if hasattr(code, "eager_attention_forward"):
-        with seen_by(code.eager_attention_forward, code, "eager_attention_forward"):
-            yield
-    elif twin.config.model_type in ("gptj", "gpt_neo"):
-        with seen_by(kind._attn, kind, "_attn"):
-            yield
-    elif twin.config.model_type == "bloom":
-        split = kind._reshape
+    with ExitStack() as stack:
+        if name == "falcon":
+            stack.enter_context(patch.object(F, "scaled_dot_product_attention", partial(_dense_sdpa, calls)))
+        else:
+            stack.enter_context(patch.object(F, "softmax", partial(_softmax, F.softmax, calls)))
+        if hasattr(code, "eager_attention_forward"):
+            stack.enter_context(patch.object(code, "eager_attention_forward", recorded(code.eager_attention_forward)))
+        elif name in ("gptj", "gpt_neo"):
+            stack.enter_context(patch.object(kind, "_attn", recorded(kind._attn)))
+        elif name == "bloom":
+            split, merge = kind._reshape, kind._merge_heads
 
-        def recording(module: nn.Module, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            calls.qkv.append(split(module, fused))
-            return calls.qkv[-1]
+            def reshape(module: nn.Module, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                calls.add(*split(module, fused))
+                return calls.qkv[-1]
 
-        with patch.object(kind, "_reshape", recording):
-            yield
-    elif twin.config.model_type == "mpt":
-        heads = twin.config.n_heads
+            def merge_heads(module: nn.Module, mix: torch.Tensor) -> torch.Tensor:
+                calls.mixes.append(kept(mix.view(1, *mix.shape)))  # (1,H,T,d)
+                return merge(module, calls.mixes[-1][0])
 
-        def split_output(module: nn.Module, args: tuple, fused: torch.Tensor) -> None:
-            calls.qkv.append(tuple(x.unflatten(2, (heads, -1)).transpose(1, 2) for x in fused.chunk(3, dim=2)))
+            stack.enter_context(patch.multiple(kind, _reshape=reshape, _merge_heads=merge_heads))
+        elif name == "mpt":
+            heads = model.config.n_heads
 
-        handles = [layer.attn.Wqkv.register_forward_hook(split_output) for layer in twin.get_submodule(place.layers)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-    else:
-        raise NotImplementedError(twin.config.model_type)
+            def fused(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+                calls.add(output)
 
+            def mixed(module: nn.Module, args: tuple) -> tuple:
+                calls.mixes.append(kept(args[0].unflatten(2, (heads, -1)).transpose(1, 2)))
+                return (calls.mixes[-1].transpose(1, 2).flatten(2),)
 
-@contextmanager
-def _dense_sdpa(calls: _Calls) -> Iterator[None]:
-    """Replace F.scaled_dot_product_attention by a dense one and keep its tensors."""
-
-    def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.qkv.append((query, key, value))
-        attended = dense_attention(query.double(), key.double(), value.double(), *args, **kwargs)
-        calls.logits.append(attended.logits)
-        calls.weights.append(attended.weights)
-        return attended.mix.to(query.dtype)
-
-    with patch.object(F, "scaled_dot_product_attention", dense):
+            for layer in layers:
+                stack.callback(layer.attn.Wqkv.register_forward_hook(fused).remove)
+                stack.callback(layer.attn.out_proj.register_forward_pre_hook(mixed).remove)
+        elif name != "falcon":
+            raise NotImplementedError(name)
         yield
+
+
+def _softmax(
+    softmax: Callable, calls: Calls, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """Compute F.softmax, in float64 for 4-dimensional inputs, which are attention's logits."""
+    if x.dim() != 4:
+        return softmax(x, dim=dim, dtype=dtype, **kwargs)
+    calls.logits.append(x)
+    calls.weights.append(softmax(x, dim=dim, dtype=torch.float64).to(x.dtype))
+    return calls.weights[-1]
+
+
+def _dense_sdpa(
+    calls: Calls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Compute F.scaled_dot_product_attention in dense form."""
+    calls.add(query, key, value)
+    attended = dense_attention(query.double(), key.double(), value.double(), *args, **kwargs)
+    calls.logits.append(attended.logits)
+    calls.weights.append(attended.weights)
+    calls.mixes.append(kept(attended.mix.to(query.dtype)))
+    return calls.mixes[-1]
 
 
 @torch.no_grad()
 def sdpa_weights(model: PreTrainedModel, ids: np.ndarray) -> list[np.ndarray]:
     """Return the attention weights (H,T,T) of every layer from the model's SDPA path, made dense."""
-    calls = _Calls()
-    with _dense_sdpa(calls):
+    calls = Calls()
+    with patch.object(F, "scaled_dot_product_attention", partial(_dense_sdpa, calls)):
         model(torch.tensor(ids)[None], use_cache=False)
     return [_numpy(weights) for weights in calls.weights]
 

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
+from support.plain_gradients import value_gradients
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
@@ -33,38 +34,16 @@ def masked(llama: PreTrainedModel) -> Run:
         return sinkscope.intervene(llama, "mask-sink", observables=("gradient",), draws=2, **SMALL)
 
 
-def sequences_of(model: PreTrainedModel) -> list[np.ndarray]:
-    config = make_config(**SMALL)
-    return list(inputs_for(load_model(model, None, config), config).sequences)
-
-
 def value_norms(model: PreTrainedModel, hidden: int | None) -> np.ndarray:
     """Return ‖∇v‖ (layers,P) of transformers' own eager model, with the key `hidden` masked for all other tokens."""
     forbidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     if hidden is not None:
         forbidden[:, hidden] |= torch.arange(LENGTH) != hidden
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(forbidden, torch.finfo(torch.float64).min)
-    total = torch.zeros(3, POSITIONS, 16, dtype=torch.float64)
-    sequences = sequences_of(model)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    for ids in sequences:
-        seen: list[torch.Tensor] = []
-        handles = [
-            layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out))
-            for layer in model.model.layers
-        ]
-        tokens = torch.as_tensor(ids)[None]
-        embedded = model.get_input_embeddings()(tokens).requires_grad_(True)
-        with in_double(model):
-            logits = model(inputs_embeds=embedded, attention_mask=mask[None, None], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum")
-        gradients = torch.autograd.grad(loss / (len(sequences) * (LENGTH - 1)), seen)
-        total += torch.stack([x[0, :POSITIONS] for x in gradients])
-        for handle in handles:
-            handle.remove()
-    model.set_attn_implementation(before)
-    return torch.linalg.vector_norm(total, dim=-1).numpy()
+    config = make_config(**SMALL)
+    sequences = inputs_for(load_model(model, None, config), config).sequences
+    gradients, *_ = value_gradients(model, sequences, POSITIONS, mask[None, None])
+    return torch.linalg.vector_norm(torch.stack(gradients), dim=(1, 3)).numpy()
 
 
 def norms_of(run: Run, condition: str) -> np.ndarray:

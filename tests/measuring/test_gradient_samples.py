@@ -1,6 +1,5 @@
 """Tables for intervals of gradients, and gradients before a gate, against plain autograd in float64."""
 
-import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
+from support.plain_gradients import value_gradients
 from support.retrofitted import retrofitted
 from tiny import batched, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
@@ -16,7 +16,6 @@ from sinkscope.measuring.observables.gradient import GROUPS, RATIOS, Gradient
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.models.projections import projections
 from sinkscope.retrofits.retrofit import GatePart
 
 POSITIONS = 6
@@ -39,43 +38,7 @@ def assert_near(ours: np.ndarray, expected: np.ndarray, tolerance: float = 1e-10
     np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * np.nanmax(np.abs(expected)))
 
 
-# ------------------------------------------------------------------------- values, by plain autograd
-
-
-def value_gradients(
-    model: PreTrainedModel, sequences: Sequence[np.ndarray]
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Return for each layer ∇ of the projected values for the run's mean loss (K,P,d); and for the last sequence ∇ of
-    the values that are attended to, and the projected values, (T,K,d).
-    """
-    twin = copy.deepcopy(model).requires_grad_(True)
-    twin.set_attn_implementation("eager")
-    family = find_family(model)
-    projected = [projections(twin, family, layer)["value"] for layer in range(twin.config.num_hidden_layers)]
-    indices = [projection.places for projection in projected]  # by head
-    predicted = sum(len(ids) - 1 for ids in sequences)
-    total: list[torch.Tensor] = []
-    for ids in sequences:
-        raw: list[torch.Tensor] = []
-        attended: list[torch.Tensor] = []
-        handles = [
-            projection.module.register_forward_hook(lambda m, a, out, kept=kept: kept.append(out), prepend=prepend)
-            for projection in projected
-            for kept, prepend in ((raw, True), (attended, False))  # before and after a retrofit's hook
-        ]
-        tokens = torch.as_tensor(ids)[None]
-        with in_double(twin.base_model):
-            loss = twin(tokens, labels=tokens, use_cache=False).loss * (len(ids) - 1) / predicted
-        for handle in handles:
-            handle.remove()
-        gradients = torch.autograd.grad(loss, raw + attended)
-        shaped = [x[0, :, heads] for x, heads in zip(gradients, indices * 2, strict=True)]  # (T,K,d)
-        if not total:
-            total = [x.new_zeros(x.shape[1], POSITIONS, x.shape[2]) for x in shaped[: len(indices)]]
-        for sum_, x in zip(total, shaped, strict=False):
-            sum_[:, : len(ids)] += x[:POSITIONS].transpose(0, 1)
-    values = [x.detach()[0, :, heads] for x, heads in zip(raw, indices, strict=True)]
-    return total, shaped[len(indices) :], values
+# ------------------------------------------------------------------------------------- without a group
 
 
 def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -> None:
@@ -84,7 +47,9 @@ def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -
     assert sorted(table["group"].unique()) == list(range(GROUPS))
     for group in (0, 7):  # of two sequences and of one
         others = [ids for index, ids in enumerate(sequences) if index % GROUPS != group]
-        norms = torch.linalg.vector_norm(torch.stack(value_gradients(model, others)[0]), dim=-1)  # (layers,K,P)
+        norms = torch.linalg.vector_norm(
+            torch.stack(value_gradients(model, others, POSITIONS)[0]), dim=-1
+        )  # (layers,K,P)
         together = norms.square().sum(1, keepdim=True).sqrt()
         mine = table[table["group"] == group].sort_values(["layer", "head", "position"])["grad_norm"]
         assert_near(mine.to_numpy().reshape(3, 3, POSITIONS), torch.cat([together, norms], dim=1).numpy())
@@ -142,7 +107,7 @@ def test_ratios_of_sequences_have_the_tables_ratio_as_their_mean(name: str) -> N
 def test_the_gradient_at_the_raw_value_is_autograds(name: str, label: str) -> None:
     model, sequences = retrofitted(name, label), ragged_tokens((12, 9, 4))
     table = tables(model, sequences, 2)["gradient"].query("pathway == 'raw_value'")
-    expected, _, _ = value_gradients(model, sequences)
+    expected, _, _ = value_gradients(model, sequences, POSITIONS)
     heads = len(expected[0])
     assert len(table) == 3 * (1 + heads) * POSITIONS
     norms = torch.linalg.vector_norm(torch.stack(expected), dim=-1)  # (layers,K,P)
@@ -155,7 +120,7 @@ def test_vga_has_equation_15s_gradient_at_the_raw_value() -> None:
     """VGA appendix A, eq. 15; here every gate reads all heads' values, and the scale is 2."""
     model, (ids,) = retrofitted("llama", "vga"), ragged_tokens((12,))
     table = tables(model, [ids])["gradient"].query("pathway == 'raw_value' and head >= 0")
-    _, attended, values = value_gradients(model, [ids])
+    _, attended, values = value_gradients(model, [ids], POSITIONS)
     parts = [module for module in model.modules() if isinstance(module, GatePart)]
     for layer, (part, routed, value) in enumerate(zip(parts, attended, values, strict=True)):
         sigmoid = torch.sigmoid(value.flatten(-2) @ part.get_parameter("weight"))  # (T,K)
