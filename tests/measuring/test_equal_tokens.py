@@ -9,15 +9,13 @@ import reference
 import torch
 from gradient_reference import in_double
 from support.every_model import tiny_of
-from tiny import batched, tiny_model
+from tiny import batched, measured, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.errors import InputError
-from sinkscope.measuring.observables.equal_tokens import EqualTokens
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of
-from sinkscope.measuring.tracer import open_tracer
 
 LENGTH, HEADS = 12, 4
 SEQUENCES = [np.full(LENGTH, token) for token in (7, 30, 61)]
@@ -31,12 +29,9 @@ def table_of(
     model: PreTrainedModel, sequences: Sequence[np.ndarray], size: int = 2, side: str = "right"
 ) -> pd.DataFrame:
     family, *_ = family_of(model)
-    with in_double(model), open_tracer(model, family) as tracer:
-        observable = EqualTokens(Settings())
-        observable.prepare(model, family, 1)
-        for batch in batched(sequences, size, side):
-            tracer.forward(batch, [observable])
-    return observable.tables()["equal_tokens"].set_index(["layer", "sequence"])
+    with in_double(model):
+        tables = measured(model, batched(sequences, size, side), Settings(), ("equal-tokens",), family=family)
+    return tables["equal_tokens"].set_index(["layer", "sequence"])
 
 
 def plain(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> dict[tuple[int, int], reference.Layer]:

@@ -19,10 +19,8 @@ from transformers import PreTrainedModel
 import sinkscope
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
-from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tables import column_names
-from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
@@ -112,13 +110,9 @@ def test_it_is_the_same_with_all_others_and_in_a_backward_pass(name: str, label:
     model = retrofitted(name, label)
     alone = ours(model)
     pd.testing.assert_frame_equal(ours(model, names=(*FORWARD, "gate")), alone)
-    with in_double(model), open_tracer(model, find_family(model)) as tracer:
-        observables = [OBSERVABLES[each](SETTINGS) for each in ("gradient", "gate", "attention")]
-        for observable in observables:
-            observable.prepare(model, tracer.family, 24)
-        for batch in batched(SEQUENCES, 2):
-            tracer.forward_backward(batch, observables)
-    assert_same(observables[1].tables()["gate"], alone)
+    with in_double(model):
+        names = ("gradient", "gate", "attention")
+        assert_same(measured(model, batched(SEQUENCES, 2), SETTINGS, names, backward=True)["gate"], alone)
 
 
 @pytest.mark.parametrize("label", ["vga", "iga-output", "vscale"])

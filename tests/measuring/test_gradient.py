@@ -22,7 +22,7 @@ import torch
 from gradient_reference import in_double
 from support.every_model import tiny_of
 from support.retrofitted import each_pair
-from tiny import FORWARD, REPRESENTATIVE, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
+from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -137,9 +137,9 @@ def ours(
 # ---------------------------------------------------------------------------------------------- parity
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
-def test_the_references_model_is_the_one_that_transformers_would_train(name: str) -> None:
-    """Gradients of every parameter and the loss are the same with and without the reference's attention."""
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "opt-post-norm", "bloom", "mpt", "gptj", "falcon-new"])
+def test_the_reference_does_not_change_what_transformers_would_train(name: str) -> None:
+    """The loss and the gradients of every parameter are the same with and without the reference's hooks."""
     twin, record = recorded(name, RAGGED)
     plain = copy.deepcopy(double_model(name)).requires_grad_(True)
     if reference.on_interface(plain):

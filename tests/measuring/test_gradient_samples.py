@@ -9,13 +9,11 @@ import torch
 from gradient_reference import in_double
 from support.plain_gradients import value_gradients
 from support.retrofitted import retrofitted
-from tiny import batched, ragged_tokens, tiny_model
+from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
-from sinkscope.measuring.observables.gradient import GROUPS, RATIOS, Gradient
+from sinkscope.measuring.observables.gradient import GROUPS, RATIOS
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.families import find_family
 from sinkscope.retrofits.retrofit import GatePart
 
 POSITIONS = 6
@@ -25,13 +23,9 @@ LENGTHS = (12, 9, 4, 12, 7) * 5  # 25 sequences in 20 groups; one shorter than P
 def tables(
     model: PreTrainedModel, sequences: Sequence[np.ndarray], size: int = 4, side: str = "right"
 ) -> dict[str, pd.DataFrame]:
-    observable = Gradient(Settings(positions=POSITIONS, window=8))
-    family = find_family(model)
-    with in_double(model.base_model), open_tracer(model, family) as tracer:
-        observable.prepare(model, family, sum(len(ids) - 1 for ids in sequences))
-        for batch in batched(sequences, size, side):
-            tracer.forward_backward(batch, [observable])
-    return observable.tables()
+    settings = Settings(positions=POSITIONS, window=8)
+    with in_double(model.base_model):
+        return measured(model, batched(sequences, size, side), settings, ("gradient",), backward=True)
 
 
 def assert_near(ours: np.ndarray, expected: np.ndarray, tolerance: float = 1e-10) -> None:
@@ -141,18 +135,15 @@ def test_without_a_gate_on_values_there_is_no_raw_value(label: str) -> None:
 def test_the_table_also_has_autograds_gradient_of_the_first_query(name: str, is_zero: bool) -> None:
     """A softmax over one key is constant; the learned logit of gpt-oss competes with it."""
     model = tiny_model(name)
-    observable = Gradient(Settings(positions=POSITIONS, window=8))
-    with open_tracer(model, find_family(model)) as tracer:
-        observable.prepare(model, tracer.family, 22)
-        tracer.forward_backward(batched(ragged_tokens((12, 12)), 2)[0], [observable])
-    table = observable.tables()["gradient"]
-    measured = table.query("pathway == 'query_measured'")
+    batches, settings = batched(ragged_tokens((12, 12)), 2), Settings(positions=POSITIONS, window=8)
+    table = measured(model, batches, settings, ("gradient",), backward=True)["gradient"]
+    by_autograd = table.query("pathway == 'query_measured'")
     first = table.query("pathway == 'query' and position == 0")
-    assert measured["position"].unique().tolist() == [0]
+    assert by_autograd["position"].unique().tolist() == [0]
     largest = table.query("pathway == 'query'")["grad_norm"].max()
     if is_zero:
         assert (first["grad_norm"] == 0).all()
-        assert (measured["grad_norm"] < 1e-6 * largest).all()
+        assert (by_autograd["grad_norm"] < 1e-6 * largest).all()
     else:
-        assert measured["grad_norm"].to_list() == first["grad_norm"].to_list()
-        assert measured["grad_norm"].max() > 1e-3 * largest
+        assert by_autograd["grad_norm"].to_list() == first["grad_norm"].to_list()
+        assert by_autograd["grad_norm"].max() > 1e-3 * largest

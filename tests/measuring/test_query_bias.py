@@ -15,7 +15,7 @@ import reference
 import torch
 from gradient_reference import in_double
 from support.naming import naming
-from tiny import TINY, batched, ragged_tokens, tiny_model, tiny_tokens
+from tiny import TINY, batched, measured, ragged_tokens, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 
 import sinkscope
@@ -25,7 +25,6 @@ from sinkscope.figures import applicable, draw
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.observables.query_bias import BINS, Epe, LogitTerms, Moments, QueryBias, effective_bias
 from sinkscope.measuring.summary import delta_gap
-from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import massive_coordinates
@@ -58,16 +57,10 @@ def tables_of(
     lengths: Sequence[int] = LENGTHS,
     size: int = 2,
     side: str = "right",
-    kinds: Sequence[Any] = (QueryBias,),
+    names: Sequence[str] = ("query-bias",),
 ) -> dict[str, pd.DataFrame]:
-    family = find_family(model)
-    with exactly(model), open_tracer(model, family) as tracer:
-        observables = [kind(Settings(positions=POSITIONS)) for kind in kinds]
-        for observable in observables:
-            observable.prepare(model, family, 1)
-        for batch in batched(ragged_tokens(lengths), size, side):
-            tracer.forward(batch, observables)
-        return {name: table for observable in observables for name, table in observable.tables().items()}
+    with exactly(model):
+        return measured(model, batched(ragged_tokens(lengths), size, side), Settings(positions=POSITIONS), names)
 
 
 def by_hand(name: str, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,13 +246,13 @@ def halves(attention: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 @cache
-def measured(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[list[dict[str, torch.Tensor]]]]:
+def terms_of(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[list[dict[str, torch.Tensor]]]]:
     """Return the model, its tables, and for each sequence alone the sites (1,T,D) of each layer."""
     model = double(name)
     with in_double(model):
         sequences = map(torch.as_tensor, ragged_tokens(PAIRS))
         sites = [read_sites(model, find_family(model), ids[None]) for ids in sequences]
-    return model, tables_of(model, PAIRS, kinds=(LogitTerms, Epe)), sites
+    return model, tables_of(model, PAIRS, names=("logit-terms", "epe")), sites
 
 
 def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[np.ndarray]]:
@@ -284,7 +277,7 @@ def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.
 
 @pytest.mark.parametrize("name", [*LEARNED, "gpt2-by-layer"])
 def test_each_term_is_the_product_of_its_factors(name: str) -> None:
-    model, tables, sites_of = measured(name)
+    model, tables, sites_of = terms_of(name)
     found = tables["logit_terms_by_sequence"].set_index(["layer", "sequence", "term"])
     attentions = find_family(model).attentions(model)
     for sequence, layers in enumerate(sites_of):
@@ -296,7 +289,7 @@ def test_each_term_is_the_product_of_its_factors(name: str) -> None:
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_the_terms_gaps_add_up_to_the_logits_gap(name: str) -> None:
-    model, tables, _ = measured(name)
+    model, tables, _ = terms_of(name)
     terms = tables["logit_terms_by_sequence"]
     gaps = (terms["at_first"] - terms["at_others"]).groupby([terms["layer"], terms["sequence"]]).sum()
     twin = reference.eager_twin(model)
@@ -312,8 +305,8 @@ def test_the_terms_gaps_add_up_to_the_logits_gap(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 5, "right"), ("opt", 3, "left")])
 def test_padding_and_batch_size_change_no_term(name: str, size: int, side: str) -> None:
-    model, tables, _ = measured(name)
-    for table, found in tables_of(model, PAIRS, size, side, (LogitTerms, Epe)).items():
+    model, tables, _ = terms_of(name)
+    for table, found in tables_of(model, PAIRS, size, side, ("logit-terms", "epe")).items():
         pd.testing.assert_frame_equal(found, tables[table], rtol=1e-5, atol=1e-6)
 
 
@@ -338,7 +331,7 @@ def test_a_rotated_query_has_no_effective_bias() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_epe_and_the_states_of_the_first_layer(name: str) -> None:
     """The cosine of EPE with the first layer's mean output, and of b_Q with the key without EPE."""
-    model, tables, sites_of = measured(name)
+    model, tables, sites_of = terms_of(name)
     epe = epe_of(name, model)
     states = [layers[0]["layer_out"][0] for layers in sites_of]
     found = tables["epe_by_group"].set_index(["group", "position"])["cosine"]

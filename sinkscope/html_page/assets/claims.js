@@ -49,7 +49,7 @@ S.claims = () => {
     counts, S.several("Shown where a model's outcome is", outcomes, state.shown, (now) => { state.shown = now; redraw(); }),
     S.element("div.scroll", { tabindex: 0, role: "region", "aria-label": "Claims by model" },
       S.element("table.matrix", {}, S.element("thead", {}, S.element("tr", {}, S.element("th", { scope: "col" }, "Claim"),
-        S.element("th", { scope: "col" }, "What it says"), ...models.map((model) => S.element("th", { scope: "col" }, S.visible(model))))), body)),
+        S.element("th", { scope: "col" }, "Statement"), ...models.map((model) => S.element("th", { scope: "col" }, S.visible(model))))), body)),
     place);
 };
 
@@ -57,7 +57,7 @@ S.claims = () => {
 S.claim = (parts) => {
   const [first] = parts;
   const numbers = S.plainTable(
-    [{ label: "What is measured" }, { label: "Value [95 %]", number: true }, { label: "Null", number: true },
+    [{ label: "Quantity" }, { label: "Value [95 %]", number: true }, { label: "Null", number: true },
       { label: "Holds if" }, { label: "Outcome" }, { label: "Note" }],
     parts.map((one) => [one.quantity, S.interval(one.value, one.low, one.high), S.interval(one.null, one.null_low, one.null_high),
       `${one.test}${one.is_ours ? " (our threshold)" : ""}`, one.passes, one.note ?? ""]), `${first.claim}, ${first.model}`);
