@@ -45,12 +45,7 @@ def as_json(value: Any) -> str:
 
 
 def compact_tables(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns]) -> str:
-    """Return all tables as a JSON list, with as many rows each as fit into LARGEST.
-
-    Args:
-        tables: Name → table.
-        columns: Name → its columns after the leading ones.
-    """
+    """Return all tables as a JSON list, with as many rows each as fit into LARGEST."""
     written: dict[tuple[str, int], str] = {}  # a table that the next limit does not cut is not converted again
     for limit in LIMITS:
         texts = []

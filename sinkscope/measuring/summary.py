@@ -246,10 +246,8 @@ METRICS_OF: dict[str, Callable[[Measured], Metrics]] = {
 def gradient_summary(tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop) -> Metrics:
     """Compute the gradient metrics (GS figures 2 and 3 as numbers) by layer, and of the whole model if not the mean.
 
-    Args:
-        tables: The tables of one run by name.
-        longest: Length of the longest sequence. If the tables report fewer of the positions LATER than that sequence
-            has, comparisons with later positions are NaN.
+    If the tables report fewer of the positions LATER than the longest sequence has, comparisons with later positions
+    are NaN.
     """
     by_layer: dict[str, pd.Series] = {}
     whole: dict[str, float] = {}
@@ -331,13 +329,10 @@ def uniform_mass(length: int, positions: int) -> np.ndarray:
 
 
 def uniform_gradient_ratio(predicted: Sequence[int]) -> float:
-    """Return the `value_gradient_ratio` of uniform causal attention.
+    """Return the `value_gradient_ratio` of uniform causal attention, for sequences with these numbers of predictions.
 
     ∇v_s = Σ_{t ≥ s} g_t ÷ (t + 1), where the g_t of the predicting tokens t are uncorrelated and of equal norm (GS
     §3.1). For random weights, see `random_weights.py`.
-
-    Args:
-        predicted: Number of predicting tokens of each sequence: one less than its length.
     """
     queries = np.arange(max(predicted))
     sequences = (np.asarray(predicted)[:, None] > queries).sum(0)  # number of sequences that have this query
@@ -368,9 +363,6 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
         tables: The arm's tables `attention` and `massive`.
         watched: Positions.
         loss: Loss per predicted token; NaN if there is none.
-
-    Returns:
-        Columns layer, metric, position, value.
     """
     rows: list[tuple[int, str, int, float]] = []
 

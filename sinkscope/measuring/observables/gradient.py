@@ -74,11 +74,7 @@ class GroupSums(Accumulator):
             sums[groups] += part
 
     def table(self, totals: Mapping[tuple[int, str], torch.Tensor]) -> pd.DataFrame:
-        """Return the norms of the run's gradient without each group.
-
-        Args:
-            totals: The gradient of the loss summed over the run, (heads,P,d), by layer and pathway.
-        """
+        """Return the norms of the run's gradient without each group, from its sums over all sequences, (heads,P,d)."""
         groups = min(GROUPS, len(self.predicted))
         whole = sum(self.predicted.values())
         others = [whole - sum(self.predicted[i] for i in self.predicted if i % GROUPS == g) for g in range(groups)]
