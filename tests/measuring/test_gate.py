@@ -154,7 +154,9 @@ def test_analyze_measures_gates_where_there_are_any() -> None:
 def test_a_model_without_gates_is_rejected_with_the_reason(label: str) -> None:
     method, parameters = METHODS.get(label, (label, {}))
     model = retrofit_model(tiny_model("llama"), None, method, **parameters)
-    with pytest.raises(InputError, match=r"--observables gate does not apply to .*: it has no gates, as vga"):
+    with pytest.raises(
+        InputError, match=r"--observables gate does not apply to .*: it has no gates, such as those of vga"
+    ):
         sinkscope.analyze(model, input="random", num_seqs=2, seq_len=8, observables="gate")
     run = sinkscope.analyze(model, input="random", num_seqs=2, seq_len=8, positions=8, window=8)
     assert "gate" not in run.manifest["not_measured"]  # few models have gates

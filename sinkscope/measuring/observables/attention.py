@@ -33,7 +33,7 @@ class Attention(Observable):
     """
 
     name = "attention"
-    about = "sink rate, window mass, sink mass and second moment per head and position; where the sinks are"
+    about = "sink rate, window mass, sink mass and second moment per head and position; positions of sinks"
     sites = ("attention",)
     columns: ClassVar = {
         "attention": (
@@ -179,7 +179,9 @@ class WindowEdge(Observable):
     """
 
     name = "window-edge"
-    about = "weight on the first token of a sliding window, of queries that do not see the text's first one (WSE §6)"
+    about = (
+        "weight on the first token of a sliding window, from queries that do not see the text's first token (WSE §6)"
+    )
     sites = ("attention",)
     expected = False
     columns: ClassVar = {

@@ -16,8 +16,8 @@ from sinkscope.measuring.observables.observable import Mean, Observable, Reading
 from sinkscope.results.tables import COORDINATE, HEAD, KEY, POSITION, QUERY, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-TOKENS = 64  # first tokens of the sequence that are shown
-MAP_TOKENS = 32  # the same for a map that is one of many
+TOKENS = 64  # number of first tokens that are shown
+MAP_TOKENS = 32  # the same for one of many maps
 TOP_COORDINATES = 8  # coordinates of the largest magnitude
 OTHER_COORDINATES = 8  # evenly spaced coordinates for comparison
 
@@ -26,7 +26,7 @@ class AttentionMaps(Observable):
     """Records the weights of chosen (layer, head) pairs on the batch's first sequence: table `attention_maps`."""
 
     name = "attention-maps"
-    about = "attention weights of six telling heads on the first sequence; follows `attention`"
+    about = "attention weights of six heads, from strong to weak sinks, on the first sequence; follows `attention`"
     sites = ("attention",)
     after = ("attention",)
     columns: ClassVar = {

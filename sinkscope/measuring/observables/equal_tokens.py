@@ -1,4 +1,4 @@
-"""Repeated tokens: how equal their states stay, and attention against closed forms (WSE propositions 1, 3 and 4).
+"""Repeated tokens: differences of their states, and attention and its closed forms (WSE propositions 1, 3 and 4).
 
 If positions enter only relatively, equal tokens stay equal in every layer, because each sees only copies of itself. All
 logits of a head are then one number plus a term of the position, so attention has a closed form:
@@ -33,7 +33,7 @@ class EqualTokens(Observable):
     """Compares repeated tokens: table `equal_tokens`, one row per layer and sequence."""
 
     name = "equal-tokens"
-    about = "repeated tokens: how equal their states stay, and attention against WSE's closed forms and bound"
+    about = "repeated tokens: differences of their states, and attention compared with WSE's closed forms and bound"
     sites = ("layer_out", "attention")
     expected = False
     of_equal_tokens = True

@@ -1,4 +1,4 @@
-"""Gates, of a retrofit or the model itself, and the values before them: do gates close at the sink? (VGA §3.2, GS §5)
+"""Gates of a retrofit or of the model, and the values before them: do gates close at the sink? (VGA §3.2, GS §5)
 
 The table `geometry` has the norms of the values as they are attended to, after a gate.
 """
@@ -44,7 +44,7 @@ class Gate(Observable):
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        return None if has_gates(model) or family.gated else "it has no gates, as vga, iga and vscale build in"
+        return None if has_gates(model) or family.gated else "it has no gates, such as those of vga, iga and vscale"
 
     def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
         positions = self.settings.positions

@@ -256,7 +256,7 @@ def branches_of(block: Family | Block) -> dict[str, Branch]:
 def undefined_ratios(family: Family) -> dict[str, str]:
     """Map the ratios of GS eq. 3 that this wiring does not define to the reason."""
     if family.wiring == "unknown":
-        return {"bloat, compress and change": "what a layer adds to the residual stream is no sum that is known"}
+        return {"bloat, compress and change": "the sum that a layer adds to the residual stream is not known"}
     reasons = {}
     branches = branches_of(family)
     if family.wiring == "single":

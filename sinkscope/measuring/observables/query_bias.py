@@ -53,7 +53,9 @@ class QueryBias(Observable):
     """
 
     name = "query-bias"
-    about = "what the query bias adds to each key's logits, by layer and position, and the coordinates it rests on"
+    about = (
+        "the term of each key's logits from the query bias, by layer and position, and the coordinates that it reads"
+    )
     sites = ("layer_in", "attn_norm")
     columns: ClassVar = {
         "query_bias": (
@@ -95,9 +97,9 @@ class QueryBias(Observable):
         if not family.has_attention:
             return NO_ATTENTION
         if any(family.block(layer).wiring == "unknown" for layer in family.attentions(model)):
-            return "what its attention reads is not known: the sums of its layers are not"
+            return "the input of its attention is not known, because the sums of its layers are not"
         if not family.qkv:
-            return f"how '{family.name}' keeps its query projection is not known"
+            return f"the query projection of '{family.name}' is not known"
         attentions = list(family.attentions(model).values())
         modules: list[Any] = [attention.get_submodule(family.qkv[0]) for attention in attentions]
         if all(getattr(module, "bias", None) is None for module in modules):
@@ -258,7 +260,7 @@ class Epe(Observable):
     """
 
     name = "epe"
-    about = "cosine of EPE with the states after the first layer, and of b_Q with what EPE_0 leaves of a key"
+    about = "cosine of EPE with the states after the first layer, and of b_Q with keys without EPE_0"
     sites = ("layer_in", "layer_out")
     expected = False
     columns: ClassVar = {
