@@ -33,7 +33,7 @@ def value_gradients(
             for projection in projected
             for kept, prepend in ((raw, True), (attended, False))  # before and after a retrofit's hook
         ]
-        tokens = torch.as_tensor(ids)[None]
+        tokens = torch.tensor(ids)[None]
         with in_double(twin.base_model):
             loss = twin(tokens, labels=tokens, attention_mask=mask, use_cache=False).loss * (len(ids) - 1) / predicted
         for handle in handles:
