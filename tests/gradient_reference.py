@@ -1,16 +1,13 @@
-"""The expected gradient tables: plain transformers, autograd's own gradients, float64 loops.
+"""The values that the gradient tables must have, from plain transformers, autograd's own gradients, and float64 loops.
 
-Nothing of sinkscope is imported. Every sequence goes through the model alone and unpadded, all recorded tensors keep
-their gradients, attention is dense, and `backward` runs as in training.
-
-Attention is recorded in the three ways that transformers has: a function registered with `AttentionInterface`,
-`F.scaled_dot_product_attention` made dense (Falcon, whose eager path adds ALiBi twice), and the own code of BLOOM,
-MPT, GPT-J and GPT-Neo.
+Nothing of sinkscope is imported. Every sequence goes through the model alone and unpadded, every tensor retains its
+gradient, attention is eager, and `backward` runs as in training. reference.py names the modules of each architecture
+and records attention.
 """
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,31 +16,18 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 import torch
-from reference import (
-    Calls,
-    Place,
-    dense_sdpa,
-    has_own_code,
-    kept,
-    long_enough,
-    own_attention,
-    place_of,
-    recorded_softmax,
-    site_hooks,
-)
+from reference import Calls, Place, attention_calls, by_head, kept, long_enough, place_of, repeats
 from reference import assert_same as assert_same
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers import PreTrainedModel
 
-SITES = ("layer_in", "mid", "attn_norm", "attn_out", "mlp_norm", "mlp_out", "layer_out")
-NAME = "gradient_reference"  # of the attention implementation
+NAME = "eager"  # the attention implementation
 GRAM_QUERIES = 64  # theorem 1's μ, σ² and ρ are measured on at most so many evenly spaced queries
-ROUND_OFF = 1e-5  # relative to the upper bound: a bound may be missed by this
+ROUND_OFF = 1e-5  # relative tolerance of the bounds
 
 
 def gain_of(norm: nn.Module) -> np.ndarray:
-    """γ, which Gemma stores as 1 + weight."""
+    """Return γ, which Gemma stores as 1 + weight."""
     weight = norm.weight.detach().double().numpy()
     return 1 + weight if type(norm).__name__.startswith("Gemma") else weight
 
@@ -53,7 +37,7 @@ def gain_of(norm: nn.Module) -> np.ndarray:
 
 @dataclass
 class Layer:
-    """One layer on one sequence: tensors, and gradients of the mean loss of the complete run."""
+    """One layer on one sequence, with gradients of the mean loss of the whole run."""
 
     weights: np.ndarray  # (H,T,T)
     query: np.ndarray  # gradients (H,T,d); key, value (K,T,d)
@@ -61,30 +45,33 @@ class Layer:
     value: np.ndarray
     mix: np.ndarray  # (H,T,d)
     sites: dict[str, np.ndarray]  # gradient by site, (T,D)
-    inputs: dict[str, np.ndarray]  # values by site, (T,D)
+    inputs: dict[str, np.ndarray]  # value by site, (T,D)
 
 
 @dataclass
 class Sequence:
     ids: np.ndarray
-    loss: float  # cross-entropy summed over what it predicts
+    loss: float  # cross-entropy summed over the predicted tokens
     layers: list[Layer]
 
 
 def trainable_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy whose weights are trainable."""
+    """Return a copy of the model as it would be trained."""
     twin = copy.deepcopy(model).requires_grad_(True)
     if on_interface(twin):
         twin.set_attn_implementation(NAME)
     return twin
 
 
+OWN_CODE = ("falcon", "bloom", "mpt", "gptj", "gpt_neo")
+
+
 def on_interface(model: PreTrainedModel) -> bool:
-    return not has_own_code(model)
+    return model.config.model_type not in OWN_CODE
 
 
 def record(model: PreTrainedModel, sequences: list[np.ndarray]) -> list[Sequence]:
-    """Run forward and backward on each sequence. The loss is the summed cross-entropy ÷ predicted tokens."""
+    """Run forward and backward for one sequence at a time; the loss is the summed cross-entropy ÷ predicted tokens."""
     model.zero_grad()
     predicted = sum(len(ids) - 1 for ids in sequences)
     return [_record(model, ids, predicted) for ids in sequences]
@@ -100,8 +87,8 @@ def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence
         stack.callback(embedding.remove)
         for layer in model.get_submodule(place.layers):
             sites.append({})
-            stack.enter_context(site_hooks(layer, place, sites[-1], SITES))
-        stack.enter_context(_attention_hooks(model, place, calls))
+            stack.enter_context(_site_hooks(layer, place, sites[-1]))
+        stack.enter_context(attention_calls(model, place, calls))
         logits = model(tokens[None], use_cache=False).logits[0]
     surprise = -logits.double().log_softmax(-1)
     loss = sum(surprise[t, tokens[t + 1]] for t in range(len(ids) - 1))
@@ -110,10 +97,14 @@ def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence
     assert len(sites) == len(calls.qkv) == len(calls.weights) == len(calls.mixes)
     layers = []
     for site, qkv, weights, mix in zip(sites, calls.qkv, calls.weights, calls.mixes, strict=True):
-        query, key, value = _head_gradients(model.config, qkv)
+        query, key, value = by_head(model.config, [_gradient(x)[0] for x in qkv])
+        # newer Falcons repeat each key and value head: a head's gradient is the sum of the gradients of its copies
+        key, value = (x.reshape(-1, repeats(model.config), *x.shape[1:]).sum(1) for x in (key, value))
+        mix_gradient = _gradient(mix)[0]
         layers.append(
             Layer(
-                _numpy(weights[0]), query, key, value, _gradient(mix)[0],
+                _numpy(weights[0, ..., : len(ids)]), query, key, value,
+                mix_gradient.transpose(1, 0, 2) if on_interface(model) else mix_gradient,
                 {name: _gradient(x).reshape(len(ids), -1) for name, x in site.items()},
                 {name: _numpy(x).reshape(len(ids), -1) for name, x in site.items()},
             )
@@ -123,7 +114,7 @@ def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence
 
 
 def check_wiring(place: Place, layers: list[Layer]) -> None:
-    """Check the modules of a place by sums of values and of gradients."""
+    """Assert that the sums of the residual stream hold at the named modules, in values and in gradients."""
     for layer in layers:
         x, gradient = layer.inputs, layer.sites
         if place.mid is None:
@@ -149,80 +140,53 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
 
 
 def _gradient(x: torch.Tensor) -> np.ndarray:
-    """Return the gradient, or zeros without one."""
+    """Return the gradient; zeros if there is none."""
     return _numpy(torch.zeros_like(x) if x.grad is None else x.grad)
 
 
-def _head_gradients(config: Any, qkv: tuple[torch.Tensor, ...]) -> list[np.ndarray]:
-    if config.model_type == "mpt":
-        parts = np.split(_gradient(qkv[0])[0], 3, axis=-1)
-        return [part.reshape(len(part), config.n_heads, -1).transpose(1, 0, 2) for part in parts]
-    query, key, value = (_gradient(x)[0] for x in qkv)
-    if config.model_type == "falcon" and config.new_decoder_architecture:
-        # this code repeats each key and value head by itself: a head's gradient is the sum of its copies'
-        groups = config.num_attention_heads // config.num_kv_heads
-        key, value = (x.reshape(-1, groups, *x.shape[1:]).sum(1) for x in (key, value))
-    return [query, key, value]
-
-
-# ------------------------------------------------------------------------- attention, in its three ways
-
-
 @contextmanager
-def _attention_hooks(model: PreTrainedModel, place: Place, calls: Calls) -> Iterator[None]:
-    if on_interface(model):
-        _CALLS.append(calls)
-        try:
-            yield
-        finally:
-            _CALLS.pop()
-    elif model.config.model_type == "falcon":
-        with dense_sdpa(calls):
-            yield
-    else:
-        with recorded_softmax(calls), own_attention(model, place, calls):
-            yield
+def _site_hooks(layer: nn.Module, place: Place, found: dict[str, torch.Tensor]) -> Iterator[None]:
+    def first(x: Any) -> torch.Tensor:
+        return x[0] if isinstance(x, tuple) else x
 
+    def leaving(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+            found[name] = kept(first(output))
+            # Falcon adds to this tensor in place
+            return output.clone() if name == "mlp_out" and isinstance(output, torch.Tensor) else None
 
-_CALLS: list[Calls] = []
+        return hook
 
+    def entering(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            found[name] = kept(first(args) if args else kwargs["hidden_states"])
 
-def _interface_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    calls = _CALLS[-1]
-    calls.add(query, key, value)
-    heads, length, width = query.shape[1:]
-    copies = heads // key.shape[1]
-    all_keys = key.repeat_interleave(copies, dim=1)
-    logits = query @ all_keys.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits + attention_mask[..., :length]
-    if s_aux is not None:  # one more column in the softmax, which no value answers to
-        logits = torch.cat([logits, s_aux.view(1, heads, 1, 1).expand(1, heads, length, 1)], dim=-1)
-    weights = logits.softmax(-1)[..., :length]
-    mix = kept(weights @ value.repeat_interleave(copies, dim=1))
-    calls.weights.append(weights)
-    calls.mixes.append(mix)
-    return mix.transpose(1, 2).contiguous(), weights
+        return hook
 
-
-AttentionInterface.register(NAME, _interface_attention)
-AttentionMaskInterface.register(NAME, eager_mask)
+    handles = []
+    for name, path in (("layer_in", ""), ("mid", place.mid)):
+        if path is not None:
+            module = layer.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(entering(name), with_kwargs=True))
+    outputs = {
+        "attn_norm": place.attn_norm,
+        "attn_out": place.attn_out,
+        "mlp_norm": place.mlp_norm,
+        "mlp_out": place.mlp_out,
+        "layer_out": "",
+    }
+    for name, path in outputs.items():
+        if path is not None:
+            handles.append(layer.get_submodule(path).register_forward_hook(leaving(name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _DoubleTorch:
-    """`torch`, in which float32 is float64."""
+    """The module torch, with float64 in place of float32."""
 
     float = float32 = torch.float64
 
@@ -232,9 +196,7 @@ class _DoubleTorch:
 
 @contextmanager
 def in_double(model: PreTrainedModel) -> Iterator[None]:
-    """A model's own code without its excursions to float32 (norms, softmax), where round-off of float64 would be
-    rounded to float32 one way or the other.
-    """
+    """Run a model's own code without its conversions to float32 (norms, softmax)."""
     single = torch.Tensor.float
     with (
         patch.object(sys.modules[type(model).__module__], "torch", _DoubleTorch()),
@@ -268,7 +230,7 @@ def _norm(x: np.ndarray) -> float:
 
 
 def _ratio(above: float, below: float) -> float:
-    """Return a ratio of norms; NaN if the denominator is 0."""
+    """Return the ratio; NaN if the gradient that it is compared with is 0."""
     return above / below if below > 0 else np.nan
 
 
@@ -278,11 +240,11 @@ def _mean(values: list[float]) -> float:
 
 
 def roles_of(place: Place) -> dict[str, tuple[str, str | None, str, str | None]]:
-    """Each branch's input x, its own norm's output y, its output r, and the stream z = x + r after it."""
+    """Return each branch's input x, its own norm's output y, its output r, and the stream z = x + r after it."""
     attn_norm = None if place.attn_norm is None else "attn_norm"
     mlp_norm = None if place.mlp_norm is None else "mlp_norm"
     if place.post_norm:
-        return {"attn": ("layer_in", None, "attn_out", "mid")}  # no site holds what the MLP's branch adds to
+        return {"attn": ("layer_in", None, "attn_out", "mid")}  # the MLP's sum is at no site
     if place.mid is None:
         shared = place.mlp_norm is None  # the norm's gradient is of both branches
         attn_norm = None if shared else attn_norm
@@ -292,28 +254,29 @@ def roles_of(place: Place) -> dict[str, tuple[str, str | None, str, str | None]]
 
 def gradient_ratio(model: PreTrainedModel, sequences: list[Sequence], positions: int) -> pd.DataFrame:
     rows = []
-    for number, branch, (x, y, r, z) in _branches(model, sequences):
-        for position in range(positions):
-            norms, bloats, compressions, changes = [], [], [], []
-            for sequence in long_enough(sequences, position):
-                layer = sequence.layers[number]
-                at = {site: found[position] for site, found in layer.sites.items()}
-                norms.append(_norm(layer.inputs[x][position]))
-                if y is not None:
-                    bloats.append(_ratio(_norm(at[y]), _norm(at[r])))
-                if y is not None and z is not None:
-                    compressions.append(_ratio(_norm(at[x] - at[z]), _norm(at[y])))
-                if z is not None:
-                    changes.append(_ratio(_norm(at[x]), _norm(at[z])))
-            rows.append((number, branch, position, *map(_mean, (norms, bloats, compressions, changes))))
-    columns = ["input_norm", "bloat", "compress", "change"]
-    return pd.DataFrame(rows, columns=["layer", "branch", "position", *columns])
+    for number, _ in enumerate(sequences[0].layers):
+        for branch, (x, y, r, z) in roles_of(place_of(model.config)).items():
+            for position in range(positions):
+                found: dict[str, list[float]] = {"input_norm": [], "bloat": [], "compress": [], "change": []}
+                for sequence in long_enough(sequences, position):
+                    layer = sequence.layers[number]
+                    at = {site: gradients[position] for site, gradients in layer.sites.items()}
+                    found["input_norm"].append(_norm(layer.inputs[x][position]))
+                    if y is not None:
+                        found["bloat"].append(_ratio(_norm(at[y]), _norm(at[r])))
+                    if y is not None and z is not None:
+                        found["compress"].append(_ratio(_norm(at[x] - at[z]), _norm(at[y])))
+                    if z is not None:
+                        found["change"].append(_ratio(_norm(at[x]), _norm(at[z])))
+                means = {name: _mean(values) for name, values in found.items()}
+                rows.append({"layer": number, "branch": branch, "position": position} | means)
+    return pd.DataFrame(rows)
 
 
 def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
-    """Theorem 1, on the run's longest sequences. The loss is the summed one: its gradients do not shrink with the run.
+    """Check theorem 1 on the longest sequences, for the summed loss, whose gradients do not depend on the run's size.
 
-    `identity_residual` is not that of sinkscope, but that of the identity itself in these gradients.
+    `identity_residual` is the residual of the identity in these gradients.
     """
     predicted = sum(len(sequence.ids) - 1 for sequence in sequences)
     longest = max(len(sequence.ids) for sequence in sequences)
@@ -359,31 +322,29 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
 
 
 def norm_bound(model: PreTrainedModel, sequences: list[Sequence], positions: int) -> pd.DataFrame:
-    """Theorem 2 for every norm before a branch, with γ and ε of the module."""
+    """Check theorem 2 for every norm before a branch, with γ and ε of the module."""
     place = place_of(model.config)
-    modules = list(model.get_submodule(place.layers))
-    paths = {"attn": place.attn_norm, "mlp": place.mlp_norm}
     rows = []
-    for number, branch, (x, y, _, z) in _branches(model, sequences):
-        if y is None or z is None:
-            continue
-        norm = modules[number].get_submodule(paths[branch])
-        largest = np.abs(gain_of(norm)).max()
-        epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-        for position in range(positions):
-            ratios, bounds, inside, tightness = [], [], [], []
-            for sequence in long_enough(sequences, position):
-                layer = sequence.layers[number]
-                entries = layer.inputs[x][position]
-                if isinstance(norm, nn.LayerNorm):
-                    entries = entries - entries.mean()
-                bounds.append(largest / np.sqrt(np.mean(entries**2) + epsilon))
-                through = _norm(layer.sites[x][position] - layer.sites[z][position])
-                ratios.append(_ratio(through, _norm(layer.sites[y][position])))
-                if not np.isnan(ratios[-1]):
-                    inside.append(float(ratios[-1] <= 1.005 * bounds[-1]))
-                    tightness.append(ratios[-1] / bounds[-1])
-            rows.append((number, branch, position, *map(_mean, (ratios, bounds, inside, tightness))))
+    for number, module in enumerate(model.get_submodule(place.layers)):
+        for branch, (x, y, _, z) in roles_of(place).items():
+            if y is None or z is None:
+                continue
+            norm = module.get_submodule({"attn": place.attn_norm, "mlp": place.mlp_norm}[branch])
+            largest = np.abs(gain_of(norm)).max()
+            epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+            for position in range(positions):
+                ratios, bounds, inside, tightness = [], [], [], []
+                for sequence in long_enough(sequences, position):
+                    layer = sequence.layers[number]
+                    entries = layer.inputs[x][position]
+                    entries = entries - entries.mean() if isinstance(norm, nn.LayerNorm) else entries
+                    bounds.append(largest / np.sqrt(np.mean(entries**2) + epsilon))
+                    through = _norm(layer.sites[x][position] - layer.sites[z][position])
+                    ratios.append(_ratio(through, _norm(layer.sites[y][position])))
+                    if not np.isnan(ratios[-1]):
+                        inside.append(float(ratios[-1] <= 1.005 * bounds[-1]))
+                        tightness.append(ratios[-1] / bounds[-1])
+                rows.append((number, branch, position, *map(_mean, (ratios, bounds, inside, tightness))))
     return pd.DataFrame(rows, columns=["layer", "branch", "position", "measured", "bound", "holds", "tightness"])
 
 
@@ -394,11 +355,3 @@ def tables(model: PreTrainedModel, sequences: list[Sequence], positions: int) ->
         "gradient_check": gradient_check(sequences, positions),
         "norm_bound": norm_bound(model, sequences, positions),
     }
-
-
-def _branches(
-    model: PreTrainedModel, sequences: list[Sequence]
-) -> Iterator[tuple[int, str, tuple[str, str | None, str, str | None]]]:
-    for number in range(len(sequences[0].layers)):
-        for branch, roles in roles_of(place_of(model.config)).items():
-            yield number, branch, roles

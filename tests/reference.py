@@ -1,11 +1,10 @@
-"""The expected tables, computed by plain transformers with eager attention, forward hooks, and float64 loops over
-sequences, layers, heads and positions.
+"""The values that the tables must have, from plain transformers with eager attention, forward hooks, and float64 loops.
 
 Nothing of sinkscope is imported. Every sequence goes through the model alone and unpadded, so that padding and position
 ids are tested, too. Three caveats of transformers 5.23:
 
-- Falcon that is switched to eager after it was made, with `output_attentions`, fails: the twin is made eager from the
-  start (`eager_twin`).
+- Falcon gives wrong results if it is switched to eager after it was made, with `output_attentions`: the twin is made
+  eager from the start (`eager_twin`).
 - Falcon with ALiBi adds its bias twice when eager, once in the mask that the model makes and once in the attention
   module; its SDPA path adds it once and is right. Falcon is therefore recorded on the SDPA path, with a dense
   replacement of `scaled_dot_product_attention`.
@@ -17,7 +16,8 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -29,13 +29,12 @@ from support.dense_attention import dense_attention
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-SITES = ("layer_in", "attn_out", "mlp_out", "layer_out")
-FORBIDDEN = -1e30  # a logit below this is one that a mask forbids
+FORBIDDEN = -1e30  # a logit below this is masked
 
 
 @dataclass
 class Layer:
-    """One layer on one sequence, all in float64. A layer without attention has only sites."""
+    """One layer on one sequence, in float64. A layer without attention has only sites."""
 
     weights: np.ndarray  # (H,T,T)
     logits: np.ndarray  # (H,T,T), after softcap, bias and mask
@@ -46,7 +45,7 @@ class Layer:
 
     @classmethod
     def of_weights(cls, weights: np.ndarray) -> "Layer":
-        """Return a layer with nothing but its weights; each head has keys of its own."""
+        """Return a layer of which only the weights are known; each head has keys of its own."""
         nothing = np.zeros((len(weights), 0))
         return cls(weights, nothing, nothing, nothing, nothing, {})
 
@@ -57,33 +56,26 @@ class Layer:
 
 @dataclass
 class Sequence:
-    """One sequence with its logits and layers."""
-
     ids: np.ndarray
     logits: torch.Tensor  # (T,V), as the model gave them
     layers: list[Layer]
 
 
-# --------------------------------------------------------------------------- modules of each architecture
+# ---------------------------------------------------------------------------------------- modules, by hand
 
 
 @dataclass(frozen=True)
 class Place:
-    """Modules of one architecture: its layers, their norms and branches, and the module that reads h+½."""
+    """The modules of one architecture: the layers, and within a layer its attention, norms and branches."""
 
     layers: str = "model.layers"
     attention: str = "self_attn"
     attn_norm: str | None = "input_layernorm"
-    attn_out: str = "self_attn"
-    mid: str | None = "post_attention_layernorm"  # h+½ enters here
+    attn_out: str = "self_attn"  # its output is added to the residual stream
+    mid: str | None = "post_attention_layernorm"  # its input is h+½; None: attention and MLP are parallel
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_out: str = "mlp"
     post_norm: bool = False  # h+½ is normalized before the MLP reads it and before the MLP is added
-
-    @property
-    def parallel(self) -> bool:
-        """Whether both branches read the layer's input: there is no h+½."""
-        return self.mid is None
 
 
 def _parallel(
@@ -92,61 +84,46 @@ def _parallel(
     return Place(layers, attn, norm, attn, None, mlp_norm, "mlp")
 
 
-_GEMMA = Place(
-    attn_out="post_attention_layernorm",
-    mid="pre_feedforward_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    mlp_out="post_feedforward_layernorm",
-)
+_MLP_NORM = ("pre_feedforward_layernorm",) * 2
+_GEMMA = Place("model.layers", "self_attn", "input_layernorm", "post_attention_layernorm", *_MLP_NORM,
+               "post_feedforward_layernorm")  # fmt: skip
 _FALCON = ("transformer.h", "self_attention")
 _NEOX = ("gpt_neox.layers", "attention", "input_layernorm")
+PLACES = {
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "olmo2": replace(_GEMMA, attn_norm=None, mid="mlp", mlp_norm=None),
+    "phi": _parallel(),
+    "cohere": _parallel(),
+    "gptj": _parallel("transformer.h", "attn", "ln_1"),
+    "gpt2": Place("transformer.h", "attn", "ln_1", "attn", "ln_2", "ln_2"),
+    "gpt_neo": Place("transformer.h", "attn.attention", "ln_1", "attn", "ln_2", "ln_2"),
+    "bloom": Place("transformer.h", "self_attention", attn_out="self_attention.dense", mlp_out="mlp.dense_4h_to_h"),
+    "mpt": Place("transformer.blocks", "attn", "norm_1", "attn.out_proj", "norm_2", "norm_2", "ffn.down_proj"),
+}
 
 
 def place_of(config: Any) -> Place:
     kind = config.model_type
+    if kind == "falcon" and config.new_decoder_architecture:
+        return _parallel(*_FALCON, "ln_attn", "ln_mlp")
     if kind == "falcon":
-        if config.new_decoder_architecture:
-            return _parallel(*_FALCON, "ln_attn", "ln_mlp")
         return _parallel(*_FALCON) if config.parallel_attn else Place(*_FALCON, attn_out="self_attention")
     if kind == "gpt_neox":
-        if config.use_parallel_residual:
-            return _parallel(*_NEOX, "post_attention_layernorm")
-        return Place(*_NEOX, attn_out="attention")
+        parallel = config.use_parallel_residual
+        return _parallel(*_NEOX, "post_attention_layernorm") if parallel else Place(*_NEOX, attn_out="attention")
     if kind == "stablelm" and config.use_parallel_residual:
         return _parallel()
+    if kind == "opt" and config.do_layer_norm_before:
+        norms = ("final_layer_norm",) * 2
+        return Place("model.decoder.layers", "self_attn", "self_attn_layer_norm", "self_attn", *norms, "fc2")
     if kind == "opt":
-        before = config.do_layer_norm_before
-        return Place(
-            layers="model.decoder.layers",
-            attn_norm="self_attn_layer_norm" if before else None,
-            mid="final_layer_norm" if before else "self_attn_layer_norm",
-            mlp_norm="final_layer_norm" if before else None,
-            mlp_out="fc2",
-            post_norm=not before,
-        )
-    places = {
-        "gemma2": _GEMMA,
-        "gemma3_text": _GEMMA,
-        "olmo2": Place(
-            attn_norm=None,
-            attn_out="post_attention_layernorm",
-            mid="mlp",
-            mlp_norm=None,
-            mlp_out="post_feedforward_layernorm",
-        ),
-        "phi": _parallel(),
-        "cohere": _parallel(),
-        "gptj": _parallel("transformer.h", "attn", "ln_1"),
-        "gpt2": Place("transformer.h", "attn", "ln_1", "attn", "ln_2", "ln_2"),
-        "gpt_neo": Place("transformer.h", "attn.attention", "ln_1", "attn", "ln_2", "ln_2"),
-        "bloom": Place("transformer.h", "self_attention", attn_out="self_attention.dense", mlp_out="mlp.dense_4h_to_h"),
-        "mpt": Place("transformer.blocks", "attn", "norm_1", "attn.out_proj", "norm_2", "norm_2", "ffn.down_proj"),
-    }
-    return places.get(kind, Place())
+        return Place("model.decoder.layers", "self_attn", None, "self_attn", "self_attn_layer_norm", None, "fc2", True)
+    return PLACES.get(kind, Place())
 
 
 def repeats(config: Any) -> int:
-    """Return how often a model's code repeats each key and value head before attention, as Falcon's newer one does."""
+    """Return how often the model's own code repeats each key and value head before attention, as newer Falcons do."""
     if config.model_type == "falcon" and config.new_decoder_architecture:
         return config.num_attention_heads // config.num_kv_heads
     return 1
@@ -156,7 +133,7 @@ def repeats(config: Any) -> int:
 
 
 def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in a model that was made eager (Falcon: SDPA, see the head of this file)."""
+    """Return the same weights in a model that was made eager (Falcon: SDPA, see the head of this file)."""
     config = copy.deepcopy(model.config)
     kernel = "sdpa" if config.model_type == "falcon" else "eager"
     twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation=kernel)
@@ -166,66 +143,59 @@ def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass
 class Calls:
-    """Tensors that the patched functions saw, in order: one entry for each layer."""
+    """Tensors of attention, which retain their gradients, one entry per layer in order."""
 
     qkv: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # (1,heads,T,d) each, or MPT's one (1,T,3D)
-    logits: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T)
-    weights: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T)
-    mixes: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,d)
+    logits: list[torch.Tensor] = field(default_factory=list)  # (1,H,T,T), with a column for gpt-oss's sink
+    weights: list[torch.Tensor] = field(default_factory=list)  # likewise
+    mixes: list[torch.Tensor] = field(default_factory=list)  # (1,T,H,d) of AttentionInterface, else (1,H,T,d)
 
     def add(self, *qkv: torch.Tensor) -> None:
         self.qkv.append(tuple(kept(x) for x in qkv))
 
 
 def kept(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, which keeps its gradient if it gets one."""
     if x.requires_grad:
         x.retain_grad()
     return x
 
 
+def by_head(config: Any, qkv: list[np.ndarray]) -> list[np.ndarray]:
+    """Return query, key and value, or their gradients, by head: MPT's (T,3D) is split."""
+    if config.model_type != "mpt":
+        return qkv
+    return [part.reshape(len(part), config.n_heads, -1).transpose(1, 0, 2) for part in np.split(qkv[0], 3, axis=-1)]
+
+
 @torch.no_grad()
 def record(twin: PreTrainedModel, ids: np.ndarray) -> Sequence:
-    """One sequence through an eager twin."""
-    config = twin.config
-    place = place_of(config)
+    """Run one sequence through an eager twin."""
+    place, groups = place_of(twin.config), repeats(twin.config)
     sites: list[dict[str, torch.Tensor]] = []
     calls = Calls()
-    dense = config.model_type == "falcon"
     with ExitStack() as stack:
         for layer in twin.get_submodule(place.layers):
             sites.append({})
-            stack.enter_context(site_hooks(layer, place, sites[-1], SITES, torch.clone))
-        if dense:
-            stack.enter_context(dense_sdpa(calls, torch.float64))
-        else:
-            stack.enter_context(recorded_softmax(calls, torch.float64))
-            watched = own_attention if has_own_code(twin) else _eager_function
-            stack.enter_context(watched(twin, place, calls))
-        output = twin(torch.tensor(ids)[None], use_cache=False, output_attentions=not dense)
-    weights = calls.weights if dense else output.attentions
-    assert len(weights) == len(calls.qkv) == len(calls.logits) == len(sites)
-    groups = repeats(config)
+            stack.enter_context(_hooks(layer, place, sites[-1]))
+        stack.enter_context(attention_calls(twin, place, calls))
+        logits = twin(torch.tensor(ids)[None], use_cache=False).logits[0]
     layers = []
-    for site, qkv, logits, attention in zip(sites, calls.qkv, calls.logits, weights, strict=True):
-        if config.model_type == "mpt":
-            qkv = tuple(x.unflatten(2, (config.n_heads, -1)).transpose(1, 2) for x in qkv[0].chunk(3, dim=2))
-        query, key, value = qkv
-        found = {name: _numpy(x.reshape(1, len(ids), -1)) for name, x in site.items()}  # OPT flattens its tokens
-        if not place.parallel:
-            found["mid"] = found["layer_in"] + found["attn_out"]
-        assert torch.equal(key, key[:, ::groups].repeat_interleave(groups, 1))
+    for site, qkv, scores, weights in zip(sites, calls.qkv, calls.logits, calls.weights, strict=True):
+        if place.mid is not None:
+            site["mid"] = site["layer_in"] + site["attn_out"]
+        query, key, value = by_head(twin.config, [_numpy(x) for x in qkv])
+        assert np.array_equal(key, key[::groups].repeat(groups, 0))
         layers.append(
             Layer(
-                weights=_numpy(attention),
-                logits=_numpy(logits[..., : len(ids)]),  # without gpt-oss's sink
-                query=_numpy(query),
-                key=_numpy(key[:, ::groups]),
-                value=_numpy(value[:, ::groups]),
-                sites=found,
+                weights=_numpy(weights[..., : len(ids)]),
+                logits=_numpy(scores[..., : len(ids)]),
+                query=query,
+                key=key[::groups],
+                value=value[::groups],
+                sites={name: _numpy(x) for name, x in site.items()},
             )
         )
-    return Sequence(np.asarray(ids), output.logits[0], layers)
+    return Sequence(np.asarray(ids), logits, layers)
 
 
 def _numpy(x: torch.Tensor) -> np.ndarray:
@@ -233,161 +203,117 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
 
 
 @contextmanager
-def site_hooks(
-    layer: nn.Module,
-    place: Place,
-    found: dict[str, torch.Tensor],
-    names: tuple[str, ...],
-    keep: Callable[[torch.Tensor], torch.Tensor] = kept,
-) -> Iterator[None]:
-    """Record tensors of a layer: its input and output, h+½, and the outputs of its norms and branches."""
+def _hooks(layer: nn.Module, place: Place, record: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Keep copies of a layer's input and output and of the outputs of its two branches."""
 
     def first(x: Any) -> torch.Tensor:
-        return x[0] if isinstance(x, tuple) else x
+        return (x[0] if isinstance(x, tuple) else x).clone()
 
-    def leaving(name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-            found[name] = keep(first(output))
-            # Falcon adds into this very tensor
-            return output.clone() if name == "mlp_out" and isinstance(output, torch.Tensor) else None
+    def shaped(x: torch.Tensor) -> torch.Tensor:  # OPT flattens its tokens
+        return x.view(1, -1, x.shape[-1])
 
-        return hook
+    def keep(name: str) -> Any:
+        return lambda module, args, output: record.__setitem__(name, shaped(first(output)))
 
-    def entering(name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            found[name] = keep(first(args) if args else kwargs["hidden_states"])
+    def entering(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        record["layer_in"] = first(args or kwargs["hidden_states"])
 
-        return hook
+    handles = [
+        layer.register_forward_pre_hook(entering, with_kwargs=True),
+        layer.register_forward_hook(keep("layer_out")),
+        layer.get_submodule(place.attn_out).register_forward_hook(keep("attn_out")),
+        layer.get_submodule(place.mlp_out).register_forward_hook(keep("mlp_out")),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    paths = {"layer_in": "", "mid": place.mid, "attn_norm": place.attn_norm, "attn_out": place.attn_out}
-    paths |= {"mlp_norm": place.mlp_norm, "mlp_out": place.mlp_out, "layer_out": ""}
+
+@contextmanager
+def attention_calls(model: PreTrainedModel, place: Place, calls: Calls) -> Iterator[None]:
+    """Record attention: a softmax in float64, and query, key, value and mix where each architecture's code has them."""
+    layers = model.get_submodule(place.layers)
+    kind = type(layers[0].get_submodule(place.attention))
+    code, name = sys.modules[kind.__module__], model.config.model_type
+
+    def recorded(attend: Callable) -> Callable:
+        def recording(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> Any:
+            calls.add(query, key, value)
+            mix, weights = attend(module, query, key, value, *rest, **kwargs)
+            calls.mixes.append(kept(mix))
+            return mix, weights
+
+        return recording
+
     with ExitStack() as stack:
-        for name in names:
-            path = paths[name]
-            if path is not None and name in ("layer_in", "mid"):
-                hook = layer.get_submodule(path).register_forward_pre_hook(entering(name), with_kwargs=True)
-                stack.callback(hook.remove)
-            elif path is not None:
-                stack.callback(layer.get_submodule(path).register_forward_hook(leaving(name)).remove)
-        yield
+        if name == "falcon":
+            stack.enter_context(patch.object(F, "scaled_dot_product_attention", partial(_dense_sdpa, calls)))
+        else:
+            stack.enter_context(patch.object(F, "softmax", partial(_softmax, F.softmax, calls)))
+        if hasattr(code, "eager_attention_forward"):
+            stack.enter_context(patch.object(code, "eager_attention_forward", recorded(code.eager_attention_forward)))
+        elif name in ("gptj", "gpt_neo"):
+            stack.enter_context(patch.object(kind, "_attn", recorded(kind._attn)))
+        elif name == "bloom":
+            split, merge = kind._reshape, kind._merge_heads
 
-
-@contextmanager
-def recorded_softmax(calls: Calls, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Record the logits and weights of the model's own softmax: its 4-dimensional inputs, which no router has.
-
-    With a `dtype` the softmax is computed in that.
-    """
-    softmax = F.softmax
-
-    def recording(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if x.dim() != 4:
-            return softmax(x, *args, **kwargs)
-        weights = softmax(x, *args, **kwargs) if dtype is None else softmax(x, dim=-1, dtype=dtype).to(x.dtype)
-        calls.logits.append(x)
-        calls.weights.append(weights)
-        return weights
-
-    with patch.object(F, "softmax", recording):
-        yield
-
-
-@contextmanager
-def _eager_function(twin: PreTrainedModel, place: Place, calls: Calls) -> Iterator[None]:
-    """Record the query, key and value of families that have transformers' `eager_attention_forward`."""
-    attention = twin.get_submodule(place.layers)[0].get_submodule(place.attention)
-    code = sys.modules[type(attention).__module__]
-    plain = code.eager_attention_forward
-
-    def recording(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> Any:
-        calls.add(query, key, value)
-        return plain(module, query, key, value, *rest, **kwargs)
-
-    with patch.object(code, "eager_attention_forward", recording):
-        yield
-
-
-def has_own_code(model: PreTrainedModel) -> bool:
-    """Whether the attention of a family is not one of transformers' attention functions."""
-    return model.config.model_type in ("falcon", "bloom", "mpt", "gptj", "gpt_neo")
-
-
-@contextmanager
-def own_attention(model: PreTrainedModel, place: Place, calls: Calls) -> Iterator[None]:
-    """Record query, key, value and mix where the own code of BLOOM, MPT, GPT-J and GPT-Neo has them ready."""
-    with ExitStack() as stack:
-        for layer in model.get_submodule(place.layers):
-            stack.enter_context(_own_code(model.config.model_type, layer.get_submodule(place.attention), calls))
-        yield
-
-
-@contextmanager
-def _own_code(kind: str, attention: Any, calls: Calls) -> Iterator[None]:
-    """Query, key, value and mix where each architecture's own code has them ready."""
-    with ExitStack() as stack:
-        if kind in ("gptj", "gpt_neo"):
-            own = attention._attn
-
-            def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **kwargs: Any) -> tuple:
-                calls.add(query, key, value)
-                mix, weights = own(query, key, value, *rest, **kwargs)
-                calls.mixes.append(kept(mix))
-                return mix, weights
-
-            stack.enter_context(patch.object(attention, "_attn", attend))
-        elif kind == "bloom":
-            split, merge = attention._reshape, attention._merge_heads
-
-            def reshape(fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                calls.add(*split(fused))
+            def reshape(module: nn.Module, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                calls.add(*split(module, fused))
                 return calls.qkv[-1]
 
-            def merge_heads(mix: torch.Tensor) -> torch.Tensor:
+            def merge_heads(module: nn.Module, mix: torch.Tensor) -> torch.Tensor:
                 calls.mixes.append(kept(mix.view(1, *mix.shape)))  # (1,H,T,d)
-                return merge(calls.mixes[-1][0])
+                return merge(module, calls.mixes[-1][0])
 
-            stack.enter_context(patch.object(attention, "_reshape", reshape))
-            stack.enter_context(patch.object(attention, "_merge_heads", merge_heads))
-        elif kind == "mpt":
-            heads, width = attention.n_heads, attention.head_dim
+            stack.enter_context(patch.multiple(kind, _reshape=reshape, _merge_heads=merge_heads))
+        elif name == "mpt":
+            heads = model.config.n_heads
 
             def fused(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
                 calls.add(output)
 
             def mixed(module: nn.Module, args: tuple) -> tuple:
-                split = args[0].view(1, -1, heads, width).transpose(1, 2)
-                calls.mixes.append(kept(split))
-                return (split.transpose(1, 2).reshape(args[0].shape),)
+                calls.mixes.append(kept(args[0].unflatten(2, (heads, -1)).transpose(1, 2)))
+                return (calls.mixes[-1].transpose(1, 2).flatten(2),)
 
-            stack.callback(attention.Wqkv.register_forward_hook(fused).remove)
-            stack.callback(attention.out_proj.register_forward_pre_hook(mixed).remove)
-        else:
-            raise NotImplementedError(kind)
+            for layer in layers:
+                stack.callback(layer.attn.Wqkv.register_forward_hook(fused).remove)
+                stack.callback(layer.attn.out_proj.register_forward_pre_hook(mixed).remove)
+        elif name != "falcon":
+            raise NotImplementedError(name)
         yield
 
 
-@contextmanager
-def dense_sdpa(calls: Calls, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """F.scaled_dot_product_attention made dense, and computed in a `dtype` if that is given; everything is kept."""
+def _softmax(
+    softmax: Callable, calls: Calls, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """Compute F.softmax, in float64 for 4-dimensional inputs, which are attention's logits."""
+    if x.dim() != 4:
+        return softmax(x, dim=dim, dtype=dtype, **kwargs)
+    calls.logits.append(x)
+    calls.weights.append(softmax(x, dim=dim, dtype=torch.float64).to(x.dtype))
+    return calls.weights[-1]
 
-    def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.add(query, key, value)
-        given = (x if dtype is None else x.to(dtype) for x in (query, key, value))
-        attended = dense_attention(*given, *args, **kwargs)
-        calls.logits.append(attended.logits)
-        calls.weights.append(attended.weights)
-        calls.mixes.append(kept(attended.mix))
-        return attended.mix.to(query.dtype)
 
-    with patch.object(F, "scaled_dot_product_attention", dense):
-        yield
+def _dense_sdpa(
+    calls: Calls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Compute F.scaled_dot_product_attention in dense form."""
+    calls.add(query, key, value)
+    attended = dense_attention(query.double(), key.double(), value.double(), *args, **kwargs)
+    calls.logits.append(attended.logits)
+    calls.weights.append(attended.weights)
+    calls.mixes.append(kept(attended.mix.to(query.dtype)))
+    return calls.mixes[-1]
 
 
 @torch.no_grad()
 def sdpa_weights(model: PreTrainedModel, ids: np.ndarray) -> list[np.ndarray]:
-    """A second route to the attention weights (H,T,T) of every layer: the model's SDPA path, made dense."""
+    """Return the attention weights (H,T,T) of every layer from the model's SDPA path, made dense."""
     calls = Calls()
-    with dense_sdpa(calls, torch.float64):
+    with patch.object(F, "scaled_dot_product_attention", partial(_dense_sdpa, calls)):
         model(torch.tensor(ids)[None], use_cache=False)
     return [_numpy(weights) for weights in calls.weights]
 
@@ -413,7 +339,7 @@ def attention(
 
 
 def _near(weights: np.ndarray, position: int, window: int, causal: bool) -> np.ndarray:
-    """Return the weights of the queries within the window of a key: after it, and in an encoder on both sides."""
+    """Return a key's weights from the queries in its window: later ones, in an encoder on both sides."""
     first = position if causal else max(0, position - window + 1)
     return weights[first : position + window, position]
 
@@ -519,7 +445,7 @@ def outlier(sequences: list[Sequence]) -> pd.DataFrame:
 
 
 def tables(sequences: list[Sequence], positions: int, window: int, epsilon: float) -> dict[str, pd.DataFrame]:
-    """Every table of a forward run, without the columns that only name things (model, condition, token)."""
+    """Return every table of a forward run, without the columns model, condition and token."""
     return {
         "attention": attention(sequences, positions, window, epsilon),
         "attention_heads": attention_heads(sequences),
@@ -532,7 +458,7 @@ def tables(sequences: list[Sequence], positions: int, window: int, epsilon: floa
 
 
 def _heads(sequences: list[Sequence]) -> Iterator[tuple[int, int, int]]:
-    """(layer, query head, query heads to a key/value head) of every head."""
+    """Yield layer, query head, and query heads per key/value head."""
     for number, layer in enumerate(sequences[0].layers):
         heads = 0 if layer.weights is None else len(layer.weights)
         for head in range(heads):
@@ -549,20 +475,19 @@ KEYS = (
     "layer", "pathway", "branch", "head", "kv_head", "site", "sequence", "position", "token_id", "coordinate",
     "is_massive",
 )  # fmt: skip
-# The scale of an entry's error. Sums of positive terms (masses, norms, …) are relative to the entry: each term is
-# right to round-off, so the sum is. If terms cancel, round-off has the size of the terms: cosines are means of numbers
-# up to 1, the missing mass is 1 minus a sum, and logit gaps are relative to the column's largest.
+# The scale of an entry's error. For sums of positive terms (masses, norms, …) it is the entry itself, because each term
+# is right to round-off. If terms cancel, round-off has the size of the terms: cosines are means of numbers up to
+# 1, the missing mass is 1 minus a sum, and logit gaps are compared with the column's largest.
 SCALES: dict[str, float | None] = {"qk_cosine": 1.0, "missing_mass": 1.0, "sink_logit_gap": None}
-SMALLEST = (
-    1e-6  # relative to the column's largest: smaller entries, such as a weight e⁻⁵⁰, may have lost relative accuracy
-)
+SMALLEST = 1e-6  # of the column's largest: a smaller entry (a weight e⁻⁵⁰, say) may have lost relative accuracy
 FACTORS = {"sink_second_moment": 2.0}  # a square's relative error is twice its root's
 
 
 def errors(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
-    """Column → worst relative error. AssertionError if the rows themselves, or the positions of NaN, differ.
+    """Return the worst relative error by column, and assert that the rows and the positions of NaN are the same.
 
-    Pathways of gradients that the expected table does not have are left out.
+    Pathways that the expected table does not have are left out. The identity's residual is round-off in both tables:
+    its largest value takes the place of an error.
     """
     keys = [name for name in KEYS if name in expected]
     if "pathway" in keys:
@@ -575,19 +500,17 @@ def errors(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
     for name in (name for name in truth if name not in keys):
         column, right = mine[name].to_numpy(float), truth[name].to_numpy(float)
         assert (np.isnan(column) == np.isnan(right)).all(), f"NaN elsewhere in {name}"
-        if name == "identity_residual":  # round-off on both sides: only its size matters
-            found[name] = float(np.nanmax(column, initial=0.0))
-            continue
         largest = np.nanmax(np.abs(right), initial=0.0)
         scale = SCALES.get(name, SMALLEST * largest)
         scale = largest if scale is None else scale
         error = np.abs(column - right) / np.maximum(np.maximum(np.abs(right), scale), 1e-300)
+        error = column if name == "identity_residual" else error
         found[name] = float(np.nanmax(error, initial=0.0)) / FACTORS.get(name, 1.0)
     return found
 
 
 def assert_same(ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame], tolerance: float) -> dict[str, float]:
-    """Every column of every expected table agrees. → the worst error of each table."""
+    """Assert that every column of every expected table agrees; return the worst error of each table."""
     worst = {}
     for name, table in expected.items():
         found = errors(ours[name], table)
@@ -598,7 +521,7 @@ def assert_same(ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame]
 
 
 def window_masses(sequences: list[Sequence], window: int) -> np.ndarray:
-    """α of every sequence, layer, head and position."""
+    """Return α of every sequence, layer, head and position."""
     return np.array([
         weights[position : position + window, position].mean()
         for sequence in sequences
@@ -609,7 +532,7 @@ def window_masses(sequences: list[Sequence], window: int) -> np.ndarray:
 
 
 def clear_threshold(sequences: list[Sequence], window: int, around: float = 0.25) -> float:
-    """An ε near `around` as far as can be from every window mass, so that round-off flips no indicator."""
+    """Return an ε near `around` as far as possible from every window mass, so that round-off changes no indicator."""
     masses = window_masses(sequences, window)
     ends = [around - 0.05, around + 0.05]
     near = np.sort([*masses[np.abs(masses - around) < 0.05], *ends])

@@ -197,10 +197,13 @@ def measured(
     names: Sequence[str] = FORWARD,
     kernel: str = "sdpa",
     family: Family | None = None,
+    backward: bool = False,
 ) -> dict[str, pd.DataFrame]:
-    """The observables' tables, as one pass of sinkscope gives them."""
+    """Return the observables' tables of one pass of sinkscope, forward or also backward."""
     with open_tracer(model, family or find_family(model), kernel) as tracer:
         observables = [OBSERVABLES[name](settings) for name in names]
+        for observable in observables:
+            observable.prepare(model, tracer.family, sum(int(batch.predicting.sum()) for batch in batches))
         for batch in batches:
-            tracer.forward(batch, observables)
+            (tracer.forward_backward if backward else tracer.forward)(batch, observables)
     return {name: table for observable in observables for name, table in observable.tables().items()}

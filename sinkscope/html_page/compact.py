@@ -1,7 +1,7 @@
 """Tables as JSON: by column, with six significant digits, and with as many rows as fit into a page."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from operator import ne
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ LARGEST = 4_000_000  # bytes of all tables together
 # columns of tables with rows for each sequence: such a table keeps all rows of the first sequences
 BY_SEQUENCE = ("sequence", "group")
 # other tables keep the first positions, so that all layers, heads and arms stay
-BY_PLACE = ("position", "query")
+BY_POSITION = ("position", "query")
 
 
 class Limit(NamedTuple):
@@ -25,6 +25,11 @@ class Limit(NamedTuple):
     by_sequence: int  # for a table with several sequences
 
 
+KINDS: tuple[tuple[Any, Kind], ...] = (
+    (pd.api.types.is_bool_dtype, "truth"),
+    (pd.api.types.is_integer_dtype, "whole"),
+    (pd.api.types.is_numeric_dtype, "number"),
+)
 # tried in this order until all tables fit into LARGEST
 LIMITS = (Limit(250_000, 10_000), Limit(60_000, 10_000), Limit(60_000, 4_000), Limit(60_000, 1_000),
           Limit(40_000, 1_000), Limit(30_000, 1_000), Limit(20_000, 1_000), Limit(15_000, 1_000), Limit(10_000, 1_000),
@@ -40,13 +45,8 @@ def as_json(value: Any) -> str:
 
 
 def compact_tables(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns]) -> str:
-    """Return all tables as a JSON list, with as many rows each as fit into LARGEST.
-
-    Args:
-        tables: Name → table.
-        columns: Name → its columns after the leading ones.
-    """
-    written: dict[tuple[str, int], str] = {}  # a table that a limit cuts no further is not written again
+    """Return all tables as a JSON list, with as many rows each as fit into LARGEST."""
+    written: dict[tuple[str, int], str] = {}  # a table that the next limit does not cut is not converted again
     for limit in LIMITS:
         texts = []
         for name, table in tables.items():
@@ -61,22 +61,22 @@ def compact_tables(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Col
 
 
 def compact_table(name: str, kept: pd.DataFrame, columns: Columns, rows: int, left_out: str) -> str:
-    """Return one table as a JSON object.
+    """Return one table as a JSON object: name, rows, left_out and columns.
+
+    Each column has its name, meaning, unit, kind and values. A column that is not declared (a comparison has one for
+    each run) is described by its type.
 
     Args:
-        name: The table's name.
         kept: The rows that are shown.
-        columns: The columns after the leading ones; a column that is not among them is described by its type.
-        rows: The number of rows of the whole table.
+        columns: The columns after the leading ones.
+        rows: The number of rows of the complete table.
         left_out: A description of the rows that are not in `kept`.
-
-    Returns:
-        Name, rows, left_out and columns, each with its name, meaning, unit, kind and values.
     """
     described = {column.name: column for column in (*LEADING_COLUMNS, *columns)}
     parts = []
     for label in kept.columns:
-        column = described.get(str(label)) or _described(str(label), kept[label])
+        kind: Kind = next((kind for is_of, kind in KINDS if is_of(kept[label])), "text")
+        column = described.get(str(label)) or Column(str(label), "", kind=kind)
         head = as_json({name: entry for name, entry in column._asdict().items() if name != "since"})
         parts.append(f'{head[:-1]},"values":{compact_column(kept[label], column.kind)}}}')
     head = as_json({"name": name, "rows": rows, "left_out": left_out})
@@ -86,10 +86,9 @@ def compact_table(name: str, kept: pd.DataFrame, columns: Columns, rows: int, le
 def compact_column(values: pd.Series, kind: Kind) -> str:
     """Return the values of a column as JSON.
 
-    Returns:
-        A list; or {"runs": [value, how many times, …]} where that is shorter; of text {"of": the distinct texts, "at":
-        the place of each row's among them, in one of these forms}. Missing values are null, infinite ones "inf" and
-        "-inf".
+    This is a list, or {"runs": [value, how many times, …]} where that is shorter. For text it is {"of": the distinct
+    texts, "at": the index of each row's text among them, in one of these forms}. Missing values are null, infinite ones
+    "inf" and "-inf".
     """
     if kind == "text":
         codes, distinct = pd.factorize(values)  # -1 for missing values
@@ -117,8 +116,8 @@ def cut(table: pd.DataFrame, limit: Limit) -> tuple[pd.DataFrame, str]:
 
     Rows of later sequences are left out, or of later positions, or all rows after the first ones.
     """
-    ways = ((BY_SEQUENCE, limit.by_sequence), (BY_PLACE, limit.rows))
-    for name, most in ((name, most) for names, most in ways for name in names):
+    limits = dict.fromkeys(BY_SEQUENCE, limit.by_sequence) | dict.fromkeys(BY_POSITION, limit.rows)
+    for name, most in limits.items():
         if name in table and len(table) > most and table[name].nunique() > 1:
             counts = table[name].value_counts().sort_index().cumsum()
             kept = counts.index[: max(1, int((counts <= most).sum()))]
@@ -128,13 +127,3 @@ def cut(table: pd.DataFrame, limit: Limit) -> tuple[pd.DataFrame, str]:
     if len(table) > limit.rows:
         return table.head(limit.rows), f"only the first {limit.rows:,} rows are here"
     return table, ""
-
-
-def _described(name: str, values: pd.Series) -> Column:
-    """Describe a column that is not declared, such as those of a comparison, which has one for each run."""
-    kinds: Sequence[tuple[Any, Kind]] = (
-        (pd.api.types.is_bool_dtype, "truth"),
-        (pd.api.types.is_integer_dtype, "whole"),
-        (pd.api.types.is_numeric_dtype, "number"),
-    )
-    return Column(name, "", kind=next((kind for is_of, kind in kinds if is_of(values)), "text"))

@@ -1,7 +1,8 @@
 """The contents of a page: run.json, tables, findings in words, and the runs that the folder consists of."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.errors import InputError
-from sinkscope.html_page.compact import BY_SEQUENCE
+from sinkscope.html_page.compact import BY_SEQUENCE, DIGITS
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
@@ -26,10 +27,11 @@ from sinkscope.verdict.trained import gates_moved
 PAGE = "index.html"
 RUN = Column("run", "which of the runs side by side", kind="text")
 STEP = Column("step", "of the training", kind="whole")
+COLUMNS = written_tables()  # name of a table → its columns after the leading ones; without tables with a column per run
 
 
-class _Shown(RunData):
-    columns: ClassVar[Mapping[str, Columns]] = written_tables()
+class _Part(RunData):
+    columns: ClassVar[Mapping[str, Columns]] = COLUMNS
 
 
 @dataclass(frozen=True)
@@ -66,28 +68,45 @@ class Contents:
         manifest = read_manifest(folder, None)
         form = format_of(manifest)
         files = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
-        tables = {name: read_table(file, _schema(name), form) for name, file in files.items() if file.is_file()}
-        places = _places_of_parts(folder, manifest)
-        parts = {label: run for label, place in places.items() if (run := _opened(place)) is not None}
+        schemas = {name: (*LEADING_COLUMNS, *COLUMNS[name]) if name in COLUMNS else () for name in files}
+        tables = {name: read_table(file, schemas[name], form) for name, file in files.items() if file.is_file()}
+        places = _places(folder, manifest)
+        parts: dict[Any, RunData] = {}
+        for label, place in places.items():
+            with suppress(InputError):  # missing or incomplete
+                parts[label] = _Part.open(place)
         absent = (
             *(f"table {name}" for name in files if name not in tables),
             *(f"run {label}" for label in places if label not in parts),
-            *(f"{name}.{each.name}" for name in tables for each in newer_columns(_schema(name), form)),
+            *(f"{name}.{each.name}" for name in tables for each in newer_columns(schemas[name], form)),
         )
         named_by = STEP if manifest["command"] == "analyze_steps" else RUN
-        findings = [] if len(tables) < len(files) else _findings(RunData(manifest, tables, folder))
+        findings: Sequence[Finding] = ()
+        if len(tables) == len(files) and manifest["command"] in REPORTS:
+            findings = REPORTS[manifest["command"]](RunData(manifest, tables, folder)).findings
+        elif len(tables) == len(files) and "gates" in tables:
+            findings = gates_moved(tables["gates"])
         return cls(manifest, tables, parts, findings, folder, absent, named_by)
 
     @cached_property
     def all_tables(self) -> dict[str, pd.DataFrame]:
-        """Name → table, of the folder and of the runs side by side, whose names are the first column."""
-        names = dict.fromkeys(name for run in self.parts.values() for name in run.tables)
-        shared = [name for name in names if name not in self.tables and not _is_by_sequence(name)]
-        return dict(sorted({**self.tables, **{name: self._side_by_side(name) for name in shared}}.items()))
+        """The tables of the folder and of the runs side by side, whose names are the first column, by name.
+
+        Tables with rows for each sequence are only on the page of their own run, except for maps.
+        """
+        tables = dict(self.tables)
+        for name in dict.fromkeys(name for run in self.parts.values() for name in run.tables):
+            columns = names_of(COLUMNS.get(name, ()))
+            if name in tables or ("query" not in columns and not set(columns).isdisjoint(BY_SEQUENCE)):
+                continue
+            own = {label: run.tables[name] for label, run in self.parts.items() if name in run.tables}
+            joined = pd.concat([table.assign(**{self.named_by.name: label}) for label, table in own.items()])
+            tables[name] = joined[[self.named_by.name, *next(iter(own.values())).columns]].reset_index(drop=True)
+        return dict(sorted(tables.items()))
 
     @property
     def levels(self) -> list[tuple[str, str, str, float | None, str]]:
-        """For a sweep of trainings: settings, condition, level of the factor study, WSE's sink rate and its mark."""
+        """The settings, condition and level of each training of a sweep, and WSE's sink rate with its mark."""
         training = self.tables.get(factor_study.TABLE, pd.DataFrame())
         named = {} if training.empty else factor_study.levels(training)
         rates = {level: factor_study.published(level) for level in named.values()}
@@ -96,7 +115,7 @@ class Contents:
 
     @property
     def controls(self) -> list[tuple]:
-        """For every arm of `effect`, metric and position: mean, standard deviation and number of its controls."""
+        """The mean, standard deviation and number of controls for every arm of `effect`, metric and position."""
         table = self.all_tables.get("effect", pd.DataFrame())
         if table.empty:
             return []
@@ -106,7 +125,7 @@ class Contents:
 
     @property
     def last_steps(self) -> list[tuple]:
-        """For every level of a factor study and metric: mean, standard deviation and number of trainings at the end."""
+        """The mean, standard deviation and number of last values for every level of a factor study and metric."""
         training = self.tables.get(factor_study.TABLE, pd.DataFrame())
         if training.empty:
             return []
@@ -115,104 +134,57 @@ class Contents:
         return _spreads(rows.loc[rows.groupby(keys)["step"].idxmax()], [factor_study.LEVEL, "metric"])
 
     @property
-    def columns(self) -> dict[str, Columns]:
-        """Name of a table → its columns after the leading ones."""
-        own = (self.named_by,) if self.parts else ()
-        return {name: (*own, *columns) for name, columns in written_tables().items()}
+    def received(self) -> list[tuple]:
+        """The mean weight of every key of the stored maps: layer, head, sequence, key, weight."""
+        maps = self.tables.get("attention_maps", pd.DataFrame())
+        if maps.empty or "head" not in maps:
+            return []
+        means = maps.groupby(["layer", "head", "sequence", "key"], sort=False)["weight"].mean()
+        return [(*map(int, key), float(f"{weight:.{DIGITS}g}")) for key, weight in means.items()]
 
-    def _side_by_side(self, name: str) -> pd.DataFrame:
-        """Return a table with the rows of all runs."""
-        tables = {label: run.tables[name] for label, run in self.parts.items() if name in run.tables}
-        joined = pd.concat([table.assign(**{self.named_by.name: label}) for label, table in tables.items()])
-        return joined[[self.named_by.name, *next(iter(tables.values())).columns]].reset_index(drop=True)
+    @property
+    def columns(self) -> dict[str, Columns]:
+        """The columns of each table after the leading ones, by name."""
+        own = (self.named_by,) if self.parts else ()
+        return {name: (*own, *columns) for name, columns in COLUMNS.items()}
 
     @property
     def links(self) -> dict[str, str]:
-        """Name of a run → its page, relative to this page; only pages that exist."""
+        """The pages of runs relative to this page, by name of the run; only pages that exist."""
         if self.folder is None:
             return {}
-        places = _LINKED.get(str(self.manifest["command"]), _places_of_parts)(self.folder, self.manifest)
-        pages = {label: place / PAGE for label, place in places.items()}
-        return {label: _relative(page, self.folder) for label, page in pages.items() if page.is_file()}
+        pages = {label: place / PAGE for label, place in _places(self.folder, self.manifest, linked=True).items()}
+        return {
+            # begins with `./`, because a name may look like another scheme
+            label: "./" + quote(Path(os.path.relpath(page.absolute(), self.folder.absolute())).as_posix())
+            for label, page in pages.items()
+            if page.is_file()
+        }
 
 
 def _spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
-    """Return the keys of each group, then mean, standard deviation (n − 1) and number of its finite values."""
+    """Return each group's keys, and the mean, standard deviation (n − 1) and number of its finite values."""
     known = rows[np.isfinite(rows["value"].astype(float))]
     found = known.groupby(keys, sort=False)["value"].agg(["mean", "std", "count"]).reset_index()
     found = found.astype(object).where(found.notna(), None)
     return [tuple(row) for row in found.to_numpy().tolist()]
 
 
-def _is_by_sequence(table: str) -> bool:
-    """Return whether a table has rows for each sequence: only the page of its own run shows it. Maps are not such."""
-    names = set(names_of(written_tables().get(table, ())))
-    return not names.isdisjoint(BY_SEQUENCE) and "query" not in names
+def _places(folder: Path, manifest: Mapping[str, Any], linked: bool = False) -> dict[Any, Path]:
+    """Return the folders of the runs that a page shows side by side, or with `linked` those that it links to, by name.
 
-
-def _schema(table: str) -> Columns:
-    """Return the columns that a table must have; none for a table with a column for each run."""
-    known = written_tables()
-    return (*LEADING_COLUMNS, *known[table]) if table in known else ()
-
-
-def _findings(run: RunData) -> Sequence[Finding]:
-    if run.command in REPORTS:
-        return REPORTS[run.command](run).findings
-    return gates_moved(run.tables["gates"]) if "gates" in run.tables else ()
-
-
-# --- where the runs of a folder are
-
-Places = dict[Any, Path]
-
-
-def _steps(folder: Path, manifest: Mapping[str, Any]) -> Places:
-    return {at["step"]: folder / at["folder"] for at in manifest["steps"]}
-
-
-def _arms(folder: Path, manifest: Mapping[str, Any]) -> Places:
-    labels = (UNTOUCHED, *manifest["arms"])
-    return {label: place for label in labels if (place := folder / label / "run").is_dir()}
-
-
-def _compared(folder: Path, manifest: Mapping[str, Any]) -> Places:
-    return {one["label"]: Path(one["folder"]) for one in manifest.get("runs", ()) if one.get("folder")}
-
-
-def _of_claims(folder: Path, manifest: Mapping[str, Any]) -> Places:
-    return {place.name: place for place in sorted(folder.glob("runs/*")) if place.is_dir()}
-
-
-def _of_sweep(folder: Path, manifest: Mapping[str, Any]) -> Places:
-    return {name: folder.parent / "cells" / name for name in manifest.get("cells", ())}
-
-
-# command → the runs that its page shows side by side
-_PARTS: dict[str, Callable[[Path, Mapping[str, Any]], Places]] = {
-    "analyze_steps": _steps,
-    "retrofit": _arms,
-    "train": _arms,
-    "compare": _compared,
-}
-# command → the runs that its page only links to, because there may be hundreds
-_LINKED = {"claims": _of_claims, "sweep": _of_sweep}
-
-
-def _places_of_parts(folder: Path, manifest: Mapping[str, Any]) -> Places:
-    command = str(manifest["command"])
-    return _PARTS[command](folder, manifest) if command in _PARTS else {}
-
-
-def _opened(place: Path) -> RunData | None:
-    """Open a run; return None if it is missing or incomplete."""
-    try:
-        return _Shown.open(place)
-    except InputError:
-        return None
-
-
-def _relative(page: Path, folder: Path) -> str:
-    """Return a link's address; it begins with `./`, because a name may look like another scheme."""
-    path = os.path.relpath(page.absolute(), folder.absolute())
-    return "./" + quote(Path(path).as_posix())
+    The pages of claims and sweeps only link to their runs, which may be hundreds.
+    """
+    match manifest["command"]:
+        case "analyze_steps":
+            return {at["step"]: folder / at["folder"] for at in manifest["steps"]}
+        case "retrofit" | "train":
+            labels = (UNTOUCHED, *manifest["arms"])
+            return {label: place for label in labels if (place := folder / label / "run").is_dir()}
+        case "compare":
+            return {run["label"]: Path(run["folder"]) for run in manifest.get("runs", ()) if run.get("folder")}
+        case "claims" if linked:
+            return {place.name: place for place in sorted(folder.glob("runs/*")) if place.is_dir()}
+        case "sweep" if linked:
+            return {name: folder.parent / "cells" / name for name in manifest.get("cells", ())}
+    return {}

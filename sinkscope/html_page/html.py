@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import html
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -21,28 +20,11 @@ from sinkscope.results.swap import new_file
 from sinkscope.verdict.report import published_lines
 
 ASSETS = Path(__file__).parent / "assets"
-# in the order in which they run; each uses earlier ones
-SCRIPTS = (
-    "d3.min.js",
-    "plot.umd.min.js",
-    "data.js",
-    "elements.js",
-    "charts.js",
-    "heatmap.js",
-    "findings.js",
-    "maps.js",
-    "head.js",
-    "text.js",
-    "layers.js",
-    "quantization.js",
-    "arms.js",
-    "study.js",
-    "claims.js",
-    "explore.js",
-    "tables.js",
-    "run.js",
-    "page.js",
-)
+SCRIPTS = (  # in the order in which they run; each uses earlier ones
+    "d3.min.js", "plot.umd.min.js", "data.js", "elements.js", "charts.js", "heatmap.js", "findings.js", "maps.js",
+    "head.js", "text.js", "layers.js", "quantization.js", "arms.js", "study.js", "claims.js", "explore.js", "tables.js",
+    "run.js", "page.js",
+)  # fmt: skip
 FRAME_HEIGHT = 720  # pixels, in a notebook
 
 
@@ -75,14 +57,18 @@ class Paged:
 def page_of(contents: Contents) -> Page:
     """Return the page of a run, a series, a comparison, …"""
     scripts = [_asset(name) for name in SCRIPTS]
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    # the browser runs only these scripts and uses no network, for any text in the data
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
     return Page(
         "<!doctype html>\n"
         '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>sinkscope</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n"
-        "<noscript>This page draws its tables by scripts, which are turned off in this browser.</noscript>\n"
+        "<noscript>This page needs scripts, which are turned off in this browser.</noscript>\n"
         f'<script type="application/json" id="data">{page_data(contents)}</script>\n'
         + "\n".join(f"<script>{script}</script>" for script in scripts)
         + "\n</body>\n</html>\n"
@@ -116,6 +102,7 @@ def page_data(contents: Contents) -> str:
         "levels": contents.levels,
         "controls": contents.controls,
         "last_steps": contents.last_steps,
+        "received": contents.received,
         "links": {str(label): page for label, page in contents.links.items()},
     }
     return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'
@@ -149,13 +136,3 @@ def _plain(value: Any) -> Any:
 @cache
 def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
-
-
-def _policy(scripts: list[str]) -> str:
-    """Return a policy by which the browser runs only these scripts and uses no network, for any text in the data."""
-    return f"default-src 'none'; script-src {' '.join(_hashes(scripts))}; style-src 'unsafe-inline'; img-src data:"
-
-
-def _hashes(scripts: list[str]) -> Iterator[str]:
-    for script in scripts:
-        yield f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

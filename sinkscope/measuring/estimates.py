@@ -1,7 +1,7 @@
-"""Numbers of one run with their intervals, and the claims of papers that one run decides: verdicts judge by these too.
+"""Numbers of one run with their intervals, and the claims of papers that one run decides; the verdict judges by them.
 
-Functions read a run's tables by sequence (`results/sequences.py`) and return replicates on the first axis
-(`results/statistics.py`), or an estimate.
+Functions read a run's tables by sequence (`results/sequences.py`) and return an estimate, or replicates on the first
+axis R (`results/statistics.py`).
 """
 
 from typing import NamedTuple
@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.observables.observable import LATER
-from sinkscope.measuring.observables.query_bias import ALL_HEADS
+from sinkscope.measuring.observables.observable import ALL_HEADS, LATER
 from sinkscope.measuring.summary import pathway_norms
 from sinkscope.results.findings import OUTLIER, SINK, USUAL
 from sinkscope.results.judgment import NotDefined, Number, above, at_least, at_most, below, between
@@ -18,43 +17,43 @@ from sinkscope.results.metrics import is_sink
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings, weighted_means
 
-AFTER_FIRST = slice(1, LATER.stop)  # all positions that position 0 is compared with where none is left out
+AFTER_FIRST = slice(1, LATER.stop)  # positions that position 0 is compared with in claims about all later ones
 
 
 # --- attention, by sequences
 
 
 def attention(sequences: Sequences, column: str) -> np.ndarray:
-    """(R, layers, positions): sink_rate, sink_mass or window_mass, means over heads and sequences."""
+    """Return sink_rate, sink_mass or window_mass, means over heads and sequences, (R, layers, positions)."""
     return sequences.means("attention_by_sequence", column, ("layer", "position"))
 
 
 def sink_rates(sequences: Sequences, position: int = 0) -> np.ndarray:
-    """(R,): S_k of the whole model, in percent."""
+    """Return the sink rate S_k of the whole model in percent, (R,)."""
     return 100 * attention(sequences, "sink_rate")[..., position].mean(1)
 
 
 def by_head(sequences: Sequences, table: str, column: str) -> np.ndarray:
-    """(R, all heads): means over sequences, head after head and layer after layer."""
+    """Return means over sequences of all heads, layer by layer, (R, heads)."""
     means = sequences.means(table, column, ("layer", "head"))
     # the axes are rectangular, but layers may have different numbers of heads
     return means.reshape(len(means), -1)
 
 
 def layers_of_heads(sequences: Sequences) -> np.ndarray:
-    """(all heads,): the layer of each head, in the order of `by_head`."""
+    """Return the layer of each head in the order of `by_head`, (heads,)."""
     shape = sequences.values("attention_heads_by_sequence", "window_mass", ("layer", "head")).shape
     return np.repeat(np.arange(shape[1]), shape[2])
 
 
 def _head_sinks(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
-    """(R, all heads): whether each head's mean window mass makes position 0 a sink; and which heads are measured."""
+    """Return whether each head's mean window mass makes position 0 a sink, (R, heads), and which heads are measured."""
     mass = by_head(sequences, "attention_heads_by_sequence", "window_mass")
     return is_sink(mass, sequences.run.manifest["config"]["epsilon"]), np.isfinite(mass[0])
 
 
 def sink_heads(sequences: Sequences) -> tuple[np.ndarray, str]:
-    """Return which heads have their sink at position 0, (all heads,), and this in words. All heads if none has one."""
+    """Return which heads have a sink at position 0, (heads,), with a note; all heads if none has one."""
     sinks, known = _head_sinks(sequences)
     found = sinks[0]
     if not found.any():
@@ -63,23 +62,23 @@ def sink_heads(sequences: Sequences) -> tuple[np.ndarray, str]:
 
 
 def share_of_sink_heads(sequences: Sequences) -> Estimate:
-    """The share of heads with a sink at position 0."""
+    """Estimate the share of heads with a sink at position 0."""
     sinks, known = _head_sinks(sequences)
     return bootstrap(sinks[:, known].mean(1))
 
 
 def in_sink_heads(sequences: Sequences, column: str) -> Estimate:
-    """Median over sink heads of a number at position 0 ÷ the same at later positions."""
+    """Estimate the median over sink heads of a number at position 0 ÷ the same at later positions."""
     chosen, note = sink_heads(sequences)
     first, later = (by_head(sequences, "geometry_by_sequence", name) for name in (column, f"{column}_later"))
     return bootstrap(np.median((first / later)[:, chosen], axis=1)).over(note)
 
 
 def share_within_bound(sequences: Sequences) -> Estimate:
-    """On repeated tokens: the smallest share of heads and queries whose weight is within WSE's bound.
+    """Return, for repeated tokens, the smallest share of heads and queries whose weight is within WSE's bound.
 
     Raises:
-        NotDefined: the bound is of no layer of the model.
+        NotDefined: No layer of the model has the bound.
     """
     table = equal_tokens(sequences).dropna(subset=["bound_share"])
     if not len(table):
@@ -89,7 +88,7 @@ def share_within_bound(sequences: Sequences) -> Estimate:
 
 
 def equal_tokens(sequences: Sequences) -> pd.DataFrame:
-    """Raises NotDefined: the run did not measure one repeated token."""
+    """Return the table `equal_tokens`; raise NotDefined if the run did not read repeated tokens."""
     if "equal_tokens" not in sequences.run.tables:
         raise NotDefined("its sequences are not one token, repeated: something stands in front")
     return sequences.table("equal_tokens")
@@ -99,17 +98,17 @@ def equal_tokens(sequences: Sequences) -> pd.DataFrame:
 
 
 def norms(sequences: Sequences, site: str, column: str = "norm") -> np.ndarray:
-    """(R, layers): L2 norms at a site, mean over sequences."""
+    """Return L2 norms at a site, means over sequences, (R, layers)."""
     return sequences.means("activation_by_sequence", column, ("layer",), site=site)
 
 
 def norm_ratios(sequences: Sequences, site: str) -> np.ndarray:
-    """(R, layers): norms at position 0 ÷ at later positions."""
+    """Return norms at position 0 ÷ at later positions, (R, layers)."""
     return norms(sequences, site) / norms(sequences, site, "norm_later")
 
 
 def massive_layers(sequences: Sequences) -> np.ndarray:
-    """Layers whose output has massive activations at position 0 in at least half of the sequences."""
+    """Return the layers whose output has massive activations at position 0 in at least half of the sequences."""
     table = sequences.table("massive")
     at_first = table[table["is_massive"] & (table["position"] == 0)]
     count = sequences.run.manifest["input"]["sequences"]
@@ -118,7 +117,7 @@ def massive_layers(sequences: Sequences) -> np.ndarray:
 
 
 def massive_count(sequences: Sequences) -> Estimate:
-    """Massive activations in one layer's output, as the paper counts them: in the layer with the most."""
+    """Estimate the massive activations per sequence in the output of the layer with the most, as the paper counts."""
     table = sequences.table("massive")
     counts = table.groupby(["sequence", "layer"])["is_massive"].sum().unstack(fill_value=0).to_numpy(float)
     return bootstrap(weighted_means(counts, resamplings(len(counts))).max(1))
@@ -128,8 +127,9 @@ def massive_count(sequences: Sequences) -> Estimate:
 
 
 def gradients(sequences: Sequences, pathway: str) -> np.ndarray:
-    """(1 + groups, layers, positions): norms of all heads together; the first is of the whole run, each other one
-    leaves out one group of sequences. Where values have a gate or scale, gradients are those before it.
+    """Return norms of all heads together, (1 + groups, layers, positions): of the run, then without each group.
+
+    Where values have a gate or scale, gradients are those before it.
     """
     tables = (sequences.table("gradient").assign(group=-1), sequences.table("gradient_by_group"))
     columns = ["group", "layer", "pathway", "head", "position", "grad_norm"]
@@ -140,8 +140,9 @@ def gradients(sequences: Sequences, pathway: str) -> np.ndarray:
 
 
 def before_valves(gradient: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of `gradient` in which `value` is the raw value state wherever a gate or scale follows it: this is
-    the state that the papers mean (GS §5.1, VGA eq. 8).
+    """Return rows of `gradient` in which `value` is the raw value state wherever a gate or scale follows it.
+
+    The papers mean this state (GS §5.1, VGA eq. 8).
     """
     is_raw = gradient["pathway"] == "raw_value"
     after = (gradient["pathway"] == "value") & gradient["layer"].isin(gradient["layer"][is_raw].unique())
@@ -149,10 +150,10 @@ def before_valves(gradient: pd.DataFrame) -> pd.DataFrame:
 
 
 def gradient_ratio(sequences: Sequences, pathway: str) -> Estimate:
-    """Norms at position 0 ÷ at later positions, averaged over layers first (GS fig. 2).
+    """Estimate the norm at position 0 ÷ at later positions, averaged over layers first (GS fig. 2).
 
     Raises:
-        Lacks: fewer positions were measured than it divides by.
+        Lacks: Some of the later positions were not measured.
     """
     by_position = gradients(sequences, pathway).mean(1)
     if by_position.shape[1] < min(LATER.stop, sequences.run.manifest["input"]["longest"]):
@@ -161,20 +162,20 @@ def gradient_ratio(sequences: Sequences, pathway: str) -> Estimate:
 
 
 def later_positions(x: np.ndarray) -> np.ndarray:
-    """(…, positions) → (…, those of positions 5–15 that were measured). Raises Lacks: none was."""
+    """Return the positions 5–15 that were measured of x (…, positions); raise Lacks if there are none."""
     if x.shape[-1] <= LATER.start:
         raise Lacks("needs positions 5–15: longer sequences, and --positions 16 or more")
     return x[..., LATER]
 
 
 def value_over_key(sequences: Sequences) -> Estimate:
-    """The value gradient at position 0 ÷ the key gradient there."""
+    """Estimate the value gradient at position 0 ÷ the key gradient there."""
     value, key = (gradients(sequences, pathway).mean(1)[:, 0] for pathway in ("value", "key"))
     return positive_jackknife(value / key)
 
 
 def branch_ratios(sequences: Sequences, column: str, branch: str = "attn") -> np.ndarray:
-    """(R, layers, positions). Raises NotDefined: gradients through this branch were read in no layer."""
+    """Return a column of the branch's ratios, (R, layers, positions); raise NotDefined if no layer has them."""
     found = sequences.means("gradient_ratio_by_sequence", column, ("layer", "position"), branch=branch)
     if found.size == 0:
         raise NotDefined(f"in no layer can the gradient's gain in the {branch} branch be told")
@@ -185,10 +186,10 @@ FEWEST_POINTS = 3  # of a line that is fitted
 
 
 def compression_fit(sequences: Sequences, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Slope and r of log₁₀ compress on log₁₀‖h‖ over layers ≥ 1 and positions from `first` on, (R,) each.
+    """Fit log₁₀ compress to log₁₀‖h‖ over layers ≥ 1 and positions ≥ `first`: slope (R,) and correlation (R,).
 
     Raises:
-        NotDefined: there are too few points.
+        NotDefined: There are too few points.
     """
     x, y = (branch_ratios(sequences, name)[:, 1:, first:] for name in ("input_norm", "compress"))
     known = (x > 0).all(0) & (y > 0).all(0)
@@ -201,24 +202,25 @@ def compression_fit(sequences: Sequences, first: int = 0) -> tuple[np.ndarray, n
 
 
 def _compression_slope(sequences: Sequences) -> Estimate:
-    """The note gives the slope without position 0: few points with very large norms can make a slope alone."""
+    """Estimate the slope, with a note on the slope without position 0: few points with very large norms can set it."""
     later = bootstrap(compression_fit(sequences, first=1)[0])
     return bootstrap(compression_fit(sequences)[0]).over(
         f"without position 0 {later.value:.3f} [{later.low:.3f}, {later.high:.3f}]"
     )
 
 
-# --- the query bias; the paper counts layers from 1
+# --- the query bias
 
 
 def second_half(by_layer: np.ndarray) -> np.ndarray:
-    """(…, L) → the second half of the layers."""
+    """Return the second half of the layers of x (…, layers)."""
     return by_layer[..., by_layer.shape[-1] // 2 :]
 
 
 def delta_gaps(sequences: Sequences) -> np.ndarray:
-    """(R, L): by how many standard deviations Δ of position 0 is above the mean of later tokens. The deviation is over
-    all of these: within sequences and between them.
+    """Return by how many standard deviations Δ of position 0 is above the mean of later tokens, (R, layers).
+
+    The deviation is that of all later tokens, within sequences and between them.
     """
     table = "query_bias_by_sequence"
     first, later = (sequences.means(table, column) for column in ("delta", "delta_later"))
@@ -235,7 +237,7 @@ def _share_of_layers_apart(sequences: Sequences) -> Estimate:
 
 
 def _alignment(sequences: Sequences) -> np.ndarray:
-    """(positions, layers): cos(W_k EPE, b_Q), all heads together."""
+    """Return cos(W_k EPE, b_Q) of all heads together, (positions, layers)."""
     table = sequences.table("query_bias")
     rows = table[table["head"] == ALL_HEADS]
     return rows.pivot(index="position", columns="layer", values="key_alignment").to_numpy()
@@ -258,15 +260,15 @@ def _later_alignment(sequences: Sequences) -> Estimate:
 
 
 class RunClaim(NamedTuple):
-    """A claim whose numbers are of one run. `paper_claims/papers/` adds its scope and what was published."""
+    """A claim that one run decides. `paper_claims/papers/` adds its scope and the published value."""
 
     reference: str
     statement: str
     parts: tuple[Number[Sequences], ...]
 
 
-SPIKE = 2.0  # times the gradient ratio of random weights: the threshold of GS-6
-HAS_SINK_HEADS: Number[Sequences] = Number(  # a claim on heads with a sink fails where there are none
+SPIKE = 2.0  # the threshold of GS-6: times the gradient ratio of random weights
+HAS_SINK_HEADS: Number[Sequences] = Number(  # a claim on heads with a sink fails if there are none
     "share of heads with a sink at position 0", share_of_sink_heads, above(0.0)
 )
 

@@ -57,7 +57,7 @@ class HiddenMean(Observable):
 
     def by_layer(self) -> dict[int, torch.Tensor]:
         """Return layer → mean (D,)."""
-        return {layer: torch.from_numpy(self.mean[layer]) for layer in self.mean.keys()}  # noqa: SIM118 (not a dict)
+        return {layer: torch.from_numpy(self.mean[layer]) for layer in self.mean}
 
 
 class ValueMean(HiddenMean):

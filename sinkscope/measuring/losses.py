@@ -19,11 +19,7 @@ def perplexity(loss: float) -> float:
 
 
 def cross_entropies(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
-    """Return the cross-entropy of logits (…,V) and targets (…), in nats and float32 or better.
-
-    Returns:
-        (N,), with 0 where the target is IGNORED; or a scalar, depending on `reduction`.
-    """
+    """Return the cross-entropies (N,) of logits (…,V) and targets (…) in nats, with 0 where the target is IGNORED."""
     logits = upcast(logits).flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten().to(logits.device), ignore_index=IGNORED, reduction=reduction)
 

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.losses import perplexity
-from sinkscope.measuring.observables.gradient import ALL_HEADS
-from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.observables.observable import ALL_HEADS, LATER
 from sinkscope.measuring.observables.outlier import BONDARENKO_SITES
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
@@ -20,7 +19,7 @@ from sinkscope.results.tables import METRIC, VALUE, Column
 from sinkscope.text.inputs import TokenInputs
 
 WHOLE_MODEL = -1
-# how a metric of the whole model is made from its layers, if not by the mean
+# the reduction over layers to a metric of the whole model; the default is the mean
 REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
     "massive_count": pd.Series.sum,
     "max_inf_norm": pd.Series.max,
@@ -39,7 +38,7 @@ class Measured:
     outside: Collection[str]
 
 
-Metrics = tuple[dict[str, pd.Series], dict[str, float]]  # by layer; and those of the whole model only
+Metrics = tuple[dict[str, pd.Series], dict[str, float]]  # by layer, and of the whole model
 
 
 def summarize(
@@ -54,11 +53,9 @@ def summarize(
 
     Args:
         tables: The tables of one run by name.
-        inputs: The sequences that were read.
-        family: The model's family.
         scaling: Scale of each layer's logits.
         loss: Loss per predicted token in nats, if there was a backward pass.
-        outside: What is attended to other than the text.
+        outside: Names of everything other than the text that takes attention weight.
 
     Returns:
         layer (-1: the whole model), metric, value.
@@ -71,12 +68,11 @@ def summarize(
             metrics, of_model = metrics_of(given)
             by_layer |= metrics
             whole |= of_model
-    reduced = {metric: REDUCTIONS.get(metric, pd.Series.mean)(series) for metric, series in by_layer.items()}
-    whole = {metric: float(value) for metric, value in reduced.items()} | whole
+    reduced = {metric: float(REDUCTIONS.get(metric, pd.Series.mean)(series)) for metric, series in by_layer.items()}
     rows = [
         (int(layer), metric, float(value)) for metric, series in by_layer.items() for layer, value in series.items()
     ]
-    rows += [(WHOLE_MODEL, metric, value) for metric, value in whole.items()]
+    rows += [(WHOLE_MODEL, metric, value) for metric, value in (reduced | whole).items()]
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
 
 
@@ -169,10 +165,10 @@ def _gate(given: Measured) -> Metrics:
 
 
 def _gradient(given: Measured) -> Metrics:
-    metrics, of_model = gradient_summary(given.tables, given.inputs.longest)
+    by_layer, whole = gradient_summary(given.tables, given.inputs.longest)
     if given.family.causal and given.family.has_attention:
-        of_model["uniform_gradient_ratio"] = uniform_gradient_ratio(given.inputs.predicted)
-    return metrics, of_model
+        whole["uniform_gradient_ratio"] = uniform_gradient_ratio(given.inputs.predicted)
+    return by_layer, whole
 
 
 def _query_bias(given: Measured) -> Metrics:
@@ -247,65 +243,44 @@ METRICS_OF: dict[str, Callable[[Measured], Metrics]] = {
 }
 
 
-def gradient_summary(
-    tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop
-) -> tuple[dict[str, pd.Series], dict[str, float]]:
+def gradient_summary(tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop) -> Metrics:
     """Compute the gradient metrics (GS figures 2 and 3 as numbers) by layer, and of the whole model if not the mean.
 
-    Args:
-        tables: The tables of one run by name.
-        longest: Length of the longest sequence. If the tables report fewer of the positions LATER than that sequence
-            has, comparisons with later positions are NaN.
+    If the tables report fewer of the positions LATER than the longest sequence has, comparisons with later positions
+    are NaN.
     """
-    per_layer: dict[str, pd.Series] = {}
-    totals: dict[str, float] = {}
-    if "gradient" in tables:
-        per_layer, totals = _pathways(tables["gradient"], longest)
-    if "gradient_ratio" in tables:
-        by_layer, whole = _ratios(tables, longest)
-        per_layer |= by_layer
-        totals |= whole
+    by_layer: dict[str, pd.Series] = {}
+    whole: dict[str, float] = {}
+    if "gradient" in tables:  # GS fig. 2 averages norms over layers before dividing
+        norms = {pathway: pathway_norms(tables["gradient"], pathway) for pathway in ("value", "key", "raw_value")}
+        value = norms["raw_value"].combine_first(norms["value"])[0]  # before a gate or scale, if there is one
+        key = norms["key"][0]
+        by_layer |= {"value_gradient_norm": value, "value_over_key_gradient": value / key}
+        with np.errstate(invalid="ignore", divide="ignore"):  # no gradient at all: 0 ÷ 0
+            whole["value_over_key_gradient"] = float(value.mean() / key.mean())
+        for pathway, by_position in norms.items():
+            if len(by_position):
+                ratio = f"{pathway}_gradient_ratio"
+                by_layer[ratio] = _against_later(by_position, longest)
+                whole[ratio] = float(_against_later(by_position.mean().to_frame().T, longest).iloc[0])
+    ratios = tables["gradient_ratio"].query("branch == 'attn'") if "gradient_ratio" in tables else pd.DataFrame()
+    if len(ratios):  # GS eq. 3
+        for name in ("bloat", "compress", "change"):
+            by_position = ratios.pivot(index="layer", columns="position", values=name)
+            by_layer[name] = by_position[0]
+            by_layer[f"{name}_later"] = _later(by_position, longest).median(axis=1)
+            whole |= {metric: float(by_layer[metric].median()) for metric in (name, f"{name}_later")}
+        whole |= compress_fits(ratios)
     if "gradient_check" in tables:
-        check = tables["gradient_check"]
-        per_layer["identity_residual"] = check.groupby("layer")["identity_residual"].max()
-        totals["identity_residual"] = float(per_layer["identity_residual"].max())
-        per_layer["theorem1_holds"] = check.groupby("layer")["holds"].mean()
+        check = tables["gradient_check"].groupby("layer")
+        by_layer["identity_residual"] = check["identity_residual"].max()
+        whole["identity_residual"] = float(by_layer["identity_residual"].max())
+        by_layer["theorem1_holds"] = check["holds"].mean()
     if len(tables["norm_bound"]):
         bound = tables["norm_bound"].groupby("layer")
-        per_layer["theorem2_holds"] = bound["holds"].mean()
-        per_layer["theorem2_tightness"] = bound["tightness"].mean()
-    return per_layer, totals
-
-
-def _pathways(gradient: pd.DataFrame, longest: int) -> tuple[dict[str, pd.Series], dict[str, float]]:
-    """Compute the metrics of GS fig. 2, which averages norms over layers before dividing."""
-    norms = {pathway: pathway_norms(gradient, pathway) for pathway in ("value", "key", "raw_value")}
-    value = norms["raw_value"].combine_first(norms["value"])[0]  # before a gate or scale, if there is one
-    key = norms["key"][0]
-    per_layer = {"value_gradient_norm": value, "value_over_key_gradient": value / key}
-    with np.errstate(invalid="ignore", divide="ignore"):  # no gradient at all: 0 ÷ 0
-        totals = {"value_over_key_gradient": float(value.mean() / key.mean())}
-    for pathway, by_position in norms.items():
-        if len(by_position):
-            ratio = f"{pathway}_gradient_ratio"
-            per_layer[ratio] = _against_later(by_position, longest)
-            totals[ratio] = float(_against_later(by_position.mean().to_frame().T, longest).iloc[0])
-    return per_layer, totals
-
-
-def _ratios(tables: Mapping[str, pd.DataFrame], longest: int) -> tuple[dict[str, pd.Series], dict[str, float]]:
-    """Compute the metrics of GS eq. 3 for the attention branch; empty if no layer has one."""
-    per_layer: dict[str, pd.Series] = {}
-    totals: dict[str, float] = {}
-    ratios = tables["gradient_ratio"].query("branch == 'attn'")
-    if ratios.empty:
-        return {}, {}
-    for name in ("bloat", "compress", "change"):
-        by_position = ratios.pivot(index="layer", columns="position", values=name)
-        per_layer[name] = by_position[0]
-        per_layer[f"{name}_later"] = _later(by_position, longest).median(axis=1)
-        totals |= {metric: float(per_layer[metric].median()) for metric in (name, f"{name}_later")}
-    return per_layer, totals | compress_fits(ratios)
+        by_layer["theorem2_holds"] = bound["holds"].mean()
+        by_layer["theorem2_tightness"] = bound["tightness"].mean()
+    return by_layer, whole
 
 
 def pathway_norms(gradient: pd.DataFrame, pathway: str, by: Sequence[str] = ()) -> pd.DataFrame:
@@ -354,13 +329,10 @@ def uniform_mass(length: int, positions: int) -> np.ndarray:
 
 
 def uniform_gradient_ratio(predicted: Sequence[int]) -> float:
-    """Return the `value_gradient_ratio` of uniform causal attention.
+    """Return the `value_gradient_ratio` of uniform causal attention, for sequences with these numbers of predictions.
 
     ∇v_s = Σ_{t ≥ s} g_t ÷ (t + 1), where the g_t of the predicting tokens t are uncorrelated and of equal norm (GS
     §3.1). For random weights, see `random_weights.py`.
-
-    Args:
-        predicted: Number of predicting tokens of each sequence: one less than its length.
     """
     queries = np.arange(max(predicted))
     sequences = (np.asarray(predicted)[:, None] > queries).sum(0)  # number of sequences that have this query
@@ -391,26 +363,22 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
         tables: The arm's tables `attention` and `massive`.
         watched: Positions.
         loss: Loss per predicted token; NaN if there is none.
-
-    Returns:
-        Columns layer, metric, position, value.
     """
     rows: list[tuple[int, str, int, float]] = []
+
+    def add(metric: str, position: int, by_layer: pd.Series, whole: float) -> None:
+        rows.extend((int(layer), metric, position, float(value)) for layer, value in by_layer.items())
+        rows.append((WHOLE_MODEL, metric, position, float(whole)))
+
     for position in watched:
         by_layer = attention_by_layer(tables["attention"], position)
         for metric in ("sink_rate", "window_mass"):
-            rows += [(int(layer), metric, position, float(value)) for layer, value in by_layer[metric].items()]
-            rows.append((WHOLE_MODEL, metric, position, float(by_layer[metric].mean())))
+            add(metric, position, by_layer[metric], by_layer[metric].mean())
     massive = tables["massive"]
-    sequences = massive["sequence"].nunique()
     largest = massive["value"].abs().groupby([massive["layer"], massive["sequence"]]).max().groupby("layer").mean()
-    counts = massive.groupby("layer")["is_massive"].sum() / sequences
-    for metric, series, whole in (
-        ("massive_magnitude", largest, largest.max()),
-        ("massive_count", counts, counts.sum()),
-    ):
-        rows += [(int(layer), metric, NO_POSITION, float(value)) for layer, value in series.items()]
-        rows.append((WHOLE_MODEL, metric, NO_POSITION, float(whole)))
+    counts = massive.groupby("layer")["is_massive"].sum() / massive["sequence"].nunique()
+    add("massive_magnitude", NO_POSITION, largest, largest.max())
+    add("massive_count", NO_POSITION, counts, counts.sum())
     if not np.isnan(loss):
         rows += [(WHOLE_MODEL, name, NO_POSITION, x) for name, x in (("loss", loss), ("perplexity", perplexity(loss)))]
     return pd.DataFrame(rows, columns=["layer", "metric", "position", "value"])

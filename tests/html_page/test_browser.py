@@ -1,4 +1,4 @@
-"""The page in Chromium: no error, no request, every control works, numbers are the tables', axe finds nothing."""
+"""The page in Chromium: no errors or requests, every control works, numbers are the tables', axe finds nothing."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def page_of_kind(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """The page of a kind of folder, opened once: a test chooses what it reads."""
+    """The page of a kind of folder, opened once."""
     with ExitStack() as stack:
         pages: dict[str, Any] = {}
 
@@ -38,7 +38,7 @@ def page_of_kind(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def page(page_of_kind: Callable[[str], Any]) -> Any:
-    """Of an analysis."""
+    """The page of an analysis."""
     return page_of_kind("analysis")
 
 
@@ -102,7 +102,7 @@ def test_a_head_shows_the_gradients_of_the_key_value_head_that_it_reads(browser:
         assert page.locator("#head-name").text_content() == "Layer 2, head 2"  # the first that reads it
 
 
-def test_a_token_shows_how_many_heads_it_is_a_sink_of(page: Any) -> None:
+def test_a_token_shows_in_how_many_heads_it_is_a_sink(page: Any) -> None:
     contents = analysis()
     counts = contents.tables["sink_positions"].query("sequence == 0").groupby("position").size()
     for position in (0, 5):
@@ -153,12 +153,12 @@ def test_arms_have_the_maps_of_a_heads_layer_side_by_side(page_of_kind: Callable
     assert weights == pytest.approx(maps["weight"].tolist(), abs=6e-4)
 
 
-def test_a_narrow_window_leaves_out_columns_whose_rows_are_alike(page_of_kind: Callable[[str], Any]) -> None:
+def test_a_narrow_window_leaves_out_columns_with_equal_rows(page_of_kind: Callable[[str], Any]) -> None:
     page = page_of_kind("sweep")
-    said = page.locator("#tables .narrow")
-    assert not said.is_visible()
+    sentence = page.locator("#tables .narrow")
+    assert not sentence.is_visible()
     page.set_viewport_size({"width": 390, "height": 844})
-    assert said.text_content() == "In all rows: condition natural, metric sink_rate."
+    assert sentence.text_content() == "In all rows: condition natural, metric sink_rate."
     assert not page.locator("#tables th", has_text="condition").is_visible()
     page.set_viewport_size({"width": 1280, "height": 900})
 
@@ -172,7 +172,7 @@ def test_the_slider_reads_the_values_at_a_step(page_of_kind: Callable[[str], Any
     assert shown == " / ".join(f"{value:.3f}" for value in rows["value"])
 
 
-def test_trainings_that_differ_in_one_thing_are_told_apart_by_it(page_of_kind: Callable[[str], Any]) -> None:
+def test_trainings_that_differ_in_one_setting_are_shown_by_it(page_of_kind: Callable[[str], Any]) -> None:
     table = KINDS["factors"]().tables["sweep_training"].query("settings == 'weight-decay=0.5' and step == 20")
     own = table[table["condition"] == "softmax"].set_index("metric")["value"]
     page = page_of_kind("factors")
@@ -233,7 +233,7 @@ def test_headings_do_not_skip_a_level(page: Any) -> None:
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
-# last, since it leaves every choice at its first value
+# the last test, because it leaves every choice at its first value
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Tables as a page holds them: the same numbers to six digits, and a stated cut where there are too many rows."""
+"""Tables in a page: the same numbers to six digits, and a description of rows that are left out."""
 
 import json
 from math import inf, nan
@@ -35,31 +35,24 @@ def test_a_column_comes_back(values: list, kind: str, shown: list) -> None:
     assert text.isascii()
 
 
-def test_equal_values_are_counted() -> None:
+def test_equal_values_are_counted_and_json_cannot_end_its_script() -> None:
     assert compact_column(pd.Series([3, 3, 3, 3, 4]), "whole") == '{"runs":[3,4,4,1]}'
-
-
-def test_json_cannot_end_its_script() -> None:
     assert as_json({"<!--": "</script>"}) == '{"\\u003c!--":"\\u003c/script>"}'
 
 
-def test_a_table_is_cut_behind_a_whole_sequence() -> None:
-    table = pd.DataFrame({"sequence": [0, 1, 2] * 4, "value": range(12)}).sort_values("sequence")
-    kept, told = cut(table, Limit(rows=100, by_sequence=9))
+def test_a_table_is_cut_after_a_complete_sequence_or_position_or_after_its_first_rows() -> None:
+    by_sequence = pd.DataFrame({"sequence": [0, 1, 2] * 4, "value": range(12)}).sort_values("sequence")
+    kept, left_out = cut(by_sequence, Limit(rows=100, by_sequence=9))
     assert kept["sequence"].value_counts().to_dict() == {0: 4, 1: 4}
-    assert told == "only those of sequence 0 to 1 are here, 2 of 3"
+    assert left_out == "only those of sequence 0 to 1 are here, 2 of 3"
 
-
-def test_a_table_of_arms_is_cut_by_position_so_that_all_arms_stay() -> None:
-    table = pd.DataFrame({"run": ["a"] * 3 + ["b"] * 3, "position": [0, 1, 2] * 2, "value": range(6)})
-    kept, told = cut(table, Limit(rows=5, by_sequence=1))
+    arms = pd.DataFrame({"run": ["a"] * 3 + ["b"] * 3, "position": [0, 1, 2] * 2, "value": range(6)})
+    kept, left_out = cut(arms, Limit(rows=5, by_sequence=1))
     assert kept["value"].tolist() == [0, 1, 3, 4]
-    assert told == "only those of position 0 to 1 are here, 2 of 3"
+    assert left_out == "only those of position 0 to 1 are here, 2 of 3"
 
-
-def test_a_table_without_sequences_is_cut_behind_its_first_rows() -> None:
-    kept, told = cut(pd.DataFrame({"value": range(2000)}), Limit(rows=1500, by_sequence=1))
-    assert (len(kept), told) == (1500, "only the first 1,500 rows are here")
+    kept, left_out = cut(pd.DataFrame({"value": range(2000)}), Limit(rows=1500, by_sequence=1))
+    assert (len(kept), left_out) == (1500, "only the first 1,500 rows are here")
     assert cut(kept, Limit(rows=1500, by_sequence=1))[1] == ""
 
 

@@ -1,4 +1,4 @@
-"""index.html as a file: what is in it is the tables', nothing of it is run but the page's own scripts."""
+"""index.html as a file: its numbers are those of the tables, and a browser runs only the page's own scripts."""
 
 import base64
 import hashlib
@@ -32,11 +32,21 @@ def test_all_numbers_are_those_of_the_tables(kind: str) -> None:
                 assert found[column] == plain[: len(found[column])]
 
 
+def test_the_attention_that_a_token_receives_is_a_mean_of_the_table() -> None:
+    contents = analysis()
+    received = {tuple(key): weight for *key, weight in data_of(page_of(contents).html)["received"]}
+    maps = contents.tables["attention_maps"]
+    assert len(received) == len(maps.drop_duplicates(["layer", "head", "sequence", "key"]))
+    rows = maps[(maps["layer"] == 1) & (maps["head"] == maps["head"].iloc[-1]) & (maps["key"] == 2)]
+    for (layer, head, sequence), own in rows.groupby(["layer", "head", "sequence"]):
+        assert received[layer, head, sequence, 2] == pytest.approx(own["weight"].mean(), rel=1e-5)
+
+
 def test_labels_and_units_are_the_metrics() -> None:
-    told = data_of(page_of(analysis()).html)["metrics"]
-    assert told["sink_rate"]["short"] == METRICS["sink_rate"].short
-    assert told["sink_rate"]["unit"] == METRICS["sink_rate"].unit
-    assert told.keys() == METRICS.keys()
+    shown = data_of(page_of(analysis()).html)["metrics"]
+    assert shown["sink_rate"]["short"] == METRICS["sink_rate"].short
+    assert shown["sink_rate"]["unit"] == METRICS["sink_rate"].unit
+    assert shown.keys() == METRICS.keys()
 
 
 def test_a_run_of_the_demo_models_size_fits_into_five_megabytes() -> None:
@@ -44,7 +54,7 @@ def test_a_run_of_the_demo_models_size_fits_into_five_megabytes() -> None:
     assert len(html.encode()) < 5e6
     cut = {table["name"]: table["left_out"] for table in data_of(html)["tables"] if table["left_out"]}
     assert cut["sink_positions"].startswith("only those of sequence 0 to ")
-    assert "attention" not in cut  # what maps are made of is whole
+    assert "attention" not in cut  # the maps are complete
 
 
 def test_hostile_texts_stay_data() -> None:
@@ -58,25 +68,19 @@ def test_hostile_texts_stay_data() -> None:
     html.encode("utf-8")
 
 
-def test_only_the_pages_own_scripts_may_run() -> None:
-    html = page_of(analysis()).html
-    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
-    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+def test_only_the_pages_own_scripts_may_run_and_none_inserts_markup() -> None:
+    page = page_of(analysis())
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page.html)
+    scripts = re.findall(r"<script>(.*?)</script>", page.html, re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     assert policy.startswith("default-src 'none'; script-src ")
     assert re.findall(r"'sha256-([^']+)'", policy) == hashes
     assert "unsafe-eval" not in policy
-
-
-def test_nothing_is_put_in_as_markup() -> None:
-    own = "\n".join(script for script in re.findall(r"<script>(.*?)</script>", page_of(analysis()).html, re.DOTALL)[2:])
+    own = "\n".join(scripts[2:])
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\.html\(|eval\(", own)
-
-
-def test_a_notebook_has_it_in_a_frame() -> None:
-    shown = page_of(analysis())._repr_html_()
+    shown = page._repr_html_()
     assert shown.startswith("<iframe")
-    assert shown.count("<") == 2  # the frame alone: the page in it is escaped
+    assert shown.count("<") == 2  # only the frame: the page in it is escaped
 
 
 def test_the_tables_that_a_folder_lacks_are_named() -> None:
@@ -85,69 +89,43 @@ def test_the_tables_that_a_folder_lacks_are_named() -> None:
     assert data_of(html)["absent"] == ["table massive"]
 
 
-def test_runs_side_by_side_are_told_apart_by_a_column() -> None:
+def test_runs_side_by_side_have_a_column_with_their_names() -> None:
     found = table_of(data_of(page_of(KINDS["side by side"]()).html), "attention")
     assert list(found)[:2] == ["run", "model"]
     assert set(found["run"]) == {"run 0", "run 1"}
 
 
-@pytest.mark.parametrize(
-    ("manifest", "lines"),
-    [
-        (
-            {"command": "analyze", "config": {"model": "a b", "num_seqs": 5, "seq_len": 64, "skip_parity": True}},
-            ["sinkscope analyze --from run", "sinkscope analyze 'a b' --num-seqs 5 --skip-parity"],
-        ),
-        (
-            {"command": "analyze", "config": {"observables": ["attention"]}, "recipe": {"name": "r"}},
-            ["sinkscope run r"],
-        ),
-        (
-            {
-                "command": "analyze",
-                "config": {"model": "m", "seed": 0, "num_seqs": 8, "input": "random"},
-                "recipe": {"name": "r", "content": {"options": {"num-seqs": 8}}},
-            },
-            ["sinkscope run r --model m --input random"],
-        ),
-        (
-            {
-                "command": "analyze",
-                "config": {"model": "m", "input": "random"},
-                "recipe": {"name": "r", "content": {"runs": {"one": {"input": "random"}}}},
-            },
-            ["sinkscope run r --model m"],
-        ),
-        (
-            {
-                "command": "retrofit",
-                "config": {"model": "m"},
-                "arms": {
-                    "none-seed0": {"method": "none", "parameters": {}, "label": "none"},
-                    "none-seed1": {"method": "none", "parameters": {}, "label": "none"},
-                    "a": {"method": "vga", "parameters": {"placement": "output"}, "label": "vga-placement=output"},
-                },
-            },
-            ["sinkscope retrofit m --method none,vga:placement=output"],
-        ),
-        (
-            {
-                "command": "train",
-                "config": {"config": "c"},
-                "arms": {"plain": {"method": "none", "parameters": {}, "label": "plain"}},
-            },
-            [],
-        ),
-        ({"command": "compare", "config": {"runs": ["a", "b"]}}, ["sinkscope compare a b"]),
-        ({"command": "sweep", "config": {"content": {}}}, []),
-        ({"command": "analyze", "config": {"model": None}, "model": {"source": "handed over"}}, []),
-    ],
+NONE, VGA = (
+    {"method": "none", "parameters": {}, "label": "none"},
+    {"method": "vga", "parameters": {"placement": "output"}},
 )
-def test_the_command_that_repeats_it(manifest: dict, lines: list[str], tmp_path) -> None:
-    assert command_lines(manifest, tmp_path / "run") == lines
+RECIPE = {"name": "r", "content": {"options": {"num-seqs": 8}}}
 
 
-def test_an_infinite_number_is_no_missing_one(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("command", "config", "more", "lines"),
+    [
+        ("analyze", {"model": "a b", "num_seqs": 5, "seq_len": 64, "skip_parity": True}, {},
+         ["sinkscope analyze --from run", "sinkscope analyze 'a b' --num-seqs 5 --skip-parity"]),
+        ("analyze", {"observables": ["attention"]}, {"recipe": {"name": "r"}}, ["sinkscope run r"]),
+        ("analyze", {"model": "m", "seed": 0, "num_seqs": 8, "input": "random"}, {"recipe": RECIPE},
+         ["sinkscope run r --model m --input random"]),
+        ("analyze", {"model": "m", "input": "random"},
+         {"recipe": {"name": "r", "content": {"runs": {"one": {"input": "random"}}}}}, ["sinkscope run r --model m"]),
+        ("retrofit", {"model": "m"},
+         {"arms": {"none-seed0": NONE, "none-seed1": NONE, "a": VGA | {"label": "vga-placement=output"}}},
+         ["sinkscope retrofit m --method none,vga:placement=output"]),
+        ("train", {"config": "c"}, {"arms": {"plain": NONE | {"label": "plain"}}}, []),
+        ("compare", {"runs": ["a", "b"]}, {}, ["sinkscope compare a b"]),
+        ("sweep", {"content": {}}, {}, []),
+        ("analyze", {"model": None}, {"model": {"source": "handed over"}}, []),
+    ],
+)  # fmt: skip
+def test_the_command_that_repeats_a_run(command: str, config: dict, more: dict, lines: list[str], tmp_path) -> None:
+    assert command_lines({"command": command, "config": config} | more, tmp_path / "run") == lines
+
+
+def test_infinite_and_missing_numbers_differ(tmp_path) -> None:
     table = pd.DataFrame({"metric": ["perplexity", "loss"], "value": [float("inf"), nan]})
     contents = Contents({"command": "analyze", "config": {"x": float("inf")}, "tables": []}, {"summary": table})
     write_page(contents, tmp_path)

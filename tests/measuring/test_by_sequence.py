@@ -1,4 +1,4 @@
-"""The tables that keep one value for each sequence: against plain transformers, and against the tables of means."""
+"""Tables with one value per sequence, against plain transformers and against the tables of means."""
 
 import json
 from collections.abc import Callable
@@ -18,10 +18,9 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run
-from sinkscope.measuring.observables import activation, attention, geometry
 from sinkscope.measuring.observables.observable import BySequence, Settings, later_mean
 from sinkscope.measuring.passes import Pass
-from sinkscope.text.batch import IGNORED, Batch
+from sinkscope.text.batch import IGNORED
 from sinkscope.text.inputs import Masked, TokenInputs
 
 LENGTHS = (24, 17, 4, 11, 24)  # one without any of the positions 5 to 15, one with some
@@ -32,10 +31,10 @@ FLOAT32 = 2e-7  # round-off of a number that is stored in float32
 
 @cache
 def expected(name: str) -> tuple[PreTrainedModel, Settings, dict[str, pd.DataFrame]]:
-    """A model in float64, and what plain transformers give of it one sequence at a time."""
+    """Return a model in float64, and its tables from plain transformers, one sequence at a time."""
     model = tiny_model(name, dtype=torch.float64)
     if name == "gpt_oss":
-        model.set_experts_implementation("eager")  # the grouped product knows no float64
+        model.set_experts_implementation("eager")  # the grouped product does not support float64
     recorded = [reference.record(reference.eager_twin(model), ids) for ids in ragged_tokens(LENGTHS)]
     epsilon = reference.clear_threshold(recorded, WINDOW)
     parts = [_of_one(sequence, epsilon) for sequence in recorded]
@@ -70,59 +69,17 @@ def _first_and_later(table: pd.DataFrame, keys: list[str], names: list[str]) -> 
     return first.join(later, rsuffix="_later").reset_index()
 
 
-def check(name: str, side: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("llama", "right"), ("llama", "left"), ("gemma2", "right"), ("gpt_oss", "left"), ("falcon-new", "right")],
+)
+def test_every_sequence_has_the_values_of_plain_transformers(name: str, side: str) -> None:
+    """There are two to a batch, one batch is left over, and --positions ends within the later positions."""
     model, settings, tables = expected(name)
     reference.assert_same(measured(model, batched(ragged_tokens(LENGTHS), 2, side), settings, FORWARD), tables, FLOAT32)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "falcon-new"])
-def test_every_sequence_has_what_plain_transformers_give_of_it_alone(name: str, side: str) -> None:
-    """Two to a batch, one batch left over, --positions in the middle of the later positions."""
-    check(name, side)
-
-
-# ----------------------------------------------------------------- what is broken on purpose is noticed
-
-
-def one_position_late(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
-    return later_mean(x.roll(-1, -1), None if present is None else present.roll(-1, -1))
-
-
-def batches_from_0(self: BySequence, batch: Batch, *rest: Any, **labels: Any) -> None:
-    add(self, Batch(batch.token_ids, batch.attention_mask), *rest, **labels)
-
-
-def padding_present(self: BySequence, batch: Batch, statistics: Any, present: Any = None, **labels: Any) -> None:
-    add(self, batch, statistics, **labels)
-
-
-add = BySequence.add
-# what → the table that must notice, whose attribute it is, its name, and what to put there
-BROKEN: dict[str, tuple[str, Any, str, Callable]] = {
-    "keys one position late": ("geometry_by_sequence", geometry, "later_mean", one_position_late),
-    "norms one position late": ("activation_by_sequence", activation, "later_mean", one_position_late),
-    "positions that are padding": ("attention_by_sequence", BySequence, "add", padding_present),
-    "every batch is the first": ("attention_heads_by_sequence", BySequence, "add", batches_from_0),
-    "all queries, not the window": (
-        "attention_by_sequence", attention, "window_means",
-        lambda sums, batch, window, *rest: window_means(sums, batch, 99, *rest),
-    ),
-}  # fmt: skip
-window_means = attention.window_means
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_what_is_broken_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, owner, name, broken = BROKEN[what]
-    monkeypatch.setattr(owner, name, broken)
-    model, settings, tables = expected("llama")
-    ours = measured(model, batched(ragged_tokens(LENGTHS), 2, "right"), settings, FORWARD)
-    with pytest.raises(AssertionError):
-        reference.assert_same(ours, {table: tables[table]}, FLOAT32)
-
-
-# ---------------------------------------------------------------------------- means, in runs as users make them
+# ------------------------------------------------------------------------------------------ means, in runs
 
 
 def written(folder: Path, lengths: tuple[int, ...]) -> Path:
@@ -132,7 +89,7 @@ def written(folder: Path, lengths: tuple[int, ...]) -> Path:
 
 
 def assert_means(by_sequence: pd.DataFrame, means: pd.DataFrame, keys: list[str], names: dict[str, str]) -> None:
-    """Mean over sequences of each column == the column of that name in the table of means."""
+    """Assert that each column's mean over sequences is the column of that name in the table of means."""
     mine = by_sequence.groupby(keys)[list(names)].mean()
     theirs = means.groupby(keys)[list(names.values())].mean().dropna()
     assert mine.index.equals(theirs.index)
@@ -142,7 +99,6 @@ def assert_means(by_sequence: pd.DataFrame, means: pd.DataFrame, keys: list[str]
 
 @pytest.mark.parametrize("build", [lambda: tiny_model("llama"), lambda: encoder("bert")], ids=["llama", "bert"])
 def test_their_means_are_the_runs_other_tables(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
-    """Of an encoder, too, which attends both ways."""
     lengths = (20, 24, 24, 17)
     run = sinkscope.analyze(
         build(), input=written(tmp_path, lengths), num_seqs=4, seq_len=24, positions=20, window=8, batch_size=3,
@@ -168,7 +124,7 @@ def test_their_means_are_the_runs_other_tables(build: Callable[[], PreTrainedMod
 
 
 def plain_losses(model: PreTrainedModel, lengths: tuple[int, ...]) -> list[float]:
-    """Per predicted token of each sequence."""
+    """Return the loss per predicted token of each sequence."""
     losses = []
     for ids in ragged_tokens(lengths):
         tokens = torch.as_tensor(ids)[None]
@@ -197,8 +153,8 @@ def test_analyze_keeps_the_loss_of_every_sequence(tmp_path: Path) -> None:
     assert "loss_by_sequence" not in without.tables
 
 
-def test_a_sequence_of_which_nothing_is_predicted_has_no_loss() -> None:
-    """Of an encoder, none of whose tokens was drawn to be hidden."""
+def test_a_sequence_without_predicted_tokens_has_no_loss() -> None:
+    """None of the tokens of an encoder's sequence was drawn to be masked."""
     ids = np.arange(4)
     masked = tuple(Masked(ids, np.array(labels)) for labels in ([IGNORED] * 4, [IGNORED, 1, 2, IGNORED]))
     inputs = TokenInputs("natural", (ids, ids), "", "", masked=masked)
@@ -249,28 +205,20 @@ def test_the_losses_of_an_arm_are_its_own(experiment: Run) -> None:
 
 def test_the_order_of_the_batches_changes_no_row() -> None:
     x = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
-    whole = BySequence("head")
+    whole, parts = BySequence("head"), BySequence("head")
     whole.add(padded(ragged_tokens((3,) * 5)), {"x": x}, layer=4)
+    for first, last in ((4, 5), (0, 1), (1, 4)):
+        parts.add(padded(ragged_tokens((3,) * (last - first)), first=first), {"x": x[first:last]}, layer=4)
+    values = x.flatten().tolist()
+    x.zero_()  # the values were copied
     table = whole.table()
     assert table.columns.tolist() == ["layer", "sequence", "head", "x"]
     assert table["x"].dtype == np.float32
-    assert table["x"].tolist() == x.flatten().tolist()
-    parts = BySequence("head")
-    for first, last in ((4, 5), (0, 1), (1, 4)):
-        parts.add(padded(ragged_tokens((3,) * (last - first)), first=first), {"x": x[first:last]}, layer=4)
+    assert table["x"].tolist() == values
     pd.testing.assert_frame_equal(parts.table(), table)
 
 
-def test_nothing_of_a_batch_is_kept_but_the_values() -> None:
-    """A view would hold the whole tensor in memory; and what changes afterwards is not in the table."""
-    x = torch.ones(2, 3)
-    kept = BySequence()
-    kept.add(padded(ragged_tokens((3, 3))), {"x": x[:, 0]}, layer=0)
-    x.zero_()
-    assert kept.table()["x"].tolist() == [1.0, 1.0]
-
-
-def test_the_later_positions_are_those_that_a_sequence_has() -> None:
+def test_the_mean_over_later_positions_is_over_those_of_the_sequence() -> None:
     x = torch.arange(20.0).expand(3, 2, 20)
     assert later_mean(x, None).tolist() == [[10.0, 10.0]] * 3
     present = torch.arange(20) < torch.tensor([[20], [8], [5]])

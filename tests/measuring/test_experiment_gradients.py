@@ -1,4 +1,4 @@
-"""Gradients of an experiment's arms, against plain autograd in float64 of a model that is changed by hand."""
+"""Gradients of an experiment's arms, against plain autograd in float64 for a model that is changed by hand."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
+from support.plain_gradients import value_gradients
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
@@ -33,41 +34,16 @@ def masked(llama: PreTrainedModel) -> Run:
         return sinkscope.intervene(llama, "mask-sink", observables=("gradient",), draws=2, **SMALL)
 
 
-def sequences_of(model: PreTrainedModel) -> list[np.ndarray]:
-    config = make_config(**SMALL)
-    return list(inputs_for(load_model(model, None, config), config).sequences)
-
-
 def value_norms(model: PreTrainedModel, hidden: int | None) -> np.ndarray:
-    """‖∇v‖ by layer and position (layers,P), of transformers' own eager model under a mask made by hand.
-
-    hidden: the key that no other token sees; None: all are seen.
-    """
+    """Return ‖∇v‖ (layers,P) of transformers' own eager model, with the key `hidden` masked for all other tokens."""
     forbidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     if hidden is not None:
         forbidden[:, hidden] |= torch.arange(LENGTH) != hidden
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(forbidden, torch.finfo(torch.float64).min)
-    total = torch.zeros(3, POSITIONS, 16, dtype=torch.float64)
-    sequences = sequences_of(model)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    for ids in sequences:
-        seen: list[torch.Tensor] = []
-        handles = [
-            layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out))
-            for layer in model.model.layers
-        ]
-        tokens = torch.as_tensor(ids)[None]
-        embedded = model.get_input_embeddings()(tokens).requires_grad_(True)
-        with in_double(model):
-            logits = model(inputs_embeds=embedded, attention_mask=mask[None, None], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum")
-        gradients = torch.autograd.grad(loss / (len(sequences) * (LENGTH - 1)), seen)
-        total += torch.stack([x[0, :POSITIONS] for x in gradients])
-        for handle in handles:
-            handle.remove()
-    model.set_attn_implementation(before)
-    return torch.linalg.vector_norm(total, dim=-1).numpy()
+    config = make_config(**SMALL)
+    sequences = inputs_for(load_model(model, None, config), config).sequences
+    gradients, *_ = value_gradients(model, sequences, POSITIONS, mask[None, None])
+    return torch.linalg.vector_norm(torch.stack(gradients), dim=(1, 3)).numpy()
 
 
 def norms_of(run: Run, condition: str) -> np.ndarray:
@@ -80,11 +56,11 @@ def test_gradients_under_an_intervention_are_those_of_the_changed_model(llama: P
     moved = int(control.partition("positions=")[2])
     for condition, hidden in (("before", None), ("mask-sink", 0), ("mask-sink control 0", moved)):
         np.testing.assert_allclose(norms_of(masked, condition), value_norms(llama, hidden), rtol=1e-10)
-    # and the check would see another model's
+    # the intervention changes the gradients
     assert np.abs(norms_of(masked, "mask-sink") / norms_of(masked, "before") - 1)[:, 0].max() > 0.1
 
 
-def test_every_arm_and_control_has_the_tables_of_what_was_asked_for(masked: Run) -> None:
+def test_every_arm_and_control_has_the_tables_of_the_chosen_observables(masked: Run) -> None:
     conditions = {"before", "mask-sink", "mask-sink control 0", "mask-sink control 1"}
     for name in (*GRADIENTS, "attention"):
         assert set(masked.tables[name]["condition"]) == conditions, name
@@ -110,7 +86,7 @@ def test_a_backward_pass_changes_nothing_else_of_an_arm(llama: PreTrainedModel, 
 
 
 def test_a_norm_four_times_as_large_lets_a_quarter_through() -> None:
-    """Theorem 2's bound at the layer itself, and a state that is 4 times what it was."""
+    """The input norm is 4 times as large, and theorem 2's bound a quarter."""
     model = tiny_model("llama")
     run = sinkscope.intervene(model, "rescale-norm:layers=1,factor=4", observables=("gradient",), draws=1, **SMALL)
     control = f"{next(iter(run.manifest['arms']))} control 0"

@@ -1,6 +1,6 @@
-"""SmolLM2's gradients: the facts that are known of them, and plain autograd beside them.
+"""SmolLM2's gradients: known facts, and plain autograd.
 
-The model comes with `make install`. If it is missing these tests fail; they do not skip.
+The model comes with `make install`. If it is missing, these tests fail.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def test_the_query_of_token_0_has_no_gradient(run: Run) -> None:
 
 
 def test_values_have_their_gradient_sink_at_token_0(run: Run) -> None:
-    """Norms averaged over layers first, as the paper's figure 2 has them."""
+    """Norms are averaged over layers first, as in the paper's figure 2."""
     rows = run.tables["gradient"].query("head == -1")
     norms = rows.groupby(["pathway", "position"])["grad_norm"].mean().unstack()
     ratio = norms[0] / norms.loc[:, 5:15].mean(axis=1)
@@ -45,7 +45,7 @@ def test_values_have_their_gradient_sink_at_token_0(run: Run) -> None:
 
 
 def test_compression_is_inverse_to_the_input_norm(run: Run) -> None:
-    """The paper's figure 3: slope -1, here by numpy's own fit."""
+    """The slope of the paper's figure 3 is -1; here it is numpy's fit."""
     rows = run.tables["gradient_ratio"].query("branch == 'attn' and layer >= 1")
     x, y = np.log10(rows["input_norm"]), np.log10(rows["compress"])
     slope, _ = np.polyfit(x, y, 1)
@@ -55,12 +55,12 @@ def test_compression_is_inverse_to_the_input_norm(run: Run) -> None:
 
 
 def test_the_residual_stream_changes_gradients_little(run: Run) -> None:
-    """The paper's figure 3, right: change is near 1, but for the first layer."""
+    """Change is near 1 except in the first layer (the paper's figure 3, right)."""
     rows = run.tables["gradient_ratio"].query("branch == 'attn' and layer >= 1")
     assert rows["change"].median() == pytest.approx(1.0, abs=0.2)
 
 
-def test_what_is_an_identity_and_what_is_a_bound_holds(run: Run) -> None:
+def test_the_identity_and_the_bound_hold(run: Run) -> None:
     check = run.tables["gradient_check"]
     assert check["identity_residual"].max() < 1e-5
     assert (run.tables["norm_bound"]["holds"] == 1.0).all()
@@ -71,7 +71,7 @@ OPTIONS = {"num_seqs": 2, "seq_len": 20, "positions": 16}
 
 
 def plain_autograd(smollm_on_cpu: LoadedModel) -> list[reference.Sequence]:
-    """Dense attention put into the bare model, `retain_grad` on every tensor, one sequence at a time."""
+    """Record the bare model with dense attention, one sequence at a time."""
     sequences = [np.array(ids) for ids in inputs_for(smollm_on_cpu, make_config(**OPTIONS)).sequences]
     before = smollm_on_cpu.model.config._attn_implementation
     smollm_on_cpu.model.set_attn_implementation(reference.NAME)
@@ -86,7 +86,7 @@ def published(run: Run) -> dict[str, pd.DataFrame]:
 
 
 def test_gradients_are_plain_autograds(smollm_on_cpu: LoadedModel) -> None:
-    """In float32: against the largest of query, key or value, where sums over the batch cancel."""
+    """The error in float32 is relative to the largest norm of the pathway, because sums over the batch cancel."""
     measured = published(sinkscope.analyze(smollm_on_cpu, observables=("gradient",), **OPTIONS))
     recorded = plain_autograd(smollm_on_cpu)
     assert all(parameter.grad is None for parameter in smollm_on_cpu.model.parameters())
@@ -97,14 +97,14 @@ def test_gradients_are_plain_autograds(smollm_on_cpu: LoadedModel) -> None:
         error = (rows["grad_norm"] - rows["grad_norm_plain"]).abs().max() / rows["grad_norm_plain"].max()
         print(pathway, error)
         assert error < 1e-4
-    # gradients of h and of all that stands in eq. 3
+    # the gradients in eq. 3
     expected = {"gradient_ratio": reference.gradient_ratio(smollm_on_cpu.model, recorded, 16)}
     print(reference.assert_same(measured, expected, 5e-4))
 
 
 @contextmanager
 def in_float64(smollm_on_cpu: LoadedModel) -> Iterator[None]:
-    """Back and forth without a loss. A model from GGUF refuses `.double()`."""
+    """Convert the model to float64 and back; a model from GGUF rejects `.double()`."""
     model = smollm_on_cpu.model
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
     before = [tensor.data for tensor in tensors]
@@ -119,7 +119,7 @@ def in_float64(smollm_on_cpu: LoadedModel) -> Iterator[None]:
 
 
 def test_gradients_are_plain_autograds_to_round_off(smollm_on_cpu: LoadedModel) -> None:
-    """Every table, in float64: trained weights, massive activations and gradient sinks."""
+    """All tables in float64, with trained weights, massive activations and gradient sinks."""
     with in_float64(smollm_on_cpu):
         measured = published(sinkscope.analyze(smollm_on_cpu, observables=("gradient",), **OPTIONS))
         recorded = plain_autograd(smollm_on_cpu)

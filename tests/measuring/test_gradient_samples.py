@@ -1,6 +1,5 @@
-"""What intervals of gradients are made of, and gradients in front of a gate, against plain autograd in float64."""
+"""Tables for intervals of gradients, and gradients before a gate, against plain autograd in float64."""
 
-import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,15 +7,13 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
+from support.plain_gradients import value_gradients
 from support.retrofitted import retrofitted
-from tiny import batched, ragged_tokens, tiny_model
+from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
-from sinkscope.measuring.observables.gradient import GROUPS, RATIOS, Gradient, GroupSums
+from sinkscope.measuring.observables.gradient import GROUPS, RATIOS
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.families import find_family
-from sinkscope.models.projections import projections
 from sinkscope.retrofits.retrofit import GatePart
 
 POSITIONS = 6
@@ -26,50 +23,16 @@ LENGTHS = (12, 9, 4, 12, 7) * 5  # 25 sequences in 20 groups; one shorter than P
 def tables(
     model: PreTrainedModel, sequences: Sequence[np.ndarray], size: int = 4, side: str = "right"
 ) -> dict[str, pd.DataFrame]:
-    observable = Gradient(Settings(positions=POSITIONS, window=8))
-    family = find_family(model)
-    with in_double(model.base_model), open_tracer(model, family) as tracer:
-        observable.prepare(model, family, sum(len(ids) - 1 for ids in sequences))
-        for batch in batched(sequences, size, side):
-            tracer.forward_backward(batch, [observable])
-    return observable.tables()
+    settings = Settings(positions=POSITIONS, window=8)
+    with in_double(model.base_model):
+        return measured(model, batched(sequences, size, side), settings, ("gradient",), backward=True)
 
 
 def assert_near(ours: np.ndarray, expected: np.ndarray, tolerance: float = 1e-10) -> None:
     np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * np.nanmax(np.abs(expected)))
 
 
-def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Transformers' own model of the same weights, as it would be trained."""
-    twin = copy.deepcopy(model).requires_grad_(True)
-    twin.set_attn_implementation("eager")
-    return twin
-
-
 # ------------------------------------------------------------------------------------- without a group
-
-
-def value_gradients(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> torch.Tensor:
-    """∇ of the values that plain transformers projects, by autograd: (layers,K,P,d), for the mean loss."""
-    twin = eager_twin(model)
-    predicted = sum(len(ids) - 1 for ids in sequences)
-    config = twin.config
-    total = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, POSITIONS, 8, dtype=torch.float64)
-    for ids in sequences:
-        seen: list[torch.Tensor] = []
-        handles = [
-            layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out))
-            for layer in twin.model.layers
-        ]
-        tokens = torch.as_tensor(ids)[None]
-        with in_double(twin):
-            loss = twin(tokens, labels=tokens, use_cache=False).loss * (len(ids) - 1) / predicted
-        for handle in handles:
-            handle.remove()
-        for layer, x in enumerate(torch.autograd.grad(loss, seen)):
-            mine = x[0, :POSITIONS].unflatten(-1, (-1, 8)).transpose(0, 1)
-            total[layer, :, : mine.shape[1]] += mine
-    return total
 
 
 def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -> None:
@@ -78,33 +41,25 @@ def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -
     assert sorted(table["group"].unique()) == list(range(GROUPS))
     for group in (0, 7):  # of two sequences and of one
         others = [ids for index, ids in enumerate(sequences) if index % GROUPS != group]
-        norms = torch.linalg.vector_norm(value_gradients(model, others), dim=-1)  # (layers,K,P)
-        mine = table[table["group"] == group].sort_values(["head", "layer", "position"])
-        by_head = mine[mine["head"] >= 0]["grad_norm"].to_numpy().reshape(2, 3, POSITIONS)
-        assert_near(by_head, norms.transpose(0, 1).numpy())
-        together = mine[mine["head"] == -1]["grad_norm"].to_numpy().reshape(3, POSITIONS)
-        assert_near(together, norms.square().sum(1).sqrt().numpy())
+        norms = torch.linalg.vector_norm(
+            torch.stack(value_gradients(model, others, POSITIONS)[0]), dim=-1
+        )  # (layers,K,P)
+        together = norms.square().sum(1, keepdim=True).sqrt()
+        mine = table[table["group"] == group].sort_values(["layer", "head", "position"])["grad_norm"]
+        assert_near(mine.to_numpy().reshape(3, 3, POSITIONS), torch.cat([together, norms], dim=1).numpy())
 
 
-def test_groups_count_the_tokens_that_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken count is seen: it would shift every replicate of ragged texts alike."""
+def test_groups_count_the_predicted_tokens() -> None:
     model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens(LENGTHS[:4])
-    whole = tables(model, sequences)["gradient_by_group"]
+    whole = tables(model, sequences)["gradient_by_group"].query("group == 0 and head == -1")
     run = tables(model, sequences[1:])["gradient"].query("head == -1 and pathway in ['key', 'value', 'query']")
-    keys = ["layer", "pathway", "position"]
-    without = whole.query("group == 0 and head == -1").sort_values(keys)["grad_norm"].to_numpy()
-    expected = run.sort_values(keys)["grad_norm"].to_numpy()
-    assert_near(without, expected)
-    monkeypatch.setattr("sinkscope.measuring.observables.gradient.predicted_tokens", lambda batch: batch.lengths)
-    wrong = tables(model, sequences)["gradient_by_group"].query("group == 0 and head == -1").sort_values(keys)
-    with pytest.raises(AssertionError):
-        assert_near(wrong["grad_norm"].to_numpy(), expected)
+    without, expected = (table.sort_values(["layer", "pathway", "position"])["grad_norm"] for table in (whole, run))
+    assert_near(without.to_numpy(), expected.to_numpy())
 
 
-@pytest.mark.parametrize(("size", "side"), [(1, "right"), (25, "left")])
-def test_neither_batches_nor_padding_change_what_intervals_are_made_of(size: int, side: str) -> None:
+def test_neither_batches_nor_padding_change_the_tables_for_intervals() -> None:
     model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens(LENGTHS)
-    one, other = tables(model, sequences), tables(model, sequences, size, side)
+    one, other = tables(model, sequences), tables(model, sequences, 25, "left")
     for name in ("gradient_by_group", "gradient_ratio_by_sequence"):
         keys = [key for key in one[name] if key not in ("grad_norm", *RATIOS)]
         mine, theirs = (found[name].sort_values(keys, ignore_index=True) for found in (one, other))
@@ -119,22 +74,10 @@ def test_one_sequence_leaves_nothing_without_its_group() -> None:
     assert table["grad_norm"].isna().all()
 
 
-def test_group_sums_are_as_large_as_they_say() -> None:
-    """The class names the memory of two models."""
-    sums = GroupSums()
-    batch = batched(ragged_tokens((16, 16)), 2)[0]
-    for pathway, heads in (("query", 9), ("key", 3), ("value", 3)):  # SmolLM2-135M
-        sums.add((0, pathway), torch.zeros(2, 16, heads, 64), batch)
-    held = 30 * sum(x.numel() * x.element_size() for x in sums.sums.values())
-    assert round(held / 1e6) == 37
-    assert round(held / 30 * 32 * (3 * 32 * 128) / (15 * 64) / 1e9, 1) == 0.5  # Llama-2-7B
-    assert "37 MB\n    for SmolLM2-135M and 0.5 GB for Llama-2-7B" in (GroupSums.__doc__ or "")
-
-
 # ------------------------------------------------------------------------------------------ by sequence
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "opt-post-norm"])
+@pytest.mark.parametrize("name", ["llama", "opt-post-norm"])
 def test_ratios_of_sequences_have_the_tables_ratio_as_their_mean(name: str) -> None:
     found = tables(tiny_model(name, dtype=torch.float64), ragged_tokens(LENGTHS))
     keys = ["layer", "branch", "position"]
@@ -149,72 +92,29 @@ def test_ratios_of_sequences_have_the_tables_ratio_as_their_mean(name: str) -> N
         assert by_sequence.query("sequence == 2 and position < 3")["compress"].notna().all()
 
 
-# ------------------------------------------------------------------------------- both sides of a valve
+# ------------------------------------------------------------------------------- both sides of a gate
 
 
-def gradients_around_the_gate(
-    model: PreTrainedModel, sequences: Sequence[np.ndarray]
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """By plain autograd, of each layer: ∇ of the raw values (K,P,d) of the run's mean loss; and of the last sequence
-    that of what is attended to, and the raw values themselves, (T,K,d).
-    """
-    twin = eager_twin(model)
-    family = find_family(model)
-    projected = [projections(twin, family, layer)["value"] for layer in range(twin.config.num_hidden_layers)]
-    predicted = sum(len(ids) - 1 for ids in sequences)
-    total: list[torch.Tensor] = []
-    for ids in sequences:
-        raw: list[torch.Tensor] = []
-        attended: list[torch.Tensor] = []
-        handles = [
-            projection.module.register_forward_hook(lambda m, a, out, kept=kept: kept.append(out), prepend=prepend)
-            for projection in projected
-            for kept, prepend in ((raw, True), (attended, False))  # in front of the retrofit's hook, and behind it
-        ]
-        tokens = torch.as_tensor(ids)[None]
-        with in_double(twin.base_model):
-            loss = twin(tokens, labels=tokens, use_cache=False).loss * (len(ids) - 1) / predicted
-        for handle in handles:
-            handle.remove()
-        gradients = torch.autograd.grad(loss, raw + attended)
-        places = [projection.places for projection in projected]  # by head
-        shaped = [x[0, :, heads] for x, heads in zip(gradients, places * 2, strict=True)]  # (T,K,d)
-        if not total:
-            total = [x.new_zeros(x.shape[1], POSITIONS, x.shape[2]) for x in shaped[: len(places)]]
-        for sum_, x in zip(total, shaped, strict=False):
-            sum_[:, : len(ids)] += x[:POSITIONS].transpose(0, 1)
-    values = [x.detach()[0, :, heads] for x, heads in zip(raw, places, strict=True)]
-    return total, shaped[len(places) :], values
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-new"])
-@pytest.mark.parametrize("label", ["vscale", "vga", "iga"])
+@pytest.mark.parametrize(
+    ("name", "label"), [("llama", "vga"), ("llama", "iga"), ("gpt2", "vscale"), ("falcon-new", "iga")]
+)
 def test_the_gradient_at_the_raw_value_is_autograds(name: str, label: str) -> None:
     model, sequences = retrofitted(name, label), ragged_tokens((12, 9, 4))
     table = tables(model, sequences, 2)["gradient"].query("pathway == 'raw_value'")
-    expected, _, _ = gradients_around_the_gate(model, sequences)
+    expected, _, _ = value_gradients(model, sequences, POSITIONS)
     heads = len(expected[0])
     assert len(table) == 3 * (1 + heads) * POSITIONS
-    for layer, gradient in enumerate(expected):
-        norms = torch.linalg.vector_norm(gradient, dim=-1).numpy()
-        rows = table[table["layer"] == layer].sort_values(["head", "position"])["grad_norm"].to_numpy()
-        assert_near(rows.reshape(1 + heads, POSITIONS)[1:], norms)
-        assert_near(rows.reshape(1 + heads, POSITIONS)[0], np.sqrt((norms**2).sum(0)))
-
-
-def test_behind_the_gate_is_another_gradient() -> None:
-    """The check above would fail on the value that is attended to."""
-    model, sequences = retrofitted("llama", "vga"), ragged_tokens((12, 9, 4))
-    rows = tables(model, sequences)["gradient"].set_index(["layer", "head", "position"])
-    raw, attended = (rows[rows["pathway"] == name]["grad_norm"] for name in ("raw_value", "value"))
-    assert (raw / attended - 1).abs().groupby("layer").max().min() > 0.05
+    norms = torch.linalg.vector_norm(torch.stack(expected), dim=-1)  # (layers,K,P)
+    together = norms.square().sum(1, keepdim=True).sqrt()
+    found = table.sort_values(["layer", "head", "position"])["grad_norm"].to_numpy()
+    assert_near(found.reshape(3, 1 + heads, POSITIONS), torch.cat([together, norms], dim=1).numpy())
 
 
 def test_vga_has_equation_15s_gradient_at_the_raw_value() -> None:
-    """VGA appendix A, eq. 15, with every gate reading all heads' values and the scale 2."""
+    """VGA appendix A, eq. 15; here every gate reads all heads' values, and the scale is 2."""
     model, (ids,) = retrofitted("llama", "vga"), ragged_tokens((12,))
     table = tables(model, [ids])["gradient"].query("pathway == 'raw_value' and head >= 0")
-    _, attended, values = gradients_around_the_gate(model, [ids])
+    _, attended, values = value_gradients(model, [ids], POSITIONS)
     parts = [module for module in model.modules() if isinstance(module, GatePart)]
     for layer, (part, routed, value) in enumerate(zip(parts, attended, values, strict=True)):
         sigmoid = torch.sigmoid(value.flatten(-2) @ part.get_parameter("weight"))  # (T,K)
@@ -232,21 +132,18 @@ def test_without_a_gate_on_values_there_is_no_raw_value(label: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "is_zero"), [("llama", True), ("gpt_oss", False)])
-def test_the_first_querys_gradient_is_also_told_as_autograd_gives_it(name: str, is_zero: bool) -> None:
+def test_the_table_also_has_autograds_gradient_of_the_first_query(name: str, is_zero: bool) -> None:
     """A softmax over one key is constant; the learned logit of gpt-oss competes with it."""
     model = tiny_model(name)
-    observable = Gradient(Settings(positions=POSITIONS, window=8))
-    with open_tracer(model, find_family(model)) as tracer:
-        observable.prepare(model, tracer.family, 22)
-        tracer.forward_backward(batched(ragged_tokens((12, 12)), 2)[0], [observable])
-    table = observable.tables()["gradient"]
-    measured = table.query("pathway == 'query_measured'")
+    batches, settings = batched(ragged_tokens((12, 12)), 2), Settings(positions=POSITIONS, window=8)
+    table = measured(model, batches, settings, ("gradient",), backward=True)["gradient"]
+    by_autograd = table.query("pathway == 'query_measured'")
     first = table.query("pathway == 'query' and position == 0")
-    assert measured["position"].unique().tolist() == [0]
+    assert by_autograd["position"].unique().tolist() == [0]
     largest = table.query("pathway == 'query'")["grad_norm"].max()
     if is_zero:
         assert (first["grad_norm"] == 0).all()
-        assert (measured["grad_norm"] < 1e-6 * largest).all()
+        assert (by_autograd["grad_norm"] < 1e-6 * largest).all()
     else:
-        assert measured["grad_norm"].to_list() == first["grad_norm"].to_list()
-        assert measured["grad_norm"].max() > 1e-3 * largest
+        assert by_autograd["grad_norm"].to_list() == first["grad_norm"].to_list()
+        assert by_autograd["grad_norm"].max() > 1e-3 * largest

@@ -1,4 +1,4 @@
-"""Attention that goes to no token of the text, against plain transformers' eager weights."""
+"""Attention to anything but tokens of the text, against plain transformers' eager weights."""
 
 from pathlib import Path
 
@@ -27,18 +27,18 @@ def measured(model: object, folder: Path, epsilon: float = 0.1) -> RunData:
 
 @torch.no_grad()
 def eager_weights(model: torch.nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
-    """(layers,H,T,T) of one sequence."""
+    """Return the weights of one sequence, (layers,H,T,T)."""
     model.set_attn_implementation("eager")  # type: ignore[operator]
     with only_float64():
         return torch.cat(model(**inputs, use_cache=False, output_attentions=True).attentions)
 
 
 def check(run: RunData, outside: list[torch.Tensor]) -> None:
-    """`outside` (layers,H,T) of each sequence."""
+    """Compare the run with `outside`, each sequence's mass (layers,H,T)."""
     means = torch.stack([mass.mean(-1) for mass in outside])
     rates = (means > run.manifest["config"]["epsilon"]).double().mean(0)
     table = run.tables["attention_outside"].sort_values(["layer", "head"])
-    assert 0 < rates.mean() < 1  # ε is such that some heads have a sink and some none
+    assert 0 < rates.mean() < 1  # some heads have a sink
     assert table["outside_mass"].to_numpy() == pytest.approx(means.mean(0).flatten().numpy(), abs=1e-10)
     assert table["sink_rate_outside"].to_numpy() == pytest.approx(rates.flatten().numpy())
     assert run.metric("sink_rate_outside") == pytest.approx(float(rates.mean()))

@@ -1,4 +1,6 @@
-"""The query bias's Δ, γ and alignment against products written out by hand; what they do not apply to; NU's table."""
+"""Δ, γ and alignment of the query bias, the four terms of logits, and EPE against products by hand in float64; models
+to which they do not apply; NU's table.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -9,10 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import reference
 import torch
 from gradient_reference import in_double
 from support.naming import naming
-from tiny import TINY, batched, ragged_tokens, tiny_model, tiny_tokens
+from tiny import TINY, batched, measured, ragged_tokens, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 
 import sinkscope
@@ -20,28 +23,29 @@ from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
 from sinkscope.figures import applicable, draw
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.observables.query_bias import BINS, Moments, QueryBias
+from sinkscope.measuring.observables.query_bias import BINS, Epe, LogitTerms, Moments, QueryBias, effective_bias
 from sinkscope.measuring.summary import delta_gap
-from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.positions import massive_coordinates
+from sinkscope.models.projections import projections
 from sinkscope.models.wiring import read_sites
 from sinkscope.output.run import Run
 from sinkscope.results.papers import gamma_table, paper_tables
-from sinkscope.text.batch import Batch
-from sinkscope.verdict.table_formats import as_markdown
 
 BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")
 LEARNED = ("gpt2", "opt", "opt-post-norm")
 LENGTHS = (9, 4, 12, 1, 7)
-EACH = pytest.mark.parametrize("name", BIASED)
-FIGURES = ("query-bias-distribution", "query-bias-alignment", "epe-coordinates", "gamma")
-ROPE_ONLY = ("query-bias-distribution",)  # what needs no learned positions
+PAIRS = (9, 4, 12, 2, 7)  # every sequence has a later query
+POSITIONS, HEADS, WIDTH = 5, 4, 8
 
 
 def double(name: str) -> PreTrainedModel:
-    return tiny_model(name, dtype=torch.float32 if name == "gpt_oss" else torch.float64)
+    model = tiny_model(name.removesuffix("-by-layer"), dtype=torch.float32 if name == "gpt_oss" else torch.float64)
+    if name == "gpt2-by-layer":  # an option of GPT-2: logits ÷ (layer + 1)
+        for layer, block in enumerate(model.transformer.h):
+            block.attn.scaling /= layer + 1
+    return model
 
 
 def exactly(model: PreTrainedModel) -> Any:
@@ -49,20 +53,18 @@ def exactly(model: PreTrainedModel) -> Any:
 
 
 def tables_of(
-    model: PreTrainedModel, sequences: Sequence[np.ndarray], size: int = 2, side: str = "right"
+    model: PreTrainedModel,
+    lengths: Sequence[int] = LENGTHS,
+    size: int = 2,
+    side: str = "right",
+    names: Sequence[str] = ("query-bias",),
 ) -> dict[str, pd.DataFrame]:
-    """As `analyze` makes them, of batches of `size`."""
-    family = find_family(model)
-    with exactly(model), open_tracer(model, family) as tracer:
-        observable = QueryBias(Settings(positions=2))  # which bounds nothing here
-        observable.prepare(model, family, 1)
-        for batch in batched(sequences, size, side):
-            tracer.forward(batch, [observable])
-        return observable.tables()
+    with exactly(model):
+        return measured(model, batched(ragged_tokens(lengths), size, side), Settings(positions=POSITIONS), names)
 
 
 def by_hand(name: str, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """W_k (H,d,D) and b_Q (H,d), each query head with the key head that it reads, sliced out of the layer's weights."""
+    """Return W_k (H,d,D) and b_Q (H,d) from a layer's weights, each query head with the key head that it reads."""
     if name == "gpt2":  # (in, out), all queries, then all keys
         weight, bias = attention.c_attn.weight, attention.c_attn.bias
         return weight[:, 32:64].T.reshape(4, 8, 32), bias[:32].view(4, 8)
@@ -76,7 +78,7 @@ def by_hand(name: str, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def found_and_expected(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[dict[str, torch.Tensor]]]:
-    """The tables; and by layer W_k, b_Q and Δ (H,T) of each sequence by itself, in plain transformers."""
+    """Return the tables, and by layer W_k, b_Q and Δ (H,T) of each sequence alone, from plain transformers."""
     model = double(name)
     family = find_family(model)
     sequences = ragged_tokens(LENGTHS)
@@ -90,7 +92,7 @@ def found_and_expected(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFra
                 x = sites["layer_in" if name == "opt-post-norm" else "attn_norm"][0]
                 keys = torch.einsum("hdc,tc->htd", record["weight"], x)
                 record["deltas"].append((keys * record["bias"][:, None]).sum(-1))
-    return model, tables_of(model, sequences), layers
+    return model, tables_of(model), layers
 
 
 def rows(table: pd.DataFrame, **where: Any) -> pd.DataFrame:
@@ -102,8 +104,8 @@ def rows(table: pd.DataFrame, **where: Any) -> pd.DataFrame:
 # ---------------------------------------------------------------------------------------------------- Δ
 
 
-@EACH
-def test_delta_is_the_bias_times_the_key_of_each_token(name: str) -> None:
+@pytest.mark.parametrize("name", BIASED)
+def test_delta_and_gamma_are_products_of_weights_and_tokens(name: str) -> None:
     model, tables, layers = found_and_expected(name)
     tolerance = 1e-10 if model.dtype == torch.float64 else 1e-4
     for layer, record in enumerate(layers):
@@ -116,44 +118,47 @@ def test_delta_is_the_bias_times_the_key_of_each_token(name: str) -> None:
                 values = at.sum(1) if head == -1 else at[:, head]
                 assert row.delta_mean == pytest.approx(float(values.mean()), rel=tolerance, abs=tolerance)
                 assert row.delta_std == pytest.approx(float(values.std(correction=0)), rel=tolerance, abs=tolerance)
+        by_sequence = rows(tables["query_bias_by_sequence"], layer=layer)
+        for row, delta in zip(by_sequence.itertuples(), [delta.sum(0) for delta in record["deltas"]], strict=True):
+            assert row.delta == pytest.approx(float(delta[0]), rel=1e-4)
+            if len(delta) > 1:
+                assert row.delta_later == pytest.approx(float(delta[1:].mean()), rel=1e-4)
+                assert row.delta_later_std == pytest.approx(float(delta[1:].std(correction=0)), rel=1e-4, abs=1e-5)
+        gamma = rows(tables["gamma"], layer=layer)
+        assert gamma["coordinate"].tolist() == list(range(32))
+        expected = sum(record["weight"][head].T @ record["bias"][head] for head in range(4))
+        np.testing.assert_allclose(gamma["gamma"], expected.numpy(), rtol=1e-5, atol=1e-6)
+        check_distribution(
+            rows(tables["delta_distribution"], layer=layer), [delta.sum(0) for delta in record["deltas"]]
+        )
+    if name not in LEARNED:  # without learned positions there is no EPE
+        assert tables["query_bias"]["key_alignment"].isna().all()
+        assert tables["gamma"]["epe_0"].isna().all()
+        assert not tables["gamma"]["is_massive_epe"].any()
 
 
-@EACH
-def test_the_heads_add_up_to_the_whole(name: str) -> None:
-    _, tables, _ = found_and_expected(name)
-    table = tables["query_bias"]
-    whole = rows(table, head=-1).set_index(["layer", "position"])["delta_mean"]
-    parts = table[table["head"] >= 0].groupby(["layer", "position"])["delta_mean"].sum()
-    np.testing.assert_allclose(parts, whole[parts.index], rtol=1e-4, atol=1e-4)
+def check_distribution(table: pd.DataFrame, deltas: list[torch.Tensor]) -> None:
+    """Check that every token is counted once, in bins that are the same for both groups."""
+    centers = []
+    groups = {"position 0": torch.stack([d[0] for d in deltas]), "later": torch.cat([d[1:] for d in deltas])}
+    for group, values in groups.items():
+        found = rows(table, group=group)
+        assert len(found) == BINS
+        assert found["count"].sum() == len(values)
+        mean = float((found["delta"] * found["count"]).sum() / len(values))
+        assert abs(mean - float(values.mean())) <= 0.5 * float(found["delta"].diff().iloc[1])
+        centers.append(found["delta"].to_numpy())
+    np.testing.assert_array_equal(*centers)
 
 
-@EACH
-def test_the_distribution_counts_every_token_once(name: str) -> None:
-    _, tables, layers = found_and_expected(name)
-    for layer, record in enumerate(layers):
-        whole = [delta.sum(0) for delta in record["deltas"]]
-        groups = {"position 0": torch.stack([d[0] for d in whole]), "later": torch.cat([d[1:] for d in whole])}
-        centres = []
-        for group, values in groups.items():
-            found = rows(tables["delta_distribution"], layer=layer, group=group)
-            assert len(found) == BINS
-            assert found["count"].sum() == len(values)
-            centre = float((found["delta"] * found["count"]).sum() / len(values))
-            width = float(found["delta"].diff().iloc[1])
-            assert abs(centre - float(values.mean())) <= 0.5 * width
-            centres.append(found["delta"].to_numpy())
-        np.testing.assert_array_equal(*centres)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "bloom"])
-@pytest.mark.parametrize(("size", "side"), [(1, "right"), (5, "right"), (2, "left"), (3, "left")])
+@pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 3, "left"), ("qwen2", 5, "right"), ("bloom", 2, "left")])
 def test_padding_and_batch_size_change_nothing(name: str, size: int, side: str) -> None:
     model, tables, _ = found_and_expected(name)
-    for table, found in tables_of(model, ragged_tokens(LENGTHS), size, side).items():
+    for table, found in tables_of(model, LENGTHS, size, side).items():
         pd.testing.assert_frame_equal(found, tables[table], rtol=1e-9, atol=1e-9)
 
 
-def test_a_small_spread_beside_a_large_mean_is_kept() -> None:
+def test_a_small_spread_with_a_large_mean_is_kept() -> None:
     values = 1e8 + torch.arange(6.0, dtype=torch.float64).view(6, 1, 1)
     moments = Moments()
     for part in values.split(4):
@@ -164,51 +169,28 @@ def test_a_small_spread_beside_a_large_mean_is_kept() -> None:
 
 def test_half_precision_gives_the_figures_of_float32() -> None:
     model = tiny_model("gpt2", dtype=torch.bfloat16, spread=3.0)
-    half, single = (tables_of(one, ragged_tokens(LENGTHS))["query_bias"] for one in (model, model.float()))
+    half, single = (tables_of(one)["query_bias"] for one in (model, model.float()))
     scale = single["delta_mean"].abs().max()
     np.testing.assert_allclose(half["delta_mean"], single["delta_mean"], atol=0.05 * scale)
 
 
-def test_only_attentions_input_is_looked_at() -> None:
-    model = tiny_model("gpt2")
-    observable = QueryBias(Settings())
-    observable.prepare(model, find_family(model), 1)
-    observable.see(0, "layer_in", None, Batch(tiny_tokens(), torch.ones_like(tiny_tokens())))  # type: ignore[arg-type]
-    assert observable.moments == {}
+# ------------------------------------------------------------------------------------------- alignment
 
 
-# ------------------------------------------------------------------------------------- γ and alignment
-
-
-@EACH
-def test_gamma_is_the_bias_through_the_key_projection(name: str) -> None:
-    _, tables, layers = found_and_expected(name)
-    for layer, record in enumerate(layers):
-        expected = sum(record["weight"][head].T @ record["bias"][head] for head in range(4))
-        found = rows(tables["gamma"], layer=layer)
-        assert found["coordinate"].tolist() == list(range(32))
-        np.testing.assert_allclose(found["gamma"], expected.numpy(), rtol=1e-5, atol=1e-6)
-
-
-def test_gpt2s_gamma_is_a_product_of_its_stored_weights() -> None:
-    model, tables, _ = found_and_expected("gpt2")
-    for layer, block in enumerate(model.transformer.h):
-        weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
-        found = rows(tables["gamma"], layer=layer)["gamma"]
-        np.testing.assert_allclose(found, (weight[:, 32:64] @ bias[:32]).numpy(), rtol=1e-12, atol=1e-12)
+def epe_of(name: str, model: PreTrainedModel, positions: int = POSITIONS) -> torch.Tensor:
+    if name.startswith("gpt2"):
+        p, mlp = model.transformer.wpe.weight[:positions], model.transformer.h[0].mlp
+        hidden = torch.nn.functional.gelu(p @ mlp.c_fc.weight + mlp.c_fc.bias, approximate="tanh")
+        return p + hidden @ mlp.c_proj.weight + mlp.c_proj.bias
+    p, first = model.model.decoder.embed_positions.weight[2 : 2 + positions], model.model.decoder.layers[0]
+    return p + torch.relu(p @ first.fc1.weight.T + first.fc1.bias) @ first.fc2.weight.T + first.fc2.bias
 
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_alignment_and_epe_of_learned_positions(name: str) -> None:
-    """The first MLP of the bare positional vector, plus that vector; its key, and the key's cosine with the bias."""
+    """EPE is the first MLP's output for the bare positional vector, plus that vector."""
     model, tables, layers = found_and_expected(name)
-    if name == "gpt2":
-        p, mlp = model.transformer.wpe.weight[:12], model.transformer.h[0].mlp
-        hidden = torch.nn.functional.gelu(p @ mlp.c_fc.weight + mlp.c_fc.bias, approximate="tanh")
-        epe = p + hidden @ mlp.c_proj.weight + mlp.c_proj.bias
-    else:
-        p, first = model.model.decoder.embed_positions.weight[2:14], model.model.decoder.layers[0]
-        epe = p + torch.relu(p @ first.fc1.weight.T + first.fc1.bias) @ first.fc2.weight.T + first.fc2.bias
+    epe = epe_of(name, model, 12)
     for layer, record in enumerate(layers):
         gamma = rows(tables["gamma"], layer=layer)
         np.testing.assert_allclose(gamma["epe_0"], epe[0], rtol=1e-12)
@@ -222,25 +204,16 @@ def test_alignment_and_epe_of_learned_positions(name: str) -> None:
             np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in BIASED if name not in LEARNED])
-def test_without_learned_positions_there_is_no_epe(name: str) -> None:
-    _, tables, _ = found_and_expected(name)
-    assert tables["query_bias"]["key_alignment"].isna().all()
-    assert tables["gamma"]["epe_0"].isna().all()
-    assert not tables["gamma"]["is_massive_epe"].any()
-
-
 def gapped(*massive: float) -> torch.Tensor:
-    """Ordinary entries up to 1, and these at places 3, 10, 17 …"""
+    """Return ordinary entries up to 1, with the massive ones at 3, 10, 17 …"""
     vector = torch.linspace(-1, 1, 100)
-    for place, entry in enumerate(massive):
-        vector[3 + 7 * place] = entry
+    for index, entry in enumerate(massive):
+        vector[3 + 7 * index] = entry
     return vector
 
 
-@pytest.mark.parametrize(
-    ("vector", "expected"),
-    [
+def test_massive_coordinates_are_set_apart_by_a_gap() -> None:
+    for vector, expected in (
         (gapped(-60.0), [3]),
         (gapped(60.0, -25.0), [3, 10]),
         (gapped(40.0, 60.0, -35.0), [3, 10, 17]),
@@ -248,16 +221,135 @@ def gapped(*massive: float) -> torch.Tensor:
         (gapped(1.9), []),  # no gap
         (gapped(4.0), []),  # a gap, but not far from the median
         (torch.cat([torch.tensor([9.0, 3.0]), 0.01 * torch.ones(8)]), [0, 1]),
-        (2.0 ** -torch.arange(40.0), [0]),  # all gaps alike: the first
+        (2.0 ** -torch.arange(40.0), [0]),  # all gaps are alike: the first
         (torch.zeros(10), []),
         (torch.tensor([5.0, *[0.0] * 9]), [0]),
         (torch.randn(4096, generator=torch.Generator().manual_seed(0)), []),
-    ],
-)
-def test_massive_coordinates_are_set_apart_by_a_gap(vector: torch.Tensor, expected: list[int]) -> None:
-    assert massive_coordinates(vector) == expected
-    assert massive_coordinates(-3 * vector) == expected
-    assert massive_coordinates(vector.flip(0)) == sorted(len(vector) - 1 - place for place in expected)
+    ):
+        assert massive_coordinates(vector) == expected
+        assert massive_coordinates(-3 * vector) == expected
+        assert massive_coordinates(vector.flip(0)) == sorted(len(vector) - 1 - index for index in expected)
+
+
+# ------------------------------------------------------------------------------------ the terms of logits
+
+
+def halves(attention: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the weights (H,d,D) and biases (H,d) of queries and keys."""
+    if hasattr(attention, "c_attn"):  # (in, out), all queries, then all keys
+        weight, bias = attention.c_attn.weight.T[:64], attention.c_attn.bias[:64]
+    else:
+        weight, bias = (
+            torch.cat([getattr(attention.q_proj, part), getattr(attention.k_proj, part)]) for part in ("weight", "bias")
+        )
+    return list(weight.view(2, HEADS, WIDTH, 32)), list(bias.view(2, HEADS, WIDTH))
+
+
+@cache
+def terms_of(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[list[dict[str, torch.Tensor]]]]:
+    """Return the model, its tables, and for each sequence alone the sites (1,T,D) of each layer."""
+    model = double(name)
+    with in_double(model):
+        sequences = map(torch.as_tensor, ragged_tokens(PAIRS))
+        sites = [read_sites(model, find_family(model), ids[None]) for ids in sequences]
+    return model, tables_of(model, PAIRS, names=("logit-terms", "epe")), sites
+
+
+def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[np.ndarray]]:
+    """Return by term, for every later query and head, its value at position 0 and its mean over the other keys."""
+    x = sites["layer_in" if name == "opt-post-norm" else "attn_norm"][0]
+    (w_q, w_k), (b_q, b_k) = halves(attention)
+    scaling = WIDTH**-0.5 / (layer + 1 if name == "gpt2-by-layer" else 1)
+    found: dict[str, list[np.ndarray]] = {term: [] for term in ("biases", "content", "delta", "key bias")}
+    for t in range(1, len(x)):
+        for head in range(HEADS):
+            query, keys = w_q[head] @ x[t], x[: t + 1] @ w_k[head].T
+            parts = {
+                "content": keys @ query,
+                "key bias": (query @ b_k[head]).expand(t + 1),
+                "delta": keys @ b_q[head],
+                "biases": (b_q[head] @ b_k[head]).expand(t + 1),
+            }
+            for term, part in parts.items():
+                found[term].append(scaling * np.array([float(part[0]), float(part[1:].mean())]))
+    return found
+
+
+@pytest.mark.parametrize("name", [*LEARNED, "gpt2-by-layer"])
+def test_each_term_is_the_product_of_its_factors(name: str) -> None:
+    model, tables, sites_of = terms_of(name)
+    found = tables["logit_terms_by_sequence"].set_index(["layer", "sequence", "term"])
+    attentions = find_family(model).attentions(model)
+    for sequence, layers in enumerate(sites_of):
+        for layer, sites in enumerate(layers):
+            for term, values in terms_by_hand(name, layer, attentions[layer], sites).items():
+                row = found.loc[layer, sequence, term]
+                np.testing.assert_allclose(row[["at_first", "at_others"]].astype(float), np.mean(values, 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_the_terms_gaps_add_up_to_the_logits_gap(name: str) -> None:
+    model, tables, _ = terms_of(name)
+    terms = tables["logit_terms_by_sequence"]
+    gaps = (terms["at_first"] - terms["at_others"]).groupby([terms["layer"], terms["sequence"]]).sum()
+    twin = reference.eager_twin(model)
+    for sequence, ids in enumerate(ragged_tokens(PAIRS)):
+        with in_double(twin):
+            layers = reference.record(twin, ids).layers
+        for layer, seen in enumerate(layers):
+            expected = np.mean([
+                [head[t, 0] - head[t, 1 : t + 1].mean() for t in range(1, len(ids))] for head in seen.logits
+            ])  # fmt: skip
+            assert gaps[layer, sequence] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 5, "right"), ("opt", 3, "left")])
+def test_padding_and_batch_size_change_no_term(name: str, size: int, side: str) -> None:
+    model, tables, _ = terms_of(name)
+    for table, found in tables_of(model, PAIRS, size, side, ("logit-terms", "epe")).items():
+        pd.testing.assert_frame_equal(found, tables[table], rtol=1e-5, atol=1e-6)
+
+
+def test_only_models_with_query_biases_and_learned_positions_have_these_terms() -> None:
+    for name in ("gpt2", "opt", "opt-post-norm", "gpt_neo", "qwen2", "bloom", "llama"):
+        model = tiny_model(name)
+        for kind in (LogitTerms, Epe):
+            assert (kind.inapplicable(model, find_family(model)) is None) == (name in LEARNED), name
+
+
+def test_a_rotated_query_has_no_effective_bias() -> None:
+    """It is not a multiple of the projected query."""
+    model = double("gpt2")
+    projection = projections(model, find_family(model), 0)["query"]
+    x = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    made = torch.einsum("hdc,tc->htd", projection.weight, x) + projection.bias[:, None]
+    found = effective_bias(projection, x, 0.3 * made)
+    torch.testing.assert_close(found, 0.3 * projection.bias)
+    assert effective_bias(projection, x, made.roll(1, dims=-1)) is None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_epe_and_the_states_of_the_first_layer(name: str) -> None:
+    """The cosine of EPE with the first layer's mean output, and of b_Q with the key without EPE."""
+    model, tables, sites_of = terms_of(name)
+    epe = epe_of(name, model)
+    states = [layers[0]["layer_out"][0] for layers in sites_of]
+    found = tables["epe_by_group"].set_index(["group", "position"])["cosine"]
+    assert sorted({group for group, _ in found.index}) == [-1, *range(len(PAIRS))]
+    for (group, position), cosine in found.items():
+        kept = [x[position] for at, x in enumerate(states) if at != group and len(x) > position]
+        expected = torch.cosine_similarity(torch.stack(kept).mean(0), epe[position], dim=0)
+        assert cosine == pytest.approx(float(expected), rel=1e-9)
+
+    rest = tables["epe_rest_by_sequence"].set_index(["layer", "sequence"])
+    attentions = find_family(model).attentions(model)
+    for sequence, layers in enumerate(sites_of):
+        for layer, sites in enumerate(layers):
+            (_, w_k), (b_q, _) = halves(attentions[layer])
+            first = sites["layer_in"][0, 0]
+            for column, x in (("cosine", first - epe[0]), ("cosine_whole", first)):
+                expected = torch.cosine_similarity((w_k @ x).flatten(), b_q.flatten(), dim=0)
+                assert rest.loc[layer, sequence][column] == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
 
 
 # ------------------------------------------------------------------------------------------ which models
@@ -267,14 +359,7 @@ def run_of(model: PreTrainedModel, **options: Any) -> Run:
     return sinkscope.analyze(model, **{"input": "random", "num_seqs": 3, "seq_len": 12, "positions": 4} | options)
 
 
-REASONS = {  # how each family's refusal reads
-    "qwen3": "its queries have no bias",
-    "llama": "its queries have no bias",
-    "gpt_neo": "its queries have no bias",
-    "gptj": "its queries have no bias",
-    "olmo2": "its queries have no bias",
-    "mpt": "its queries have no bias",
-}
+NO_BIAS = "its queries have no bias"
 
 
 def test_every_family_has_a_query_bias_or_a_reason_not_to() -> None:
@@ -283,15 +368,15 @@ def test_every_family_has_a_query_bias_or_a_reason_not_to() -> None:
             model = tiny_model(name)
             reason = QueryBias.inapplicable(model, find_family(model))
             assert (reason is None) == (name in BIASED)
-            if name in REASONS:
-                assert reason == REASONS[name]
+            if name in ("llama", "qwen3", "gpt_neo", "gptj", "olmo2", "mpt"):
+                assert reason == NO_BIAS
 
 
-def test_a_norm_behind_the_projection_is_a_reason() -> None:
+def test_a_norm_after_the_projection_is_a_reason() -> None:
     model = tiny_model("qwen2")
     family = find_family(model)
     attention = model.model.layers[0].self_attn
-    attention.heads_norm = torch.nn.Identity()  # of the mix: in no logit
+    attention.heads_norm = torch.nn.Identity()  # a norm of the mix, which affects no logit
     assert QueryBias.inapplicable(model, family) is None
     for name in ("q_norm", "k_norm", "q_layernorm", "query_layernorm", "qk_norm", "q_ln"):
         attention.add_module(name, torch.nn.Identity())
@@ -307,28 +392,20 @@ def test_weights_that_cannot_be_read_are_a_reason() -> None:
     assert "its weights are quantized" in str(QueryBias.inapplicable(model, find_family(model)))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_what_does_not_apply_is_left_out_with_the_reason_and_refused_by_name(name: str) -> None:
-    model = tiny_model(name)
+def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejected_by_name() -> None:
+    model = tiny_model("llama")
     run = run_of(model)
-    assert run.manifest["not_measured"] == {"query-bias": REASONS[name]}
+    assert run.manifest["not_measured"] == {"query-bias": NO_BIAS}
     assert not {"query_bias", "gamma", "delta_distribution"} & set(run.tables)
-    assert f"query-bias ({REASONS[name]})" in run.verdict
-    with pytest.raises(InputError, match=f"--observables query-bias does not apply to .*: {REASONS[name]}"):
+    assert f"query-bias ({NO_BIAS})" in run.verdict
+    with pytest.raises(InputError, match=f"--observables query-bias does not apply to .*: {NO_BIAS}"):
         run_of(model, observables=("attention", "query-bias"))
-    with pytest.raises(InputError, match=f"figure 'gamma': query-bias does not apply to .*: {REASONS[name]}"):
+    with pytest.raises(InputError, match=f"figure 'gamma': query-bias does not apply to .*: {NO_BIAS}"):
         run.figure("gamma")
     report = doctor(model)
-    assert f"query-bias does not apply: {REASONS[name]}" in report.notes
+    assert f"query-bias does not apply: {NO_BIAS}" in report.notes
     assert "query-bias" not in report.facts["observables"]
-
-
-def test_what_applies_is_measured_by_default() -> None:
-    run = run_of(tiny_model("gpt2"))
-    assert run.manifest["not_measured"] == {}
-    assert {"query_bias", "gamma", "delta_distribution"} <= set(run.tables)
     assert "query-bias does not apply" not in "".join(doctor(tiny_model("gpt2")).notes)
-    assert run_of(tiny_model("gpt2"), observables=("attention",)).manifest["not_measured"] == {}
 
 
 def test_layers_without_a_bias_are_left_out() -> None:
@@ -339,7 +416,7 @@ def test_layers_without_a_bias_are_left_out() -> None:
         assert sorted(run.tables[table]["layer"].unique()) == [0, 2]
 
 
-def test_the_model_is_left_as_it_was_and_a_trainable_one_is_measured_alike() -> None:
+def test_the_model_is_left_as_it_was_and_a_trainable_one_gives_the_same() -> None:
     model, untouched = tiny_model("gpt2"), tiny_model("gpt2")
     frozen = run_of(model, observables=("query-bias",)).tables
     trainable = run_of(model.requires_grad_(True), observables=("query-bias",)).tables
@@ -354,9 +431,9 @@ def test_the_model_is_left_as_it_was_and_a_trainable_one_is_measured_alike() -> 
 # -------------------------------------------------------------------------------- summary, verdict, table
 
 
-def with_massive_position(name: str = "gpt2") -> PreTrainedModel:
-    """Position 0's vector is huge at coordinate 7, which every layer's bias reads."""
-    model = tiny_model(name, spread=1.0)
+def with_massive_position() -> PreTrainedModel:
+    """Return a gpt2 whose position 0 is huge at coordinate 7, which every layer's bias reads."""
+    model = tiny_model("gpt2", spread=1.0)
     model.transformer.wpe.weight[0, 7] += 30.0
     for block in model.transformer.h:
         weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
@@ -364,8 +441,14 @@ def with_massive_position(name: str = "gpt2") -> PreTrainedModel:
     return model
 
 
-def test_the_summary_says_how_far_position_0_is_apart() -> None:
-    run = run_of(with_massive_position(), num_seqs=5)
+@pytest.fixture(scope="module")
+def massive_run() -> Run:
+    return run_of(with_massive_position(), num_seqs=5)
+
+
+def test_the_summary_says_how_far_position_0_is_apart(massive_run: Run) -> None:
+    run = massive_run
+    assert run.manifest["not_measured"] == {}
     table, layers = rows(run.tables["query_bias"], head=-1), range(3)
     gaps = []
     for layer in layers:
@@ -392,79 +475,17 @@ def test_the_gap_is_in_standard_deviations_over_all_later_tokens() -> None:
     assert delta_gap(table)[0] == pytest.approx((tokens[:, 0].mean() - later.mean()) / later.std())
 
 
-def test_metrics_of_learned_positions_are_left_out_where_there_are_none() -> None:
-    run = run_of(tiny_model("qwen2"))
+def test_figures_and_metrics_of_learned_positions_are_left_out_where_there_are_none() -> None:
+    run = run_of(tiny_model("qwen2"), observables=("query-bias",))
     metrics = set(run.tables["summary"]["metric"])
     assert {"delta_first", "delta_later", "delta_gap", "delta_outlier_share"} <= metrics
     assert not {"key_alignment_first", "key_alignment_later", "gamma_ratio"} & metrics
     assert "EPE" not in run.verdict
     assert paper_tables(run) == {}
-
-
-NU_ROWS = [  # NU table 1, as printed
-    {"layer": "layer 7", "baseline": "1.12 ± 2.701", "d=138": 12.453, "d=447": 18.17},
-    {"layer": "layer 9", "baseline": "1.23 ± 3.224", "d=138": 17.846, "d=447": 28.01},
-]
-
-
-def with_moments(row: dict[str, Any], layer: int) -> pd.DataFrame:
-    """A table `gamma` of one layer whose |γ| has the row's mean and spread, its massive entries included."""
-    mean, twice = map(float, row["baseline"].split(" ± "))
-    massive = np.array([row["d=138"], row["d=447"]])
-    others, size = 768, 770
-    centre = (size * mean - massive.sum()) / others
-    variance = (size * (mean**2 + (twice / 2) ** 2) - (massive**2).sum()) / others - centre**2
-    shape = np.where(np.arange(others) % 3 == 0, np.sqrt(2), -np.sqrt(0.5))  # mean 0, variance 1
-    magnitude = np.insert(centre + np.sqrt(variance) * shape, [138, 446], massive)
-    assert (magnitude > 0).all()
-    coordinate = np.arange(size)
-    table = {"layer": layer, "coordinate": coordinate, "gamma": magnitude * (-1) ** coordinate, "epe_0": 0.0}
-    return pd.DataFrame(table | {"is_massive_epe": np.isin(coordinate, [138, 447])})
-
-
-def test_the_table_is_written_as_the_paper_prints_it() -> None:
-    gamma = pd.concat([with_moments(row, layer) for row, layer in zip(NU_ROWS, (6, 8), strict=True)])
-    tables = paper_tables(Run({}, {"gamma": gamma}))
-    assert tables["gamma"].to_dict("records") == NU_ROWS
-    assert as_markdown(tables["gamma"]).splitlines() == [
-        "| layer | baseline | d=138 | d=447 |",
-        "| --- | --- | --- | --- |",
-        "| layer 7 | 1.12 ± 2.701 | 12.453 | 18.17 |",
-        "| layer 9 | 1.23 ± 3.224 | 17.846 | 28.01 |",
-    ]
-
-
-def test_the_table_is_that_of_the_stored_weights() -> None:
-    """As NU computes it: GPT-2's W_k (in, out) times b_Q, magnitudes, mean ± 2 standard deviations of all entries."""
-    model = with_massive_position()
-    printed = paper_tables(run_of(model))["gamma"]
-    for block, row in zip(model.transformer.h, printed.to_dict("records"), strict=True):
-        weight, bias = block.attn.c_attn.weight.double(), block.attn.c_attn.bias.double()
-        gamma = (weight[:, 32:64] @ bias[:32]).abs().numpy()
-        assert row["baseline"] == f"{round(gamma.mean(), 3)} ± {round(2 * gamma.std(), 3)}"
-        assert row["d=7"] == round(float(gamma[7]), 3)
-
-
-def test_there_is_no_table_without_a_massive_coordinate() -> None:
-    assert gamma_table(Run({}, {})) is None
-    assert paper_tables(Run({}, {"gamma": with_moments(NU_ROWS[0], 0).assign(is_massive_epe=False)})) == {}
-
-
-# ---------------------------------------------------------------------------------------------- figures
-
-
-def test_figures_of_learned_positions_are_all_drawn(tmp_path: Path) -> None:
-    run = run_of(with_massive_position(), num_seqs=4)
-    assert set(FIGURES) <= set(applicable(run))
-    for name in FIGURES:
-        draw(name, run).savefig(tmp_path / f"{name}.png")
-
-
-def test_figures_that_need_learned_positions_say_so() -> None:
-    run = run_of(tiny_model("qwen2"), observables=("query-bias",))
-    assert set(FIGURES) & set(applicable(run)) == set(ROPE_ONLY)
-    draw(*ROPE_ONLY, run).draw_without_rendering()
-    for name in set(FIGURES) - set(ROPE_ONLY):
+    figures = ("query-bias-distribution", "query-bias-alignment", "epe-coordinates", "gamma")
+    assert set(figures) & set(applicable(run)) == {figures[0]}
+    draw(figures[0], run).draw_without_rendering()
+    for name in figures[1:]:
         with pytest.raises(InputError, match=f"figure '{name}' has nothing to draw: its positions are not learned"):
             draw(name, run)
     zero = run.tables["query_bias"].assign(delta_mean=0.0)
@@ -475,8 +496,20 @@ def test_figures_that_need_learned_positions_say_so() -> None:
         draw("gamma", plain)
 
 
-def test_figures_draw_what_the_tables_say() -> None:
-    run = run_of(with_massive_position(), num_seqs=4)
+def test_the_table_is_that_of_the_stored_weights(massive_run: Run) -> None:
+    """NU computes GPT-2's W_k (in, out) times b_Q: magnitudes, mean ± 2 standard deviations of all entries."""
+    printed = paper_tables(massive_run)["gamma"]
+    for block, row in zip(with_massive_position().transformer.h, printed.to_dict("records"), strict=True):
+        weight, bias = block.attn.c_attn.weight.double(), block.attn.c_attn.bias.double()
+        gamma = (weight[:, 32:64] @ bias[:32]).abs().numpy()
+        assert row["baseline"] == f"{round(gamma.mean(), 3)} ± {round(2 * gamma.std(), 3)}"
+        assert row["d=7"] == round(float(gamma[7]), 3)
+    assert gamma_table(Run({}, {})) is None
+    assert paper_tables(Run({}, {"gamma": massive_run.tables["gamma"].assign(is_massive_epe=False)})) == {}
+
+
+def test_figures_draw_the_tables_values(massive_run: Run) -> None:
+    run = massive_run
     together = rows(run.tables["query_bias"], head=-1, position=0).set_index("layer")
     left, right = draw("query-bias-alignment", run).axes
     np.testing.assert_allclose(left.lines[1].get_ydata(), together["key_alignment"])

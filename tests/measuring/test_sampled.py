@@ -1,4 +1,4 @@
-"""Texts that a model writes itself."""
+"""Texts that the model generates."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from sinkscope.errors import InputError
 END = 2
 
 
-def test_a_model_that_ends_its_texts_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor to the end of the one text that it goes on with."""
+def test_a_model_that_ends_its_texts_early_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generation stops when all texts except one have ended."""
     model = tiny_model("llama")
     asked: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A browser that opens pages, uses all that they have, and reads their tables."""
+"""A browser that opens pages, uses all their controls, and reads their tables."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from sinkscope.html_page import PAGE, Contents, write_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LARGEST = 5e6  # bytes
-OPENS = 2000.0  # milliseconds: the acceptance limit; it takes a third of that on two busy cores
-SLACK = 10  # times: a machine that runs other tests meanwhile is slower
+OPENS = 2000.0  # milliseconds: the limit; it takes a third of that on two busy cores
+SLACK = 10  # the factor by which a machine that runs other tests may be slower
 DIGITS = 1e-3  # relative: numbers on the page have four digits
 
-# opens what can be opened, gives every choice its last and its first value, presses every button; → how many there were
+# opens all details, gives every choice its last and its first value, presses every button; returns their number
 USE_EVERY_CONTROL = """async () => {
     document.querySelectorAll("details").forEach((node) => { node.open = true; });
     const use = (control, isLast) => {
@@ -37,8 +37,8 @@ USE_EVERY_CONTROL = """async () => {
     window.dispatchEvent(new Event("beforeprint"));
     return controls.length;
 }"""
-# chooses one table after another; → its name → the names of its columns, the texts of the rows that are shown, and
-# whether the page has all rows
+# chooses one table after another; returns by name its columns, the texts of the rows that are shown, and whether the
+# page has all rows
 READ_TABLES = """() => {
     const section = document.getElementById("tables"), select = section.querySelector("select");
     const texts = (nodes) => [...nodes].map((node) => node.textContent);
@@ -54,13 +54,13 @@ READ_TABLES = """() => {
 
 
 def chromium() -> str | None:
-    """The path of a browser that Playwright can drive; None where there is none."""
+    """Return the path of a browser that Playwright can drive, or None."""
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
 @contextmanager
 def launched() -> Iterator[Any]:
-    """A browser; the test is skipped where there is none."""
+    """Launch a browser, or skip the test if there is none."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
     if chromium() is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
@@ -72,7 +72,7 @@ def launched() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, contents: Contents, folder: Path, **context: Any) -> Iterator[Any]:
-    """The page of some contents, in a folder; afterwards it has written no error and asked nothing of a network."""
+    """Open the page of some contents, and assert that it logs no error and makes no request."""
     write_page(contents, folder)
     path = folder / PAGE
     complaints: list[str] = []
@@ -84,7 +84,7 @@ def opened(browser: Any, contents: Contents, folder: Path, **context: Any) -> It
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
     page.on(
-        "request", lambda asked: None if asked.url == path.as_uri() else complaints.append(f"asked for {asked.url}")
+        "request", lambda asked: None if asked.url == path.as_uri() else complaints.append(f"request of {asked.url}")
     )
     try:
         page.goto(path.as_uri())
@@ -96,7 +96,7 @@ def opened(browser: Any, contents: Contents, folder: Path, **context: Any) -> It
 
 
 def check_page(browser: Any, contents: Contents, folder: Path) -> None:
-    """That the page is small, opens soon, shows the tables' rows, and has no control that fails."""
+    """Assert that the page is small, opens soon, shows the tables' rows, and has no control that fails."""
     tables = contents.all_tables
     with opened(browser, contents, folder) as page:
         assert (folder / PAGE).stat().st_size < LARGEST
@@ -114,7 +114,7 @@ def check_page(browser: Any, contents: Contents, folder: Path) -> None:
 
 
 def check_rows(table: pd.DataFrame, rows: list[list[str]]) -> None:
-    """The numbers among them."""
+    """Assert that the numbers among the texts are those of the table."""
     for column, texts in zip(table, zip(*rows, strict=True), strict=True):
         values = table[column].head(len(rows))
         if pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values):

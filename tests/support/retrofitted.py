@@ -9,13 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import batched, tiny_model, tiny_tokens
+from tiny import batched, measured, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 
-from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.families import find_family
 from sinkscope.retrofits import new_parameters, retrofit_model
 
 # label → method and parameters
@@ -126,9 +123,5 @@ def assert_close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 
 
 
 def gradient_tables(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> dict[str, pd.DataFrame]:
-    observable, family = OBSERVABLES["gradient"](SETTINGS), find_family(model)
-    with in_double(model), open_tracer(model, family) as tracer:
-        observable.prepare(model, family, sum(len(ids) - 1 for ids in sequences))
-        for batch in batched(sequences, 2):
-            tracer.forward_backward(batch, [observable])
-    return observable.tables()
+    with in_double(model):
+        return measured(model, batched(sequences, 2), SETTINGS, ("gradient",), backward=True)

@@ -1,5 +1,5 @@
 "use strict";
-// What changed: effects of interventions beside their controls, and training by step.
+// Effects of interventions and of their controls, and training by step.
 
 S.effects = () => {
   const table = S.table("effect");
@@ -7,58 +7,37 @@ S.effects = () => {
   const whole = table.where({ layer: -1 });
   const metrics = table.distinct("metric", whole);
   const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0], position: 0 };
-  const place = S.element("div"), controls = S.element("div.controls");
-
-  const redraw = () => {
+  return S.section("effects", "Before, after and control", "Each intervention on the whole model, with random changes of the same kind.", ...S.panel((redraw) => {
     const about = S.aboutMetric(state.metric);
     const rows = table.where({ metric: state.metric }, whole);
     const positions = table.distinct("position", rows);
     if (!positions.includes(state.position)) state.position = S.usual("position", positions);
-    S.setControls(controls,
-      S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label),
-      positions.length > 1 ? S.pick("Position", positions, state.position,
-        (position) => { state.position = position; redraw(); }) : null);
-    const own = table.where({ position: state.position }, rows);
-    const name = table.varies("condition") ? "condition" : "name"; // a label is shorter than all of an arm's parameters
-    const points = own.map((row) => ({ name: table.get(name)[row], arm: table.get("arm")[row],
-      draw: table.get("draw")[row], value: table.get("value")[row] }));
-    place.replaceChildren(S.effectChart(points, about), S.effectTable(points, about, state));
-  };
-  redraw();
-  return S.section("effects", "Before, after and control", "Each intervention on the whole model, beside random changes of the same kind.",
-    controls, place);
+    const name = table.varies("condition") ? "condition" : "name"; // a label is shorter than an arm's parameters
+    const points = table.where({ position: state.position }, rows).map((row) => ({ name: table.get(name)[row],
+      arm: table.get("arm")[row], draw: table.get("draw")[row], value: table.get("value")[row] }));
+    const controls = [S.chooseMetric(metrics, state, redraw),
+      positions.length > 1 ? S.choose("Position", positions, state, "position", redraw) : null];
+    return [controls, S.effectChart(points, about), S.effectTable(points, about, state)];
+  }));
 };
 
-S.effectChart = (points, about) => {
-  const title = `${S.withUnit(about)} of the whole model, by intervention`;
-  const shown = points.filter(({ value }) => Number.isFinite(value));
-  const names = [...new Set(points.map(({ name }) => name))];
-  const draw = (width) => {
-    const narrow = width < 560;
-    const isLog = S.isLog(shown.map(({ value }) => value));
+S.effectChart = (points, about) => S.dotsByName({
+  points, about, names: [...new Set(points.map(({ name }) => name))], rowHeight: 26,
+  title: `${S.withUnit(about)} of the whole model, by intervention`, caption: ": ring before, diamond after, strokes random controls",
+  marks: (shown, at) => {
     const of = (arm) => shown.filter((point) => point.arm === arm);
-    const at = { x: "value", y: "name" };
-    return S.plot({
-      width, marginLeft: narrow ? 160 : 240, marginTop: 10, marginBottom: 44, height: 64 + names.length * 26, ariaLabel: title,
-      x: { labelOffset: 36, label: S.withUnit(about), grid: true, type: isLog ? "log" : "linear", tickFormat: S.tick(about),
-        ticks: narrow ? 3 : 6 },
-      y: { domain: names, label: null, tickFormat: (name) => S.shorten(name, narrow ? 24 : 34) },
-      marks: [
-        Plot.link(d3.groups(shown.filter(({ arm }) => arm !== "control"), ({ name }) => name).flatMap(([name, own]) => {
-          const [before, after] = ["before", "after"].map((arm) => own.find((point) => point.arm === arm)?.value);
-          return before === undefined || after === undefined ? [] : [{ name, before, after }];
-        }), { x1: "before", x2: "after", y1: "name", y2: "name", strokeOpacity: 0.5 }),
-        Plot.tickX(of("control"), { ...at, stroke: "var(--series-7)", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
-        Plot.dot(of("before"), { ...at, r: 5, stroke: "var(--series-1)", strokeWidth: 2, fill: "var(--background)" }),
-        Plot.dot(of("after"), { ...at, r: 5, fill: "var(--series-2)", symbol: "diamond" }),
-        Plot.tip(shown, Plot.pointer({ ...at, fill: "var(--panel)", stroke: "var(--line)",
-          title: (point) => `${point.name}\n${point.arm}${point.draw >= 0 ? ` ${point.draw}` : ""}: ${about.text(point.value)}` })),
-      ],
-    });
-  };
-  return S.element("figure", { role: "group", "aria-label": title }, S.element("figcaption", {}, title,
-    ": ring before, diamond after, strokes random controls"), S.drawn(draw, { height: 64 + names.length * 26 }));
-};
+    const changes = d3.groups(shown, ({ name }) => name).map(([name, own]) =>
+      ({ name, ...Object.fromEntries(own.filter(({ arm }) => arm !== "control").map(({ arm, value }) => [arm, value])) }));
+    return [
+      Plot.link(changes.filter(({ before, after }) => before !== undefined && after !== undefined),
+        { x1: "before", x2: "after", y1: "name", y2: "name", strokeOpacity: 0.5 }),
+      Plot.tickX(of("control"), { ...at, stroke: "var(--series-7)", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
+      Plot.dot(of("before"), { ...at, r: 5, stroke: "var(--series-1)", strokeWidth: 2, fill: "var(--background)" }),
+      Plot.dot(of("after"), { ...at, r: 5, fill: "var(--series-2)", symbol: "diamond" }),
+    ];
+  },
+  tip: (point) => `${point.name}\n${point.arm}${point.draw >= 0 ? ` ${point.draw}` : ""}: ${about.text(point.value)}`,
+});
 
 S.effectTable = (points, about, state) => {
   const rows = d3.groups(points, ({ name }) => name).map(([name, own]) => {
@@ -72,16 +51,16 @@ S.effectTable = (points, about, state) => {
     { label: "Controls: mean ± standard deviation (count)", number: true }], rows, S.withUnit(about));
 };
 
-/** Which part of each model carries the sink. */
+/** The parts of each model that carry the sink. */
 S.routes = () => {
   const table = S.table("route");
   if (!table) return null;
   const models = table.distinct("model");
-  const all = d3.range(table.length).map((at) => table.row(at));
+  const all = table.all.map((at) => table.row(at));
   const cell = (row) => (row && row.after !== null
     ? `${S.interval(row.before, row.before_low, row.before_high)} → ${S.interval(row.after, row.after_low, row.after_high)}: ${row.effect}`
     : row?.effect ?? "–");
-  return S.section("routes", "Routes", "Sink rate at position 0 in % [95 %], before → without each part of the model, and what that amounts to.",
+  return S.section("routes", "Routes", "Sink rate at position 0 in % [95 %], before → without each part of the model, and the effect.",
     S.plainTable([{ label: "Route" }, ...models.map((model) => ({ label: S.visible(model) }))],
       table.distinct("route").map((route) => [route, ...models.map((model) =>
         cell(all.find((row) => row.route === route && row.model === model)))]), "Routes by model"));
@@ -106,7 +85,7 @@ S.byStep = (table) => {
   const state = { step: steps.at(-1), layer: layers.includes(-1) ? -1 : layers[0], metric: S.usual("metric", metrics) };
   const chart = S.element("div"), values = S.element("div", { "aria-live": "polite" });
 
-  const found = new Map(); // of each metric and layer
+  const found = new Map(); // "metric layer" → points
   const points = (metric) => {
     const key = `${metric} ${state.layer}`;
     if (!found.has(key)) {
@@ -131,7 +110,7 @@ S.byStep = (table) => {
     const label = (metric) => S.withUnit(S.aboutMetric(metric));
     const numbers = (labels) => labels.map((one) => ({ label: one || "Value", number: true }));
     const caption = `${table.name} at step ${S.number(state.step)}${table.varies("seed") ? ", seeds between strokes" : ""}`;
-    const isLong = state.arms.length > known.length; // more arms than metrics: a row for each arm
+    const isLong = state.arms.length > known.length; // more arms than metrics: one row per arm
     values.replaceChildren(isLong
       ? S.plainTable([{ label: "Arm" }, ...numbers(known.map(label))],
         state.arms.map((arm) => [arm, ...known.map((metric) => cell(metric, arm))]), caption)
@@ -140,9 +119,8 @@ S.byStep = (table) => {
   };
   redraw();
   return S.element("div", {}, S.element("h3", {}, `Table ${table.name}`), S.element("div.controls", {},
-    S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label),
-    layers.length > 1 ? S.pick("Layer", layers, state.layer, (layer) => { state.layer = layer; redraw(); },
-      (layer) => (layer < 0 ? "whole model" : String(layer))) : "",
+    S.chooseMetric(metrics, state, redraw),
+    layers.length > 1 ? S.choose("Layer", layers, state, "layer", redraw, (layer) => (layer < 0 ? "whole model" : String(layer))) : "",
     S.slider("Step", steps, state.step, (step) => { state.step = step; redraw(); })),
   arms.length > S.MOST_COLORS ? S.several(`Shown, of ${arms.length}`, arms, state.arms, (now) => { state.arms = now; redraw(); }) : "", chart, values, S.leftOut(table) ?? "");
 };

@@ -1,19 +1,19 @@
 "use strict";
-// Charts of lines and dots, by Observable Plot, each with its numbers as a table.
+// Charts of lines and dots by Observable Plot, each with its numbers as a table.
 
-// after Okabe and Ito, which color-blind readers tell apart; dash and symbol tell them apart in grayscale
+// similar to Okabe and Ito's, which color-blind readers can distinguish; dashes and symbols differ in grayscale
 S.COLORS = [1, 2, 3, 4, 5, 6, 7, 8].map((number) => `var(--series-${number})`);
 S.DASHES = ["", "6 3", "2 2", "8 3 2 3", "4 1", "1 3", "10 4", "3 3"];
 S.SYMBOLS = ["circle", "triangle", "square", "diamond", "star", "cross", "wye", "times"];
 
 S.width = (node, most = 1100) => Math.max(240, Math.min(most, node.clientWidth || 340));
 
-S.waiting = new Set(); // places that are not drawn yet
+S.waiting = new Set(); // functions that begin to draw a chart
 window.addEventListener("beforeprint", () => S.waiting.forEach((begin) => begin()));
 
 /**
- * A place for a chart. It is drawn when it is near the window, for its width, and anew when that changes;
- * before that it takes up `height`, so that nothing moves.
+ * A place for a chart, which is drawn when it is near the window, and again when its width changes. Before that it
+ * takes up `height`, so that nothing moves.
  */
 S.drawn = (draw, { height, kind = "chart" }) => {
   const place = S.element(`div.${kind}`);
@@ -43,7 +43,7 @@ S.isLog = (values) => {
   return positive.length > 0 && positive.every((value) => value > 0) && d3.max(positive) / d3.median(positive) > 100;
 };
 
-/** Powers of ten around values, at most seven of them: Plot's own ticks of a few decades are a gray bar. */
+/** At most seven powers of ten around the values: Plot's own ticks of a few decades merge into a gray bar. */
 S.decades = (values) => {
   const [low, high] = d3.extent(values).map(Math.log10);
   const all = d3.range(Math.floor(low), Math.ceil(high) + 1);
@@ -51,7 +51,7 @@ S.decades = (values) => {
   return all.filter((power, at) => at % every === 0).map((power) => 10 ** power);
 };
 
-/** A chart of Plot as one image with a name: what it is made of has no role, and its numbers are in a table. */
+/** A chart of Plot as one image with a name: its parts have no role, and its numbers are in a table. */
 S.plot = (options) => {
   const svg = Plot.plot({ ...options, style: { background: "transparent", fontSize: "12px" } });
   svg.setAttribute("role", "img");
@@ -64,12 +64,12 @@ S.plot = (options) => {
 
 /**
  * Lines of values: one for each group.
- * points: [{x, y, group, line, low, high}], a line of each `line` of a group if it has several, and a stroke from low to high;
- * x: {label}, and `all` values if the axis is to be longer than the points; y: {label, unit, text}; rule: an x to mark;
- * ordinal: x is no number; toldBy: the column by which they are told apart, whose meaning stands below the chart;
- * order: all groups that there are, also those without a point here, which have the same look in every chart.
+ * points: [{x, y, group, line, low, high}]; a group may have several lines, and low and high are the ends of a stroke;
+ * x: {label, all}, where the axis also includes the values `all`; y: {label, unit, text}; rule: an x to mark;
+ * ordinal: x is not a number; distinguishedBy: the column of the groups, whose meaning is below the chart;
+ * order: all groups of related charts, which have the same colors in each of them.
  */
-S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false, toldBy = null, order = null }) => {
+S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height = 260, ordinal = false, distinguishedBy = null, order = null }) => {
   const groups = [...new Set(points.map(({ group }) => group))], places = new Map((order ?? groups).map((group, at) => [group, at]));
   const finite = points.filter(({ y: value }) => Number.isFinite(value));
   const isLog = log ?? S.isLog(finite.map(({ y: value }) => value));
@@ -81,7 +81,7 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     const styles = { x: "x", y: "y" };
     const series = d3.groups(shown, ({ group, line }) => `${group} ${line ?? ""}`).map(([, own]) => [own[0].group, own]);
     const names = ordinal ? [...new Set(shown.map((point) => String(point.x)))] : [];
-    const isTight = names.length * (d3.max(names, ({ length }) => length) ?? 0) * 6.5 > width - 60; // they would overlap
+    const isTight = names.length * (d3.max(names, ({ length }) => length) ?? 0) * 6.5 > width - 60; // labels would overlap
     const short = (name) => (isTight ? S.shorten(String(name), 18) : name);
     return S.plot({
       width, height: height + (isTight ? 74 : 12), marginLeft: isTight ? 80 : 56, marginTop: 28, marginBottom: isTight ? 104 : 42, ariaLabel: plain,
@@ -111,7 +111,7 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     });
   };
   const [first, last] = d3.extent([...shown.map((point) => point.x), ...(x.all ?? [])]);
-  const steps = shown.every((point) => Number.isInteger(point.x)) ? Math.max(1, last - first) : Infinity; // no half layers
+  const steps = shown.every((point) => Number.isInteger(point.x)) ? Math.max(1, last - first) : Infinity; // no ticks between layers
   const plain = title.replaceAll("`", "");
   const legend = groups.length > 1 ? S.legend(groups, dots, places) : null;
   const table = () => S.plainTable(
@@ -122,10 +122,33 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
     ]), plain);
   return S.element("figure", { role: "group", "aria-label": plain },
     S.element("figcaption", {}, ...S.sentence(title)), legend, S.drawn(draw, { height: height + 12 }),
-    legend && toldBy?.about ? S.element("p.note", {}, ...S.sentence(`${toldBy.name}: ${toldBy.about}`)) : null, S.numbers(table));
+    legend && distinguishedBy?.about ? S.element("p.note", {}, ...S.sentence(`${distinguishedBy.name}: ${distinguishedBy.about}`)) : null, S.numbers(table));
 };
 
-/** What each color, dash and symbol stands for; of dots alone there is no dash. */
+/**
+ * Dots by name. points: [{name, value}]; marks(finite points, channels): Plot's marks; tip(point): its text;
+ * caption: further text of the title; rowHeight: pixels of a name.
+ */
+S.dotsByName = ({ points, names, about, title, caption, marks, tip, rowHeight }) => {
+  const shown = points.filter(({ value }) => Number.isFinite(value));
+  const isLog = S.isLog(shown.map(({ value }) => value));
+  const at = { x: "value", y: "name" }, height = 64 + names.length * rowHeight;
+  const draw = (width) => {
+    const narrow = width < 560;
+    const characters = Math.min(d3.max(names, ({ length }) => length) ?? 0, narrow ? 20 : 44);
+    return S.plot({
+      width, height, marginLeft: 24 + 7.5 * characters, marginTop: 10, marginBottom: 44, ariaLabel: title,
+      x: { label: S.withUnit(about), labelOffset: 36, grid: true, type: isLog ? "log" : "linear", zero: !isLog && S.isShare(about),
+        tickFormat: S.tick(about), ticks: narrow ? 3 : 6 },
+      y: { domain: names, label: null, tickFormat: (name) => S.shorten(name, characters) },
+      marks: [...marks(shown, at), Plot.tip(shown, Plot.pointer({ ...at, fill: "var(--panel)", stroke: "var(--line)", title: tip }))],
+    });
+  };
+  return S.element("figure", { role: "group", "aria-label": title },
+    S.element("figcaption", {}, ...S.sentence(title), caption), S.drawn(draw, { height }));
+};
+
+/** The meaning of each color, dash and symbol; dots have no dash. */
 S.legend = (groups, dots, places) =>
   S.element("ul.legend", {}, ...groups.map((group) => {
     const at = places.get(group), color = S.COLORS[at % S.COLORS.length];

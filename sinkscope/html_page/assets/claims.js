@@ -1,12 +1,12 @@
 "use strict";
-// Claims × models; a cell opens the numbers that decide the claim of the model.
+// Claims × models; a cell opens the numbers that decide the claim for the model.
 
 S.MARKS = { holds: "✓", fails: "✗", inconclusive: "?", "not enough seeds": "?", "does not apply": "·", "not measured": "–" };
 
 S.claims = () => {
   const table = S.table("claim");
   if (!table) return null;
-  const all = d3.range(table.length).map((at) => table.row(at));
+  const all = table.all.map((at) => table.row(at));
   const models = table.distinct("model"), ids = table.distinct("claim");
   const outcomes = table.distinct("outcome");
   const found = d3.group(all, ({ claim }) => claim, ({ model }) => model);
@@ -45,22 +45,22 @@ S.claims = () => {
   const first = "tells" in all[0]
     ? `${telling.size} claims hold, and their null (random weights, random controls or plain training) does not pass them: ${[...telling].join(", ")}. `
     : "";
-  return S.section("claims", "Claims × models", first + "What papers say happens, and whether it does here. Beneath each outcome the claim's first number [95 %]; choose it to see all that decide it.",
+  return S.section("claims", "Claims × models", first + "Statements of papers, and whether they hold here. Below each outcome is the claim's first number [95 %]; choose the outcome to see all numbers that decide it.",
     counts, S.several("Shown where a model's outcome is", outcomes, state.shown, (now) => { state.shown = now; redraw(); }),
     S.element("div.scroll", { tabindex: 0, role: "region", "aria-label": "Claims by model" },
       S.element("table.matrix", {}, S.element("thead", {}, S.element("tr", {}, S.element("th", { scope: "col" }, "Claim"),
-        S.element("th", { scope: "col" }, "What it says"), ...models.map((model) => S.element("th", { scope: "col" }, S.visible(model))))), body)),
+        S.element("th", { scope: "col" }, "Statement"), ...models.map((model) => S.element("th", { scope: "col" }, S.visible(model))))), body)),
     place);
 };
 
-/** The numbers of one claim of one model. */
+/** The numbers of one claim for one model. */
 S.claim = (parts) => {
   const [first] = parts;
   const numbers = S.plainTable(
-    [{ label: "What is measured" }, { label: "Value [95 %]", number: true }, { label: "Null", number: true },
+    [{ label: "Quantity" }, { label: "Value [95 %]", number: true }, { label: "Null", number: true },
       { label: "Holds if" }, { label: "Outcome" }, { label: "Note" }],
     parts.map((one) => [one.quantity, S.interval(one.value, one.low, one.high), S.interval(one.null, one.null_low, one.null_high),
-      `${one.test}${one.is_ours ? " (threshold of ours)" : ""}`, one.passes, one.note ?? ""]), `${first.claim}, ${first.model}`);
+      `${one.test}${one.is_ours ? " (our threshold)" : ""}`, one.passes, one.note ?? ""]), `${first.claim}, ${first.model}`);
   const bars = parts.filter((one) => Number.isFinite(one.value)).map(S.intervalChart);
   return S.element("div.detail", { tabindex: -1 },
     S.element("h3", {}, `${first.claim}, ${S.visible(first.model)}: `, S.badge(first.outcome)),
@@ -68,7 +68,7 @@ S.claim = (parts) => {
     first.published ? S.element("p.note", {}, `Published: ${first.published}`) : null, numbers, ...bars);
 };
 
-/** Value and interval beside the values with which the claim holds. */
+/** A value and its interval, with the range in which the claim holds. */
 S.intervalChart = (one) => {
   const title = `${one.quantity}: ${S.interval(one.value, one.low, one.high)}; holds if ${one.test}`;
   const ends = [one.value, one.low, one.high, one.null, one.least, one.most].filter(Number.isFinite);

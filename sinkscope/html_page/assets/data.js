@@ -15,8 +15,8 @@ S.decoded = (values) => {
 S.Table = class {
   constructor(raw) {
     this.name = raw.name;
-    this.rows = raw.rows; // that the parquet file has
-    this.leftOut = raw.left_out; // which of them are not here, in words
+    this.rows = raw.rows; // of the parquet file
+    this.leftOut = raw.left_out; // a sentence about the rows that are not here
     this.columns = raw.columns;
     this.byName = new Map(raw.columns.map((column) => [column.name, column]));
     this.decodedColumns = new Map();
@@ -28,7 +28,7 @@ S.Table = class {
     return this.decodedColumns.get(name);
   }
 
-  /** A column's values as whole numbers, equal where they are, and how many there are; found once. */
+  /** A column's values as whole numbers, one for each different value, and their count; computed once. */
   codes(name) {
     if (!this.codedColumns.has(name)) {
       const found = new Map();
@@ -41,13 +41,23 @@ S.Table = class {
     return this.codedColumns.get(name);
   }
 
-  /** A column that the parquet file lacks, made of those that it has. */
+  /** Add a text column that the parquet file does not have. */
   derive(name, about, values) {
     this.byName.set(name, { name, about, unit: "", kind: "text", values, isDerived: true });
   }
 
   get length() {
     return this.get(this.columns[0].name).length;
+  }
+
+  /** All row numbers, and those of single layers. */
+  get all() {
+    return d3.range(this.length);
+  }
+
+  get ofLayers() {
+    const layer = this.get("layer");
+    return this.all.filter((row) => layer[row] >= 0);
   }
 
   has(...names) {
@@ -57,11 +67,10 @@ S.Table = class {
   /** Row numbers in which each named column has the given value. */
   where(wanted, rows = null) {
     const checks = Object.entries(wanted).map(([name, value]) => [this.get(name), value]);
-    const all = rows ?? d3.range(this.length);
-    return all.filter((row) => checks.every(([values, value]) => values[row] === value));
+    return (rows ?? this.all).filter((row) => checks.every(([values, value]) => values[row] === value));
   }
 
-  /** Different values of a column, texts in their order and numbers sorted. */
+  /** The different values of a column: texts in their order, numbers sorted. */
   distinct(name, rows = null) {
     const values = this.get(name);
     const found = new Set(rows === null ? values : rows.map((row) => values[row]));
@@ -79,7 +88,7 @@ S.Table = class {
     return Object.fromEntries(this.columns.map(({ name }) => [name, this.get(name)[at]]));
   }
 
-  /** Columns that say which observation a row is, and those that say what was observed. */
+  /** Columns that identify a row, and columns with measured values. */
   get keys() {
     return [...this.byName.values()].filter(({ name, kind }) => kind === "text" || kind === "whole" || S.NUMBERED.has(name));
   }
@@ -89,9 +98,9 @@ S.Table = class {
   }
 };
 
-// numbers that say which observation a row is
+// columns of numbers that identify a row
 S.NUMBERED = new Set(["seed", "epsilon"]);
-// columns that tell runs or arms apart
+// columns that distinguish runs or arms
 S.ARMS = ["run", "level", "model", "condition"];
 
 S.load = (text) => {
@@ -102,17 +111,17 @@ S.load = (text) => {
   for (const table of S.tables.values()) {
     if (!levels.size || !table.has("settings", "condition")) continue;
     const [settings, condition] = ["settings", "condition"].map((name) => table.get(name));
-    table.derive("level", "what this training has and another has not", settings.map((own, at) => levels.get(`${own}\n${condition[at]}`) ?? null));
+    table.derive("level", "the setting in which this training differs from others", settings.map((own, at) => levels.get(`${own}\n${condition[at]}`) ?? null));
   }
 };
 
-/** A table that has rows; null if the run has none of that name. */
+/** A table of this name that has rows, or null. */
 S.table = (name) => {
   const table = S.tables.get(name);
   return table && table.length ? table : null;
 };
 
-// --- what things are called
+// --- labels and formats
 
 /** Label, unit, meaning and format of a metric. */
 S.aboutMetric = (name) => {
@@ -123,7 +132,7 @@ S.aboutMetric = (name) => {
     : { label: name.replaceAll("_", " "), unit: "", meaning: "", text: S.number };
 };
 
-/** The same of a column. A metric of its name has its format and unit, but may be of one position alone. */
+/** The same for a column: a metric of the same name has its format and unit, but its definition may differ. */
 S.aboutColumn = ({ name, about, unit }) => {
   const metric = S.aboutMetric(name);
   return { label: name.replaceAll("_", " "), unit: unit || metric.unit, meaning: about, text: metric.text };
@@ -132,13 +141,13 @@ S.aboutColumn = ({ name, about, unit }) => {
 /** Whether values are shares, whose axis begins at 0. */
 S.isShare = (about) => about.unit === "share" || about.text(0.5).endsWith("%");
 
-/** Numbers at an axis. */
+/** The format of numbers at an axis. */
 S.tick = (about) => (about.text(0.5).endsWith("%") ? (value) => S.locale.format(".0~%")(value) : S.number);
 
 S.locale = d3.formatLocale({ decimal: ".", thousands: ",", grouping: [3], currency: ["", ""], minus: "−" });
 S.plainNumber = S.locale.format(",.4~g");
 
-/** A number with four digits, whatever its size. */
+/** A number with four digits. */
 S.number = (value) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -158,17 +167,17 @@ S.formatter = (form) => {
 
 S.value = (value) => (typeof value === "number" ? S.number(value) : value === null ? "–" : String(value));
 
-/** Text in which what cannot be seen can: a token may be a line break. */
+/** Text with visible signs for invisible characters: a token may be a line break. */
 S.visible = (text) => {
   const shown = String(text ?? "").replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
   return shown === "" ? "∅" : shown.replace(/[\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g, "�");
 };
 
-/** A name of at most so many characters; what tells names apart is mostly at an end, so that the middle is left out. */
+/** A name of at most `most` characters, without its middle: names mostly differ at the ends. */
 S.shorten = (name, most) => {
   if (name.length <= most) return name;
-  const behind = Math.floor((most - 1) * 0.6);
-  return `${name.slice(0, most - 1 - behind)}…${name.slice(name.length - behind)}`;
+  const last = Math.floor((most - 1) * 0.6);
+  return `${name.slice(0, most - 1 - last)}…${name.slice(name.length - last)}`;
 };
 
 S.withUnit = ({ label, unit }) => (unit && unit !== "share" ? `${label} (${unit})` : label);

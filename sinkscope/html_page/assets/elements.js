@@ -1,7 +1,7 @@
 "use strict";
-// Elements of the page. Text is always put in as text: a token may be `<script>`.
+// Elements of the page. Text is always inserted as text, never as markup: a token may be `<script>`.
 
-/** An element: its name with classes (`p.note`), attributes and event handlers, and what is in it. */
+/** An element: its name with classes (`p.note`), attributes and event handlers, and its content. */
 S.element = (what, attributes = {}, ...inside) => {
   const [name, ...classes] = what.split(".");
   const node = document.createElement(name);
@@ -18,7 +18,7 @@ S.element = (what, attributes = {}, ...inside) => {
 let lastId = 0;
 S.newId = (name) => `${name}-${++lastId}`;
 
-/** A section of the page, which the navigation names. */
+/** A section of the page, with an entry in the navigation. */
 S.section = (id, title, about, ...inside) =>
   S.element(
     "section",
@@ -28,7 +28,7 @@ S.section = (id, title, about, ...inside) =>
     ...inside,
   );
 
-/** A labelled choice. `choices`: values, or [value, text] pairs, or {group: such pairs}. */
+/** A labeled choice. `choices`: values, or pairs [value, text], or pairs by group. */
 S.select = (label, choices, chosen, change) => {
   const id = S.newId("select");
   const option = (choice) => {
@@ -46,13 +46,32 @@ S.select = (label, choices, chosen, change) => {
 S.pick = (label, values, chosen, change, text = S.value) =>
   S.select(label, values.map((value, at) => [at, text(value)]), values.indexOf(chosen), (at) => change(values[at]));
 
+/** A choice that sets state[name] and draws again. */
+S.choose = (label, values, state, name, redraw, text = S.value) =>
+  S.pick(label, values, state[name], (value) => { state[name] = value; redraw(); }, text);
+
+S.chooseMetric = (metrics, state, redraw) =>
+  S.choose("Metric", metrics, state, "metric", redraw, (name) => S.aboutMetric(name).label);
+
+/** Controls and the content that depends on them. draw(redraw): [controls, ...content]; `kind`: classes of the content. */
+S.panel = (draw, kind = "div") => {
+  const controls = S.element("div.controls"), place = S.element(kind);
+  const redraw = () => {
+    const [chosen, ...content] = draw(redraw);
+    S.setControls(controls, ...chosen);
+    place.replaceChildren(...content.filter(Boolean));
+  };
+  redraw();
+  return [controls, place];
+};
+
 S.checkbox = (label, checked, change) => {
   const id = S.newId("check");
   const box = S.element("input", { id, type: "checkbox", checked, onchange: () => change(box.checked) });
   return S.element("div.control.check", {}, box, S.element("label", { for: id }, label));
 };
 
-/** A slider over values, with the present one in words. */
+/** A slider over values, with the chosen value as text. */
 S.slider = (label, values, chosen, change) => {
   const id = S.newId("slider");
   const shown = S.element("output", { for: id }, S.value(chosen));
@@ -69,7 +88,7 @@ S.slider = (label, values, chosen, change) => {
   return S.element("div.control.slider", {}, S.element("label", { for: id }, label), slider, shown);
 };
 
-/** Boxes to choose several values; at least one stays. Random controls are folded away: there are many. */
+/** Boxes to choose several values, at least one. Random controls, which may be many, are folded away. */
 S.several = (label, values, chosen, change) => {
   const boxes = values.map((value) => {
     const id = S.newId("box");
@@ -91,8 +110,8 @@ S.several = (label, values, chosen, change) => {
 };
 
 /**
- * Put controls in a place. Where there are the same ones already, they stay, so that a slider can be drawn on;
- * else the focus is on the one that had it.
+ * Put controls in a place. If the same controls are there already, they stay, so that a slider can be dragged further;
+ * otherwise the control with the same label gets the focus again.
  */
 S.setControls = (place, ...controls) => {
   const wanted = controls.filter(Boolean);
@@ -140,9 +159,9 @@ S.withTip = (node, text) => {
 
 // --- numbers
 
-S.CELLS_AT_ONCE = 300; // of a table, so that a long one keeps nobody waiting
+S.CELLS_AT_ONCE = 300; // of a table: the page stays responsive while a long one is made
 
-/** A plain table, a long one row by row behind the first ones. `columns`: [{label, title, number}]; `rows`: arrays of texts. */
+/** A plain table; later rows of a long one are added step by step. `columns`: [{label, title, number}]; `rows`: arrays of texts. */
 S.plainTable = (columns, rows, caption = "") => {
   const body = S.element("tbody"), atOnce = Math.ceil(S.CELLS_AT_ONCE / columns.length);
   const line = (row) => S.element("tr", {}, ...row.map((text, at) => S.element(columns[at].number ? "td.number" : String(text).length < 12 ? "td.short" : "td", {}, text)));
@@ -165,7 +184,7 @@ S.plainTable = (columns, rows, caption = "") => {
   );
 };
 
-/** The numbers behind a chart, made when they are asked for. */
+/** The numbers of a chart, as a table that is made when it is opened. */
 S.numbers = (makeTable, title = "Numbers") => {
   const details = S.element("details.numbers", {}, S.element("summary", {}, title));
   details.addEventListener("toggle", () => {

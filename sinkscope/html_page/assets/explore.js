@@ -1,14 +1,14 @@
 "use strict";
-// Any table as a chart: what is across, what is up, and what is told apart by color.
+// Any table as a chart: the columns for the two axes and for the color.
 
 // tables of sentences, which have their own sections
 S.IN_WORDS = new Set(["finding", "claim", "route"]);
-S.MOST_COLORS = 8; // that differ; of more values the first are shown, until the user chooses
-// columns that are put across where they vary, the first before the others
+S.MOST_COLORS = 8; // of more values, the first are shown until the user chooses
+// columns for the horizontal axis if they vary, in the order of preference
 S.ACROSS_LAYERS = ["layer", "position", "bucket", "coordinate", "sequence"];
 S.ACROSS_MODELS = ["step", "seq_len", "epsilon", "input", "level", "condition", "name", "model"];
 
-/** Columns that can be put across. */
+/** Columns that can be on the horizontal axis. */
 S.crossable = (table) => table.keys.map(({ name }) => name).filter((name) => name !== "metric" && table.varies(name));
 
 S.chartable = () => [...S.tables.values()].filter((table) =>
@@ -25,10 +25,9 @@ S.explore = () => {
     const isWhole = table.has("layer", "metric") && table.distinct("layer").includes(-1);
     const across = [...(isWhole ? [] : S.ACROSS_LAYERS), ...S.ACROSS_MODELS, ...(isWhole ? S.ACROSS_LAYERS : [])];
     const x = across.find((name) => keys.includes(name)) ?? keys[0];
-    const all = d3.range(table.length);
-    const tells = (name) => name !== x && S.tellsApart(table, name, [x], all);
-    const color = ["run", "level", "model", "condition", "site", "pathway"].find((name) => keys.includes(name) && tells(name)) ??
-      keys.find((name) => table.byName.get(name).kind === "text" && tells(name)) ?? "";
+    const distinguishes = (name) => name !== x && S.distinguishes(table, name, [x], table.all);
+    const color = ["run", "level", "model", "condition", "site", "pathway"].find((name) => keys.includes(name) && distinguishes(name)) ??
+      keys.find((name) => table.byName.get(name).kind === "text" && distinguishes(name)) ?? "";
     const values = table.values.map(({ name }) => name);
     Object.assign(state, { table, keys, values, x, color, y: values.includes("value") ? "value" : values[0], chosen: {} });
     redraw();
@@ -38,23 +37,21 @@ S.explore = () => {
     const { table, x, y, color } = state;
     const named = (name) => name.replaceAll("_", " ") || "none";
     const axes = [x, color].filter(Boolean);
-    const all = x === "layer" ? d3.range(table.length).filter((row) => table.get("layer")[row] >= 0) : d3.range(table.length);
-    const { rows, selects } = S.narrowed(table, axes, state.chosen, redraw, all);
+    const { rows, selects } = S.narrowed(table, axes, state.chosen, redraw, x === "layer" ? table.ofLayers : table.all);
     S.setControls(controls,
       S.pick("Table", tables, table, choose, ({ name }) => name),
-      S.pick("Up", state.values, y, (name) => { state.y = name; redraw(); }, named),
-      S.pick("Across", state.keys, x, (name) => { state.x = name; redraw(); }, named),
-      S.pick("Color", ["", ...state.keys], color, (name) => { state.color = name; redraw(); }, named), ...selects);
+      S.choose("Vertical", state.values, state, "y", redraw, named), S.choose("Horizontal", state.keys, state, "x", redraw, named),
+      S.choose("Color", ["", ...state.keys], state, "color", redraw, named), ...selects);
     const shown = S.chosenColors(table, rows, color, state);
     S.setControls(boxes, shown.control);
     place.replaceChildren(S.chartOf(table, shown.rows, x, y, color), S.leftOut(table) ?? "");
   };
 
   choose(tables.find(({ name }) => /^(sweep|comparison)/.test(name)) ?? tables.find(({ name }) => name === "attention") ?? tables[0]);
-  return S.section("explore", "Explore", "Any table as a chart: choose what is across and what is told apart by color.", controls, boxes, place);
+  return S.section("explore", "Explore", "Any table as a chart: choose the columns for the axes and for the color.", controls, boxes, place);
 };
 
-/** Rows of the values that are told apart by color, and the boxes to choose them by where there are many. */
+/** The rows of the values that have a color, and boxes to choose among many values. */
 S.chosenColors = (table, rows, color, state) => {
   const values = color ? S.arms(table.distinct(color, rows).map(S.value)) : [];
   if (values.length <= S.MOST_COLORS) return { rows };

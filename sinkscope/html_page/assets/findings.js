@@ -1,13 +1,13 @@
 "use strict";
-// What was found, in the verdict's words; the numbers are those of the tables.
+// Findings in the sentences of the verdict; their numbers are those of the tables.
 
-/** Text in which `code` stands between backticks. */
+/** Text with `code` between backticks. */
 S.sentence = (text) =>
   text.split("`").map((part, at) => (at % 2 ? S.element("code", {}, S.visible(part)) : part));
 
 S.badge = (outcome) => S.element(`span.badge.${outcome.replaceAll(" ", "-")}`, {}, outcome);
 
-/** A value and its interval on a line, the threshold as a stroke. */
+/** A value and its interval as text. */
 S.interval = (value, low, high, text = S.number) => {
   const known = [low, high].every(Number.isFinite) && low !== high;
   return `${text(value)}${known ? ` [${text(low)}, ${text(high)}]` : ""}`;
@@ -26,26 +26,26 @@ S.findings = () => {
         ? S.element("details", {}, S.element("summary", {}, "Published values"), ...one.published.map((line) => S.element("p.note", {}, line)))
         : null);
   return S.section("findings", "Findings",
-    "Intervals are 95 %. Sentences and numbers are those of the verdict, made from the tables.",
+    "Intervals are 95 %. Sentences and numbers are those of the verdict, which is made from the tables.",
     S.element("ul.findings.headlines", {}, ...headlines.map(item)),
     ...sections.map(([section, own]) =>
       S.element("details", { open: !headlines.length }, S.element("summary", {}, ...S.sentence(`${section} (${own.length})`)),
         S.element("ul.findings", {}, ...own.map(item)))), S.findingNumbers(true));
 };
 
-/** Where the sentences cannot be made since tables are missing: the numbers that they stated. */
+/** The numbers of the findings, if tables for the sentences are missing. */
 S.findingTable = () => {
   const numbers = S.findingNumbers(false);
   return numbers &&
     S.section("findings", "Findings", "The numbers that the verdict states, with their 95 % intervals.", numbers);
 };
 
-/** The numbers of the verdict, of several runs side by side; null where there are none. */
+/** The numbers of the verdict, for several runs side by side; null if there are none. */
 S.findingNumbers = (onlyOfSeveral) => {
   const table = S.table("finding");
   if (!table) return null;
   const labels = S.runLabels(table), several = labels.some(Boolean);
-  const rows = d3.range(table.length).map((at) => ({ ...table.row(at), label: labels[at] })).filter((row) => row.number === "value");
+  const rows = table.all.map((at) => ({ ...table.row(at), label: labels[at] })).filter((row) => row.number === "value");
   if (!rows.length || (onlyOfSeveral && !several)) return null;
   if (several) return S.findingsByRun(rows);
   return S.plainTable(
@@ -55,7 +55,7 @@ S.findingNumbers = (onlyOfSeveral) => {
       row.claim ?? ""]), "Findings");
 };
 
-/** A row each finding, a column each run. */
+/** One row per finding, one column per run. */
 S.findingsByRun = (rows) => {
   const runs = [...new Set(rows.map(({ label }) => label))];
   const outcome = (row) => (row.outcome === "measured" ? "" : `, ${row.outcome}`);

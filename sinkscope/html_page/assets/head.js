@@ -1,11 +1,11 @@
 "use strict";
 // One head: its attention map on a real sequence, its geometry by position, its gradient.
 
-S.FAINTEST = 1e-3; // weight that a map tells from none: beside a sink all others are small
+S.FAINTEST = 1e-3; // smallest weight with a color of its own: next to a sink all other weights are small
 S.shownArms = null; // labels of the runs or arms that are side by side
 S.head = null; // [layer, head] that is shown
 S.headMaps = []; // functions that mark it in the maps
-S.headListeners = []; // sections that follow it
+S.headListeners = []; // functions that show it elsewhere
 
 S.openHead = (layer, head) => {
   S.head = [layer, head];
@@ -13,22 +13,22 @@ S.openHead = (layer, head) => {
   S.headListeners.forEach((listener) => listener(layer, head));
 };
 
-/** Tables with a row for each head and position, by their other keys. */
+/** Tables with rows by head and position. */
 S.byHeadAndPosition = () =>
   [...S.tables.values()].filter((table) => table.length && table.has("layer", "head", "position") &&
     !table.has("token") && !table.has("sequence") && !table.has("group"));
 
-// pathways of the gradient whose heads are key/value heads, which under GQA several query heads share
+// pathways of the gradient by key/value head, which several query heads share under GQA
 S.KV_PATHWAYS = new Set(["key", "value", "raw_value"]);
 
-/** Whether a row's head is a key/value head: of gradients of keys and values, and of a table with no other heads. */
+/** Whether a row's head is a key/value head: in gradients of keys and values, and in a table without query heads. */
 S.isOfKvHead = (table, row) => {
   if (table.has("pathway")) return S.KV_PATHWAYS.has(table.get("pathway")[row]);
   table.ofKvHeads ??= table.has("kv_head") && table.get("kv_head").every((kv, at) => kv === table.get("head")[at]);
   return table.ofKvHeads;
 };
 
-/** Of models with fewer key/value heads: "model layer head" → key/value head, and the other way → its first head. */
+/** For grouped queries: "model layer head" → key/value head, and "model layer key/value head" → its first head. */
 S.groups = () => {
   if (!S.foundGroups) {
     const [kvOf, firstOf] = [new Map(), new Map()];
@@ -57,22 +57,22 @@ S.rowsOfHead = (table, layer, head) => {
     own[row] === (S.isOfKvHead(table, row) ? S.kvHead(model[row], layer, head) : head));
 };
 
-/** "key/value head 2" where the row's head is one that query heads share. */
+/** "key/value head 2" if query heads share the row's head. */
 S.ofKvHead = (table, row) =>
   S.groups().kvOf.size && S.isOfKvHead(table, row) ? `key/value head ${table.get("head")[row]}` : "";
 
-/** Heads of which the run keeps a whole map, as [layer, head]. */
+/** Heads with a stored map, as [layer, head]. */
 S.mapped = () => [...S.rowsOfMaps().values()].map(({ pair }) => pair);
 
 S.mapRows = (layer, head) => S.rowsOfMaps().get(`${layer} ${head}`)?.rows ?? [];
 
-/** "layer head" → {pair, rows}, of the stored maps; found once. */
+/** "layer head" → {pair, rows} of the stored maps; computed once. */
 S.rowsOfMaps = () => {
   const table = S.table("attention_maps");
   if (!table || !table.has("head")) return new Map();
   if (!table.ofHeads) {
     const [layer, head] = [table.get("layer"), table.get("head")];
-    const groups = d3.group(d3.range(table.length), (row) => `${layer[row]} ${head[row]}`);
+    const groups = d3.group(table.all, (row) => `${layer[row]} ${head[row]}`);
     table.ofHeads = new Map([...groups].map(([key, rows]) => [key, { pair: [layer[rows[0]], head[rows[0]]], rows }]));
   }
   return table.ofHeads;
@@ -83,7 +83,7 @@ S.heads = () => {
   const map = S.mapPanel(), head = S.headPanel();
   if (!map && !head) return null;
   return S.section("heads", "Layers and heads",
-    "Each cell is a head of a layer; light is most. Choose one, by pointer or with arrow keys and Enter, to see that head.",
+    "Each cell is a head of a layer; light cells have the largest values. Choose one with the pointer, or with arrow keys and Enter, to see that head.",
     map?.controls, map?.note, S.element("div.map-and-head", {}, map?.place, head?.place), head?.charts);
 };
 
@@ -124,9 +124,9 @@ S.anyHead = ([table]) => {
   return row === undefined ? null : [table.get("layer")[row], table.get("head")[row]];
 };
 
-S.MOST_STEPS = 8; // of a training, whose lines can still be told apart
+S.MOST_STEPS = 8; // of a training, so that their lines can be distinguished
 
-/** Of rows those of the runs or arms that are side by side, or all where the table has none of them; of some steps. */
+/** The rows of the runs or arms that are side by side, or all rows if the table has none of them; of a few steps. */
 S.ofShownArms = (table, rows) => {
   const labels = S.armLabels(table);
   const own = rows.filter((row) => S.shownArms?.includes(labels[row]));
@@ -137,7 +137,7 @@ S.ofShownArms = (table, rows) => {
   return left.filter((row) => kept.has(table.get("step")[row]));
 };
 
-/** All that is known of the head as a whole, of every table with a row a head. */
+/** All numbers of a head, from every table with rows by head. */
 S.headNumbers = (layer, head) => {
   const rows = [];
   for (const table of S.tables.values()) {
@@ -166,52 +166,40 @@ S.attentionMap = (layer, head, heads) => {
       onclick: () => S.openHead(...pair) }, `layer ${pair[0]}, head ${pair[1]}`)));
   if (!rows.length)
     return S.layerMaps(layer) ?? S.element("div", {}, S.element("p.note", {}, heads.length
-      ? "Of this head no map is stored: a run keeps those of a few telling heads. Its means over all sequences follow."
+      ? "No map of this head is stored: a run keeps the maps of a few heads. Its means over all sequences follow."
       : "This run keeps no attention maps."), heads.length ? buttons : "");
-  const table = S.table("attention_maps");
-  const labels = S.runLabels(table);
-  const [query, key, weight, token, sequence] = ["query", "key", "weight", "token", "sequence"].map((name) => table.get(name));
-  const scale = S.weightScale();
-  const figures = d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).slice(0, 4).map(([, own]) => {
-    const found = new Map(own.map((row) => [`${query[row]} ${key[row]}`, weight[row]]));
-    const tokens = new Map(own.map((row) => [key[row], S.visible(token[row])]));
-    const places = table.distinct("key", own);
-    const title = [`Attention of layer ${layer}, head ${head}, sequence ${sequence[own[0]]}`, labels[own[0]]];
-    const caption = labels[own[0]] && `${S.visible(labels[own[0]])}, sequence ${sequence[own[0]]}`;
-    return S.heatmap({
-      rows: table.distinct("query", own), columns: places, rowName: "query", columnName: "key", scale, text: S.number,
-      title: title.filter(Boolean).join(", "), caption, maxCell: 9, value: (row, column) => found.get(`${row} ${column}`) ?? null,
-      more: (row, column) => ` (${tokens.get(row)} → ${tokens.get(column)})`,
-    });
-  });
-  return S.element("div", {}, buttons, S.weightLegend(scale), S.element("div.maps", {}, ...figures), S.leftOut(table) ?? "");
+  const table = S.table("attention_maps"), labels = S.runLabels(table);
+  const [key, token, sequence] = ["key", "token", "sequence"].map((name) => table.get(name));
+  const about = `Attention of layer ${layer}, head ${head}`;
+  return S.weightMaps(buttons, table, d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).map(([, own]) => {
+    const tokens = new Map(own.map((row) => [key[row], S.visible(token[row])])), label = labels[own[0]];
+    return [own, { maxCell: 9, title: [`${about}, sequence ${sequence[own[0]]}`, label].filter(Boolean).join(", "),
+      caption: label && `${S.visible(label)}, sequence ${sequence[own[0]]}`,
+      more: (row, column) => ` (${tokens.get(row)} → ${tokens.get(column)})` }];
+  }));
 };
 
-S.weightScale = () => d3.scaleSequentialLog([S.FAINTEST, 1], S.ramp).clamp(true);
+/** Maps of attention weights with their legend, at most four. groups: [rows, arguments of the map]. */
+S.weightMaps = (first, table, groups) => {
+  const scale = d3.scaleSequentialLog([S.FAINTEST, 1], S.ramp).clamp(true);
+  return S.element("div", {}, first,
+    S.colorLegend(scale, { label: "attention weight (darkest: 0.001 and less)", unit: "", text: S.number }),
+    S.element("p.note", {}, "Gray: keys that the query does not see."),
+    S.element("div.maps", {}, ...groups.slice(0, S.MOST_ARMS).map(([rows, given]) => S.mapOf(table, rows, "query", "key", "weight", { scale, ...given }))),
+    S.leftOut(table) ?? "");
+};
 
-S.weightLegend = (scale) => S.element("div", {},
-  S.colorLegend(scale, { label: "attention weight (darkest: 0.001 and less)", unit: "", text: S.number }),
-  S.element("p.note", {}, "Gray: keys that the query does not see."));
-
-/** Maps of the layer, means over heads and sequences, of the arms that are side by side; null where the run has none. */
+/** Maps of the layer, means over heads and sequences, for the arms that are side by side; null if the run has none. */
 S.layerMaps = (layer) => {
   const table = S.table("arm_maps");
   const rows = table ? S.ofShownArms(table, table.where({ layer })) : [];
   if (!rows.length) return null;
-  const about = `Attention of layer ${layer}, mean over heads and sequences`;
-  const labels = S.armLabels(table), scale = S.weightScale();
-  const [query, key, weight] = ["query", "key", "weight"].map((name) => table.get(name));
-  const figures = d3.groups(rows, (row) => labels[row]).slice(0, S.MOST_ARMS).map(([label, own]) => {
-    const found = new Map(own.map((row) => [`${query[row]} ${key[row]}`, weight[row]]));
-    return S.heatmap({
-      rows: table.distinct("query", own), columns: table.distinct("key", own), rowName: "query", columnName: "key", scale,
-      text: S.number, title: [about, label].filter(Boolean).join(", "), caption: label && S.visible(label), maxCell: 7, value: (row, column) => found.get(`${row} ${column}`) ?? null,
-    });
-  });
-  return S.element("div", {}, S.element("p.about", {}, about), S.weightLegend(scale), S.element("div.maps", {}, ...figures), S.leftOut(table) ?? "");
+  const about = `Attention of layer ${layer}, mean over heads and sequences`, labels = S.armLabels(table);
+  return S.weightMaps(S.element("p.about", {}, about), table, d3.groups(rows, (row) => labels[row]).map(([label, own]) =>
+    [own, { maxCell: 7, title: [about, label].filter(Boolean).join(", "), caption: label && S.visible(label) }]));
 };
 
-/** Every column by position, a chart each; of gradients one for each pathway. */
+/** A chart of every column by position; for gradients one per pathway. */
 S.headLines = (tables, layer, head) => {
   const charts = [];
   for (const table of tables) {
@@ -225,7 +213,7 @@ S.headLines = (tables, layer, head) => {
     ...tables.map((table) => S.leftOut(table)).filter(Boolean));
 };
 
-/** One column by position, of rows of one pathway where there are several. */
+/** A chart of one column by position. */
 S.headLine = (table, column, rows, of) => {
   const about = S.aboutColumn(column), labels = S.runLabels(table);
   const pathway = of && new Set(rows.map((row) => table.get("pathway")[row])).size > 1 ? table.get("pathway") : null;
@@ -233,7 +221,7 @@ S.headLine = (table, column, rows, of) => {
     group: [pathway?.[row], labels[row]].filter(Boolean).join(", ") }));
   if (!points.some(({ y }) => Number.isFinite(y))) return null;
   const whose = [of?.replaceAll("_", " "), S.ofKvHead(table, rows[0])].filter(Boolean).join(" of ");
-  const isOfArms = points.every(({ group }) => S.shownArms?.includes(group)); // also of fewer than other charts have
+  const isOfArms = points.every(({ group }) => S.shownArms?.includes(group)); // perhaps not of all arms
   return S.lines({ points, x: { label: "position" }, y: about, height: 190, order: isOfArms ? S.shownArms : null,
-    toldBy: pathway && table.byName.get("pathway"), title: `${about.label}${whose && ` (${whose})`}: ${about.meaning}` });
+    distinguishedBy: pathway && table.byName.get("pathway"), title: `${about.label}${whose && ` (${whose})`}: ${about.meaning}` });
 };

@@ -1,10 +1,10 @@
 "use strict";
-// Maps of colored cells: layer × head, layer × position, query × key. By arrow keys, too.
+// Maps of colored cells: layer × head, layer × position, query × key; also for the keyboard.
 
-// monotone in lightness, and told apart by color-blind readers
+// monotone in lightness, also for color-blind readers
 S.ramp = d3.interpolateViridis;
 
-/** Color scale over values: from 0 where none is negative; by decades where a few are much larger than the rest. */
+/** A color scale over values: from 0 if none is negative, logarithmic if a few are much larger than the rest. */
 S.colorScale = (values, ramp = S.ramp) => {
   const finite = values.filter((value) => Number.isFinite(value));
   const [least, most] = finite.length ? d3.extent(finite) : [0, 1];
@@ -13,7 +13,7 @@ S.colorScale = (values, ramp = S.ramp) => {
   return d3.scaleSequential([from, most > from ? most : from + 1], ramp);
 };
 
-/** Black or white, whichever is read better on a color. */
+/** Black or white, whichever is more legible on a color. */
 S.inkOn = (color) => {
   const { r, g, b } = d3.rgb(color);
   const linear = (part) => (part / 255 <= 0.04045 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
@@ -41,9 +41,9 @@ S.colorLegend = (scale, about) => {
 
 /**
  * A map, as a figure.
- * rows, columns: labels; rowName, columnName: what they are; value(row, column): number or null; scale: of colors;
- * text: number → text; more(row, column): text behind it; title; caption: a shorter one; maxCell: pixels;
- * pick(row, column): what Enter and a click do; chosen: [row, column]; hover(row, column): where the pointer is.
+ * rows, columns: labels; rowName, columnName: their names; value(row, column): number or null; scale: of colors;
+ * text: number → text; more(row, column): further text; title; caption: a shorter title; maxCell: pixels;
+ * pick(row, column): called by Enter and a click; chosen: [row, column]; hover(row, column): called by the pointer.
  */
 S.heatmap = (given) => {
   const map = new S.Heatmap(given);
@@ -53,6 +53,14 @@ S.heatmap = (given) => {
   figure.style.width = `${Math.max(190, 38 + given.columns.length * map.maxCell)}px`;
   figure.map = map;
   return figure;
+};
+
+/** A map of rows of a table, by two of its columns. `given`: as for S.heatmap. */
+S.mapOf = (table, rows, down, across, column, given) => {
+  const [y, x, values] = [down, across, column].map((name) => table.get(name));
+  const found = new Map(rows.map((row) => [`${y[row]} ${x[row]}`, values[row]]));
+  return S.heatmap({ rows: table.distinct(down, rows), columns: table.distinct(across, rows), rowName: down, columnName: across,
+    text: S.number, value: (row, column) => found.get(`${row} ${column}`) ?? null, ...given });
 };
 
 S.ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
@@ -86,7 +94,7 @@ S.Heatmap = class {
     this.ticks(svg.append("g").attr("aria-hidden", "true"), left, top, across, down);
     this.places.clear();
     this.cells.clear();
-    // where there is no value there is no cell: half of a causal map
+    // no value, no cell: half of a causal map is empty
     svg.append("rect").attr("x", left).attr("y", top).attr("width", this.columns.length * across)
       .attr("height", this.rows.length * down).attr("fill", "var(--nothing)").attr("aria-hidden", "true");
     this.rows.forEach((row, y) => {
@@ -148,7 +156,7 @@ S.Heatmap = class {
     }));
   }
 
-  /** To the next cell in a direction, if there is one. */
+  /** Move the focus to the next cell in a direction, if there is one. */
   moveFrom(y, x, down, right) {
     do { y += down; x += right; } while (y in this.rows && x in this.columns && !this.cells.has(`${this.rows[y]} ${this.columns[x]}`));
     const next = this.cells.get(`${this.rows[y]} ${this.columns[x]}`);
@@ -163,7 +171,7 @@ S.Heatmap = class {
     if (this.pick) this.pick(row, column);
   }
 
-  /** Mark the cell that is shown elsewhere on the page. */
+  /** Mark the cell whose head is shown next to the map. */
   mark(place) {
     const set = (at, isChosen) => {
       const cell = at && this.cells.get(at.join(" "));

@@ -1,7 +1,7 @@
 "use strict";
-// By layer: the metrics of the summary, massive activations, and what becomes of the gradient.
+// By layer: the metrics of the summary, massive activations, and gradients.
 
-/** Rows of a table as points, a group for each arm and for each value of some more columns. */
+/** Rows of a table as points, grouped by arm and by the values of some more columns. */
 S.points = (table, rows, x, y, more = []) => {
   const labels = S.armLabels(table);
   const groups = more.filter((name) => table.varies(name)).map((name) => table.get(name));
@@ -14,26 +14,21 @@ S.points = (table, rows, x, y, more = []) => {
 S.layers = () => {
   const table = S.table("summary");
   if (!table) return null;
-  const ofLayers = d3.range(table.length).filter((row) => table.get("layer")[row] >= 0 && table.get("value")[row] !== null);
+  const ofLayers = table.ofLayers.filter((row) => table.get("value")[row] !== null);
   const whole = S.wholeModel(table);
   const metrics = table.distinct("metric", ofLayers);
   if (!metrics.length && !whole) return null;
   const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0], chosen: {} };
-  const place = S.element("div"), controls = S.element("div.controls");
-  const redraw = () => {
+  const panel = metrics.length ? S.panel((redraw) => {
     const about = S.aboutMetric(state.metric);
     const own = table.where({ metric: state.metric }, ofLayers);
     const { rows, selects } = S.narrowed(table, ["layer", ...S.armColumns(table)], state.chosen, redraw, own);
-    S.setControls(controls,
-      S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (metric) => S.aboutMetric(metric).label),
-      ...selects);
-    place.replaceChildren(S.lines({
+    return [[S.chooseMetric(metrics, state, redraw), ...selects], S.lines({
       points: S.points(table, rows, "layer", "value"), x: { label: "layer" }, y: about,
       title: `${S.withUnit(about)} by layer: ${about.meaning}`,
-    }));
-  };
-  if (metrics.length) redraw();
-  return S.section("layers", "By layer", "Metrics of each layer, and of the whole model.", controls, place, whole ?? "");
+    })];
+  }) : [];
+  return S.section("layers", "By layer", "Metrics of each layer, and of the whole model.", ...panel, whole ?? "");
 };
 
 /** Metrics of the whole model, a column for each run. */
@@ -59,47 +54,30 @@ S.wholeModel = (table) => {
 S.massive = () => {
   const table = S.table("massive");
   if (!table) return S.norms();
-  const state = { color: "position", only: table.get("is_massive").some(Boolean) };
+  const [layer, value, isMassive] = ["layer", "value", "is_massive"].map((name) => table.get(name));
+  const labels = S.armLabels(table), arms = [...new Set(labels)];
+  const state = { color: "position", only: isMassive.some(Boolean), arm: arms[0] };
   const layers = table.distinct("layer").filter((layer) => layer >= 0);
-  const place = S.element("div"), controls = S.element("div.controls");
-  const redraw = () => {
-    const labels = S.armLabels(table);
-    const arm = state.arm ?? labels[0];
-    const rows = d3.range(table.length).filter((row) =>
-      labels[row] === arm && (!state.only || table.get("is_massive")[row]));
-    const frequent = d3.rollups(rows, (own) => own.length, (row) => table.get(state.color)[row])
-      .sort((a, b) => b[1] - a[1]).slice(0, 7).map(([value]) => value);
-    const group = (row) => {
-      const value = table.get(state.color)[row];
-      return frequent.includes(value) ? `${state.color} ${value}` : `other ${state.color}s`;
-    };
-    const largest = d3.rollups(rows, (own) => d3.greatest(own, (row) => Math.abs(table.get("value")[row])),
-      (row) => table.get("layer")[row], (row) => group(row));
-    const points = largest.flatMap(([layer, own]) => own.map(([label, row]) =>
-      ({ x: layer, y: Math.abs(table.get("value")[row]), group: label })));
-    points.sort((a, b) => d3.ascending(order(a.group), order(b.group)) || a.x - b.x);
-    function order(label) {
-      const at = frequent.findIndex((value) => `${state.color} ${value}` === label);
-      return at < 0 ? frequent.length : at;
-    }
-    place.replaceChildren(
-      S.lines({ points, x: { label: "layer", all: layers }, y: { label: "largest |entry|", unit: "", text: S.number }, dots: true,
-        log: true, title: `Largest |entry| of the layer's output, by ${state.color}` }),
-      S.massivePlaces(table, rows));
-  };
-  const arms = [...new Set(S.armLabels(table))];
-  if (arms.length > 1) controls.append(S.pick("Arm", arms, arms[0], (arm) => { state.arm = arm; redraw(); }));
-  controls.append(
-    S.pick("Colored by", ["position", "coordinate"], state.color, (value) => { state.color = value; redraw(); }),
-    S.checkbox("Massive activations alone (|value| > 100 and at least 1000 × the median)", state.only,
-      (only) => { state.only = only; redraw(); }));
-  redraw();
-  const norms = S.normMap();
-  return S.section("massive", "Massive activations", "The largest entries of the residual stream.", S.leftOut(table),
-    controls, place, norms);
+  const panel = S.panel((redraw) => {
+    const rows = table.all.filter((row) => labels[row] === state.arm && (!state.only || isMassive[row]));
+    const colors = table.get(state.color);
+    const frequent = d3.rollups(rows, (own) => own.length, (row) => colors[row]).sort((a, b) => b[1] - a[1]).slice(0, 7).map(([color]) => color);
+    const names = [...frequent.map((color) => `${state.color} ${color}`), `other ${state.color}s`];
+    const nameOf = (row) => names[frequent.includes(colors[row]) ? frequent.indexOf(colors[row]) : frequent.length];
+    const largest = d3.rollups(rows, (own) => d3.greatest(own, (row) => Math.abs(value[row])), (row) => layer[row], nameOf);
+    const points = largest.flatMap(([x, own]) => own.map(([group, row]) => ({ x, y: Math.abs(value[row]), group })));
+    points.sort((a, b) => d3.ascending(names.indexOf(a.group), names.indexOf(b.group)) || a.x - b.x);
+    const controls = [arms.length > 1 ? S.choose("Arm", arms, state, "arm", redraw) : null,
+      S.choose("Colored by", ["position", "coordinate"], state, "color", redraw),
+      S.checkbox("Only massive activations (|value| > 100 and at least 1000 × the median)", state.only,
+        (only) => { state.only = only; redraw(); })];
+    return [controls, S.lines({ points, x: { label: "layer", all: layers }, y: { label: "largest |entry|", unit: "", text: S.number }, dots: true,
+      log: true, title: `Largest |entry| of the layer's output, by ${state.color}` }), S.massivePlaces(table, rows)];
+  });
+  return S.section("massive", "Massive activations", "The largest entries of the residual stream.", S.leftOut(table), ...panel, S.normMap());
 };
 
-/** Where they are: rows a coordinate and position, with the layers and the largest value. */
+/** The coordinates and positions of massive activations, with their layers and the largest value. */
 S.massivePlaces = (table, rows) => {
   const [coordinate, position, layer, value] = ["coordinate", "position", "layer", "value"].map((name) => table.get(name));
   const groups = d3.groups(rows, (row) => `${coordinate[row]} ${position[row]}`)
@@ -111,7 +89,7 @@ S.massivePlaces = (table, rows) => {
       { label: "Layers" }, { label: "Largest value", number: true }, { label: "Its token" }],
     groups.map(({ own, largest }) => [S.number(coordinate[largest]), S.number(position[largest]), S.number(own.length),
       S.range(own.map((row) => layer[row])), S.number(value[largest]),
-      S.visible(table.get("token")[largest])]), "Coordinates and positions with most of them, counted over sequences and layers");
+      S.visible(table.get("token")[largest])]), "Coordinates and positions with the most entries, counted over sequences and layers");
 };
 
 /** «3–9», or the only value. */
@@ -123,21 +101,14 @@ S.normMap = () => {
   if (!table || S.isOfSeveral(table)) return null;
   const sites = table.distinct("site");
   const state = { site: sites.includes("layer_out") ? "layer_out" : sites[0] };
-  const place = S.element("div");
   const about = S.aboutColumn(table.byName.get("norm_mean"));
-  const redraw = () => {
-    const rows = table.where({ site: state.site }).filter((row) => table.get("layer")[row] >= 0);
-    const found = new Map(rows.map((row) => [`${table.get("layer")[row]} ${table.get("position")[row]}`, table.get("norm_mean")[row]]));
-    const scale = S.colorScale([...found.values()]);
-    place.replaceChildren(S.colorLegend(scale, { ...about, label: about.meaning }), S.heatmap({
-      rows: table.distinct("layer", rows), columns: table.distinct("position", rows), rowName: "layer", columnName: "position",
-      scale, text: S.number, title: `Norm of ${state.site} by layer and position`,
-      value: (layer, position) => found.get(`${layer} ${position}`) ?? null,
-    }), S.element("p.note", {}, `site: ${table.byName.get("site").about}`));
-  };
-  redraw();
-  return S.element("div", {}, S.element("h3", {}, "Norms of the residual stream"),
-    S.element("div.controls", {}, S.pick("Site", sites, state.site, (site) => { state.site = site; redraw(); })), place);
+  return S.element("div", {}, S.element("h3", {}, "Norms of the residual stream"), ...S.panel((redraw) => {
+    const rows = table.where({ site: state.site }, table.ofLayers);
+    const scale = S.colorScale(rows.map((row) => table.get("norm_mean")[row]));
+    return [[S.choose("Site", sites, state, "site", redraw)], S.colorLegend(scale, { ...about, label: about.meaning }),
+      S.mapOf(table, rows, "layer", "position", "norm_mean", { scale, title: `Norm of ${state.site} by layer and position` }),
+      S.element("p.note", {}, `site: ${table.byName.get("site").about}`)];
+  }));
 };
 
 S.norms = () => {
@@ -147,47 +118,37 @@ S.norms = () => {
 
 // --- gradients
 
-/** The gradient's gains of each branch, and its norm by pathway. */
+/** The gain of the gradient in each branch, and its norm by pathway. */
 S.gradients = () => {
   const chain = S.gradientChain(), pathways = S.gradientPathways();
   if (!chain && !pathways) return null;
-  return S.section("gradient", "Gradient", "What becomes of the loss's gradient on its way back through the layers.",
+  return S.section("gradient", "Gradient", "The gradient of the loss on its way back through the layers.",
     chain ?? "", pathways ?? "");
 };
 
 S.gradientChain = () => {
   const table = S.table("gradient_ratio");
   if (!table) return null;
-  const state = { chosen: {} };
-  const place = S.element("div.grid"), controls = S.element("div.controls");
-  const ofLayers = d3.range(table.length).filter((row) => table.get("layer")[row] >= 0);
-  const redraw = () => {
-    const { rows, selects } = S.narrowed(table, ["layer", ...S.armColumns(table)], state.chosen, redraw, ofLayers);
-    S.setControls(controls, ...selects);
-    place.replaceChildren(...table.values.map((column) => {
+  const chosen = {};
+  return S.element("div", {}, S.element("h3", {}, "Gains along the chain"), ...S.panel((redraw) => {
+    const { rows, selects } = S.narrowed(table, ["layer", ...S.armColumns(table)], chosen, redraw, table.ofLayers);
+    return [selects, ...table.values.map((column) => {
       const about = S.aboutColumn(column);
       return S.lines({ points: S.points(table, rows, "layer", column.name), x: { label: "layer" },
         y: { label: about.label, unit: column.unit, text: S.number }, height: 200, title: `${about.label}: ${column.about}` });
-    }));
-  };
-  redraw();
-  return S.element("div", {}, S.element("h3", {}, "Gains along the chain"), controls, place);
+    })];
+  }, "div.grid"));
 };
 
 S.gradientPathways = () => {
   const table = S.table("gradient");
-  if (!table) return null;
-  const all = table.where({ head: -1 });
-  if (!all.length) return null;
-  const state = { chosen: {} };
-  const place = S.element("div"), controls = S.element("div.controls");
-  const redraw = () => {
-    const { rows, selects } = S.narrowed(table, ["layer", ...S.toldBy(table, "pathway")], state.chosen, redraw, all);
-    S.setControls(controls, ...selects);
-    place.replaceChildren(S.lines({ points: S.points(table, rows, "layer", "grad_norm", ["pathway"]), x: { label: "layer" },
-      y: { label: "gradient norm", unit: "", text: S.number }, toldBy: table.byName.get("pathway"),
-      title: "Gradient norm of queries, keys and values, all heads together" }));
-  };
-  redraw();
-  return S.element("div", {}, S.element("h3", {}, "Gradient by pathway"), controls, place);
+  const all = table?.where({ head: -1 });
+  if (!all?.length) return null;
+  const chosen = {};
+  return S.element("div", {}, S.element("h3", {}, "Gradient by pathway"), ...S.panel((redraw) => {
+    const { rows, selects } = S.narrowed(table, ["layer", ...S.distinguishedBy(table, "pathway")], chosen, redraw, all);
+    return [selects, S.lines({ points: S.points(table, rows, "layer", "grad_norm", ["pathway"]), x: { label: "layer" },
+      y: { label: "gradient norm", unit: "", text: S.number }, distinguishedBy: table.byName.get("pathway"),
+      title: "Gradient norm of queries, keys and values, all heads together" })];
+  }));
 };

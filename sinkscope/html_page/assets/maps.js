@@ -1,7 +1,7 @@
 "use strict";
-// Layer × head, or layer × position, of any column of any table that has both; runs and arms side by side.
+// Maps by layer and head, or layer and position, of any column of a table that has both; runs and arms side by side.
 
-/** Columns that can be mapped: {table, column, across}. Tables of tokens list those of interest only: no maps. */
+/** Columns that can be mapped: {table, column, across}. Tables of tokens list only a few tokens: they have no maps. */
 S.mappable = () => {
   const entries = [];
   for (const table of S.tables.values()) {
@@ -15,12 +15,12 @@ S.mappable = () => {
   return entries;
 };
 
-/** What tells the runs or arms of a table apart beside the step: those of S.ARMS by which rows differ that were alike. */
+/** The columns of S.ARMS that distinguish the runs or arms of a table, without the step. */
 S.armColumns = (table) => {
   if (!table.arms) {
-    const rows = d3.range(table.length), step = table.has("step") ? ["step"] : [];
+    const rows = table.all, step = table.has("step") ? ["step"] : [];
     table.arms = S.ARMS.filter((name) => table.varies(name)).reduce((chosen, name) =>
-      (S.tellsApart(table, name, [...step, ...chosen], rows) ? [...chosen, name] : chosen), []);
+      (S.distinguishes(table, name, [...step, ...chosen], rows) ? [...chosen, name] : chosen), []);
   }
   return table.arms;
 };
@@ -28,19 +28,19 @@ S.armColumns = (table) => {
 /** Whether a table holds several runs, arms or steps. */
 S.isOfSeveral = (table) => S.armColumns(table).length > 0 || table.varies("step");
 
-/** What lines of a chart are told apart by: of several arms those, else another column's values. */
-S.toldBy = (table, name) => (S.armColumns(table).length ? S.armColumns(table) : [name]);
+/** The columns that distinguish the lines of a chart: those of several arms, or else another column. */
+S.distinguishedBy = (table, name) => (S.armColumns(table).length ? S.armColumns(table) : [name]);
 
-/** Label of the arm of each row; found once. */
+/** The label of each row's arm; computed once. */
 S.armLabels = (table) => {
   if (!table.labels) {
     const columns = S.armColumns(table).map((name) => table.get(name));
-    table.labels = d3.range(table.length).map((row) => columns.map((values) => values[row]).join(" · "));
+    table.labels = table.all.map((row) => columns.map((values) => values[row]).join(" · "));
   }
   return table.labels;
 };
 
-/** Different labels of arms, random controls behind the others. */
+/** The different labels of arms, with random controls last. */
 S.arms = (labels) => d3.sort(new Set(labels), S.isControl);
 
 /** Whether an arm is a random control: «ARM control 2» of an ARM that run.json has. */
@@ -51,23 +51,23 @@ S.isControl = (label) => label.split(" · ").some((part) => {
 
 S.MOST_ARMS = 4; // side by side, before the user chooses
 
-/** The same with the step, for what shows all steps at once. */
+/** The labels with the step, for tables and charts that show all steps. */
 S.runLabels = (table) =>
   table.varies("step")
     ? S.armLabels(table).map((label, row) => [label, `step ${table.get("step")[row]}`].filter(Boolean).join(" · "))
     : S.armLabels(table);
 
 /**
- * Choices for keys by which rows are still not told apart: sequence, pathway, step, …
- * axes: columns that tell rows apart already; chosen: name → value, kept from one table to the next.
- * Returns the rows that are left, and the controls.
+ * Choices for further keys of rows: sequence, pathway, step, …
+ * axes: columns that the chart shows; chosen: name → value, which is kept from one table to the next.
+ * Returns the chosen rows and the controls.
  */
-S.narrowed = (table, axes, chosen, changed, from = d3.range(table.length)) => {
+S.narrowed = (table, axes, chosen, changed, from = table.all) => {
   let rows = from;
   const selects = [];
   const keys = table.keys.map(({ name }) => name).filter((name) => !axes.includes(name) && table.varies(name));
   for (const name of d3.sort(keys, (key) => (key === "metric" ? 0 : key === "layer" ? 1 : 2))) {
-    if (!S.tellsApart(table, name, axes, rows)) continue;
+    if (!S.distinguishes(table, name, axes, rows)) continue;
     const values = table.distinct(name, rows);
     if (!values.includes(chosen[name])) chosen[name] = S.usual(name, values);
     const change = (value) => { chosen[name] = value; changed(); };
@@ -80,14 +80,14 @@ S.narrowed = (table, axes, chosen, changed, from = d3.range(table.length)) => {
   return { rows, selects };
 };
 
-/** Whether rows that are alike on the axes differ in a column. */
-S.tellsApart = (table, name, axes, rows) => {
+/** Whether rows with equal axes differ in a column. */
+S.distinguishes = (table, name, axes, rows) => {
   const columns = axes.map((axis) => table.codes(axis)), values = table.get(name), seen = new Map();
   for (const row of rows) {
-    let place = 0; // a number for each combination of values
-    for (const { codes, count } of columns) place = place * count + codes[row];
-    if (!seen.has(place)) seen.set(place, values[row]);
-    else if (seen.get(place) !== values[row]) return true;
+    let code = 0; // a number for each combination of values
+    for (const { codes, count } of columns) code = code * count + codes[row];
+    if (!seen.has(code)) seen.set(code, values[row]);
+    else if (seen.get(code) !== values[row]) return true;
   }
   return false;
 };
@@ -120,7 +120,7 @@ S.mapPanel = () => {
     const labels = S.armLabels(table);
     const arms = S.arms(labels);
     if (!S.shownArms?.every((arm) => arms.includes(arm))) S.shownArms = arms.slice(0, S.MOST_ARMS);
-    const ofLayers = d3.range(table.length).filter((row) => table.get(across)[row] >= 0 && table.get("layer")[row] >= 0);
+    const ofLayers = table.ofLayers.filter((row) => table.get(across)[row] >= 0);
     const { rows, selects } = S.narrowed(table, ["layer", across, ...S.armColumns(table)], state.chosen, redraw, ofLayers);
     S.setControls(controls,
       S.select("Metric", choices, entries.indexOf(state.entry), (at) => { state.entry = entries[at]; redraw(); }), ...selects,
@@ -138,25 +138,22 @@ S.mapPanel = () => {
   return { controls, note, place };
 };
 
-/** A map for each run or arm that is chosen, all with the same colors. */
+/** A map for each chosen run or arm, all with the same color scale. */
 S.sideBySide = ({ table, column, across }, rows, labels, about) => {
   const arms = S.shownArms;
-  const values = table.get(column.name).map((value) => (value === null ? null : Number(value)));
+  const values = table.get(column.name);
   const scale = S.colorScale(rows.filter((row) => arms.includes(labels[row])).map((row) => values[row]));
-  const [layerOf, placeOf] = [table.get("layer"), table.get(across)];
   const isOfHeads = across === "head", isOfKv = isOfHeads && rows.length > 0 && S.isOfKvHead(table, rows[0]);
   const marks = [];
   const maps = arms.map((arm) => {
     const own = rows.filter((row) => labels[row] === arm);
-    const found = new Map(own.map((row) => [`${layerOf[row]} ${placeOf[row]}`, values[row]]));
     const model = own.length ? table.get("model")[own[0]] : "";
     const inMap = ([layer, head]) => [layer, isOfKv ? S.kvHead(model, layer, head) : head];
     const open = (layer, at) => S.openHead(layer, isOfKv ? S.firstHead(model, layer, at) : at);
-    const panel = S.heatmap({
-      rows: table.distinct("layer", rows), columns: table.distinct(across, rows), rowName: "layer",
+    const panel = S.mapOf(table, own, "layer", across, column.name, {
+      rows: table.distinct("layer", rows), columns: table.distinct(across, rows),
       columnName: isOfKv && S.groups().kvOf.size ? "key/value head" : across,
       scale, text: about.text, title: [S.withUnit(about), S.visible(arm)].filter((text) => text !== "∅").join(", "), caption: arm && S.visible(arm),
-      value: (layer, at) => found.get(`${layer} ${at}`) ?? null,
       pick: isOfHeads ? open : null, chosen: isOfHeads && S.head ? inMap(S.head) : null,
       hover: (layer, at) => maps.forEach(({ map }) => map.outline(layer, at)),
     });

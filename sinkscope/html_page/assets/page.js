@@ -1,5 +1,5 @@
 "use strict";
-// The page: its sections in their order, those that the tables allow.
+// The page: the sections that the tables allow, in order.
 
 S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.study, S.training, S.heads, S.text, S.layers, S.massive,
   S.gradients, S.quantization, S.explore, S.tablesSection, S.runSection];
@@ -25,7 +25,7 @@ S.facts = () => {
     [S.element("div", {}, S.element("dt", {}, name), S.element("dd", {}, S.visible(value)))]));
 };
 
-/** A section; where it fails, that is said in its place, and the others are there. */
+/** A section; if it fails, the page says so and still has the other sections. */
 S.made = (make) => {
   try {
     return make();

@@ -1,5 +1,5 @@
 "use strict";
-// How it was measured, and how to repeat it.
+// The configuration of the run, and the command that repeats it.
 
 S.runSection = () => {
   const { manifest, commands, links, absent } = S.data;
@@ -26,6 +26,6 @@ S.tree = (value) =>
     return [S.element("dt", {}, S.visible(name)), S.element("dd", {}, inside)];
   }));
 
-/** Values of a list; of equal ones the value and how many there are. */
+/** The values of a list, or one value and its count if all are equal. */
 const shortened = (values) =>
   new Set(values).size === 1 && values.length > 3 ? `${values[0]} (${values.length} times)` : values.join(", ");

@@ -1,5 +1,5 @@
 "use strict";
-// Trainings that differ in one thing: a metric at the end of each, by level, beside what the paper has.
+// Trainings that differ in one setting: a metric at the end of each, by level, with the published value.
 
 S.study = () => {
   const table = S.table("sweep_training");
@@ -7,62 +7,39 @@ S.study = () => {
   const whole = table.where({ layer: -1 });
   const metrics = table.distinct("metric", whole);
   const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0] };
-  const place = S.element("div"), controls = S.element("div.controls");
   const [level, seed, step, value] = ["level", "seed", "step", "value"].map((name) => table.get(name));
   const paper = new Map(S.data.levels.map(([, , name, rate, mark]) => [name, { value: rate, mark }]));
-
-  const redraw = () => {
-    const about = S.aboutMetric(state.metric);
+  return S.section("study", "At the end of each training", "One row for each setting in which the trainings differ.", ...S.panel((redraw) => {
     const trainings = d3.groups(table.where({ metric: state.metric }, whole), (row) => `${level[row]}\n${seed[row]}`);
     const ends = trainings.map(([, own]) => d3.greatest(own, (row) => step[row]));
-    const points = ends.map((row) => ({ level: level[row], seed: seed[row], value: value[row] ?? NaN }));
-    S.setControls(controls,
-      S.pick("Metric", metrics, state.metric, (metric) => { state.metric = metric; redraw(); }, (name) => S.aboutMetric(name).label));
-    place.replaceChildren(...S.levels(points, about, state.metric, state.metric === "sink_rate" ? paper : new Map()));
-  };
-  redraw();
-  return S.section("study", "At the end of each training", "A row for each thing in which the trainings differ.", controls, place);
+    const points = ends.map((row) => ({ name: level[row], seed: seed[row], value: value[row] ?? NaN }));
+    return [[S.chooseMetric(metrics, state, redraw)],
+      ...S.levels(points, S.aboutMetric(state.metric), state.metric, state.metric === "sink_rate" ? paper : new Map())];
+  }));
 };
 
-/** A chart and a table of a metric. points: [{level, seed, value}]; paper: level → published value, null where there is none, and † or "". */
+/** A chart and a table of a metric. points: [{name, seed, value}]; paper: level → published value (or null) and † or "". */
 S.levels = (points, about, metric, paper) => {
-  const names = [...new Set(points.map((point) => point.level))];
-  const means = names.map((level) => {
-    const [value = NaN, deviation = null, seeds = 0] = S.data.last_steps.find((row) => row[0] === level && row[1] === metric)?.slice(2) ?? [];
-    return { level, value, deviation, seeds };
+  const names = [...new Set(points.map(({ name }) => name))];
+  const means = names.map((name) => {
+    const [value = NaN, deviation = null, seeds = 0] = S.data.last_steps.find((row) => row[0] === name && row[1] === metric)?.slice(2) ?? [];
+    return { name, value, deviation, seeds };
   });
-  const published = names.map((level) => ({ level, value: NaN, mark: "", ...paper.get(level) })).filter(({ value }) => Number.isFinite(value));
-  const shown = points.filter(({ value }) => Number.isFinite(value));
-  const isLog = S.isLog(shown.map(({ value }) => value));
-  const title = `${S.withUnit(about)} at the last step: ${about.meaning}`;
-  const isMarked = published.some(({ mark }) => mark);
-  const key = `strokes seeds, dots their means${published.length ? ", rings WSE’s models of 60 million parameters" : ""}` +
-    (isMarked ? "; †: from a transcription of the paper" : "");
-  const height = 64 + names.length * 24;
-  const draw = (width) => {
-    const narrow = width < 560, at = { x: "value", y: "level" };
-    const characters = Math.min(d3.max(names, ({ length }) => length), narrow ? 20 : 44);
-    return S.plot({
-      width, height, marginLeft: 24 + 7.5 * characters, marginTop: 10, marginBottom: 44, ariaLabel: title,
-      x: { label: S.withUnit(about), labelOffset: 36, grid: true, type: isLog ? "log" : "linear", zero: !isLog && S.isShare(about),
-        tickFormat: S.tick(about), ticks: narrow ? 3 : 6 },
-      y: { domain: names, label: null, tickFormat: (name) => S.shorten(name, characters) },
-      marks: [
-        Plot.tickX(shown, { ...at, stroke: "var(--series-1)", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
-        Plot.dot(means.filter(({ value }) => Number.isFinite(value)), { ...at, r: 4, fill: "var(--series-1)" }),
-        Plot.dot(published, { ...at, r: 5, stroke: "var(--series-2)", strokeWidth: 2 }),
-        Plot.tip(shown, Plot.pointer({ ...at, fill: "var(--panel)", stroke: "var(--line)",
-          title: (point) => `${point.level}\nseed ${point.seed}: ${about.text(point.value)}` })),
-      ],
-    });
-  };
-  const inPaper = new Map(published.map(({ level, value, mark }) => [level, `${about.text(value)}${mark}`]));
-  const rows = means.map(({ level, value, deviation, seeds }) => [level,
+  const published = names.map((name) => ({ name, value: NaN, mark: "", ...paper.get(name) })).filter(({ value }) => Number.isFinite(value));
+  const caption = `; strokes seeds, dots their means${published.length ? ", rings WSE’s models of 60 million parameters" : ""}` +
+    (published.some(({ mark }) => mark) ? "; †: from a transcription of the paper" : "");
+  const marks = (shown, at) => [
+    Plot.tickX(shown, { ...at, stroke: "var(--series-1)", strokeWidth: 1.5, insetTop: 4, insetBottom: 4 }),
+    Plot.dot(means.filter(({ value }) => Number.isFinite(value)), { ...at, r: 4, fill: "var(--series-1)" }),
+    Plot.dot(published, { ...at, r: 5, stroke: "var(--series-2)", strokeWidth: 2 }),
+  ];
+  const inPaper = new Map(published.map(({ name, value, mark }) => [name, `${about.text(value)}${mark}`]));
+  const rows = means.map(({ name, value, deviation, seeds }) => [name,
     `${about.text(value)}${deviation === null ? "" : ` ± ${about.text(deviation)}`}`, S.number(seeds),
-    ...(published.length ? [inPaper.get(level) ?? "–"] : [])]);
+    ...(published.length ? [inPaper.get(name) ?? "–"] : [])]);
   return [
-    S.element("figure", { role: "group", "aria-label": title },
-      S.element("figcaption", {}, ...S.sentence(title), `; ${key}`), S.drawn(draw, { height })),
+    S.dotsByName({ points, names, about, caption, marks, rowHeight: 24, title: `${S.withUnit(about)} at the last step: ${about.meaning}`,
+      tip: (point) => `${point.name}\nseed ${point.seed}: ${about.text(point.value)}` }),
     S.plainTable([{ label: "Level" }, { label: "Mean ± standard deviation", number: true }, { label: "Seeds", number: true },
       ...(published.length ? [{ label: "WSE", number: true }] : [])], rows, S.withUnit(about)),
   ];

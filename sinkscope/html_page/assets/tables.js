@@ -1,5 +1,5 @@
 "use strict";
-// Every table, to sort and to filter, with the meaning of its columns.
+// Every table, which can be sorted and filtered, with the meaning of its columns.
 
 S.PAGE_ROWS = 50;
 
@@ -22,7 +22,7 @@ S.tableView = (table) => {
   const filter = S.element("input", { id: S.newId("filter"), type: "search", placeholder: "text, or column = value",
     oninput: () => { state.filter = filter.value.trim(); state.first = 0; redraw(); } });
 
-  // in a narrow window the columns are left out in which all rows are alike, and stand in a sentence
+  // a narrow window leaves out columns with equal values in all rows, and has a sentence about them
   const alike = table.columns.filter(({ name, kind }) => kind === "text" && !table.varies(name));
   const narrow = alike.length && table.length > 1 ? S.element("p.note.narrow", {},
     `In all rows: ${alike.filter(({ name }) => table.get(name)[0]).map(({ name }) => `${S.visible(name)} ${texts(0)[table.columns.findIndex((one) => one.name === name)]}`).join(", ")}.`) : "";
@@ -37,7 +37,7 @@ S.tableView = (table) => {
   head.append(...headers);
 
   const matching = () => {
-    const all = d3.range(table.length);
+    const { all } = table;
     if (!state.filter) return all;
     const [, name, operator, wanted] = state.filter.match(/^(\w+)\s*(=|<|>)\s*(.+)$/) ?? [];
     if (name && table.has(name)) {
@@ -84,7 +84,7 @@ S.tableView = (table) => {
     status, narrow,
     S.element("div.scroll.rows", { tabindex: 0, role: "region", "aria-label": `Table ${table.name}` },
       S.element("table", {}, S.element("caption", {}, table.name), S.element("thead", {}, head), body)),
-    S.element("details", {}, S.element("summary", {}, "What the columns hold"), meanings));
+    S.element("details", {}, S.element("summary", {}, "Meaning of the columns"), meanings));
 };
 
 const cellText = (value, kind, name) => {

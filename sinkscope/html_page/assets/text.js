@@ -1,14 +1,14 @@
 "use strict";
-// A sequence as text, its tokens shaded by what they attract.
+// A sequence as text, with tokens shaded by the attention that they receive.
 
-/** Token texts by sequence and position, from whatever tables name tokens. */
+/** Token texts by sequence and position, from all tables with tokens. */
 S.tokens = () => {
   const found = new Map();
   for (const table of S.tables.values()) {
     if (!table.length || !table.has("token", "sequence") || S.isOfSeveral(table)) continue;
-    const place = ["position", "key"].find((name) => table.has(name));
-    if (!place) continue;
-    const [sequence, position, token] = [table.get("sequence"), table.get(place), table.get("token")];
+    const name = ["position", "key"].find((name) => table.has(name));
+    if (!name) continue;
+    const [sequence, position, token] = [table.get("sequence"), table.get(name), table.get("token")];
     for (let row = 0; row < sequence.length; row++) {
       if (!found.has(sequence[row])) found.set(sequence[row], new Map());
       found.get(sequence[row]).set(position[row], token[row]);
@@ -17,7 +17,7 @@ S.tokens = () => {
   return found;
 };
 
-/** Ways to shade: {name, covers(sequence), of(sequence) → {position → number}, text, about}. */
+/** Numbers by which tokens are shaded: {name, covers(sequence), of(sequence) → {position → number}, text, about}. */
 S.shadings = () => {
   const ways = [];
   const sinks = S.table("sink_positions");
@@ -26,7 +26,7 @@ S.shadings = () => {
     const bySequence = d3.rollup(d3.range(sinks.length), (rows) => rows.length, (row) => sequence[row], (row) => position[row]);
     ways.push({
       name: "heads of which the token is a sink",
-      about: "Rows of the table sink_positions: heads of all layers whose window mass at this token is above ε.",
+      about: "Rows of the table sink_positions: the heads of all layers whose window mass at this token is above ε.",
       covers: (at) => !sinks.leftOut || bySequence.has(at),
       of: (at) => bySequence.get(at) ?? new Map(),
       text: (count) => `${S.number(count ?? 0)} heads`,
@@ -35,13 +35,12 @@ S.shadings = () => {
   const maps = S.table("attention_maps");
   if (maps && maps.has("head") && !S.isOfSeveral(maps))
     for (const [layer, head] of S.mapped()) {
-      const rows = S.mapRows(layer, head), sequences = new Set(maps.distinct("sequence", rows));
+      const received = d3.group(S.data.received.filter((row) => row[0] === layer && row[1] === head), (row) => row[2]);
       ways.push({
-        name: `attention it gets in layer ${layer}, head ${head}`,
+        name: `attention that it receives in layer ${layer}, head ${head}`,
         about: "Mean of the stored attention weights on this token, over the queries that see it.",
-        covers: (at) => sequences.has(at),
-        of: (at) => d3.rollup(maps.where({ sequence: at }, rows), (own) => d3.mean(own, (row) => maps.get("weight")[row]),
-          (row) => maps.get("key")[row]),
+        covers: (at) => received.has(at),
+        of: (at) => new Map((received.get(at) ?? []).map(([, , , key, weight]) => [key, weight])),
         text: (value) => S.number(value ?? NaN),
       });
     }
@@ -72,7 +71,7 @@ S.text = () => {
     const gaps = places.length <= places.at(-1);
     const all = places.flatMap((position, at) => {
       const value = values.get(position);
-      const color = value ? scale(value) : null; // nothing is not shaded
+      const color = value ? scale(value) : null; // 0 is not shaded
       const label = () => `position ${position}, ${S.visible(own.get(position))}: ${state.way.text(value)}`;
       const style = color === null ? null : `background:${d3.rgb(color).formatHex()};color:${S.inkOn(color)}`;
       const word = S.element("span.token", { tabindex: at ? -1 : 0, role: "listitem", "aria-label": label(),
@@ -87,15 +86,15 @@ S.text = () => {
       places.map((position) => [S.number(position), S.visible(own.get(position)), state.way.text(values.get(position))]),
       `Sequence ${state.sequence}`);
     place.replaceChildren(S.element("p.about", {}, state.way.about),
-      gaps ? S.element("p.note", {}, "Of this sequence only tokens that are sinks are stored; the others are left out (…).") : "",
+      gaps ? S.element("p.note", {}, "Only the tokens of this sequence that are sinks are stored; the others are left out (…).") : "",
       S.colorLegend(scale, { label: state.way.name, unit: "", text: S.number }), list, S.numbers(table));
   };
   chooseWay(ways[0]);
-  return S.section("text", "The text", "Tokens shaded by what they attract: the darker, the more. Point at one, or move with arrow keys.",
+  return S.section("text", "The text", "Tokens shaded by the attention that they receive: dark tokens receive the most. Point at one, or move with arrow keys.",
     controls, place, S.leftOut(S.tables.get("sink_positions") ?? {}) ?? "");
 };
 
-/** Left and right move the focus among some elements of a list. */
+/** The arrow keys move the focus among the elements of a list. */
 S.arrowKeys = (list, selector) =>
   list.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];

@@ -19,31 +19,14 @@ from sinkscope.measuring.observables.query_bias import Epe, LogitTerms, QueryBia
 OBSERVABLES: dict[str, type[Observable]] = {
     observable.name: observable
     for observable in (
-        Activation,
-        Attention,
-        EqualTokens,
-        Gate,
-        Geometry,
-        Gradient,
-        Massive,
-        Outlier,
-        QueryBias,
-        LogitTerms,
-        Epe,
-        WindowEdge,
-        AttentionMaps,
-        MassiveMap,
-        MeanMaps,
+        Activation, Attention, EqualTokens, Gate, Geometry, Gradient, Massive, Outlier, QueryBias, LogitTerms, Epe,
+        WindowEdge, AttentionMaps, MassiveMap, MeanMaps,
     )
-}
+}  # fmt: skip
 
 
 def check_names(names: Iterable[str] | None) -> None:
-    """Check that all observables exist.
-
-    Raises:
-        InputError: A name is unknown.
-    """
+    """Raise InputError if the name of an observable is unknown."""
     for name in names or ():
         if name not in OBSERVABLES:
             raise InputError(f"--observables {unknown(name, OBSERVABLES)}")

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -11,13 +12,11 @@ from sinkscope.measuring.observables.observable import (
     LATER,
     BySequence,
     Maxima,
-    Mean,
+    Means,
     Observable,
     Reading,
     Settings,
     later_mean,
-    long_columns,
-    one_table,
 )
 from sinkscope.results.tables import POSITION, SEQUENCE, SITE, Column
 from sinkscope.text.batch import Batch
@@ -31,9 +30,7 @@ SITE_OR_VALUE = Column(
 
 
 class Activation(Observable):
-    """Measures L2 norms by position: tables `activation` (mean and maximum over sequences) and
-    `activation_by_sequence`.
-    """
+    """Measures L2 norms by position: `activation` (mean and maximum over sequences) and `activation_by_sequence`."""
 
     name = "activation"
     about = "L2 norm of the residual stream, branch outputs and value states by position"
@@ -56,7 +53,7 @@ class Activation(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.mean = Mean()
+        self.means = Means("position")
         self.by_sequence = BySequence()
         self.maximum: Maxima[tuple[int, str]] = Maxima()
 
@@ -78,21 +75,15 @@ class Activation(Observable):
         self.by_sequence.add(batch, statistics, layer=layer, site=site)
         norms = batch.at_positions(norms, positions)
         present = batch.present(positions)
-        self.mean.add((layer, site), norms, present)
+        self.means.add({"norm_mean": norms}, present, layer=layer, site=site)
         if present is not None:
             norms = norms.masked_fill(~present.to(norms.device), -torch.inf)
         self.maximum.add((layer, site), norms.amax(0))
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        parts = [
-            long_columns(
-                {"layer": layer, "site": site, "position": range(self.settings.positions)},
-                {"norm_mean": self.mean[layer, site], "norm_max": self.maximum[layer, site].cpu().numpy()},
-            )
-            for layer, site in self.mean.keys()  # noqa: SIM118 (not a dict)
-        ]
+        largest = np.concatenate([norms.cpu().numpy() for _, norms in sorted(self.maximum.items())])
         return {
-            "activation": one_table(parts),
+            "activation": self.means.table().assign(norm_max=largest),
             "activation_by_sequence": self.by_sequence.table(),
         }
 

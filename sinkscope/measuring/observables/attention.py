@@ -2,13 +2,19 @@
 
 from typing import ClassVar
 
-import numpy as np
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
-from sinkscope.measuring.observables.observable import BySequence, HeadMeans, Lists, Observable, Settings
+from sinkscope.measuring.observables.observable import (
+    BySequence,
+    Means,
+    Observable,
+    Rows,
+    Settings,
+    with_kv_head,
+)
 from sinkscope.models.family import Family
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
@@ -18,8 +24,7 @@ BY_SEQUENCE = ("window_mass", "sink_rate", "sink_mass")
 
 
 class Attention(Observable):
-    """Measures attention sinks: tables `attention`, `attention_heads`, `attention_by_sequence`,
-    `attention_heads_by_sequence` and `sink_positions`; `attention_outside` for models with such a term.
+    """Measures attention sinks.
 
     window_mass is the mean over the existing queries at most W - 1 tokens away from the key: with T = W = 64 this is
     WSE's α, the mean over all queries t ≥ s. In an encoder, which attends both ways, queries before the key count like
@@ -28,7 +33,7 @@ class Attention(Observable):
     """
 
     name = "attention"
-    about = "sink rate, window mass, sink mass and second moment per head and position; where the sinks are"
+    about = "sink rate, window mass, sink mass and second moment per head and position; positions of sinks"
     sites = ("attention",)
     columns: ClassVar = {
         "attention": (
@@ -68,13 +73,14 @@ class Attention(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.by_position, self.by_head, self.outside = HeadMeans(), HeadMeans(), HeadMeans()
+        self.by_position, self.by_head, self.outside = Means("head", "position"), Means("head"), Means("head")
         self.by_sequence, self.heads_by_sequence = BySequence("position"), BySequence("head")
-        self.sinks: Lists[str, np.ndarray] = Lists(list)
+        self.sinks = Rows(list)
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         positions, window = self.settings.positions, self.settings.window
-        group, seen = read.query.shape[1] // read.key.shape[1], (read.call.causal, read.call.prefix)
+        group = read.query.shape[1] // read.key.shape[1]
+        seen = read.call.causal, read.call.prefix
         sums = column_sums(read, batch.columns(positions), window)
 
         window_mass = window_means(sums.window, batch, window, positions, *seen)
@@ -86,20 +92,22 @@ class Attention(Observable):
             "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
         }
         present = batch.present(positions)
-        self.by_position.add(layer, group, statistics, present)
+        self.by_position.add(statistics, present, layer=layer, group=group)
         over_heads = {name: statistics[name].mean(1, dtype=torch.float64) for name in BY_SEQUENCE}
         self.by_sequence.add(batch, over_heads, present, layer=layer)
         at_first = {name: statistics[name][..., 0] for name in ("window_mass", "sink_mass")}
-        self.heads_by_sequence.add(batch, at_first, layer=layer)
+        self.heads_by_sequence.add(batch, at_first, layer=layer, group=group)
         # NaN if a sequence is too long to read all columns, and then for the mean over sequences
         entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
         rows = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
-        self.by_head.add(layer, group, {name: mean_over_queries(row, batch.valid) for name, row in rows.items()})
+        self.by_head.add(
+            {name: mean_over_queries(row, batch.valid) for name, row in rows.items()}, layer=layer, group=group
+        )
         outside = outside_mass(read, batch)
         if outside is not None:
             mass = mean_over_queries(outside, batch.of_text)
             rates = is_sink(mass, self.settings.epsilon)
-            self.outside.add(layer, group, {"outside_mass": mass, "sink_rate_outside": rates})
+            self.outside.add({"outside_mass": mass, "sink_rate_outside": rates}, layer=layer, group=group)
         self._list_sinks(layer, window_means(sums.window, batch, window, read.length, *seen), batch, seen)
 
     def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch, seen: tuple[bool, int]) -> None:
@@ -108,7 +116,7 @@ class Attention(Observable):
         if present is not None:
             sinks &= present[:, None].to(sinks.device)
         sequence, head, position = sinks.nonzero(as_tuple=True)
-        found = {
+        self.sinks.add({
             "layer": torch.full_like(head, layer),
             "head": head,
             "sequence": sequence + batch.first,
@@ -116,21 +124,17 @@ class Attention(Observable):
             "token_id": batch.token_ids[sequence.cpu(), position.cpu() + batch.start[sequence.cpu()]],
             "queries": batch.queries(window_mass.shape[-1], None, *seen)[sequence.cpu(), position.cpu()],
             "window_mass": window_mass[sequence, head, position],
-        }
-        for name, column in found.items():
-            self.sinks[name].append(column.cpu().numpy())
+        })  # fmt: skip
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        sinks = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.sinks.items()})
-        outside = {"attention_outside": self.outside.table()} if self.outside else {}
+        outside = {"attention_outside": with_kv_head(self.outside.table())} if self.outside else {}
         return outside | {
-            "attention": self.by_position.table(),
-            "attention_heads": self.by_head.table(),
+            "attention": with_kv_head(self.by_position.table()),
+            "attention_heads": with_kv_head(self.by_head.table()),
             # without the positions that a sequence does not have
             "attention_by_sequence": self.by_sequence.table().dropna(subset="window_mass", ignore_index=True),
-            "attention_heads_by_sequence": self.by_position.with_kv_head(self.heads_by_sequence.table()),
-            # sorted, so that the batch size has no effect
-            "sink_positions": sinks.sort_values(["layer", "head", "sequence", "position"], ignore_index=True),
+            "attention_heads_by_sequence": with_kv_head(self.heads_by_sequence.table()),
+            "sink_positions": self.sinks.table("layer", "head", "sequence", "position"),
         }
 
 
@@ -143,9 +147,9 @@ def window_means(
 
 
 def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
-    """Return the weight (B,H,T) that each query gives to anything but tokens of the text, or None if there is nothing.
+    """Return the weight (B,H,T) that each query gives to anything other than tokens of the text, or None without any.
 
-    This is an extra term in the softmax's denominator, and register tokens (WSE §7, table 4).
+    This is an extra term in the softmax's denominator, or register tokens (WSE §7, table 4).
     """
     registers = batch.registers
     if read.call.sink_logits is None and registers is None:
@@ -175,7 +179,9 @@ class WindowEdge(Observable):
     """
 
     name = "window-edge"
-    about = "weight on the first token of a sliding window, of queries that do not see the text's first one (WSE §6)"
+    about = (
+        "weight on the first token of a sliding window, from queries that do not see the text's first token (WSE §6)"
+    )
     sites = ("attention",)
     expected = False
     columns: ClassVar = {

@@ -16,8 +16,8 @@ from sinkscope.measuring.observables.observable import Mean, Observable, Reading
 from sinkscope.results.tables import COORDINATE, HEAD, KEY, POSITION, QUERY, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-TOKENS = 64  # first tokens of the sequence that are shown
-MAP_TOKENS = 32  # the same for a map that is one of many
+TOKENS = 64  # number of first tokens that are shown
+MAP_TOKENS = 32  # the same for one of many maps
 TOP_COORDINATES = 8  # coordinates of the largest magnitude
 OTHER_COORDINATES = 8  # evenly spaced coordinates for comparison
 
@@ -26,7 +26,7 @@ class AttentionMaps(Observable):
     """Records the weights of chosen (layer, head) pairs on the batch's first sequence: table `attention_maps`."""
 
     name = "attention-maps"
-    about = "attention weights of six telling heads on the first sequence; follows `attention`"
+    about = "attention weights of six heads, from strong to weak sinks, on the first sequence; follows `attention`"
     sites = ("attention",)
     after = ("attention",)
     columns: ClassVar = {
@@ -50,9 +50,9 @@ class AttentionMaps(Observable):
         if not chosen:
             return
         weights = read.weights(shown, shown)[0][0, chosen]  # (heads, query, key)
-        places = range(shown.stop - shown.start)
+        positions = range(shown.stop - shown.start)
         frame = long_form(
-            {"layer": layer, "head": chosen, "sequence": batch.first, "query": places, "key": places},
+            {"layer": layer, "head": chosen, "sequence": batch.first, "query": positions, "key": positions},
             {"weight": weights.cpu().numpy()},
         )
         if not read.call.looks_ahead:
@@ -89,11 +89,11 @@ class MeanMaps(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         frames = []
-        for layer in self.maps.keys():  # noqa: SIM118 (not a dict)
+        for layer in self.maps:
             weights = self.maps[layer].T.astype(np.float32)
-            places = range(int(np.isfinite(weights[:, 0]).sum()))  # queries that a sequence has
-            shown = weights[: len(places), : len(places)]
-            frame = long_form({"layer": layer, "query": places, "key": places}, {"weight": shown})
+            positions = range(int(np.isfinite(weights[:, 0]).sum()))  # queries that some sequence has
+            shown = weights[: len(positions), : len(positions)]
+            frame = long_form({"layer": layer, "query": positions, "key": positions}, {"weight": shown})
             frames.append(frame[frame["key"] <= frame["query"]] if self.causal else frame)
         return {"arm_maps": pd.concat(frames, ignore_index=True)} if frames else {}
 
@@ -131,9 +131,9 @@ class MassiveMap(Observable):
         top = magnitude.amax(0).argsort(descending=True)[:TOP_COORDINATES].tolist()
         even = np.linspace(0, magnitude.shape[1] - 1, OTHER_COORDINATES).round().astype(int).tolist()
         coordinates = top + [coordinate for coordinate in even if coordinate not in top]
-        places = range(shown.stop - shown.start)
+        positions = range(shown.stop - shown.start)
         frame = long_form(
-            {"layer": layer, "sequence": batch.first, "position": places, "coordinate": coordinates},
+            {"layer": layer, "sequence": batch.first, "position": positions, "coordinate": coordinates},
             {"magnitude": magnitude[:, torch.tensor(coordinates)].cpu().numpy()},
         )
         ids = batch.token_ids[0].numpy()
@@ -150,15 +150,13 @@ def _shown(batch: Batch) -> slice:
 
 
 def telling_heads(attention: pd.DataFrame) -> list[tuple[int, int]]:
-    """Choose six heads that show the range of sinks from the table `attention`.
+    """Choose (layer, head) pairs that show the range of sinks from the table `attention`.
 
-    Returns:
-        (layer, head) pairs: the strongest, three quantiles and the weakest by window mass at position 0, and the
-        head with the most window mass at a later position.
+    These are the strongest, three quantiles and the weakest by window mass at position 0, and the head with the most
+    window mass at a later position.
     """
     first = attention[attention["position"] == 0].sort_values("window_mass", ascending=False, kind="stable")
-    places = [round(share * (len(first) - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    chosen = [(int(row.layer), int(row.head)) for row in first.iloc[places].itertuples()]
+    ranks = [round(share * (len(first) - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
     later = attention[attention["position"] >= 1].sort_values("window_mass", ascending=False, kind="stable")
-    chosen += [(int(row.layer), int(row.head)) for row in later.head(1).itertuples()]
-    return sorted(set(chosen))
+    chosen = pd.concat([first.iloc[ranks], later.head(1)])
+    return sorted({(int(row.layer), int(row.head)) for row in chosen.itertuples()})

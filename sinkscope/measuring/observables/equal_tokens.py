@@ -1,4 +1,4 @@
-"""Repeated tokens: how equal their states stay, and attention against closed forms (WSE propositions 1, 3 and 4).
+"""Repeated tokens: differences of their states, and attention and its closed forms (WSE propositions 1, 3 and 4).
 
 If positions enter only relatively, equal tokens stay equal in every layer, because each sees only copies of itself. All
 logits of a head are then one number plus a term of the position, so attention has a closed form:
@@ -33,7 +33,7 @@ class EqualTokens(Observable):
     """Compares repeated tokens: table `equal_tokens`, one row per layer and sequence."""
 
     name = "equal-tokens"
-    about = "repeated tokens: how equal their states stay, and attention against WSE's closed forms and bound"
+    about = "repeated tokens: differences of their states, and attention compared with WSE's closed forms and bound"
     sites = ("layer_out", "attention")
     expected = False
     of_equal_tokens = True
@@ -61,7 +61,7 @@ class EqualTokens(Observable):
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        return "register tokens stand before its text" if registers_before(model) else None
+        return "register tokens are before its text" if registers_before(model) else None
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.family = family
@@ -83,11 +83,11 @@ class EqualTokens(Observable):
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         difference = state_difference(reading.tensor, batch)
         nothing = torch.full_like(difference, torch.nan)
-        of_attention = {
-            name: self.attention.pop(name, nothing) for name in ("weight_difference", "bound_share", "bound_ratio")
-        }
+        statistics = {"state_difference": difference}
+        for name in ("weight_difference", "bound_share", "bound_ratio"):
+            statistics[name] = self.attention.pop(name, nothing)
         kind = self.family.positions_at(layer) if self.family.block(layer).attention else ""
-        self.by_sequence.add(batch, {"state_difference": difference} | of_attention, layer=layer, positions=kind)
+        self.by_sequence.add(batch, statistics, layer=layer, positions=kind)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         return {"equal_tokens": self.by_sequence.table()}
@@ -129,9 +129,7 @@ def linear_slope(read: AttentionRead, batch: Batch) -> torch.Tensor:
 def closed_form_difference(read: AttentionRead, slope: torch.Tensor) -> torch.Tensor:
     """Return the largest |a[t,s] − e^{−slope·|t−s|} ÷ Σ_j e^{−slope·|t−j|}| over heads, queries and their keys, (B,).
 
-    Args:
-        read: One layer's attention.
-        slope: (B,H); 0 means uniform attention.
+    `slope` is (B,H); 0 means uniform attention.
     """
     largest = read.lse.new_zeros(len(read.lse))
     for rows in row_chunks(read.length):

@@ -1,4 +1,4 @@
-"""Gates, of a retrofit or the model itself, and the values before them: do gates close at the sink? (VGA §3.2, GS §5)
+"""Gates of a retrofit or of the model, and the values before them: do gates close at the sink? (VGA §3.2, GS §5)
 
 The table `geometry` has the norms of the values as they are attended to, after a gate.
 """
@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import repeat_heads, upcast
-from sinkscope.measuring.observables.observable import HeadMeans, Observable, Settings
+from sinkscope.measuring.observables.observable import Means, Observable, Settings, with_kv_head
 from sinkscope.models.family import Family
 from sinkscope.results.tables import KV_HEAD, POSITION, Column
 from sinkscope.retrofits import has_gates
@@ -40,11 +40,11 @@ class Gate(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.means = HeadMeans()
+        self.means = Means("head", "position")
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        return None if has_gates(model) or family.gated else "it has no gates, as vga, iga and vscale build in"
+        return None if has_gates(model) or family.gated else "it has no gates, such as those of vga, iga and vscale"
 
     def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
         positions = self.settings.positions
@@ -52,7 +52,7 @@ class Gate(Observable):
         norms = torch.linalg.vector_norm(upcast(value), dim=-1).transpose(1, 2)
         by_column = {"gate": upcast(gate).transpose(1, 2), "raw_value_norm": repeat_heads(norms, heads)}
         at_positions = {name: batch.at_positions(x, positions) for name, x in by_column.items()}
-        self.means.add(layer, heads // value.shape[2], at_positions, batch.present(positions))
+        self.means.add(at_positions, batch.present(positions), layer=layer, group=heads // value.shape[2])
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"gate": self.means.table()}
+        return {"gate": with_kv_head(self.means.table())}

@@ -1,6 +1,5 @@
 """Reasons why a key is a sink: norms and angles of q, k, v (WSE fig. 2) and the logit gap (VGA §4.1)."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import pandas as pd
@@ -8,7 +7,15 @@ import torch
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import LATER, BySequence, HeadMeans, Observable, Settings, later_mean
+from sinkscope.measuring.observables.observable import (
+    LATER,
+    BySequence,
+    Means,
+    Observable,
+    Settings,
+    later_mean,
+    with_kv_head,
+)
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
@@ -48,12 +55,13 @@ class Geometry(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.means = HeadMeans()
+        self.means = Means("head", "position")
         self.by_sequence = BySequence("head")
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         positions = self.settings.positions
         heads = read.query.shape[1]
+        group = heads // read.key.shape[1]
         query_norm, key_norm, value_norm = (
             repeat_heads(torch.linalg.vector_norm(upcast(x), dim=-1, keepdim=True), heads).squeeze(-1)
             for x in (read.query, read.key, read.value)
@@ -63,21 +71,18 @@ class Geometry(Observable):
         by_column = {"query_norm": query_norm, "key_norm": key_norm, "value_norm": value_norm} | pairs
         at_positions = {name: batch.at_positions(statistic, columns) for name, statistic in by_column.items()}
         first = {name: statistic[..., :positions] for name, statistic in at_positions.items()}
-        self.means.add(layer, heads // read.key.shape[1], first, batch.present(positions))
-        self.by_sequence.add(batch, first_and_later(at_positions, batch.present(columns)), layer=layer)
+        self.means.add(first, batch.present(positions), layer=layer, group=group)
+        present = batch.present(columns)
+        by_sequence = {}
+        for name in ("key_norm", "value_norm", "qk_cosine", "qk_norm_product"):
+            by_sequence[name] = at_positions[name][..., 0]
+            by_sequence[f"{name}_later"] = later_mean(at_positions[name], present)
+        by_sequence["sink_logit_gap"] = at_positions["sink_logit_gap"][..., 0]
+        self.by_sequence.add(batch, by_sequence, layer=layer, group=group)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        by_sequence = self.means.with_kv_head(self.by_sequence.table())
-        return {"geometry": self.means.table(), "geometry_by_sequence": by_sequence}
-
-
-def first_and_later(at_positions: Mapping[str, torch.Tensor], present: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Compute the columns (B,H) of `geometry_by_sequence` from statistics by position (B,H,P); `present` (B,P)."""
-    found = {}
-    for name in ("key_norm", "value_norm", "qk_cosine", "qk_norm_product"):
-        found[name] = at_positions[name][..., 0]
-        found[f"{name}_later"] = later_mean(at_positions[name], present)
-    return found | {"sink_logit_gap": at_positions["sink_logit_gap"][..., 0]}
+        tables = {"geometry": self.means.table(), "geometry_by_sequence": self.by_sequence.table()}
+        return {name: with_kv_head(table) for name, table in tables.items()}
 
 
 def pair_means(

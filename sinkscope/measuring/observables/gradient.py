@@ -10,10 +10,11 @@ noise four times, while the delete-a-group jackknife counts each sequence once.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import pandas as pd
 import torch
@@ -24,22 +25,22 @@ from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables.observable import (
+    ALL_HEADS,
+    GROUPS,
     Accumulator,
     BySequence,
-    Mean,
+    Constants,
+    Means,
     Observable,
     Settings,
     Sums,
-    long_columns,
-    one_table,
+    long_table,
 )
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.quantized import without_gradients
-from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column
+from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column, names_of
 from sinkscope.text.batch import IGNORED, Batch
 
-ALL_HEADS = -1
-GROUPS = 20  # maximum number of groups of sequences
 BY_HEAD = ("value",)  # pathways that also have rows for single heads in `gradient_by_group`
 GRAM_QUERIES = 64  # evenly spaced queries on which theorem 1's μ, σ² and ρ are measured
 ROUND_OFF = 1e-5  # relative tolerance of theorem 1: its bounds are equalities if all g are equal
@@ -54,31 +55,26 @@ class GroupSums(Accumulator):
 
     def __init__(self) -> None:
         self.sums: Sums[tuple[int, str]] = Sums()  # by layer and pathway, (GROUPS,P,heads,d)
-        self.predicted: dict[int, int] = {}  # sequence → number of its tokens in the loss
+        self.predicted: Constants[int, int] = Constants()  # sequence → number of its tokens in the loss
 
     def add(self, key: tuple[int, str], gradient: torch.Tensor, batch: Batch) -> None:
         """Add the gradients (B,P,heads,d) of one batch's sequences at one layer and pathway."""
         if batch.first not in self.predicted:
-            self.predicted |= enumerate(predicted_tokens(batch).tolist(), batch.first)
+            predicts = batch.targets != IGNORED
+            if batch.registers is not None:  # a register token predicts nothing
+                predicts = predicts & ~batch.registers
+            self.predicted |= enumerate(predicts.sum(1).tolist(), batch.first)
         if key not in self.sums:
             self.sums[key] = gradient.new_zeros(GROUPS, *gradient.shape[1:])
         sums = self.sums[key]
         # GROUPS consecutive sequences are all in different groups
-        for place, part in enumerate(gradient.split(GROUPS)):
-            first = batch.first + place * GROUPS
+        for index, part in enumerate(gradient.split(GROUPS)):
+            first = batch.first + index * GROUPS
             groups = torch.arange(first, first + len(part), device=sums.device) % GROUPS
             sums[groups] += part
 
-    def merge(self, other: Self) -> None:
-        self.sums.merge(other.sums)
-        self.predicted |= other.predicted
-
     def table(self, totals: Mapping[tuple[int, str], torch.Tensor]) -> pd.DataFrame:
-        """Return the norms of the run's gradient without each group.
-
-        Args:
-            totals: The gradient of the loss summed over the run, (heads,P,d), by layer and pathway.
-        """
+        """Return the norms of the run's gradient without each group, from its sums over all sequences, (heads,P,d)."""
         groups = min(GROUPS, len(self.predicted))
         whole = sum(self.predicted.values())
         others = [whole - sum(self.predicted[i] for i in self.predicted if i % GROUPS == g) for g in range(groups)]
@@ -87,19 +83,12 @@ class GroupSums(Accumulator):
         for (layer, pathway), sums in sorted(self.sums.items()):
             without = totals[layer, pathway] - sums[:groups].transpose(1, 2)
             norms = torch.linalg.vector_norm(without, dim=-1) * scales.to(without.device)[:, None, None]
-            together = norms.square().sum(1, keepdim=True).sqrt()
-            by_head = pathway in BY_HEAD
-            heads = [ALL_HEADS, *range(norms.shape[1])] if by_head else [ALL_HEADS]
-            columns = torch.cat([together, norms], dim=1) if by_head else together
+            heads, columns = [ALL_HEADS], norms.square().sum(1, keepdim=True).sqrt()
+            if pathway in BY_HEAD:
+                heads, columns = [ALL_HEADS, *range(norms.shape[1])], torch.cat([columns, norms], dim=1)
             axes = {"group": range(groups), "pathway": pathway, "head": heads, "position": range(norms.shape[2])}
-            parts.append(long_columns({"layer": layer} | axes, {"grad_norm": columns.to(sums.dtype).cpu().numpy()}))
-        return one_table(parts)
-
-
-def predicted_tokens(batch: Batch) -> torch.Tensor:
-    """Return the number of tokens of each sequence in the loss, (B,). A register token predicts nothing."""
-    predicts = batch.targets != IGNORED
-    return (predicts if batch.registers is None else predicts & ~batch.registers).sum(1)
+            parts.append(({"layer": layer} | axes, {"grad_norm": columns.to(sums.dtype).cpu().numpy()}))
+        return long_table(parts)
 
 
 @dataclass(frozen=True)
@@ -130,7 +119,7 @@ def norm_gain(module: nn.Module, width: int) -> NormGain:
     centered = torch.equal(module(signs.clone()), module(-signs))
     signs[..., 1::2] = -1
     gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
-    epsilon = next((value for name in ("variance_epsilon", "eps") if (value := getattr(module, name, None))), 0.0)
+    epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0.0
     return NormGain(gain * (1 + epsilon) ** 0.5, centered, epsilon)
 
 
@@ -145,17 +134,17 @@ class TheoremOne(Accumulator):
 
     def __init__(self, positions: int) -> None:
         self.positions = positions
-        self.sums: dict[int, dict[str, torch.Tensor]] = {}
-        self.moments: dict[int, dict[str, torch.Tensor]] = {}  # sums for the bounds, by layer
+        self.identity: dict[int, Sums[str]] = defaultdict(Sums)  # by layer, `error` and `size`, (K,P)
+        self.moments: dict[int, Sums[str]] = {}  # sums for the bounds, by layer
         self.longest: dict[int, int] = {}  # the length of the sequences in `moments`
-        self.groups: dict[int, int] = {}
+        self.groups: Constants[int, int] = Constants()  # layer → query heads per key/value head
 
     def add_upstream(self, layer: int, read: AttentionRead, upstream: torch.Tensor) -> torch.Tensor:
         """Add g (B,H,T,d) of one batch. Returns Σ_t a[t,s] g_t of each query head, (B,H,P,d)."""
         batch, columns = read.batch, read.batch.columns(self.positions)
         shape = (*upstream.shape[:2], columns)
         routed = upstream.new_zeros(*shape, upstream.shape[-1])
-        mass, second = upstream.new_zeros(shape), upstream.new_zeros(shape)
+        mass, second = upstream.new_zeros(shape), upstream.new_zeros(shape)  # M and S of the bounds
         for rows in row_chunks(read.length):
             cols = read.keys(rows, columns)
             weights = read.mix_weights(rows, cols).to(upstream.dtype)
@@ -164,91 +153,59 @@ class TheoremOne(Accumulator):
             second[..., cols] += (weights * weights).sum(2)
         routed = batch.tokens_at(routed.transpose(1, 2), self.positions).transpose(1, 2)
         self.groups[layer] = read.query.shape[1] // read.key.shape[1]
-        if read.length > self.longest.get(layer, 0):
-            self.longest[layer], self.moments[layer] = read.length, {}
-        if read.length == self.longest[layer]:
-            self._add_moments(layer, batch, upstream, mass, second, routed)
+        if self._keep_longest(layer, read.length):
+            full = slice(None) if batch.valid is None else batch.valid.all(1).to(upstream.device)
+            queries = torch.linspace(0, read.length - 1, min(GRAM_QUERIES, read.length)).round().long()
+            chosen = upstream[full][:, :, queries.to(upstream.device)].double()
+            moments = self.moments[layer]
+            moments.add("sequences", len(chosen))
+            moments.add("mean", chosen.sum(0))
+            moments.add("gram", (chosen @ chosen.transpose(-1, -2)).sum(0))
+            moments.add("mass_squared", mass[full][..., : self.positions].double().square().sum(0))
+            moments.add("second", second[full][..., : self.positions].double().sum(0))
+            moments.add("measured", routed[full].double().square().sum((0, 3)))
         return routed
 
-    def _add_moments(
-        self,
-        layer: int,
-        batch: Batch,
-        upstream: torch.Tensor,
-        mass: torch.Tensor,
-        second: torch.Tensor,
-        routed: torch.Tensor,
-    ) -> None:
-        """Add the sequences without padding.
-
-        Args:
-            upstream: g (B,H,T,d).
-            mass, second: M and S of the bounds, (B,H,C).
-            routed: Σ_t a[t,s] g_t, (B,H,P,d).
-        """
-        if batch.valid is not None:
-            full = batch.valid.all(1).to(upstream.device)
-            upstream, mass, second, routed = upstream[full], mass[full], second[full], routed[full]
-        length = upstream.shape[2]
-        queries = torch.linspace(0, length - 1, min(GRAM_QUERIES, length)).round().long()
-        chosen = upstream[:, :, queries.to(upstream.device)].double()
-        _accumulate(
-            self.moments[layer],
-            sequences=torch.tensor(float(len(upstream)), dtype=torch.float64),
-            mean=chosen.sum(0),
-            gram=(chosen @ chosen.transpose(-1, -2)).sum(0),
-            mass_squared=mass[..., : self.positions].double().square().sum(0),
-            second=second[..., : self.positions].double().sum(0),
-            measured=routed.double().square().sum((0, 3)),
-        )
+    def _keep_longest(self, layer: int, length: int) -> bool:
+        """Drop the moments of shorter sequences; return whether sequences of this length count."""
+        if length > self.longest.get(layer, 0):
+            self.longest[layer], self.moments[layer] = length, Sums()
+        return length == self.longest[layer]
 
     def add_value_gradient(self, layer: int, gradient: torch.Tensor, routed: torch.Tensor, batch: Batch) -> None:
         """Compare autograd's ∇v (B,K,P,d) with the sum of `routed` over the query heads of each group."""
         summed = routed.unflatten(1, (gradient.shape[1], -1)).sum(2)
         present = batch.present(self.positions)
-        error, size = (gradient - summed).double().square().sum(-1), gradient.double().square().sum(-1)
-        if present is not None:
-            absent = ~present[:, None].to(error.device)
-            error, size = error.masked_fill(absent, 0.0), size.masked_fill(absent, 0.0)
-        _accumulate(self.sums.setdefault(layer, {}), identity_error=error.sum(0), identity_size=size.sum(0))
+        for name, x in (("error", gradient - summed), ("size", gradient)):
+            square = x.double().square().sum(-1)
+            if present is not None:
+                square = square.masked_fill(~present[:, None].to(square.device), 0.0)
+            self.identity[layer].add(name, square.sum(0))
 
     def merge(self, other: Self) -> None:
-        self.groups |= other.groups
-        for layer, sums in other.sums.items():
-            _accumulate(self.sums.setdefault(layer, {}), **sums)
+        self.groups.merge(other.groups)
+        for layer, sums in other.identity.items():
+            self.identity[layer].merge(sums)
         for layer, longest in other.longest.items():
-            if longest > self.longest.get(layer, 0):
-                self.longest[layer], self.moments[layer] = longest, {}
-            if longest == self.longest[layer]:
-                _accumulate(self.moments[layer], **other.moments[layer])
+            if self._keep_longest(layer, longest):
+                self.moments[layer].merge(other.moments[layer])
 
     def table(self) -> pd.DataFrame:
         parts = []
-        for layer, sums in sorted(self.sums.items()):
-            residual = (sums["identity_error"] / sums["identity_size"]).sqrt()
-            residual = residual.repeat_interleave(self.groups[layer], dim=0)
+        for layer, sums in sorted(self.identity.items()):
+            residual = (sums["error"] / sums["size"]).sqrt().repeat_interleave(self.groups[layer], dim=0)
             columns = {"identity_residual": residual} | _bounds(self.moments[layer])
-            heads, positions = residual.shape
-            parts.append(
-                long_columns(
-                    {"layer": layer, "head": range(heads), "position": range(positions)},
-                    {name: value.cpu().numpy() for name, value in columns.items()},
-                )
-            )
-        table = one_table(parts)
+            axes = {"layer": layer, "head": range(len(residual)), "position": range(residual.shape[1])}
+            parts.append((axes, {name: value.cpu().numpy() for name, value in columns.items()}))
+        table = long_table(parts)
         lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
         slack = ROUND_OFF * upper
         return table.assign(holds=(lower - slack <= measured) & (measured <= upper + slack))
 
 
-def _accumulate(sums: dict[str, torch.Tensor], **terms: torch.Tensor) -> None:
-    for name, term in terms.items():
-        sums[name] = sums[name] + term if name in sums else term
-
-
-def _bounds(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _bounds(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Compute M²‖μ‖² ≤ ‖∇v_s‖² ≤ M²‖μ‖² + σ²S + ρ(M² - S), for the loss summed over the run."""
-    count = sums["sequences"].item()
+    count = sums["sequences"]
     mean = sums["mean"] / count  # (H,T',d)
     mu = mean.mean(1, keepdim=True)
     across = (mean @ mu.transpose(-1, -2)).squeeze(-1)  # m_t·μ
@@ -260,6 +217,60 @@ def _bounds(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     lower = mass_squared * mu_squared[:, None]
     upper = lower + variance[:, None] * second + covariance[:, None] * (mass_squared - second)
     return {"lower_bound": lower, "measured": sums["measured"] / count, "upper_bound": upper}
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The sites of a branch in the roles of GS eq. 3; None if this wiring has no such site."""
+
+    x: str  # its input
+    y: str | None  # its norm's output, if only this branch reads it
+    r: str  # its own output
+    z: str | None  # the residual stream after it, z = x + r
+
+
+def branches_of(block: Family | Block) -> dict[str, Branch]:
+    """Return the branches of this wiring by name (attn, mlp)."""
+    attn_norm, mlp_norm = (site if site in block.sites else None for site in ("attn_norm", "mlp_norm"))
+    if block.wiring == "parallel" and mlp_norm is None:
+        attn_norm = None  # attention and MLP share one norm, whose gradient is the sum of both
+    branches = {
+        "single": {
+            "attn": Branch("layer_in", attn_norm, "attn_out", "layer_out"),
+            "mlp": Branch("layer_in", mlp_norm, "mlp_out", "layer_out"),
+        },
+        "sequential": {
+            "attn": Branch("layer_in", attn_norm, "attn_out", "mid"),
+            "mlp": Branch("mid", mlp_norm, "mlp_out", "layer_out"),
+        },
+        "parallel": {
+            "attn": Branch("layer_in", attn_norm, "attn_out", None),
+            "mlp": Branch("layer_in", mlp_norm, "mlp_out", None),
+        },
+        "post-norm": {"attn": Branch("layer_in", None, "attn_out", "mid")},  # the MLP's sum is inside the layer
+        "unknown": {},
+    }[block.wiring]
+    return {name: branch for name, branch in branches.items() if branch.r in block.sites}
+
+
+def undefined_ratios(family: Family) -> dict[str, str]:
+    """Map the ratios of GS eq. 3 that this wiring does not define to the reason."""
+    if family.wiring == "unknown":
+        return {"bloat, compress and change": "the sum that a layer adds to the residual stream is not known"}
+    reasons = {}
+    branches = branches_of(family)
+    if family.wiring == "single":
+        has_norms = all(branch.y for branch in branches.values())
+        return {} if has_norms else {"bloat and compress": "there is no norm before a branch"}
+    if family.wiring == "parallel":
+        reasons["compress and change"] = "attention and MLP read the same input, so there is no h+½ between them"
+        if branches["attn"].y is None:
+            reasons["bloat"] = "attention and MLP read one norm, whose gradient is the sum of both"
+    elif branches["attn"].y is None:
+        reasons["bloat and compress"] = "there is no norm before the branches"
+    if "mlp" not in branches:
+        reasons["the MLP's ratios"] = "the layer normalizes after its residual sums"
+    return reasons
 
 
 RATIOS = ("input_norm", "bloat", "compress", "change")
@@ -277,61 +288,6 @@ RATIO_COLUMNS = (
     Column("compress", "‖∇x - ∇z‖ ÷ ‖∇y‖: z the stream after the branch (GS eq. 3)"),
     Column("change", "‖∇x‖ ÷ ‖∇z‖ (GS eq. 3)"),
 )
-
-
-@dataclass(frozen=True)
-class Branch:
-    """The sites of a branch in the roles of GS eq. 3; None if this wiring has no such site."""
-
-    x: str  # its input
-    y: str | None  # its norm's output, if only this branch reads it
-    r: str  # its own output
-    z: str | None  # the residual stream after it, z = x + r
-
-
-def branches_of(block: Family | Block) -> dict[str, Branch]:
-    """Return the branches of this wiring by name (attn, mlp)."""
-    if block.wiring == "unknown":
-        return {}
-    attn_norm, mlp_norm = (site if site in block.sites else None for site in ("attn_norm", "mlp_norm"))
-    if block.wiring == "single":
-        whole = {
-            "attn": Branch("layer_in", attn_norm, "attn_out", "layer_out"),
-            "mlp": Branch("layer_in", mlp_norm, "mlp_out", "layer_out"),
-        }
-        return {name: branch for name, branch in whole.items() if branch.r in block.sites}
-    if block.wiring == "sequential":
-        return {
-            "attn": Branch("layer_in", attn_norm, "attn_out", "mid"),
-            "mlp": Branch("mid", mlp_norm, "mlp_out", "layer_out"),
-        }
-    if block.wiring == "parallel":
-        own = mlp_norm is not None  # otherwise attention and MLP share one norm, whose gradient is the sum of both
-        return {
-            "attn": Branch("layer_in", attn_norm if own else None, "attn_out", None),
-            "mlp": Branch("layer_in", mlp_norm, "mlp_out", None),
-        }
-    return {"attn": Branch("layer_in", None, "attn_out", "mid")}  # post-norm: the MLP's sum is inside the layer
-
-
-def undefined_ratios(family: Family) -> dict[str, str]:
-    """Map the ratios of GS eq. 3 that this wiring does not define to the reason."""
-    if family.wiring == "unknown":
-        return {"bloat, compress and change": "what a layer adds to the residual stream is no sum that is known"}
-    reasons = {}
-    branches = branches_of(family)
-    if family.wiring == "single":
-        has_norms = all(branch.y for branch in branches.values())
-        return {} if has_norms else {"bloat and compress": "there is no norm before a branch"}
-    if family.wiring == "parallel":
-        reasons["compress and change"] = "attention and MLP read the same input, so there is no h+½ between them"
-        if branches["attn"].y is None:
-            reasons["bloat"] = "attention and MLP read one norm, whose gradient is the sum of both"
-    elif branches["attn"].y is None:
-        reasons["bloat and compress"] = "there is no norm before the branches"
-    if "mlp" not in branches:
-        reasons["the MLP's ratios"] = "the layer normalizes after its residual sums"
-    return reasons
 
 
 class Gradient(Observable):
@@ -383,11 +339,10 @@ class Gradient(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.pathways: Sums[tuple[int, str]] = Sums()  # Σ over all sequences of the gradient, (heads,P,d)
+        self.pathways: Sums[tuple[int, str]] = Sums()  # the gradient summed over all sequences, (heads,P,d)
         self.groups = GroupSums()
-        self.ratios = {name: Mean() for name in RATIOS}
+        self.ratios, self.bounds = Means("position"), Means("position")
         self.by_sequence = BySequence("position")
-        self.bounds = {name: Mean() for name in ("measured", "bound", "holds", "tightness")}
         self.gains: dict[tuple[int, str], NormGain] = {}
         self.branches: dict[int, dict[str, Branch]] = {}  # by layer
         # gradients at layers' inputs: zero and all ones of the predicting tokens, and overflowed ones of any token
@@ -480,33 +435,40 @@ class Gradient(Observable):
         input_norm = self._norms.pop((layer, name))
         undefined = torch.full_like(input_norm, torch.nan)
         compress = undefined if y is None or z is None else norm(x - z) / norm(y)
-        statistics = {
+        ratios = {
             "input_norm": input_norm,
             "bloat": undefined if y is None else norm(y) / norm(r),
             "compress": compress,
             "change": undefined if z is None else norm(x) / norm(z),
         }
-        for ratio, statistic in statistics.items():
-            self._add(self.ratios[ratio], (layer, name), statistic, batch)
-        positions = self.settings.positions
-        by_position = {ratio: batch.at_positions(x, positions) for ratio, x in statistics.items()}
-        finite = {ratio: x.masked_fill(~x.isfinite(), torch.nan) for ratio, x in by_position.items()}
-        self.by_sequence.add(batch, finite, batch.present(positions), layer=layer, branch=name)
+        finite = self._add_means(self.ratios, ratios, batch, layer=layer, branch=name)
+        present = batch.present(self.settings.positions)
+        self.by_sequence.add(batch, finite, present, layer=layer, branch=name)
         if (layer, name) in self.gains:
             bound = self.gains[layer, name].largest / self._scales.pop((layer, name))
-            defined = compress.isfinite()
             # half a percent for the round-off of the two gradients' difference
-            holds = torch.where(defined, (compress <= 1.005 * bound).to(bound.dtype), torch.nan)
+            within = (compress <= 1.005 * bound).to(bound.dtype)
+            holds = torch.where(compress.isfinite(), within, torch.nan)
             checks = {"measured": compress, "bound": bound, "holds": holds, "tightness": compress / bound}
-            for check, statistic in checks.items():
-                self._add(self.bounds[check], (layer, name), statistic, batch)
+            self._add_means(self.bounds, checks, batch, layer=layer, branch=name)
 
-    def _add(self, mean: Mean, key: tuple[int, str], statistic: torch.Tensor, batch: Batch) -> None:
-        """Add finite values to the mean over sequences: a token without gradient has no ratio."""
-        statistic = batch.at_positions(statistic, self.settings.positions)
-        defined = statistic.isfinite()
+    def _add_means(
+        self, means: Means, statistics: dict[str, torch.Tensor], batch: Batch, **labels: Any
+    ) -> dict[str, torch.Tensor]:
+        """Add statistics (B,T) where they are finite: a token without gradient has no ratio.
+
+        Returns:
+            The statistics by position, (B,P), with NaN where they are not finite.
+        """
         present = batch.present(self.settings.positions)
-        mean.add(key, statistic, defined if present is None else defined & present.to(defined.device))
+        finite = {}
+        for name, statistic in statistics.items():
+            at_positions = batch.at_positions(statistic, self.settings.positions)
+            defined = at_positions.isfinite()
+            finite[name] = at_positions.masked_fill(~defined, torch.nan)
+            counted = defined if present is None else defined & present.to(defined.device)
+            means.add({name: at_positions}, counted, **labels)
+        return finite
 
     def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
         norms = torch.linalg.vector_norm(gradient, dim=-1)
@@ -524,39 +486,22 @@ class Gradient(Observable):
         return []
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        tables = {"norm_bound": self._mean_table(self.bounds)}
+        tables = {"norm_bound": self._table_of("norm_bound", self.bounds)}
         if self.pathways:
-            tables |= {"gradient": self._pathway_table(), "gradient_by_group": self.groups.table(self.pathways)}
+            parts = []
+            for (layer, pathway), total in sorted(self.pathways.items()):
+                norms = torch.linalg.vector_norm(total, dim=-1) * self.loss_scale
+                columns = torch.cat([norms.square().sum(0, keepdim=True).sqrt(), norms])
+                heads = [ALL_HEADS, *range(len(norms))]
+                axes = {"layer": layer, "pathway": pathway, "head": heads, "position": range(norms.shape[1])}
+                parts.append((axes, {"grad_norm": columns.cpu().numpy()}))
+            tables |= {"gradient": long_table(parts), "gradient_by_group": self.groups.table(self.pathways)}
             tables["gradient_check"] = self.theorem.table()
         if any(self.branches.values()):
-            tables["gradient_ratio"] = self._mean_table(self.ratios)
+            tables["gradient_ratio"] = self._table_of("gradient_ratio", self.ratios)
         if self.by_sequence:  # the loss may depend on no branch
             tables["gradient_ratio_by_sequence"] = self.by_sequence.table()
         return tables
 
-    def _pathway_table(self) -> pd.DataFrame:
-        parts = []
-        for (layer, pathway), total in sorted(self.pathways.items()):
-            norms = torch.linalg.vector_norm(total, dim=-1) * self.loss_scale
-            together = norms.square().sum(0, keepdim=True).sqrt()
-            heads = [ALL_HEADS, *range(len(norms))]
-            parts.append(
-                long_columns(
-                    {"layer": layer, "pathway": pathway, "head": heads, "position": range(norms.shape[1])},
-                    {"grad_norm": torch.cat([together, norms]).cpu().numpy()},
-                )
-            )
-        return one_table(parts)
-
-    def _mean_table(self, means: dict[str, Mean]) -> pd.DataFrame:
-        keys = next(iter(means.values())).keys()
-        if not keys:
-            return pd.DataFrame(columns=["layer", "branch", "position", *means])
-        parts = [
-            long_columns(
-                {"layer": layer, "branch": branch, "position": range(self.settings.positions)},
-                {name: mean[layer, branch] for name, mean in means.items()},
-            )
-            for layer, branch in keys
-        ]
-        return one_table(parts)
+    def _table_of(self, name: str, means: Means) -> pd.DataFrame:
+        return means.table() if means else pd.DataFrame(columns=["layer", *names_of(self.columns[name])])

@@ -9,14 +9,14 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import token_peaks
-from sinkscope.measuring.observables.observable import Lists, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
 THRESHOLD = 100.0  # a massive entry is above this …
 RATIO = 1000.0  # … and at least this many times the median
 TOP = 3  # entries listed for every sequence and layer, massive or not
-SAMPLED = 61  # one of so many entries is sampled to locate the median; divides no usual width
+SAMPLED = 61  # every 61st entry is sampled to locate the median; 61 divides no usual width
 
 
 class Massive(Observable):
@@ -45,16 +45,16 @@ class Massive(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.rows: Lists[str, np.ndarray] = Lists(list)
-        self.others: Lists[str, np.ndarray] = Lists(list)
+        self.rows, self.others = Rows(list), Rows(list)
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         hidden = reading.tensor
-        own = real_tokens(hidden, batch)
+        columns = zip(batch.start.tolist(), (batch.start + batch.lengths).tolist(), strict=True)
+        own = [row[start:stop] for row, (start, stop) in zip(hidden, columns, strict=True)]  # without padding
         medians = torch.stack([median_magnitude(entries) for entries in own])
-        places = largest_entries(hidden, reading.once(token_peaks), medians, batch)
-        values = upcast(hidden[places]).double().cpu()
-        sequence, column, coordinate = (index.cpu() for index in places)
+        entries = largest_entries(hidden, reading.once(token_peaks), medians, batch)
+        values = upcast(hidden[entries]).double().cpu()
+        sequence, column, coordinate = (index.cpu() for index in entries)
         found = {
             "layer": torch.full_like(sequence, layer),
             "sequence": sequence + batch.first,
@@ -64,50 +64,32 @@ class Massive(Observable):
             "value": values,
             "median": medians.double().cpu()[sequence],
         }
-        for name, entry in found.items():
-            self.rows[name].append(entry.numpy())
-        first = np.unique(sequence.numpy(), return_index=True)[1]  # the largest entry of each sequence
+        self.rows.add(found)
+        first = np.unique(sequence.numpy(), return_index=True)[1]  # the row of each sequence's largest entry
         peaks = {name: found[name][first].numpy() for name in ("layer", "sequence", "position", "coordinate")}
-        largest = {"largest": found["value"][first].abs().numpy()}
-        with_entries = [own[row] for row in sequence[first].tolist()]  # a sequence of NaN has none
+        with_entries = [own[row] for row in sequence[first].tolist()]  # a sequence of NaN has no entry
         elsewhere = medians_elsewhere(with_entries, peaks["position"].tolist(), peaks["coordinate"].tolist())
-        for name, values_of in (peaks | largest | {"elsewhere": elsewhere}).items():
-            self.others[name].append(values_of)
+        self.others.add(peaks | {"largest": found["value"][first].abs().numpy(), "elsewhere": elsewhere})
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.rows.items()})
-        # sorted, so that the batch size has no effect; within a sequence, the largest entry stays first
-        table = table.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
+        table = self.rows.table("layer", "sequence")  # within a sequence, the largest entry stays first
         table["ratio"] = (table["value"].abs() / table["median"]).fillna(0.0)  # 0 ÷ 0 if a layer gives only zeros
         table["is_massive"] = (table["value"].abs() > THRESHOLD) & (table["ratio"] >= RATIO)
-        others = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.others.items()})
-        others = others.sort_values(["layer", "sequence"], kind="stable", ignore_index=True)
-        return {"massive": table, "massive_elsewhere": others}
+        return {"massive": table, "massive_elsewhere": self.others.table("layer", "sequence")}
 
 
 def medians_elsewhere(
     sequences: Sequence[torch.Tensor], positions: Sequence[int], coordinates: Sequence[int]
 ) -> np.ndarray:
-    """Return the median magnitude at one coordinate of each sequence over its tokens, except the one at a position.
+    """Return for each hidden state (length,D) the median magnitude at a coordinate over all tokens except one position.
 
-    Args:
-        sequences: N hidden states, (length,D) each.
-        positions, coordinates: One of each for every sequence, N.
-
-    Returns:
-        (N,), NaN for a sequence of one token.
+    It is NaN for a sequence of one token.
     """
     found = []
     for entries, position, coordinate in zip(sequences, positions, coordinates, strict=True):
         column = upcast(entries[:, coordinate]).abs().double().cpu().numpy()
         found.append(np.median(np.delete(column, position)) if len(column) > 1 else np.nan)
     return np.array(found)
-
-
-def real_tokens(hidden: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-    """Return a view (length,D) of each sequence of hidden states (B,T,D), without padding."""
-    starts, lengths = batch.start.tolist(), batch.lengths.tolist()
-    return [row[start : start + length] for row, start, length in zip(hidden, starts, lengths, strict=True)]
 
 
 def largest_entries(
@@ -123,7 +105,7 @@ def largest_entries(
         medians: (B,), the median of the absolute entries of each sequence.
 
     Returns:
-        Sequence, column and coordinate of each entry found, (N,) each.
+        Sequence, column and coordinate of each entry, (N,) each.
     """
     if batch.valid is not None:
         peaks = peaks.masked_fill(~batch.valid.to(peaks.device), -1.0)
@@ -162,17 +144,17 @@ def median_magnitude(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(found).view(magnitude.dtype)[0]
 
 
-def selected(numbers: np.ndarray, place: int) -> np.ndarray:
-    """Return the number at this place in ascending order, (1,), like np.partition.
+def selected(numbers: np.ndarray, index: int) -> np.ndarray:
+    """Return the number at this index in ascending order, (1,), like np.partition.
 
-    np.partition is slow on some processors (AVX-512 of AMD's Zen 4: 9 times slower than AVX2). So the number is first
-    sought among the few between two sample quantiles, four standard deviations to either side, and then in all.
+    np.partition is slow on some processors (AVX-512 of AMD's Zen 4: 9 times slower than AVX2). Therefore the number is
+    first looked for between two sample quantiles, four standard deviations to either side, and then among all numbers.
     """
     sample = np.sort(numbers[::SAMPLED])
-    middle, reach = place * len(sample) // len(numbers), 1 + int(2 * len(sample) ** 0.5)
+    middle, reach = index * len(sample) // len(numbers), 1 + int(2 * len(sample) ** 0.5)
     low, high = sample[max(0, middle - reach)], sample[min(middle + reach, len(sample) - 1)]
     near = numbers[np.flatnonzero((numbers >= low) & (numbers <= high))]
-    at = place - int(np.count_nonzero(numbers < low))
+    at = index - int(np.count_nonzero(numbers < low))
     if not 0 <= at < len(near):
-        near, at = numbers, place
+        near, at = numbers, index
     return np.partition(near, at)[at : at + 1]

@@ -1,13 +1,13 @@
 """The base class of observables, and the running sums that they keep.
 
-Several processes may share the sequences of a run (measuring/processes.py) and then add up their sums. Therefore every
+Several processes may share the sequences of a run (measuring/processes.py) and then merge their sums. Therefore every
 attribute of an observable that a batch changes permanently is an Accumulator, or a dict of them.
 """
 
-from abc import ABC, abstractmethod
+import math
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -25,12 +25,13 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class Accumulator(ABC):
-    """A running reduction over batches, which does not depend on their order."""
+class Accumulator:
+    """A running reduction over batches that does not depend on their order."""
 
-    @abstractmethod
     def merge(self, other: Self) -> None:
-        """Add the batches that another accumulator has seen."""
+        """Add the batches that another accumulator has seen; by default, merge all attributes that accumulate."""
+        for name, part in accumulated(self).items():
+            merge(part, vars(other)[name])
 
 
 class Sums(dict[Key, Any], Accumulator):
@@ -44,15 +45,18 @@ class Sums(dict[Key, Any], Accumulator):
             self.add(key, term)
 
 
-class Maxima(dict[Key, torch.Tensor], Accumulator):
+class Maxima(Sums[Key]):
     """Maps each key to the elementwise maximum of the tensors that were added."""
 
-    def add(self, key: Key, x: torch.Tensor) -> None:
-        self[key] = torch.maximum(self[key], x) if key in self else x
+    def add(self, key: Key, term: torch.Tensor) -> None:
+        self[key] = torch.maximum(self[key], term) if key in self else term
+
+
+class Constants(dict[Key, Value], Accumulator):
+    """Maps each key to a value that is the same in all batches that have the key."""
 
     def merge(self, other: Self) -> None:
-        for key, x in other.items():
-            self.add(key, x)
+        self.update(other)
 
 
 class Lists(defaultdict[Key, list[Value]], Accumulator):
@@ -63,16 +67,30 @@ class Lists(defaultdict[Key, list[Value]], Accumulator):
             self[key].extend(values)
 
 
+class Rows(Lists[str, Any]):
+    """Rows of a table, to which each batch adds some."""
+
+    def add(self, columns: Mapping[str, torch.Tensor | np.ndarray]) -> None:
+        for name, column in columns.items():
+            self[name].append(column.cpu().numpy() if isinstance(column, torch.Tensor) else column)
+
+    def table(self, *by: str) -> pd.DataFrame:
+        """Return the table sorted by some columns, so that the order of batches has no effect."""
+        table = pd.DataFrame({name: np.concatenate(parts) for name, parts in self.items()})
+        return table.sort_values(list(by), kind="stable", ignore_index=True)
+
+
 def accumulated(holder: object) -> dict[str, Any]:
-    """Return the accumulators of an observable by attribute name."""
-    return {name: value for name, value in vars(holder).items() if is_accumulated(value)}
+    """Return the attributes of an observable or accumulator that accumulate: Accumulators and dicts of them.
 
-
-def is_accumulated(value: object) -> bool:
-    if isinstance(value, Accumulator):
-        return True
-    # an empty dict counts: the same dict of another process may hold accumulators
-    return isinstance(value, dict) and all(isinstance(part, Accumulator) for part in value.values())
+    An empty dict is among them, because the same dict of another process may hold accumulators.
+    """
+    return {
+        name: value
+        for name, value in vars(holder).items()
+        if isinstance(value, Accumulator)
+        or (isinstance(value, dict) and all(isinstance(part, Accumulator) for part in value.values()))
+    }
 
 
 def merge(mine: Any, other: Any) -> None:
@@ -87,16 +105,13 @@ def merge(mine: Any, other: Any) -> None:
             mine[key] = part
 
 
-# Sites in an attention module, in the order in which a forward pass reaches them.
-ATTENTION_SITES = ("raw_value", "gate", "attention")
+Settings = ObservableOptions  # in a run, `positions` and `window` are limited to the longest sequence
 
-NO_ATTENTION = "no layer attends by a softmax"
-
+ALL_HEADS = -1  # the head of rows for all heads together
+GROUPS = 20  # maximum number of groups of sequences for a jackknife; sequence i of a run is in group i modulo GROUPS
+ATTENTION_SITES = ("raw_value", "gate", "attention")  # in the order in which a forward pass reaches them
 LATER = slice(5, 16)  # positions that position 0 is compared with, independent of --positions
-
-
-# The options of observables, with `positions` and `window` limited to the longest sequence.
-Settings = ObservableOptions
+NO_ATTENTION = "no layer attends by a softmax"
 
 
 class Reading:
@@ -201,16 +216,12 @@ class Mean(Accumulator):
         self._sum.add(key, x.sum(0, dtype=torch.float64))
         self._count.add(key, count)
 
-    def merge(self, other: Self) -> None:
-        self._sum.merge(other._sum)
-        self._count.merge(other._count)
-
     def __getitem__(self, key: Any) -> np.ndarray:
         """Return the mean (…,P); NaN at positions that no sequence has."""
         return (self._sum[key] / self._count[key]).cpu().numpy()
 
-    def keys(self) -> list[Any]:
-        return sorted(self._sum)
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(self._sum))
 
 
 def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFrame:
@@ -220,71 +231,57 @@ def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFr
         axes: column name → the labels of an axis, in the order of the arrays' axes, or a scalar for a constant column.
         columns: column name → array.
     """
-    return pd.DataFrame(long_columns(axes, columns))
+    return long_table([(axes, columns)])
 
 
-def long_columns(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the columns of `long_form`."""
-    shape = next(iter(columns.values())).shape
-    labels = [np.asarray(label) for label in axes.values() if not np.isscalar(label)]
-    grids = iter(np.meshgrid(*labels, indexing="ij")) if labels else iter(())
-    frame = {
-        name: np.full(int(np.prod(shape)), label) if np.isscalar(label) else next(grids).ravel()
-        for name, label in axes.items()
-    }
-    return frame | {name: array.ravel() for name, array in columns.items()}
+def long_table(parts: Iterable[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:
+    """Make one table from the `axes` and `columns` of several parts: faster than `pd.concat` of many tables."""
+    found = []
+    for axes, columns in parts:
+        shape = next(iter(columns.values())).shape
+        indices = iter(np.indices(shape))
+        labels = {
+            name: np.full(math.prod(shape), label) if np.isscalar(label) else np.asarray(label)[next(indices).ravel()]
+            for name, label in axes.items()
+        }
+        found.append(labels | {name: array.ravel() for name, array in columns.items()})
+    return pd.DataFrame({name: np.concatenate([part[name] for part in found]) for name in found[0]})
 
 
-def one_table(parts: Sequence[Mapping[str, np.ndarray]]) -> pd.DataFrame:
-    """Make one table from the columns of several parts, in their order: faster than `pd.concat` of many tables."""
-    return pd.DataFrame({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+class Means(Accumulator):
+    """Running means over sequences of statistics (B, *axes), as a table with one row per entry."""
 
-
-class HeadMeans(Accumulator):
-    """Running means over sequences of statistics by head, (B,H,P) or (B,H), as a table."""
-
-    def __init__(self) -> None:
+    def __init__(self, *axes: str) -> None:
+        self._axes = axes
         self._means: dict[str, Mean] = defaultdict(Mean)
-        self._groups: dict[int, int] = {}  # layer → query heads to a key/value head
 
-    def add(
-        self, layer: int, group: int, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None
-    ) -> None:
-        """Add one batch of a layer in which `group` query heads share a key/value head; `present` as in `Mean.add`."""
-        self._groups[layer] = group
+    def add(self, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any) -> None:
+        """Add a batch's statistics by column name. `labels`: constant columns, such as the layer."""
         for name, statistic in statistics.items():
-            self._means[name].add(layer, statistic, present)
-
-    def merge(self, other: Self) -> None:
-        self._groups |= other._groups
-        for name, mean in other._means.items():
-            self._means[name].merge(mean)
+            self._means[name].add(tuple(labels.items()), statistic, present)
 
     def __bool__(self) -> bool:
-        return bool(self._groups)
+        return bool(self._means)
 
     def table(self) -> pd.DataFrame:
-        """Return a table with layer, head, kv_head and, for statistics (B,H,P), position."""
+        """Return the table sorted by labels."""
         parts = []
-        for layer in sorted(self._groups):
-            arrays = {name: mean[layer] for name, mean in self._means.items()}
-            axes = zip(("head", "position"), next(iter(arrays.values())).shape, strict=False)
-            parts.append(long_columns({"layer": layer} | {axis: range(size) for axis, size in axes}, arrays))
-        return self.with_kv_head(one_table(parts))
-
-    def with_kv_head(self, table: pd.DataFrame) -> pd.DataFrame:
-        """Add a column with the key/value head that each query head reads to a table with `layer` and `head`."""
-        return table.assign(kv_head=table["head"] // table["layer"].map(self._groups))
+        for labels in next(iter(self._means.values())):
+            arrays = {name: mean[labels] for name, mean in self._means.items()}
+            shape = next(iter(arrays.values())).shape
+            axes = {axis: range(size) for axis, size in zip(self._axes, shape, strict=True)}
+            parts.append((dict(labels) | axes, arrays))
+        return long_table(parts)
 
 
 class BySequence(Accumulator):
-    """Statistics (B,…) of every sequence in float32, as a table with one row per sequence and entry.
+    """Statistics (B, *axes) of every sequence in float32, as a table with one row per sequence and entry.
 
     The uncertainty of means over sequences is computed from such tables.
     """
 
     def __init__(self, *axes: str) -> None:
-        self._axes = axes  # after the sequence
+        self._axes = axes
         # one growing array: many small ones between short-lived large tensors would fragment the heap
         self._values = array("f")
         self._parts: dict[tuple, dict[int, tuple[slice, torch.Size]]] = defaultdict(dict)  # labels → first sequence → …
@@ -293,13 +290,7 @@ class BySequence(Accumulator):
     def add(
         self, batch: Batch, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any
     ) -> None:
-        """Add one batch.
-
-        Args:
-            statistics: column name → (B,…), in float32 or float64.
-            present: (B,P), False where a sequence lacks the position (the last axis), which gives NaN; None: all True.
-            labels: constant columns, such as the layer.
-        """
+        """Add a batch's statistics in float32 or float64, as in `Means.add`; NaN where `present` (B,P) is False."""
         values = torch.stack(list(statistics.values()))
         if present is not None:
             absent = ~present.to(values.device)
@@ -329,16 +320,19 @@ class BySequence(Accumulator):
             sequences = [first + at for first, (_, shape) in in_order for at in range(shape[1])]
             axes = {axis: range(size) for axis, size in zip(self._axes, arrays.shape[2:], strict=True)}
             columns = dict(zip(self._names, arrays, strict=True))
-            tables.append(long_columns(dict(labels) | {"sequence": sequences} | axes, columns))
-        return one_table(tables)
+            tables.append((dict(labels) | {"sequence": sequences} | axes, columns))
+        return long_table(tables)
+
+
+def with_kv_head(table: pd.DataFrame) -> pd.DataFrame:
+    """Replace the column `group`, the number of query heads per key/value head, by the `kv_head` that a head reads."""
+    return table.assign(kv_head=table["head"] // table["group"]).drop(columns="group")
 
 
 def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
-    """Return the mean (B,…) over those of the positions LATER that a sequence has; NaN if it has none of them.
+    """Average statistics by position (B,…,P) over those of the positions LATER that a sequence has; NaN if it has none.
 
-    Args:
-        x: (B,…,P) with P ≥ LATER.stop, statistics by position.
-        present: (B,P), True where a sequence has the position; None: all True.
+    `present` (B,P) is True where a sequence has the position; None means everywhere.
     """
     x = x[..., LATER]
     if present is None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import SITES, token_peaks
-from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
 from sinkscope.results.tables import SITE, Column
 from sinkscope.text.batch import Batch
 
@@ -37,22 +37,17 @@ class Outlier(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.means = {"max_inf_norm": Mean(), "kurtosis": Mean()}
+        self.means = Means()
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        self.means["max_inf_norm"].add((layer, site), infinity_norm(reading.once(token_peaks), batch))
-        self.means["kurtosis"].add((layer, site), reading.once(kurtosis))
+        largest = infinity_norm(reading.once(token_peaks), batch)
+        self.means.add({"max_inf_norm": largest, "kurtosis": reading.once(kurtosis)}, layer=layer, site=site)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        places = list(self.means["kurtosis"].keys())
-        whole = pd.DataFrame(places, columns=["layer", "site"]).assign(
-            **{name: [float(mean[place]) for place in places] for name, mean in self.means.items()}
-        )
-        is_norm = whole["site"].isin(NORMS)
-        return {
-            "outlier": whole[~is_norm].reset_index(drop=True),
-            "outlier_norms": whole[is_norm].reset_index(drop=True),
-        }
+        table = self.means.table()
+        is_norm = table["site"].isin(NORMS)
+        rows = {"outlier": table[~is_norm], "outlier_norms": table[is_norm]}
+        return {name: own.reset_index(drop=True) for name, own in rows.items()}
 
 
 def infinity_norm(peaks: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -19,7 +19,10 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen
 from sinkscope.errors import InputError
+from sinkscope.measuring.observables.attention import mean_over_queries
 from sinkscope.measuring.observables.observable import (
+    ALL_HEADS,
+    GROUPS,
     NO_ATTENTION,
     Accumulator,
     BySequence,
@@ -29,6 +32,7 @@ from sinkscope.measuring.observables.observable import (
     Settings,
     Sums,
     long_form,
+    long_table,
 )
 from sinkscope.models.family import Family
 from sinkscope.models.positions import effective_positions, massive_coordinates
@@ -36,7 +40,6 @@ from sinkscope.models.projections import Projection, check_plain, projections
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
-ALL_HEADS = -1
 NO_QUERY_BIAS = "its queries have no bias"
 BINS = 60  # bins of Δ's histogram in each layer
 # q_norm, q_layernorm, query_layernorm, k_norm, qk_norm, …: norms before the logits, unlike a norm of the heads' mix
@@ -44,14 +47,15 @@ QUERY_OR_KEY_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_\w*(norm|ln)\w*$")
 
 
 class QueryBias(Observable):
-    """Measures Δ and γ in layers whose queries have a bias: tables `query_bias`, `query_bias_by_sequence`, `gamma` and
-    `delta_distribution`.
+    """Measures Δ and γ in layers whose queries have a bias.
 
     Head -1 is all heads together: the sum of their Δ, and the alignment of their concatenated vectors.
     """
 
     name = "query-bias"
-    about = "what the query bias adds to each key's logits, by layer and position, and the coordinates it rests on"
+    about = (
+        "the term of each key's logits from the query bias, by layer and position, and the coordinates that it reads"
+    )
     sites = ("layer_in", "attn_norm")
     columns: ClassVar = {
         "query_bias": (
@@ -93,9 +97,9 @@ class QueryBias(Observable):
         if not family.has_attention:
             return NO_ATTENTION
         if any(family.block(layer).wiring == "unknown" for layer in family.attentions(model)):
-            return "what its attention reads is not known: the sums of its layers are not"
+            return "the input of its attention is not known, because the sums of its layers are not"
         if not family.qkv:
-            return f"how '{family.name}' keeps its query projection is not known"
+            return f"the query projection of '{family.name}' is not known"
         attentions = list(family.attentions(model).values())
         modules: list[Any] = [attention.get_submodule(family.qkv[0]) for attention in attentions]
         if all(getattr(module, "bias", None) is None for module in modules):
@@ -115,7 +119,8 @@ class QueryBias(Observable):
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.model, self.family = model, family
-        self.site = read_by_attention(family)
+        # the input of the projections of queries and keys
+        self.site = "attn_norm" if "attn_norm" in family.sites else "layer_in"
         for layer in family.attentions(model):
             weight, bias = key_weight_and_query_bias(model, family, layer)
             if bias is not None:
@@ -143,55 +148,41 @@ class QueryBias(Observable):
     @torch.no_grad()
     def tables(self) -> dict[str, pd.DataFrame]:
         longest = max(moments.mean.shape[0] for moments in self.moments.values())
-        learned = bool(self.family.position_embedding)
-        positions = effective_positions(self.model, self.family, longest) if learned else None
-        layers = sorted(self.moments)
+        epe = effective_positions(self.model, self.family, longest) if self.family.position_embedding else None
+        by_position, by_coordinate, distributions = [], [], []
+        for layer, moments in sorted(self.moments.items()):
+            mean, variance = (moment.T.cpu().numpy() for moment in (moments.mean, moments.variance))
+            gamma = self.directions[layer].sum(0).cpu().numpy()
+            alignment, epe_0, massive = np.full(mean.shape, np.nan), np.full(gamma.shape, np.nan), []
+            if epe is not None:
+                weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
+                alignment = key_alignment(epe[: mean.shape[1]], weight, bias).T.cpu().numpy()
+                epe_0, massive = epe[0].double().cpu().numpy(), massive_coordinates(epe[0])
+            heads = [ALL_HEADS, *range(len(mean) - 1)]
+            by_position.append((
+                {"layer": layer, "head": heads, "position": range(mean.shape[1])},
+                {"delta_mean": mean, "delta_std": np.sqrt(variance), "key_alignment": alignment},
+            ))  # fmt: skip
+            coordinates = np.arange(len(gamma))
+            columns = {"gamma": gamma, "epe_0": epe_0, "is_massive_epe": np.isin(coordinates, massive)}
+            by_coordinate.append(({"layer": layer, "coordinate": coordinates}, columns))
+            deltas = self.deltas[layer]
+            groups = {
+                "position 0": torch.cat([part[:, 0] for part in deltas]),
+                "later": torch.cat([part[:, 1:].flatten() for part in deltas]),
+            }
+            found = [values[~values.isnan()].cpu().numpy() for values in groups.values()]
+            edges = np.histogram_bin_edges(np.concatenate(found), BINS)
+            counts = np.concatenate([np.histogram(values, edges)[0] for values in found])
+            centers = np.tile((edges[1:] + edges[:-1]) / 2, len(found))
+            axes = {"layer": layer, "group": np.repeat(list(groups), BINS)}
+            distributions.append((axes, {"delta": centers, "count": counts}))
         return {
-            "query_bias": pd.concat([self._by_position(layer, positions) for layer in layers], ignore_index=True),
+            "query_bias": long_table(by_position),
             "query_bias_by_sequence": self.by_sequence.table(),
-            "gamma": pd.concat([self._by_coordinate(layer, positions) for layer in layers], ignore_index=True),
-            "delta_distribution": pd.concat([self._distribution(layer) for layer in layers], ignore_index=True),
+            "gamma": long_table(by_coordinate),
+            "delta_distribution": long_table(distributions),
         }
-
-    def _by_position(self, layer: int, positions: torch.Tensor | None) -> pd.DataFrame:
-        mean, variance = (moment.T.cpu().numpy() for moment in (self.moments[layer].mean, self.moments[layer].variance))
-        aligned = np.full(mean.shape, np.nan)
-        if positions is not None:
-            weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
-            aligned = key_alignment(positions[: mean.shape[1]], weight, bias).T.cpu().numpy()
-        heads = [ALL_HEADS, *range(len(mean) - 1)]
-        return long_form(
-            {"layer": layer, "head": heads, "position": range(mean.shape[1])},
-            {"delta_mean": mean, "delta_std": np.sqrt(variance), "key_alignment": aligned},
-        )
-
-    def _by_coordinate(self, layer: int, positions: torch.Tensor | None) -> pd.DataFrame:
-        gamma = self.directions[layer].sum(0).cpu().numpy()
-        first = np.full(gamma.shape, np.nan)
-        massive: list[int] = []
-        if positions is not None:
-            first = positions[0].double().cpu().numpy()
-            massive = massive_coordinates(positions[0])
-        coordinates = np.arange(len(gamma))
-        columns = {"gamma": gamma, "epe_0": first, "is_massive_epe": np.isin(coordinates, massive)}
-        return long_form({"layer": layer, "coordinate": coordinates}, columns)
-
-    def _distribution(self, layer: int) -> pd.DataFrame:
-        parts = self.deltas[layer]
-        groups = {
-            "position 0": torch.cat([part[:, 0] for part in parts]),
-            "later": torch.cat([part[:, 1:].flatten() for part in parts]),
-        }
-        found = {name: values[~values.isnan()].cpu().numpy() for name, values in groups.items()}
-        edges = np.histogram_bin_edges(np.concatenate(list(found.values())), BINS)
-        counts = np.stack([np.histogram(values, edges)[0] for values in found.values()])
-        table = long_form({"layer": layer, "group": list(found), "bin": range(BINS)}, {"count": counts})
-        return table.assign(delta=np.tile((edges[1:] + edges[:-1]) / 2, len(found))).drop(columns="bin")
-
-
-def read_by_attention(family: Family) -> str:
-    """Return the site from which attention projects its queries and keys."""
-    return "attn_norm" if "attn_norm" in family.sites else "layer_in"
 
 
 class Moments(Accumulator):
@@ -234,7 +225,7 @@ class Moments(Accumulator):
 
 
 def key_weight_and_query_bias(model: PreTrainedModel, family: Family, layer: int) -> tuple[torch.Tensor, Any]:
-    """Return copies of W_k (K,d,D) and b_Q (H,d) of one layer; b_Q is None if there is no query bias."""
+    """Return W_k (K,d,D) and b_Q (H,d) of one layer; b_Q is None if there is no query bias."""
     projected = projections(model, family, layer)
     bias = projected["query"].bias
     return projected["key"].weight.detach(), None if bias is None else bias.detach()
@@ -243,19 +234,14 @@ def key_weight_and_query_bias(model: PreTrainedModel, family: Family, layer: int
 def bias_directions(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Return u_h = W_k^{g(h)}ᵀ b_Q^h of every query head, (H,D) in float64: Δ_j^h = u_h · x_j, Σ_h u_h = γ (NU §4.2.3).
 
-    Args:
-        weight: W_k (K,d,D).
-        bias: b_Q (H,d); query head h reads the keys of head g(h) = h ÷ (H/K).
+    `weight` is W_k (K,d,D), `bias` b_Q (H,d), and query head h reads the keys of head g(h) = h ÷ (H/K).
     """
     grouped = bias.double().view(len(weight), -1, bias.shape[-1])  # (K,H/K,d)
     return torch.einsum("kgd,kdc->kgc", grouped, weight.double()).flatten(0, 1)
 
 
 def key_alignment(vectors: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return cos(W_k x, b_Q) for vectors x (P,D), of all heads concatenated and of each query head, (P,1+H) float64.
-
-    A key head that serves several query heads is compared with each (NU §4.2.2, for the EPE).
-    """
+    """Return cos(W_k x, b_Q) for vectors x (P,D), of all heads concatenated and of each query head, (P,1+H) float64."""
     keys = torch.einsum("kdc,pc->pkd", weight.double(), vectors.to(weight.device).double())
     keys = keys.repeat_interleave(len(bias) // len(weight), dim=1)  # (P,H,d)
     bias = bias.double()
@@ -263,20 +249,18 @@ def key_alignment(vectors: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     return torch.cat([together[:, None], torch.cosine_similarity(keys, bias[None], dim=-1, eps=0.0)], dim=1)
 
 
-GROUPS = 20  # groups of sequences (number modulo 20) for the jackknife of means
 WHOLE_RUN = -1  # the group of all sequences
 
 
 class Epe(Observable):
-    """Tests what effective positional encodings explain: tables `epe_by_group` and `epe_rest_by_sequence`.
+    """Compares effective positional encodings EPE_i = MLP⁽¹⁾(p_i) + p_i (positions.py) with states and keys.
 
-    EPE_i = MLP⁽¹⁾(p_i) + p_i (positions.py). NU calls it the first-order effect of position i after the first layer
-    (§3.2.1), and takes W_k EPE_0 as the reason why the sink's key is aligned with the query bias (§4.2.2). The paper
-    leaves both checks open.
+    NU calls EPE_i the first-order effect of position i after the first layer (§3.2.1), and W_k EPE_0 the reason why the
+    sink's key is aligned with the query bias (§4.2.2). The paper checks neither.
     """
 
     name = "epe"
-    about = "cosine of EPE with the states after the first layer, and of b_Q with what EPE_0 leaves of a key"
+    about = "cosine of EPE with the states after the first layer, and of b_Q with keys without EPE_0"
     sites = ("layer_in", "layer_out")
     expected = False
     columns: ClassVar = {
@@ -311,30 +295,21 @@ class Epe(Observable):
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if site == "layer_out" and layer == 0:
-            self._add_states(batch.tokens_at(upcast(reading.tensor), self.settings.positions), batch)
+            states = batch.tokens_at(upcast(reading.tensor), self.settings.positions)  # (B,P,D)
+            present = batch.present(states.shape[1])
+            counted = torch.ones(states.shape[:2]) if present is None else present
+            for index, state in enumerate(states.double()):
+                group = (batch.first + index) % GROUPS
+                self.sums.add(group, state)
+                self.counts.add(group, counted[index].float().cpu())
         if site == "layer_in" and layer in self.attending:
-            first = batch.tokens_at(upcast(reading.tensor), 1)[:, 0]
-            self._add_rest(layer, first, batch)
-
-    def _add_states(self, states: torch.Tensor, batch: Batch) -> None:
-        """Add the first layer's outputs (B,P,D) to the sums of their groups."""
-        present = batch.present(states.shape[1])
-        counted = torch.ones(states.shape[:2]) if present is None else present
-        for index, state in enumerate(states.double()):
-            group = (batch.first + index) % GROUPS
-            self.sums.add(group, state)
-            self.counts.add(group, counted[index].float().cpu())
-
-    def _add_rest(self, layer: int, first: torch.Tensor, batch: Batch) -> None:
-        """Add the cosines of position 0's inputs (B,D)."""
-        weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
-        if bias is None:
-            return
-        rest = first - self.epe[0].to(first)
-        cosines = {
-            name: key_alignment(x, weight, bias)[:, 0] for name, x in (("cosine", rest), ("cosine_whole", first))
-        }
-        self.by_sequence.add(batch, cosines, layer=layer)
+            weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
+            if bias is None:
+                return
+            first = batch.tokens_at(upcast(reading.tensor), 1)[:, 0]  # (B,D)
+            vectors = {"cosine": first - self.epe[0].to(first), "cosine_whole": first}
+            cosines = {name: key_alignment(x, weight, bias)[:, 0] for name, x in vectors.items()}
+            self.by_sequence.add(batch, cosines, layer=layer)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         groups = sorted(self.sums)
@@ -357,7 +332,7 @@ CLOSE = 1e-2  # relative tolerance for queries and keys as multiples of their pr
 
 
 class LogitTerms(Observable):
-    """Measures the four terms of logits with biases at position 0 and at other keys: table `logit_terms_by_sequence`.
+    """Measures the four terms of logits with biases, at position 0 and at other keys.
 
         s_{t→j} = (W_q x_t)ᵀ W_k x_j + (W_q x_t)ᵀ b_K + b_Qᵀ W_k x_j + b_Qᵀ b_K        (NU §4.1)
 
@@ -398,7 +373,7 @@ class LogitTerms(Observable):
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.model, self.family = model, family
-        self.site = read_by_attention(family)
+        self.site = "attn_norm" if "attn_norm" in family.sites else "layer_in"
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if site == self.site:
@@ -418,11 +393,11 @@ class LogitTerms(Observable):
             own = repeat_heads(upcast(state), heads) - bias
             tokens.append(batch.tokens_at(own.transpose(1, 2), longest).transpose(1, 2))
             biases.append(bias)
+        present = batch.present(longest)
+        counted = None if present is None else present[:, 1:]
         for term, (first, others) in terms(*tokens, *biases).items():
-            statistics = {
-                name: mean_over_later_queries(read.call.scaling * x, batch)
-                for name, x in (("at_first", first), ("at_others", others))
-            }
+            scaled = {"at_first": read.call.scaling * first, "at_others": read.call.scaling * others}
+            statistics = {name: mean_over_queries(x.mean(1, keepdim=True), counted)[:, 0] for name, x in scaled.items()}
             self.by_sequence.add(batch, statistics, layer=layer, term=term)
 
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -442,13 +417,8 @@ def sees_all_earlier(read: AttentionRead, batch: Batch) -> bool:
 def effective_bias(projection: Projection, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor | None:
     """Return the bias's part of queries or keys, (heads,d): the bias times a factor that some models apply to them.
 
-    Args:
-        projection: The projection of queries or keys.
-        x: (T,D), its input.
-        state: (heads,T,d), the queries or keys that attention reads.
-
-    Returns:
-        None if these are no multiple of the projection's output, for example after a rotation.
+    `x` (T,D) is the input of the projection, `state` (heads,T,d) the queries or keys that attention reads. The result
+    is None if these are no multiple of the projection's output, for example after a rotation.
     """
     weight, bias = projection.weight.detach(), projection.bias
     bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias.detach()
@@ -464,12 +434,8 @@ def terms(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Compute the four terms of q·k of every query from position 1 on, under the causal mask.
 
-    Args:
-        query, key: (B,H,T,d), without their biases.
-        query_bias, key_bias: (1,H,1,d).
-
-    Returns:
-        Term → two tensors (B,H,T−1): the term at position 0's key, and its mean over the query's other keys.
+    Queries and keys (B,H,T,d) are without their biases (1,H,1,d). Each term is two tensors (B,H,T−1): its value at
+    position 0's key, and its mean over the query's other keys.
     """
     first = key[:, :, :1]
     count = torch.arange(1, key.shape[2], device=key.device, dtype=key.dtype)
@@ -484,13 +450,3 @@ def terms(
         DELTA: (dot(query_bias, first).expand_as(alike), dot(query_bias.expand_as(others), others)),
         BIASES: (biases, biases),
     }
-
-
-def mean_over_later_queries(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Average x (B,H,T−1), of queries from position 1 on, over heads and the queries that a sequence has: (B,)."""
-    by_query = x.mean(1)
-    present = batch.present(x.shape[-1] + 1)
-    if present is None:
-        return by_query.mean(-1)
-    present = present[:, 1:].to(x.device)
-    return by_query.masked_fill(~present, 0.0).sum(-1) / present.sum(-1)
