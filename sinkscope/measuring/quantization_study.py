@@ -4,9 +4,9 @@ Settings of the whole model are measured on all sequences, the search for costly
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,8 +21,8 @@ from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.observables.outlier import Outlier
 from sinkscope.measuring.parity import ParityCheck
-from sinkscope.measuring.passes import Pass, Step, pass_over
-from sinkscope.measuring.resumed import FEW, Change, Resumed, tried
+from sinkscope.measuring.passes import Pass, pass_over
+from sinkscope.measuring.resumed import FEW, Change, passes_over, tried
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import Beginning
@@ -79,8 +79,14 @@ class Bench:
             return [*([Outlier(Settings())] if outliers else []), *compared]
 
         with self._quantized(ranges) as tracer:
-            done = self._pass(inputs, fresh, tracer.forward_with_loss)
-        return Measured(done.loss / inputs.num_predicted, **_outliers(done.observables))
+            done = pass_over(tracer.model, inputs, fresh, tracer.forward_with_loss, self._size, console=self.console)
+        self.used_batch_size = self.used_batch_size or done.batch_size
+        loss = done.loss / inputs.num_predicted
+        if not outliers:
+            return Measured(loss)
+        by_site = done.observables[0].tables()["outlier"]
+        kurtosis = by_site.groupby("layer")["kurtosis"].mean().mean()
+        return Measured(loss, float(by_site["max_inf_norm"].max()), float(kurtosis))
 
     def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
         """Measure every setting, starting at the first layer of which it quantizes a site.
@@ -89,12 +95,12 @@ class Bench:
         of a whole pass, whole passes are used.
         """
         layers = [min(site.layer for site in ranges) for ranges in settings]
-        order = sorted(range(len(settings)), key=lambda place: layers[place])
-        changes = [Change(layers[place], partial(self._quantized, settings[place])) for place in order]
+        order = sorted(range(len(settings)), key=lambda index: layers[index])
+        changes = [Change(layers[index], partial(self._quantized, settings[index])) for index in order]
         if not changes or layers[order[0]] < 1 or not self._resumes(changes[-1], settings[order[-1]], inputs):
             return [self.measure(ranges, inputs) for ranges in settings]
         done = dict(zip(order, self._passes_from(changes, inputs), strict=True))
-        return [Measured(done[place].loss / inputs.num_predicted) for place in range(len(settings))]
+        return [Measured(done[index].loss / inputs.num_predicted) for index in range(len(settings))]
 
     def _resumes(self, change: Change, ranges: Mapping[Site, Range], inputs: TokenInputs) -> bool:
         if self.interventions or not self.subject.family.causal:
@@ -104,14 +110,14 @@ class Bench:
         return resumed is not None and resumed.loss / few.num_predicted == self.measure(ranges, few).loss
 
     def _passes_from(self, changes: Sequence[Change], inputs: TokenInputs) -> list[Pass[Observable]]:
-        resumed = Resumed(self.subject, self.kernel, changes, Tracer.forward_with_loss)
-        return resumed.passes(self._pass(inputs, resumed.fresh, resumed))
-
-    def _pass(self, inputs: TokenInputs, fresh: Callable[[], list[Observable]], step: Step) -> Pass[Observable]:
-        size = self.used_batch_size or self.batch_size
-        done = pass_over(self.subject.loaded.model, inputs, fresh, step, size, console=self.console)
-        self.used_batch_size = self.used_batch_size or done.batch_size  # a size that fitted is used again
+        subject = replace(self.subject, inputs=inputs)
+        done = passes_over(subject, self.kernel, changes, Tracer.forward_with_loss, self._size, 1, self.console)
+        self.used_batch_size = self.used_batch_size or done[0].batch_size
         return done
+
+    @property
+    def _size(self) -> int | Literal["auto"]:
+        return self.used_batch_size or self.batch_size  # a size that fitted is used again
 
     @contextmanager
     def _quantized(self, ranges: Mapping[Site, Range], beginning: Beginning | None = None) -> Iterator[Tracer]:
@@ -127,13 +133,6 @@ class Bench:
         return open_tracer(subject.loaded.model, subject.family, self.kernel, self.interventions, beginning)
 
 
-def _outliers(observables: Iterable[Observable]) -> dict[str, float]:
-    for by_site in (observable.tables()["outlier"] for observable in observables if isinstance(observable, Outlier)):
-        by_layer = by_site.groupby("layer")["kurtosis"].mean()
-        return {"max_inf_norm": float(by_site["max_inf_norm"].max()), "kurtosis": float(by_layer.mean())}
-    return {}
-
-
 def w8a8(
     subject: Subject,
     calibration: TokenInputs,
@@ -141,7 +140,6 @@ def w8a8(
     precision: Precision | None = None,
     kernel: str = "sdpa",
     batch_size: int | Literal["auto"] = "auto",
-    interventions: Iterable[Intervention] = (),
 ) -> dict[str, float]:
     """Measure the cost of quantizing every linear layer except the LM head, on the subject's input.
 
@@ -152,19 +150,15 @@ def w8a8(
     Args:
         calibration: Other sequences, on which the static ranges are measured.
         precision: Bits and grids; None means 8 bits and one grid per tensor.
-        interventions: Interventions during calibration and measurement.
 
     Returns:
         loss, perplexity, max_inf_norm and kurtosis in full precision, and the same names with `_quantized`.
     """
-    bench = Bench(subject, precision or Precision(), kernel, batch_size, tuple(interventions))
+    bench = Bench(subject, precision or Precision(), kernel, batch_size)
     arms: dict[str, dict[Site, Range]] = {"": {}, "_quantized": bench.ranges(calibration)}
-    found: dict[str, float] = {}
-    for ending, ranges in arms.items():
-        measured = bench.measure(ranges, subject.inputs, outliers=True)
-        for name in ("loss", "perplexity", "max_inf_norm", "kurtosis"):
-            found[name + ending] = getattr(measured, name)
-    return found
+    measured = {ending: bench.measure(ranges, subject.inputs, outliers=True) for ending, ranges in arms.items()}
+    names = ("loss", "perplexity", "max_inf_norm", "kurtosis")
+    return {name + ending: getattr(found, name) for ending, found in measured.items() for name in names}
 
 
 Ranges = Mapping[Site, Range]
@@ -223,8 +217,6 @@ class Study:
         self._keep_costliest(self._costliest_sites(self._costly_kinds()))
         return {"quantization": pd.DataFrame(self.rows), "quantization_sites": self._sites()}
 
-    # --- what is measured
-
     def _whole_model(self) -> None:
         weights = {site for site in self.ranges if site.part == WEIGHT}
         massive = {site for site, known in self.ranges.items() if known.is_massive}
@@ -266,11 +258,11 @@ class Study:
 
     def _keep_costliest(self, costliest: list[Site]) -> None:
         """Keep 1, 2, 4, … sites in full precision until little of the cost remains; measure that choice on all text."""
-        whole = self._row(settings.ALL, self.probes)["cost"]
-        if not costliest or whole < settings.COSTLY:
+        full_cost = self._row(settings.ALL, self.probes)["cost"]
+        if not costliest or full_cost < settings.COSTLY:
             return
         count, cost = 0, math.inf
-        while cost > settings.RESTORED * whole and count < len(costliest):
+        while cost > settings.RESTORED * full_cost and count < len(costliest):
             count = min(max(1, 2 * count), len(costliest))
             kept = costliest[:count]
             cost = self._note(settings.COSTLIEST_KEPT, self._without(set(kept)), self.probes, kept=kept)
@@ -283,8 +275,6 @@ class Study:
 
     def _without(self, kept: Set[Site]) -> dict[Site, Range]:
         return {site: known for site, known in self.ranges.items() if site not in kept}
-
-    # --- how it is recorded
 
     def _note(
         self,

@@ -536,8 +536,8 @@ def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -
     for name in ("loss", "perplexity", "max_inf_norm", "kurtosis"):
         assert numbers[name] == pytest.approx(settings[name][FULL])
         assert numbers[f"{name}_quantized"] == pytest.approx(settings[name][ALL])
-    masked = w8a8(evaluated, subject.inputs.part(20, 24), interventions=sinkscope.interventions.parse_all("mask-sink"))
-    assert masked["loss"] != numbers["loss"]
+    masked = Bench(evaluated, Precision(4, 4), interventions=tuple(sinkscope.interventions.parse_all("mask-sink")))
+    assert masked.measure({}, evaluated.inputs).loss != numbers["loss"]
 
 
 # --- retrofitted models
