@@ -2,11 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -41,35 +41,27 @@ ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables that arms do not keep
 BEFORE = "before"
 
 
-class HiddenMean(Observable):
-    """The mean output of every layer at one position, for mean-massive."""
+class PositionMean(Observable):
+    """The mean output of every layer at one position, for mean-massive.
 
-    sites: ClassVar[tuple[str, ...]] = ("layer_out",)
+    Without sites, that of every layer's value projection, for mean-sink-value: it is no site, and the intervention
+    `ReadValues` reads it in the module that interventions on values edit.
+    """
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, *sites: str) -> None:
         super().__init__(Settings())
-        self.position = position
+        self.position, self.sites = position, sites
         self.mean = Mean()
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        at_position = batch.tokens_at(reading.tensor, self.position + 1)[:, self.position]
-        self.mean.add(layer, upcast(at_position))
+        self.take(layer, batch.tokens_at(reading.tensor, self.position + 1)[:, self.position])
+
+    def take(self, layer: int, x: torch.Tensor) -> None:
+        """Add x (n,D) of the n sequences of a batch that have the position."""
+        self.mean.add(layer, upcast(x))
 
     def by_layer(self) -> dict[int, torch.Tensor]:
         return {layer: torch.from_numpy(self.mean[layer]) for layer in self.mean.keys()}  # noqa: SIM118 (not a dict)
-
-
-class ValueMean(HiddenMean):
-    """The mean output (heads · d,) of every layer's value projection at one position, for mean-sink-value.
-
-    This output is not a site: the intervention `ReadValues` reads it in the module that interventions on values edit.
-    """
-
-    sites: ClassVar[tuple[str, ...]] = ()
-
-    def take(self, layer: int, values: torch.Tensor) -> None:
-        """Add values (n, heads · d) of the n sequences of a batch that have the position."""
-        self.mean.add(layer, upcast(values))
 
 
 @dataclass(frozen=True)
@@ -193,12 +185,14 @@ class Experiment:
         asked = {at for stack in self.wanted.values() for part in stack for at in part.reads_means}
 
         def fresh() -> list[Observable]:
-            return [*self._fresh(-1), *map(HiddenMean, sorted(asked)), *check.fresh()]
+            means = [PositionMean(position, "layer_out") for position in sorted(asked)]
+            return [*self._fresh(-1), *means, *check.fresh()]
 
         done = self._pass(fresh, self._step(True), ())
         before = self._arm(BEFORE, -1, done)
         self.parity_error = check.error
-        self._keep_means(each for each in done.observables if isinstance(each, HiddenMean))
+        means = [each for each in done.observables if isinstance(each, PositionMean)]
+        self._means |= {each.position: each.by_layer() for each in means}
         return before
 
     def _taken_from(self, run: RunData) -> Arm:
@@ -353,20 +347,17 @@ class Experiment:
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
         """Return the unchanged model's mean output (D,) of a layer at a position, over sequences."""
         if position not in self._means:
-            self._keep_means(self._pass(lambda: [HiddenMean(position)], Tracer.forward, ()).observables)
+            done = self._pass(lambda: [PositionMean(position, "layer_out")], Tracer.forward, ())
+            self._means[position] = done.observables[0].by_layer()
         return self._means[position][layer]
-
-    def _keep_means(self, measured: Iterable[HiddenMean]) -> None:
-        for hidden in measured:
-            self._means[hidden.position] = hidden.by_layer()
 
     def _value_mean(self, layer: int, position: int) -> torch.Tensor:
         """Return the unchanged model's mean output (heads · d,) of a layer's value projection at a position."""
         if position not in self._value_means:
-            latest: list[ValueMean] = []  # replaced when the pass starts again with a smaller batch
+            latest: list[PositionMean] = []  # replaced when the pass starts again with a smaller batch
 
-            def fresh() -> list[ValueMean]:
-                latest[:] = [ValueMean(position)]
+            def fresh() -> list[PositionMean]:
+                latest[:] = [PositionMean(position)]
                 return list(latest)
 
             stack = (ReadValues(positions=(position,), seen=lambda layer, x: latest[0].take(layer, x)),)

@@ -2,19 +2,13 @@
 
 Model code that treats our attention function differently from its own (a mask left out, a scale not applied) would give
 wrong numbers without an error. A short check before the run is not enough: attention to the 2048 best keys is dense for
-shorter texts.
+shorter texts. There are two comparisons:
 
-There are two comparisons:
-
-1. Each layer's attention is compared with the model's own function on the same queries, keys and values (`comparing`).
-   Round-off grows from layer to layer, by amounts that depend on the model, so outputs of whole models do not
-   distinguish round-off from a fault. Here every layer is compared on its own inputs, in float32 whatever the dtype of
-   the model, from the same rounded queries, keys and values. Only the round-off of two float32 computations is left,
-   which has a bound (`attention_round_off`). The bound grows with the logits, also with large key biases, which cancel
-   in the softmax.
+1. Each layer's attention is compared with the model's own function on the same queries, keys and values, in float32
+   whatever the dtype of the model (`comparing`). Only the round-off of two computations is left, which has a bound
+   (`attention_round_off`); the round-off of a complete model has none.
 2. The last layer's output is compared with that of the bare model. This finds faults outside the attention function,
-   such as wrong padding or a seam that is not called. The round-off of that output is measured on the model itself
-   (`round_off`).
+   such as wrong padding or a seam that is not called. Its round-off is measured on the model itself (`round_off`).
 """
 
 import math
@@ -72,14 +66,9 @@ class Comparison:
 def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[list[Comparison]]:
     """Compare every layer's attention with the model's own function when the model runs in the block.
 
-    The model itself computes with its own attention. Two kinds of layers are skipped: those with attention code of
-    their own, which has no function to call twice, and those whose attention a retrofit has changed.
-
-    Args:
-        batch: The batch, without padding, on which the caller runs the model.
-
-    Yields:
-        A list that is filled when the model runs; it stays empty if no layer is comparable.
+    The caller runs the model, with its own attention, on this batch without padding, which fills the yielded list. Two
+    kinds of layers are skipped: those with attention code of their own, which has no function to call twice, and those
+    whose attention a retrofit has changed.
     """
     layers = {attention: layer for layer, attention in family.attentions(model).items()}
     batch = batch.with_registers(registers_before(model))
@@ -169,9 +158,6 @@ def attention_round_off(read: AttentionRead) -> torch.Tensor:
     by Cauchy and Schwarz; a softcap makes it smaller. An error Δ of the logits changes each weight by a factor between
     exp(-2Δ) and exp(2Δ), so the error of a mix of values is at most (exp(2Δ) - 1 + g) max_s ‖v_s‖, where the last g
     comes from the sum over the keys. The bound is twice that, because both computations have errors.
-
-    Args:
-        read: The queries, keys and values of both computations; `lse` is not used.
     """
     query, key = upcast(read.query), upcast(read.key)
     u = PRECISION[torch.get_float32_matmul_precision()]  # softmax of float64 is in float32 in many models
@@ -205,11 +191,8 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     condition estimation: Kenney and Laub, 1994). Their size is one unit in the last place or, if larger, that of a sum
     over D channels in float32, √D u (Higham and Mary, 2019), because float64 models compute norms and softmax in
     float32; times MARGIN. MARGIN scales the errors rather than their effect because expert routers are discontinuous:
-    a choice that rounding may flip is then flipped here too.
-
-    Args:
-        batch: A batch without padding.
-        bare: (B,T,D), the last layer's output on that batch.
+    a choice that rounding may flip is then flipped here too. `bare` (B,T,D) is the last layer's output on the batch,
+    which has no padding.
     """
     layer = family.last_layer(model)
     inputs = model_inputs(model, batch, False, family.first_position)
@@ -241,10 +224,8 @@ def _perturbed(draw: dict[torch.device, torch.Generator], module: nn.Module, x: 
 
 
 class Parity(Observable):
-    """Compares the last layer's output on the first batch with that of the bare model.
-
-    Raises:
-        SinkscopeError: While the batch is read, they differ by more than round-off. (The tracer reports NaN.)
+    """Compares the last layer's output on the first batch with the bare model's. Raises SinkscopeError while the batch
+    is read if they differ by more than round-off. (The tracer reports NaN.)
     """
 
     sites = ("layer_out",)

@@ -75,14 +75,8 @@ def pass_over(
 
     Several processes share the batches. Afterwards each of them has the sums of all.
 
-    Args:
-        fresh: Creates new observables.
-        step: A method of the tracer.
-        batch_size: Sequences per batch; "auto" starts with TOKENS_PER_BATCH.
-        costs: Memory of a step in units of a forward pass.
-
-    Raises:
-        SinkscopeError: A batch of one sequence does not fit into memory.
+    `step` is a method of the tracer that needs the memory of `costs` forward passes. Raises SinkscopeError if a batch
+    of one sequence does not fit into memory.
     """
     tried = 0
     members = team()

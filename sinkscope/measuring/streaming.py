@@ -55,13 +55,9 @@ def measure_streaming(
     """Measure loss and perplexity with dense attention, and with each window, with and without the first tokens.
 
     Args:
-        inputs: Sequences of equal length.
         windows: Numbers of last tokens to cache.
         keep: Numbers of first tokens to cache in addition, register tokens first. 0, the plain window, is always
             measured.
-
-    Returns:
-        The raw tables of STREAMING_TABLES. They count predicted tokens, so never token 0.
 
     Raises:
         InputError: Streaming does not apply to the model, the sequences differ in length, or a cache holds the complete

@@ -268,11 +268,8 @@ def logits_of(output: Any) -> torch.Tensor:
 def model_inputs(
     model: PreTrainedModel, batch: Batch, with_logits: bool = True, first_position: int | None = 0
 ) -> dict[str, Any]:
-    """Return the keyword arguments with which to call the model on a batch.
-
-    Args:
-        with_logits: Request the logits of all tokens; otherwise only of the last, if the model has that option.
-        first_position: Number of the first position in the model's family.
+    """Return the keyword arguments with which to call the model on a batch, for all logits or, if the model has that
+    option, only the last; `first_position` is the number of the first position in the model's family.
     """
     device, parameters = input_device(model), inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
@@ -308,10 +305,8 @@ def open_tracer(
 ) -> Iterator[Tracer]:
     """Install the seams, apply the interventions in their order and wrap the model, until the end of the block.
 
-    Afterwards, also after an exception, the model is restored bit for bit.
-
-    Args:
-        beginning: The input of a layer on one batch; earlier layers then neither run nor are read.
+    Afterwards, also after an exception, the model is restored bit for bit. With a beginning, the input of a layer on
+    one batch, earlier layers neither run nor are read.
 
     Raises:
         InputError: An intervention does not apply or would change nothing.

@@ -70,11 +70,7 @@ class RowGrids:
 
 
 def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
-    """Return the grid for -largest … largest, with 2^(bits-1) - 1 steps to either side; for a tensor, one per entry.
-
-    Raises:
-        InputError: The number `largest` is negative or not finite, or the number of bits is not supported.
-    """
+    """Return the grid for -largest … largest, with 2^(bits-1) - 1 steps to either side; for a tensor, one per entry."""
     check_bits(bits)
     if not isinstance(largest, torch.Tensor) and not (math.isfinite(largest) and largest >= 0):
         raise InputError(f"a tensor whose largest entry is {largest} cannot be quantized")
@@ -85,11 +81,7 @@ def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
 def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
     """Return the grid for low … high, widened to hold 0: 2^bits - 1 steps, of which round(-low ÷ step) are below 0.
 
-    Args:
-        low, high: Two numbers, or two tensors, which give a grid for each entry.
-
-    Raises:
-        InputError: The numbers low … high are no finite range, or the number of bits is not supported.
+    For two tensors instead of numbers, there is a grid for each entry.
     """
     check_bits(bits)
     most = 2**bits - 1

@@ -84,12 +84,9 @@ def read_blocks(
 
     Args:
         text: "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself.
-        dataset: A HuggingFace dataset in place of `text`.
         length: Tokens in a block.
         wanted: Blocks to train on, at most.
         share: The share of all blocks, from the end of the text, that is held out.
-        seed: Seed of sampled text.
-        bos: "never": blocks of text begin without the tokens that the tokenizer puts before a text.
 
     Raises:
         InputError: The text cannot be read, or holds fewer than two blocks.

@@ -41,15 +41,8 @@ def retrofit_table(
 ) -> pd.DataFrame:
     """Return the table `retrofit` of one seed: model, condition (the arm), layer −1, seed, metric, value.
 
-    Args:
-        runs: Arm → its run, on held-out text.
-        quantized: Arm → the result of `w8a8` on the same text. Its numbers in full precision replace the run's, so
-            that each increase is between numbers of one measurement.
-        gates: The table `gates` of all arms.
-        seed: The seed of the training.
-
-    Returns:
-        A row for each arm and metric that was measured, in the order of `TABLES`.
+    There is a row for each arm and metric that was measured, in the order of `TABLES`. The numbers of `w8a8` in full
+    precision replace the run's, so that each increase is between numbers of one measurement.
     """
     farthest = gates.groupby("condition")["displacement"].max()
     rows = []

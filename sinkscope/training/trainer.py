@@ -144,12 +144,9 @@ def train(
     """Train a loaded model in place, retrofitted or not. Afterwards it is in eval mode with its parameters frozen.
 
     Args:
-        blocks: The text; `train` is read.
-        out: The folder for checkpoints.
-        resume: Continue from the last complete checkpoint in `out`; otherwise existing checkpoints are deleted.
-        keep_all: Keep every checkpoint instead of the last two.
+        out: The folder for checkpoints. With `resume`, the training continues from the last complete one in it;
+            otherwise they are deleted. The last two are kept, with `keep_all` every one.
         cpu: Train on the CPU even if there is a GPU.
-        console: For a progress bar.
         probe: Measures the model at step 0 and at every log; it does not influence the training.
 
     Returns:

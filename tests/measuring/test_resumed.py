@@ -1,4 +1,4 @@
-"""What begins at a layer is, bit for bit, what a whole pass gives: of several families, changes and a padded batch."""
+"""Passes that begin at a later layer give bit for bit the results of complete passes."""
 
 import json
 from collections.abc import Sequence
@@ -16,11 +16,10 @@ from sinkscope.commands.intervene import intervene
 from sinkscope.interventions import INTERVENTIONS, Intervention, Target, parse
 from sinkscope.interventions.massive import RescaleNorm
 from sinkscope.measuring import resumed
-from sinkscope.measuring.calibration import calibrate_ranges
 from sinkscope.measuring.measure import prepared, tables_of
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.passes import Pass, pass_over
-from sinkscope.measuring.quantization_study import Bench
+from sinkscope.measuring.quantization_study import Bench, calibrate_ranges
 from sinkscope.measuring.resumed import Change, are_the_same, completed, passes_over
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
@@ -145,7 +144,7 @@ def test_an_experiment_has_the_same_tables_wherever_its_arms_are_said_to_begin(
 
 
 def test_a_model_whose_layers_share_something_is_measured_whole(ragged: dict[str, Any]) -> None:
-    """Here the last layer takes what the first one has left for it."""
+    """The last layer takes a value that the first one has left for it."""
     model, left = tiny_model("llama"), list[int]()
     first, *_, last = model.model.layers
     first.register_forward_hook(lambda *_: left.append(1))

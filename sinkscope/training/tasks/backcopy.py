@@ -3,15 +3,12 @@
     <s> h t h i s a t a n …      t, e and the space are triggers: the token before a trigger is repeated after it
 
 Every sequence begins with <s>, or as an `Opening` says. After a token that is no trigger, the next one is drawn by the
-frequencies of character pairs in the text of `--input natural`: it depends on that token alone, so attention is not
-needed. After a trigger, the token before the trigger is repeated, which needs attention. The first character is drawn
-by its frequency among the characters that are no triggers, so that every trigger has something to copy that is no
-trigger. As in the paper's code, the triggers are the three most frequent characters, and there are 64 characters; its
-text is tiny Shakespeare.
+frequencies of character pairs in the text of `--input natural`, which needs no attention. After a trigger, the token
+before the trigger is repeated, which needs attention. The first character is no trigger. As in the paper's code, the
+triggers are the three most frequent of 64 characters; its text is tiny Shakespeare.
 
-Measurements (VGA figures 4–6) average over the queries from position 1 on, since the first token sees only itself, and
-after an opening that the chain does not follow. "Start" is the first token, mostly <s>. Every number is a mean over
-these queries in the held-out sequences; numbers on attention are by layer and averaged over heads.
+Measurements (VGA figures 4–6) are means over the queries from position 1 on, or after an opening, in the held-out
+sequences; numbers on attention are by layer and averaged over heads. "Start" is the first token, mostly <s>.
 """
 
 from collections import Counter, defaultdict
@@ -162,10 +159,7 @@ def measure(
     task: BigramBackcopy, model: PreTrainedModel, family: Family, held_out: np.ndarray, opening: int = 1
 ) -> pd.DataFrame:
     """Measure the metrics `BACKCOPY` of results/metrics.py for a model in eval mode on sequences (N,T) of the task. The
-    first `opening` tokens are no part of the chain.
-
-    Returns:
-        layer (−1: the whole model), metric, value.
+    first `opening` tokens are no part of the chain. Returns layer (−1: the whole model), metric, value.
     """
     seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
     with open_tracer(model, family) as tracer:
@@ -191,10 +185,8 @@ def example(
 ) -> dict[str, pd.DataFrame]:
     """Measure one sequence (T,) in detail, as VGA figures 4 and 6 show it.
 
-    Returns:
-        `attention_maps`: every head's weights, with the columns of the observable of that name.
-        `value_norms`: layer, sequence, position, token_id, is_trigger, norm (of the projected values), attended_norm
-        (after a gate on the values).
+    Returns the tables `attention_maps`, as the observable of that name, and `value_norms` of the projected values
+    (`norm`) and of those after a gate on the values (`attended_norm`).
     """
     ids = torch.from_numpy(sequence[None])
     heads = range(model.config.get_text_config().num_attention_heads)
