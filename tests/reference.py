@@ -278,15 +278,6 @@ def _dense_sdpa(calls: _Calls) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def sdpa_weights(model: PreTrainedModel, ids: np.ndarray) -> list[np.ndarray]:
-    """A second route to the attention weights (H,T,T) of every layer: the model's SDPA path, made dense."""
-    calls = _Calls()
-    with _dense_sdpa(calls):
-        model(torch.tensor(ids)[None], use_cache=False)
-    return [_numpy(weights) for weights in calls.weights]
-
-
 # --------------------------------------------------------------------------------------------- tables
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pandas as pd
 import torch
@@ -41,16 +41,14 @@ ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables that arms do not keep
 BEFORE = "before"
 
 
-class PositionMean(Observable):
-    """The mean output of every layer at one position, for mean-massive.
+class HiddenMean(Observable):
+    """The mean output of every layer at one position, for mean-massive."""
 
-    Without sites, that of every layer's value projection, for mean-sink-value: it is no site, and the intervention
-    `ReadValues` reads it in the module that interventions on values edit.
-    """
+    sites: ClassVar[tuple[str, ...]] = ("layer_out",)
 
-    def __init__(self, position: int, *sites: str) -> None:
+    def __init__(self, position: int) -> None:
         super().__init__(Settings())
-        self.position, self.sites = position, sites
+        self.position = position
         self.mean = Mean()
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
@@ -62,6 +60,12 @@ class PositionMean(Observable):
 
     def by_layer(self) -> dict[int, torch.Tensor]:
         return {layer: torch.from_numpy(self.mean[layer]) for layer in self.mean.keys()}  # noqa: SIM118 (not a dict)
+
+
+class ValueMean(HiddenMean):
+    """The same for value projections and mean-sink-value: their outputs are no site, and `ReadValues` reads them."""
+
+    sites: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -185,13 +189,13 @@ class Experiment:
         asked = {at for stack in self.wanted.values() for part in stack for at in part.reads_means}
 
         def fresh() -> list[Observable]:
-            means = [PositionMean(position, "layer_out") for position in sorted(asked)]
+            means = [HiddenMean(position) for position in sorted(asked)]
             return [*self._fresh(-1), *means, *check.fresh()]
 
         done = self._pass(fresh, self._step(True), ())
         before = self._arm(BEFORE, -1, done)
         self.parity_error = check.error
-        means = [each for each in done.observables if isinstance(each, PositionMean)]
+        means = [each for each in done.observables if isinstance(each, HiddenMean)]
         self._means |= {each.position: each.by_layer() for each in means}
         return before
 
@@ -347,17 +351,17 @@ class Experiment:
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
         """Return the unchanged model's mean output (D,) of a layer at a position, over sequences."""
         if position not in self._means:
-            done = self._pass(lambda: [PositionMean(position, "layer_out")], Tracer.forward, ())
+            done = self._pass(lambda: [HiddenMean(position)], Tracer.forward, ())
             self._means[position] = done.observables[0].by_layer()
         return self._means[position][layer]
 
     def _value_mean(self, layer: int, position: int) -> torch.Tensor:
         """Return the unchanged model's mean output (heads · d,) of a layer's value projection at a position."""
         if position not in self._value_means:
-            latest: list[PositionMean] = []  # replaced when the pass starts again with a smaller batch
+            latest: list[ValueMean] = []  # replaced when the pass starts again with a smaller batch
 
-            def fresh() -> list[PositionMean]:
-                latest[:] = [PositionMean(position)]
+            def fresh() -> list[ValueMean]:
+                latest[:] = [ValueMean(position)]
                 return list(latest)
 
             stack = (ReadValues(positions=(position,), seen=lambda layer, x: latest[0].take(layer, x)),)

@@ -106,14 +106,14 @@ def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> li
     return [Method("dense", -1, 0), *streams]
 
 
-def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
+def token_losses(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the cross-entropy (B,T-1), in nats, of each token given the earlier ones: logits (B,T,V), token_ids (B,T).
 
-    It is computed for `chunk` tokens at a time, because the log-softmax of all would be as large as the logits.
+    It is computed for a few tokens at a time, because the log-softmax of all would be as large as the logits.
     """
     sequences = zip(logits[:, :-1], token_ids[:, 1:], strict=True)
     return torch.stack([
-        torch.cat([cross_entropies(*part) for part in zip(own.split(chunk), labels.split(chunk), strict=True)])
+        torch.cat([cross_entropies(*part) for part in zip(own.split(CHUNK), labels.split(CHUNK), strict=True)])
         for own, labels in sequences
     ])  # fmt: skip
 

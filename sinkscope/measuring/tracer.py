@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -271,7 +271,7 @@ def model_inputs(
     """Return the keyword arguments with which to call the model on a batch, for all logits or, if the model has that
     option, only the last; `first_position` is the number of the first position in the model's family.
     """
-    device, parameters = input_device(model), inspect.signature(model.forward).parameters
+    device, parameters = input_device(model), _parameters(model)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
     if batch.valid is not None:
         inputs["attention_mask"] = batch.attention_mask.to(device)
@@ -281,6 +281,10 @@ def model_inputs(
     if not with_logits and "logits_to_keep" in parameters:
         inputs["logits_to_keep"] = 1
     return inputs
+
+
+def _parameters(model: PreTrainedModel) -> Container[str]:
+    return inspect.signature(model.forward).parameters
 
 
 def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:

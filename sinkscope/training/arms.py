@@ -67,7 +67,7 @@ def parse_methods(methods: Methods) -> list[Method]:
         if len(found := _parse(text)) != 1:
             raise InputError(f"method '{name}': it must be one method, such as vga:placement=output")
         if not name or as_folder_name(name) != name or name in RESERVED:
-            raise InputError(f"'{name}' cannot name a method, whose name is also its folder's: choose another")
+            raise InputError(f"'{name}' cannot be the name of a method, which is also its folder's: choose another")
         wanted.append(replace(found[0], called=name))
     if not wanted:
         raise InputError("name a method: --method NAME[:key=value,…]; `sinkscope list retrofits` shows the names")

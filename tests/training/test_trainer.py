@@ -128,14 +128,6 @@ def test_only_new_leaves_every_old_parameter_as_it_was(tmp_path: Path) -> None:
         assert torch.equal(parameter, after.get_parameter(name)) != (name in new), name
 
 
-def test_accumulated_batches_are_one_large_one(tmp_path: Path) -> None:
-    one, two = model(), model()
-    train(one, repetitive(8), config(steps=2, batch_size=4), tmp_path / "one")
-    train(two, repetitive(8), config(steps=2, batch_size=2, accumulation=2), tmp_path / "two")
-    for x, y in zip(one.parameters(), two.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
-
-
 def test_bf16_computes_in_it_and_keeps_the_weights(tmp_path: Path) -> None:
     fine, coarse = model(), model()
     forward = type(fine).forward
@@ -236,23 +228,6 @@ def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -
     assert same(resumed, unbroken)
 
 
-def test_a_training_that_is_over_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done, again = model(), model()
-    expected = train(done, repetitive(), config(), tmp_path)
-    monkeypatch.setattr(Trainer, "training_step", None)
-    assert train(again, repetitive(), config(), tmp_path).equals(expected)
-    assert same(done, again)
-
-
-def test_without_resume_it_begins_anew(tmp_path: Path) -> None:
-    done, again = model(), model()
-    train(done, repetitive(), config(steps=8), tmp_path)
-    train(again, repetitive(), config(steps=12), tmp_path, resume=False)
-    unbroken = model()
-    train(unbroken, repetitive(), config(steps=12), tmp_path / "other")
-    assert same(again, unbroken)
-
-
 # --- what is refused, and what goes wrong ---
 
 
@@ -263,6 +238,19 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"--only-new leaves nothing to train: {method} adds no parameters"):
             train(model(method=method, **parameters), repetitive(), config(only_new=True), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_finished_training_is_not_repeated_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, again, anew = model(), model(), model()
+    expected = train(done, repetitive(), config(), tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "training_step", None)
+        assert train(again, repetitive(), config(), tmp_path).equals(expected)
+    assert same(done, again)
+    assert train(anew, repetitive(), config(), tmp_path, resume=False).equals(expected)
+    assert same(done, anew)
 
 
 def test_another_training_is_not_resumed(tmp_path: Path) -> None:
