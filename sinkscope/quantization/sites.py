@@ -85,8 +85,8 @@ def sites_of(
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
-    running = {at: family.block(at) for at in range(len(family.layer_modules(model)))}
-    running = {at: block for at, block in running.items() if block.kind != NOT_RUN}
+    blocks = enumerate(map(family.block, range(len(family.layer_modules(model)))))
+    running = {at: block for at, block in blocks if block.kind != NOT_RUN}
     if scheme == FULL_SCHEME:
         _check_interface(family, "--scheme full", "scores and softmax outputs")
         for path, module in model.named_modules():
