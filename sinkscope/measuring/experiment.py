@@ -288,10 +288,7 @@ class Experiment:
         """Measure an arm and its controls together from the first layer that any of them changes, or one by one."""
         layer = min(part.begins_at(target) for stack in stacks.values() for part in stack)
         if not self._resumes_at(layer, next(iter(stacks.values())), with_loss):
-            step = self._step(with_loss)
-            return [
-                self._arm(*at, self._pass(partial(self._fresh, at[1]), step, stack)) for at, stack in stacks.items()
-            ]
+            return [self._measured(*condition, stack, with_loss) for condition, stack in stacks.items()]
         changes = [self._change(layer, stack, draw) for (_, draw), stack in stacks.items()]
         done = self._passes_from(changes, self.subject, with_loss)
         return [self._arm(*condition, one, layer) for condition, one in zip(stacks, done, strict=True)]
@@ -317,6 +314,10 @@ class Experiment:
     def _change(self, layer: int, stack: Stack, draw: int) -> Change:
         opened = partial(open_tracer, self.subject.loaded.model, self.subject.family, self.config.attn, stack)
         return Change(layer, opened, partial(self._fresh, draw))
+
+    def _measured(self, condition: str, draw: int, stack: Stack, with_loss: bool) -> Arm:
+        """Measure one pass with these interventions and collect its tables under `condition`."""
+        return self._arm(condition, draw, self._pass(partial(self._fresh, draw), self._step(with_loss), stack))
 
     def _fresh(self, draw: int) -> list[Observable]:
         """Create the observables of an arm (draw -1) or of a control (a draw from 0 on)."""
