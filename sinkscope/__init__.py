@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from sinkscope.commands.train import train as train
     from sinkscope.errors import InputError as InputError
     from sinkscope.errors import SinkscopeError as SinkscopeError
-    from sinkscope.measuring.calibration import calibrate_ranges as calibrate_ranges
     from sinkscope.measuring.intervening import intervening as intervening
+    from sinkscope.measuring.quantization_study import calibrate_ranges as calibrate_ranges
     from sinkscope.output.run import Run as Run
     from sinkscope.output.series import Series as Series
     from sinkscope.output.side_by_side import compare as compare
@@ -44,7 +44,7 @@ _MODULES = {
     "analyze": "commands.analyze",
     "analyze_steps": "commands.analyze",
     "benchmark": "commands.benchmark",
-    "calibrate_ranges": "measuring.calibration",
+    "calibrate_ranges": "measuring.quantization_study",
     "claims": "commands.claims",
     "compare": "output.side_by_side",
     "doctor": "commands.doctor",

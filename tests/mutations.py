@@ -181,7 +181,7 @@ MUTATIONS = [
     ),
     *_mutations(
         BRANCH_TESTS,
-        ("site: only its last term", TRACER, "Tracer._read_layers", "_added(whole if at else None", "_added(None"),
+        ("site: only its last term", TRACER, "Tracer._read_layers", "_added(added if at else None", "_added(None"),
         ("site: a branch is not scaled", TRACER, "_added", "else scale * term", "else term"),
         ("gradient: a scaled branch", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
          "gradient / scale", "gradient * scale"),

@@ -309,15 +309,6 @@ def _dense_sdpa(
     return calls.mixes[-1]
 
 
-@torch.no_grad()
-def sdpa_weights(model: PreTrainedModel, ids: np.ndarray) -> list[np.ndarray]:
-    """Return the attention weights (H,T,T) of every layer from the model's SDPA path, made dense."""
-    calls = Calls()
-    with patch.object(F, "scaled_dot_product_attention", partial(_dense_sdpa, calls)):
-        model(torch.tensor(ids)[None], use_cache=False)
-    return [_numpy(weights) for weights in calls.weights]
-
-
 # --------------------------------------------------------------------------------------------- tables
 
 

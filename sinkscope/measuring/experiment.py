@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,12 +18,12 @@ from sinkscope.interventions import Known, Target
 from sinkscope.interventions.intervention import Stack, expectation, random_controls
 from sinkscope.interventions.sink_value import ReadValues
 from sinkscope.measuring.console import print_part
-from sinkscope.measuring.measure import Chosen, choose, prepared, settings_of, tables_of
+from sinkscope.measuring.measure import choose, prepared, settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, first_size, pass_over
-from sinkscope.measuring.resumed import FEW, Change, Resumed, are_the_same, completed, tried
+from sinkscope.measuring.resumed import FEW, Change, TracerStep, are_the_same, completed, passes_over, tried
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import arm_metrics
@@ -42,7 +42,7 @@ BEFORE = "before"
 
 
 class HiddenMean(Observable):
-    """The mean output of every layer at one position, which mean-massive puts there."""
+    """The mean output of every layer at one position, for mean-massive."""
 
     sites: ClassVar[tuple[str, ...]] = ("layer_out",)
 
@@ -52,25 +52,20 @@ class HiddenMean(Observable):
         self.mean = Mean()
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        at_position = batch.tokens_at(reading.tensor, self.position + 1)[:, self.position]
-        self.mean.add(layer, upcast(at_position))
+        self.take(layer, batch.tokens_at(reading.tensor, self.position + 1)[:, self.position])
+
+    def take(self, layer: int, x: torch.Tensor) -> None:
+        """Add x (n,D) of the n sequences of a batch that have the position."""
+        self.mean.add(layer, upcast(x))
 
     def by_layer(self) -> dict[int, torch.Tensor]:
-        """Return layer → mean (D,)."""
         return {layer: torch.from_numpy(self.mean[layer]) for layer in self.mean}
 
 
 class ValueMean(HiddenMean):
-    """The mean output (heads · d,) of every layer's value projection at one position, for mean-sink-value.
-
-    This output is not a site: the intervention `ReadValues` reads it in the module that interventions on values edit.
-    """
+    """The same for value projections and mean-sink-value: their outputs are no site, and `ReadValues` reads them."""
 
     sites: ClassVar[tuple[str, ...]] = ()
-
-    def take(self, layer: int, values: torch.Tensor) -> None:
-        """Add values (n, heads · d) of the n sequences of a batch that have the position."""
-        self.mean.add(layer, upcast(values))
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ class Experiment:
         """Measure the unchanged model, then every arm and its controls.
 
         Returns:
-            The tables by name; their `condition` is the arm.
+            The tables by name, with the arm in the column `condition`.
 
         Raises:
             InputError: An arm does not apply, or names something that the model does not have.
@@ -129,19 +124,27 @@ class Experiment:
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
         self._check_arms(known)
         self.subject.need_loss()
-        if self.analyzed and not self._has_all(self.analyzed):
+        if self.analyzed and not (
+            LOSS_TABLES.keys() <= set(self.analyzed.tables) and max(self._watched()) < self.config.positions
+        ):
             self.analyzed = None
-        self.chosen = self._choose()
-        if any(_measured_by(stack) == "pass" for stack in self.wanted.values()):
+        closer = next((name for name in self.config.observables or () if OBSERVABLES[name].after), None)
+        if closer is not None:
+            raise InputError(f"--observables {closer} does not apply: it looks closer at one model, not at arms")
+        self.chosen = choose(self.subject, self.config)
+        if self.analyzed is not None:
+            self.chosen = replace(self.chosen, first=tuple(name for name in self.chosen.first if name != MAPS))
+        if any(stack[0].measured_by == "pass" for stack in self.wanted.values()):
             self.before = self._measured_before() if self.analyzed is None else self._taken_from(self.analyzed)
             known.tables, known.hidden_means = self.before.tables, self._hidden_mean
             known.value_means = self._value_mean
         resolved = self._resolved(known)
-        for place, (label, stack) in enumerate(resolved.items(), 1):
-            print_part(self.console, label, place, len(resolved))
+        for number, (label, stack) in enumerate(resolved.items(), 1):
+            print_part(self.console, label, number, len(resolved))
+            measure = self._by_streaming if stack[0].measured_by == "streaming" else self._by_pass
             try:
                 with self._isolated_failure(label):
-                    self.METHODS[_measured_by(stack)](self, label, self.wanted[label], stack, known)
+                    measure(label, stack, known)
             except BaseException as error:
                 if not (self.records and was_interrupted(error)):
                     raise
@@ -178,30 +181,26 @@ class Experiment:
             for part in stack:
                 part.check(known.target, known.length)
 
-    def _has_all(self, run: RunData) -> bool:
-        """Return whether a run has the loss and all watched positions."""
-        return LOSS_TABLES.keys() <= set(run.tables) and max(self._watched()) < self.config.positions
-
     def _watched(self) -> set[int]:
-        """Return the positions at which effects are read."""
         return {0, *(at for wanted in self.wanted.values() for part in wanted for at in part.watched)}
 
     def _measured_before(self) -> Arm:
         check = parity_check(self.subject, self.config, self.chosen.costs)
         asked = {at for stack in self.wanted.values() for part in stack for at in part.reads_means}
-        means: list[HiddenMean] = []
 
-        def extra() -> list[Observable]:
-            means[:] = [HiddenMean(position) for position in sorted(asked)]
-            return [*means, *check.fresh()]
+        def fresh() -> list[Observable]:
+            means = [HiddenMean(position) for position in sorted(asked)]
+            return [*self._fresh(-1), *means, *check.fresh()]
 
-        before = self._measured(BEFORE, -1, (), extra=extra)
+        done = self._pass(fresh, self._step(True), ())
+        before = self._arm(BEFORE, -1, done)
         self.parity_error = check.error
-        self._keep_means(means)
+        means = [each for each in done.observables if isinstance(each, HiddenMean)]
+        self._means |= {each.position: each.by_layer() for each in means}
         return before
 
     def _taken_from(self, run: RunData) -> Arm:
-        """Take the unchanged model's tables and loss from a run."""
+        """Take the unchanged model's tables and loss from a run instead of measuring them."""
         self.parity_error = run.manifest["parity"]
         wanted = {name for chosen in self.chosen.first for name in OBSERVABLES[chosen].columns} | LOSS_TABLES.keys()
         tables = {name: run.tables[name] for name in run.tables if name in wanted - {*ANALYZED_ONLY}}
@@ -210,16 +209,6 @@ class Experiment:
         by_sequence = tables["loss_by_sequence"]
         loss = by_sequence["loss"] @ by_sequence["predicted"] / self.subject.inputs.num_predicted
         return Arm(tables, float(loss))
-
-    def _choose(self) -> Chosen:
-        """Choose the observables of every arm."""
-        closer = next((name for name in self.config.observables or () if OBSERVABLES[name].after), None)
-        if closer is not None:
-            raise InputError(f"--observables {closer} does not apply: it looks closer at one model, not at arms")
-        chosen = choose(self.subject, self.config)
-        if self.analyzed is None:
-            return chosen
-        return replace(chosen, first=tuple(name for name in chosen.first if name != MAPS))
 
     def _resolved(self, known: Known) -> dict[str, Stack]:
         """Decide the open parameters of every arm, before any arm is measured."""
@@ -255,9 +244,21 @@ class Experiment:
             else:
                 self.errors[label] = error
 
-    def _by_pass(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
+    def _record(self, label: str, resolved: Stack, target: Target) -> dict[str, Any]:
+        """Return an arm's entry in the manifest. No paper has expectations for a stack of several interventions."""
+        alone = len(resolved) == 1
+        return {
+            "asked": [str(part) for part in self.wanted[label]],
+            "do": [str(part) for part in resolved],
+            "paper": self.wanted[label][0].paper if alone else "",
+            "expects": expectation(self.wanted[label][0], target) if alone else "",
+            "watched": list(dict.fromkeys(position for part in resolved for position in part.watched)),
+            "controls": [],
+        }
+
+    def _by_pass(self, label: str, resolved: Stack, known: Known) -> None:
         """Measure an arm and its controls, each in one pass of the tracer."""
-        record = self.records[label] = _record(stack, resolved, known.target)
+        record = self.records[label] = self._record(label, resolved, known.target)
         draws = 0 if label in self.without_controls else self.draws
         controls = random_controls(resolved, known, self.config.seed, draws)
         record["controls"] = [[str(part) for part in control] for control in controls]
@@ -273,23 +274,21 @@ class Experiment:
         ]
         self._collect({"effect": pd.concat(effects, ignore_index=True).assign(name=" ".join(record["do"]))}, label)
 
-    def _by_streaming(self, label: str, stack: Stack, resolved: Stack, known: Known) -> None:
+    def _by_streaming(self, label: str, resolved: Stack, known: Known) -> None:
         """Measure the perplexity of the text with every size of the cache."""
-        subject, (part,) = self.subject, resolved
+        subject, (part,) = self.subject, resolved  # such an arm has one part only (see `wanted_arms`)
         caches = part.model_dump()
         model, inputs = subject.loaded.model, subject.inputs
         size = self.batch_size or first_size(inputs, model, self.config.batch_size, costs=1)
         tables = measure_streaming(model, subject.family, inputs, caches["window"], caches["keep"], size)
         self._collect(tables, label)
-        self.records[label] = _record(stack, resolved, known.target)
-
-    METHODS: ClassVar[dict[str, Callable[..., None]]] = {"pass": _by_pass, "streaming": _by_streaming}
+        self.records[label] = self._record(label, resolved, known.target)
 
     def _each_measured(self, stacks: Mapping[Condition, Stack], target: Target, with_loss: bool) -> list[Arm]:
         """Measure an arm and its controls together from the first layer that any of them changes, or one by one."""
         layer = min(part.begins_at(target) for stack in stacks.values() for part in stack)
         if not self._resumes_at(layer, next(iter(stacks.values())), with_loss):
-            return [self._measured(*condition, stack, with_loss=with_loss) for condition, stack in stacks.items()]
+            return [self._measured(*condition, stack, with_loss) for condition, stack in stacks.items()]
         changes = [self._change(layer, stack, draw) for (_, draw), stack in stacks.items()]
         done = self._passes_from(changes, self.subject, with_loss)
         return [self._arm(*condition, one, layer) for condition, one in zip(stacks, done, strict=True)]
@@ -297,7 +296,7 @@ class Experiment:
     def _resumes_at(self, layer: int, stack: Stack, with_loss: bool) -> bool:
         """Return whether arms can be measured from this layer on, because earlier layers are unaffected.
 
-        This is tried on the first sequences: the tables must be bit for bit those of a whole pass.
+        This is tried on the first sequences: the tables must be bit for bit those of a complete pass.
         """
         if not layer or self.chosen.backward or self.analyzed is not None or not self.subject.family.causal:
             return False
@@ -308,34 +307,24 @@ class Experiment:
         make, step = partial(self._fresh, -1), self._step(with_loss)
         if self._few is None:
             self._few = tables_of(self._pass(make, step, (), few).observables)
-        whole = self._pass(make, step, stack, few)
+        complete = self._pass(make, step, stack, few)
         tables = completed(tables_of(resumed.observables), layer, self._few)
-        return are_the_same(tables, tables_of(whole.observables)) and torch.equal(resumed.losses, whole.losses)
+        return are_the_same(tables, tables_of(complete.observables)) and torch.equal(resumed.losses, complete.losses)
 
     def _change(self, layer: int, stack: Stack, draw: int) -> Change:
-        loaded, family = self.subject.loaded, self.subject.family
-        return Change(
-            layer, partial(open_tracer, loaded.model, family, self.config.attn, stack), partial(self._fresh, draw)
-        )
+        opened = partial(open_tracer, self.subject.loaded.model, self.subject.family, self.config.attn, stack)
+        return Change(layer, opened, partial(self._fresh, draw))
 
-    def _measured(
-        self,
-        condition: str,
-        draw: int,
-        stack: Stack,
-        extra: Callable[[], list[Observable]] = list,
-        with_loss: bool = True,
-    ) -> Arm:
+    def _measured(self, condition: str, draw: int, stack: Stack, with_loss: bool) -> Arm:
         """Measure one pass with these interventions and collect its tables under `condition`."""
-        done = self._pass(lambda: [*self._fresh(draw), *extra()], self._step(with_loss), stack)
-        return self._arm(condition, draw, done)
+        return self._arm(condition, draw, self._pass(partial(self._fresh, draw), self._step(with_loss), stack))
 
     def _fresh(self, draw: int) -> list[Observable]:
         """Create the observables of an arm (draw -1) or of a control (a draw from 0 on)."""
         names = [name for name in self.chosen.first if draw < 1 or name != MAPS]
         return prepared(names, settings_of(self.subject, self.config, max(self._watched()) + 1), self.subject)
 
-    def _step(self, with_loss: bool) -> Callable[[Tracer, Batch, Sequence[Observable]], torch.Tensor | None]:
+    def _step(self, with_loss: bool) -> TracerStep:
         if self.chosen.backward:
             return Tracer.forward_backward
         return Tracer.forward_with_loss if with_loss else Tracer.forward
@@ -363,12 +352,9 @@ class Experiment:
     def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
         """Return the unchanged model's mean output (D,) of a layer at a position, over sequences."""
         if position not in self._means:
-            self._keep_means(self._pass(lambda: [HiddenMean(position)], Tracer.forward, ()).observables)
+            done = self._pass(lambda: [HiddenMean(position)], Tracer.forward, ())
+            self._means[position] = done.observables[0].by_layer()
         return self._means[position][layer]
-
-    def _keep_means(self, measured: Iterable[HiddenMean]) -> None:
-        for hidden in measured:
-            self._means[hidden.position] = hidden.by_layer()
 
     def _value_mean(self, layer: int, position: int) -> torch.Tensor:
         """Return the unchanged model's mean output (heads · d,) of a layer's value projection at a position."""
@@ -386,7 +372,7 @@ class Experiment:
     def _pass(
         self,
         fresh: Callable[[], list[Kind]],
-        step: Callable[[Tracer, Batch, Sequence[Observable]], torch.Tensor | None],
+        step: TracerStep,
         stack: Stack,
         subject: Subject | None = None,
     ) -> Pass[Kind]:
@@ -396,8 +382,7 @@ class Experiment:
             return pass_over(model, inputs, fresh, lambda *batch: step(tracer, *batch), *self._sizes)
 
     def _passes_from(self, changes: Sequence[Change], subject: Subject, with_loss: bool) -> list[Pass[Observable]]:
-        resumed = Resumed(subject, self.config.attn, changes, self._step(with_loss))
-        return resumed.passes(pass_over(subject.loaded.model, subject.inputs, resumed.fresh, resumed, *self._sizes))
+        return passes_over(subject, self.config.attn, changes, self._step(with_loss), *self._sizes)
 
     @property
     def _sizes(self) -> tuple[int | Literal["auto"], int, Console]:
@@ -407,21 +392,3 @@ class Experiment:
     def _collect(self, raw: Mapping[str, pd.DataFrame], condition: str) -> None:
         for name, table in publish(raw, self.subject.loaded, condition).items():
             self._parts[name].append(table)
-
-
-def _measured_by(stack: Stack) -> str:
-    """Return how an arm is measured. An arm that is not measured in passes has one part only (see `wanted_arms`)."""
-    return stack[0].measured_by
-
-
-def _record(stack: Stack, resolved: Stack, target: Target) -> dict[str, Any]:
-    """Return an arm's entry in the manifest. No paper has expectations for a stack of several interventions."""
-    alone = len(stack) == 1
-    return {
-        "asked": [str(part) for part in stack],
-        "do": [str(part) for part in resolved],
-        "paper": stack[0].paper if alone else "",
-        "expects": expectation(stack[0], target) if alone else "",
-        "watched": list(dict.fromkeys(position for part in resolved for position in part.watched)),
-        "controls": [],
-    }

@@ -19,7 +19,7 @@ from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarize
 from sinkscope.measuring.tables import publish
-from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.towers import text_tower
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results import manifest
@@ -28,7 +28,7 @@ from sinkscope.retrofits.retrofit import registers_before
 
 @dataclass
 class Facts:
-    """Facts for the manifest that only the pass itself can tell."""
+    """Facts for the manifest that are known after the pass."""
 
     batch_size: int = 0
     scaling: tuple[float, ...] = ()  # scale of the logits, by layer
@@ -106,10 +106,7 @@ BACKWARD_COSTS = 4  # approximate memory in forward passes: logits and every lay
 def measure(
     subject: Subject, config: RunConfig, console: Console | None = None
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
-    """Measure a model on its inputs.
-
-    Returns:
-        The run's tables by name, and facts about the pass for the manifest.
+    """Measure a model on its inputs. Returns the run's tables by name, and facts about the pass.
 
     Raises:
         InputError: A named observable does not apply to this model.
@@ -136,7 +133,17 @@ def measure(
         if follow_ups:
             tracer.forward(next(batches_of(inputs, 1)), follow_ups)
         raw |= tables_of(follow_ups)
-        facts.outside = _outside(tracer)
+        # what a layer attends to other than the text
+        outside: dict[str, list[int]] = defaultdict(list)
+        for layer, attention in family.attentions(tracer.model).items():
+            term, call = denominator_of(attention), tracer.seams[layer].call
+            if term is not None:
+                outside[term.called].append(layer)
+            elif call is not None and call.sink_logits is not None:
+                outside["the model's own sink logits"].append(layer)
+            if tracer.registers:
+                outside["register tokens"].append(layer)
+        facts.outside = dict(outside)
         calls = {layer: seam.call for layer, seam in tracer.seams.items() if seam.call is not None}
         facts.scaling = tuple(calls[at].scaling if at in calls else math.nan for at in range(tracer.depth))
     tables = publish(raw, loaded, inputs.condition)
@@ -144,25 +151,8 @@ def measure(
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
 
 
-def _outside(tracer: Tracer) -> dict[str, list[int]]:
-    """Map what a model attends to other than the text (sink logits, biases, registers) to the layers that do."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for layer, attention in tracer.family.attentions(tracer.model).items():
-        term, call = denominator_of(attention), tracer.seams[layer].call
-        if term is not None:
-            found[term.called].append(layer)
-        elif call is not None and call.sink_logits is not None:
-            found["the model's own sink logits"].append(layer)
-        if tracer.registers:
-            found["register tokens"].append(layer)
-    return dict(found)
-
-
 def settings_of(subject: Subject, config: RunConfig, positions: int = 0) -> Settings:
-    """Return the run's settings for at least `positions` positions, limited to the longest sequence.
-
-    Sequences from a file may be shorter than --seq-len.
-    """
+    """Return the run's settings for at least `positions` positions, limited to the longest sequence."""
     longest = subject.inputs.longest
     fitted = {"positions": min(max(config.positions, positions), longest), "window": min(config.window, longest)}
     return config.model_copy(update=fitted)
@@ -185,7 +175,7 @@ class Chosen:
     """The names of a run's observables."""
 
     first: tuple[str, ...]  # of the pass over all batches
-    follow_ups: tuple[str, ...]  # of the second look at the first sequence
+    follow_ups: tuple[str, ...]  # of a second pass over the first sequence
     left_out: dict[str, str]  # expected observables that do not apply → the reason
 
     @property
@@ -199,11 +189,7 @@ class Chosen:
 
 
 def choose(subject: Subject, config: RunConfig) -> Chosen:
-    """Choose the named observables, or all that apply, and their follow-ups.
-
-    Raises:
-        InputError: A named observable does not apply to this model.
-    """
+    """Choose the named observables, or all that apply, with follow-ups. Raises InputError if a named one does not."""
     named = config.observables or tuple(name for name, kind in OBSERVABLES.items() if kind.by_default)
     wanted = dict.fromkeys(needed for name in named for needed in (*OBSERVABLES[name].after, name))
     model, family = subject.loaded.model, subject.family

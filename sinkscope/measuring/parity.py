@@ -2,23 +2,17 @@
 
 Model code that treats our attention function differently from its own (a mask left out, a scale not applied) would give
 wrong numbers without an error. A short check before the run is not enough: attention to the 2048 best keys is dense for
-shorter texts.
+shorter texts. There are two comparisons:
 
-There are two comparisons:
-
-1. Each layer's attention is compared with the model's own function on the same queries, keys and values (`comparing`).
-   Round-off grows from layer to layer, by amounts that depend on the model, so outputs of whole models do not
-   distinguish round-off from a fault. Here every layer is compared on its own inputs, in float32 whatever the dtype of
-   the model, from the same rounded queries, keys and values. Only the round-off of two float32 computations is left,
-   which has a bound (`attention_round_off`). The bound grows with the logits, also with large key biases, which cancel
-   in the softmax.
+1. Each layer's attention is compared with the model's own function on the same queries, keys and values, in float32
+   whatever the dtype of the model (`comparing`). Only the round-off of two computations is left, which has a bound
+   (`attention_round_off`); the round-off of a complete model has none.
 2. The last layer's output is compared with that of the bare model. This finds faults outside the attention function,
-   such as wrong padding or a seam that is not called. The round-off of that output is measured on the model itself
-   (`round_off`).
+   such as wrong padding or a seam that is not called. Its round-off is measured on the model itself (`round_off`).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +25,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import MASKED, grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.seam import open_seam
-from sinkscope.attention.taps import NAME, Seam, attends_by_us
+from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
@@ -61,31 +55,20 @@ ROUNDED = 5e-2  # tolerance where activations are rounded to 8 bits: one step mo
 
 @dataclass(frozen=True)
 class Comparison:
-    """One layer's attention under the seam, and the weights read there, compared with the model's own attention.
-
-    Attributes:
-        layer: Index of the layer.
-        difference: Largest ‖mix - own mix‖ ÷ largest ‖v‖ of the head, over queries and heads.
-        excess: Largest ratio of the difference to its round-off bound; above 1, the functions differ.
-    """
+    """One layer's attention under the seam, and the weights read there, compared with the model's own attention."""
 
     layer: int
-    difference: float
-    excess: float
+    difference: float  # largest ‖mix - own mix‖ ÷ largest ‖v‖ of the head, over queries and heads
+    excess: float  # largest ratio of the difference to its round-off bound; above 1, the functions differ
 
 
 @contextmanager
 def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[list[Comparison]]:
     """Compare every layer's attention with the model's own function when the model runs in the block.
 
-    The model itself computes with its own attention. Two kinds of layers are skipped: those with attention code of
-    their own, which has no function to call twice, and those whose attention a retrofit has changed.
-
-    Args:
-        batch: The batch, without padding, on which the caller runs the model.
-
-    Yields:
-        A list that is filled when the model runs; it stays empty if no layer is comparable.
+    The caller runs the model, with its own attention, on this batch without padding, which fills the yielded list. Two
+    kinds of layers are skipped: those with attention code of their own, which has no function to call twice, and those
+    whose attention a retrofit has changed.
     """
     layers = {attention: layer for layer, attention in family.attentions(model).items()}
     batch = batch.with_registers(registers_before(model))
@@ -96,7 +79,22 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
             return own(module, *args, **kwargs)
         if attends_by_us(module):
             return _without_seam(own, module, args, kwargs)
-        theirs, read, ours = _outputs_of_both(own, module, args, kwargs, batch)
+        try:  # in float32 or better
+            given, named = _converted(torch.float32, (args, kwargs))
+            theirs = _without_seam(own, module, given, named)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            given, named = args, kwargs  # the function supports half precision only
+            theirs = _without_seam(own, module, given, named)
+        seam: Any = getattr(module, NAME)
+        seen: dict[str, torch.Tensor] = {}
+        with ExitStack() as hooks:
+            for name in ("query", "key", "value", "lse"):
+                hooks.enter_context(getattr(seam, name).register_forward_hook(partial(_keep, seen, name)))
+            ours = own(module, *given, **named)[0]
+        read = AttentionRead(**seen, call=seam.call, batch=batch)
+        seam.call = None
         found.append(Comparison(layers[module], *_difference(theirs[0], ours, read)))
         return _converted(args[0].dtype, theirs)
 
@@ -108,31 +106,8 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
         yield found
 
 
-def _outputs_of_both(
-    own: Attend, module: nn.Module, args: tuple, kwargs: dict[str, Any], batch: Batch
-) -> tuple[tuple, AttentionRead, torch.Tensor]:
-    """Call the model's own function and ours on the same tensors, in float32 or better if the model's function can.
-
-    Returns:
-        The output of the model's function, whose first entry is the mix (B,T,H,d); the tensors read under the seam;
-        our mix.
-    """
-    seam: Any = getattr(module, NAME)
-    exact = partial(_converted, torch.float32)
-    try:
-        given, named = exact(args), exact(kwargs)
-        theirs = _without_seam(own, module, given, named)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        given, named = args, kwargs  # the function supports half precision only
-        theirs = _without_seam(own, module, given, named)
-    with _tapped(seam) as seen:
-        ours = own(module, *given, **named)[0]
-    assert seam.call is not None
-    read = AttentionRead(seen["query"], seen["key"], seen["value"], seen["lse"], seam.call, batch)
-    seam.call = None
-    return theirs, read, ours
+def _keep(seen: dict[str, torch.Tensor], name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    seen[name] = output
 
 
 def _without_seam(own: Attend, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -142,20 +117,6 @@ def _without_seam(own: Attend, module: nn.Module, args: tuple, kwargs: dict[str,
         return given
     finally:
         module._modules[NAME] = seam
-
-
-@contextmanager
-def _tapped(seam: Seam) -> Iterator[dict[str, torch.Tensor]]:
-    """Record the tensors that pass the seam's taps in the block."""
-    seen: dict[str, torch.Tensor] = {}
-
-    def kept(name: str) -> Callable[..., None]:
-        return lambda tap, args, output: seen.update({name: output})
-
-    with ExitStack() as hooks:
-        for name in ("query", "key", "value", "lse"):
-            hooks.enter_context(getattr(seam, name).register_forward_hook(kept(name)))
-        yield seen
 
 
 def _converted(dtype: torch.dtype, given: Any) -> Any:
@@ -197,9 +158,6 @@ def attention_round_off(read: AttentionRead) -> torch.Tensor:
     by Cauchy and Schwarz; a softcap makes it smaller. An error Δ of the logits changes each weight by a factor between
     exp(-2Δ) and exp(2Δ), so the error of a mix of values is at most (exp(2Δ) - 1 + g) max_s ‖v_s‖, where the last g
     comes from the sum over the keys. The bound is twice that, because both computations have errors.
-
-    Args:
-        read: The queries, keys and values of both computations; `lse` is not used.
     """
     query, key = upcast(read.query), upcast(read.key)
     u = PRECISION[torch.get_float32_matmul_precision()]  # softmax of float64 is in float32 in many models
@@ -218,21 +176,10 @@ def attention_round_off(read: AttentionRead) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RoundOff:
-    """The differences that a model's round-off explains.
+    """The differences that a model's round-off explains."""
 
-    Attributes:
-        tolerance: Largest difference of the last layer's output from the bare model's, relative to the token's norm.
-        attention: The comparisons of each layer's attention; empty if the model has attention code of its own.
-    """
-
-    tolerance: float
-    attention: tuple[Comparison, ...]
-
-    @property
-    def other_attention(self) -> Comparison | None:
-        """The layer whose attention differs most from the model's own; None if all agree up to round-off."""
-        worst = max(self.attention, key=lambda found: found.excess, default=None)
-        return worst if worst is not None and worst.excess > 1 else None
+    tolerance: float  # largest difference of the last layer's output from the bare model's, relative to its norm
+    attention: tuple[Comparison, ...]  # of each layer; empty if the model has attention code of its own
 
 
 def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.Tensor) -> RoundOff:
@@ -244,18 +191,15 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     condition estimation: Kenney and Laub, 1994). Their size is one unit in the last place or, if larger, that of a sum
     over D channels in float32, √D u (Higham and Mary, 2019), because float64 models compute norms and softmax in
     float32; times MARGIN. MARGIN scales the errors rather than their effect because expert routers are discontinuous:
-    a choice that rounding may flip is then flipped here too.
-
-    Args:
-        batch: A batch without padding.
-        bare: (B,T,D), the last layer's output on that batch.
+    a choice that rounding may flip is then flipped here too. `bare` (B,T,D) is the last layer's output on the batch,
+    which has no padding.
     """
     layer = family.last_layer(model)
     inputs = model_inputs(model, batch, False, family.first_position)
     with ExitStack() as edits:
-        draw: dict[torch.device, torch.Generator] = {}
+        perturbed = partial(_perturbed, {})
         for module in family.layer_modules(model):
-            edits.enter_context(edited_input(module, lambda _, x: _perturbed(x, draw)))
+            edits.enter_context(edited_input(module, perturbed))
         moved = layer_output(model, family, layer, inputs)
     first = Batch(batch.token_ids[:1], batch.attention_mask[:1])
     with comparing(model, family, first) as attention:
@@ -268,7 +212,7 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     return RoundOff(max(tolerance, ROUNDED if is_quantized(model) else 0.0), tuple(attention))
 
 
-def _perturbed(x: Any, draw: dict[torch.device, torch.Generator]) -> Any:
+def _perturbed(draw: dict[torch.device, torch.Generator], module: nn.Module, x: Any) -> Any:
     """Add a rounding error of random sign to every number of a layer's input."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return x
@@ -280,10 +224,8 @@ def _perturbed(x: Any, draw: dict[torch.device, torch.Generator]) -> Any:
 
 
 class Parity(Observable):
-    """Compares the last layer's output on the first batch with that of the bare model.
-
-    Raises:
-        SinkscopeError: While the batch is read, they differ by more than round-off. (The tracer reports NaN.)
+    """Compares the last layer's output on the first batch with the bare model's. Raises SinkscopeError while the batch
+    is read if they differ by more than round-off. (The tracer reports NaN.)
     """
 
     sites = ("layer_out",)
@@ -303,27 +245,22 @@ class Parity(Observable):
             reading.tensor[:rows, :columns], self.bare[:rows, :columns], batch.attention_mask[:rows, :columns]
         )
         if self.error > self.tolerance:
-            padded = "" if batch.valid is None else "in a padded batch "
-            advice = "" if batch.valid is None else "take --batch-size 1, which pads nothing; "
-            raise _mismatch(
-                f"the last layer's output differs by {self.error:.1e} of its norm, by round-off at most "
-                f"{self.tolerance:.1e}",
-                padded,
-                advice,
-            )
+            how = f"differs by {self.error:.1e} of its norm, by round-off at most {self.tolerance:.1e}"
+            raise _mismatch(f"the last layer's output {how}", is_padded=batch.valid is not None)
 
 
-def _mismatch(how: str, padded: str = "", advice: str = "") -> SinkscopeError:
+def _mismatch(how: str, is_padded: bool = False) -> SinkscopeError:
+    where, advice = ("in a padded batch ", "take --batch-size 1, which pads nothing; ") if is_padded else ("", "")
     return SinkscopeError(
-        f"{padded}under the tracer, this model computes something different from the bare model ({how}), so its "
+        f"{where}under the tracer, this model computes something different from the bare model ({how}), so its "
         f"numbers would be wrong; {advice}--skip-parity measures anyway"
     )
 
 
-def check_attention(found: RoundOff) -> None:
+def _check_attention(found: RoundOff) -> None:
     """Raise SinkscopeError if a layer's attention is not the same function as the model's own."""
-    worst = found.other_attention
-    if worst is not None:
+    worst = max(found.attention, key=lambda one: one.excess, default=None)
+    if worst is not None and worst.excess > 1:
         raise _mismatch(
             f"layer {worst.layer} computes a different attention: on the same queries and keys, it differs by "
             f"{worst.difference:.1e} of its values' norm, {worst.excess:.0f} times what round-off explains"
@@ -339,17 +276,11 @@ def largest_difference(found: torch.Tensor, expected: torch.Tensor, mask: torch.
 
 @dataclass
 class ParityCheck:
-    """The bare model's output on the first batch, and the observables that compare a pass with it.
+    """The bare model's output on the first batch, and the observables that compare a pass with it."""
 
-    Attributes:
-        layer: The last layer.
-        expected: (B,T,D), its output; None with --skip-parity.
-        tolerance: Largest relative difference that is accepted.
-    """
-
-    layer: int
-    expected: torch.Tensor | None
-    tolerance: float = 0.0
+    layer: int  # the last layer
+    expected: torch.Tensor | None  # its output (B,T,D); None with --skip-parity
+    tolerance: float = 0.0  # largest relative difference that is accepted
     _used: list[Parity] = field(default_factory=list)
 
     def fresh(self) -> list[Observable]:
@@ -366,10 +297,8 @@ class ParityCheck:
 def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityCheck:
     """Run the bare model on the first batch, compare its attention and determine the tolerance.
 
-    A padded batch is run one sequence at a time, because padding changes the output of some models.
-
-    Args:
-        costs: Memory of the pass to be compared, as in `pass_over`.
+    A padded batch is run one sequence at a time, because padding changes the output of some models. The batch is that
+    of a pass which `costs` as much memory as in `pass_over`.
 
     Raises:
         SinkscopeError: A layer's attention is a different function under the tracer.
@@ -381,14 +310,21 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
 
     def bare(size: int) -> ParityCheck:
         batch = next(batches_of(subject.inputs, size))
-        alone = [batch] if batch.valid is None else list(_without_padding(batch))
+        starts, width = batch.start.tolist(), batch.token_ids.shape[1]
+        alone = [batch]
+        if batch.valid is not None:  # each sequence without its padding
+            rows = zip(batch.token_ids, starts, batch.lengths.tolist(), strict=True)
+            texts = [ids[None, start : start + length] for ids, start, length in rows]
+            alone = [Batch(ids, torch.ones_like(ids)) for ids in texts]
         given = [model_inputs(model, each, False, family.first_position) for each in alone]
         outputs = [layer_output(model, family, layer, inputs) for inputs in given]
         found = [round_off(model, family, each, output) for each, output in zip(alone, outputs, strict=True)]
         for one in found:
-            check_attention(one)
-        expected = outputs[0] if batch.valid is None else _with_padding(outputs, batch)
-        return ParityCheck(layer, expected, max(one.tolerance for one in found))
+            _check_attention(one)
+        if batch.valid is not None:  # zeros for padding
+            padded = zip(outputs, starts, strict=True)
+            outputs = [torch.cat([F.pad(x, (0, 0, start, width - start - x.shape[1])) for x, start in padded])]
+        return ParityCheck(layer, outputs[0], max(one.tolerance for one in found))
 
     try:
         return bare(size)
@@ -398,31 +334,12 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
         return bare(1)
 
 
-def _without_padding(batch: Batch) -> Iterator[Batch]:
-    """Yield the sequences of a padded batch without their padding."""
-    for ids, start, length in zip(batch.token_ids, batch.start.tolist(), batch.lengths.tolist(), strict=True):
-        alone = ids[None, start : start + length]
-        yield Batch(alone, torch.ones_like(alone))
-
-
-def _with_padding(outputs: list[torch.Tensor], batch: Batch) -> torch.Tensor:
-    """Place the outputs (1,t,D) of the sequences of a padded batch in one tensor (B,T,D), with zeros for padding."""
-    width = batch.token_ids.shape[1]
-    rows = zip(outputs, batch.start.tolist(), strict=True)
-    return torch.cat([F.pad(x, (0, 0, start, width - start - x.shape[1])) for x, start in rows])
-
-
 @torch.no_grad()
 def check_beforehand(model: PreTrainedModel, family: Family, is_calibrated: bool = False) -> None:
     """Compare a model with and without the seams on a few tokens, unless its attention is transformers' own code.
 
     For uses of a model that measure no text. The tests cover transformers' own code of the known families, so such a
-    model is not run here, and the user's hooks are not called.
-
-    Args:
-        model: The model that is to be changed or trained.
-        family: Its row in the table of families.
-        is_calibrated: Whether the row was calibrated instead of taken from the table.
+    model is not run here, and the user's hooks are not called, unless its row of the table `is_calibrated`.
 
     Raises:
         SinkscopeError: The model computes something else with the seams, or does not call them.
@@ -439,7 +356,7 @@ def check_beforehand(model: PreTrainedModel, family: Family, is_calibrated: bool
         own = round_off(model, family, batch, bare)
         with open_seam(model, family) as seams:
             seamed = layer_output(model, family, layer, inputs)
-    check_attention(own)
+    _check_attention(own)
     if any(seam.call is None for seam in seams.values()):
         raise SinkscopeError(f"{what}, in which sinkscope does not recognize one softmax of q·k")
     error = largest_difference(seamed, bare, batch.attention_mask)

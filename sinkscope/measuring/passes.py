@@ -75,28 +75,27 @@ def pass_over(
 
     Several processes share the batches. Afterwards each of them has the sums of all.
 
-    Args:
-        fresh: creates new observables.
-        step: a method of the tracer, which reads a batch and returns the losses of its sequences, if any.
-        batch_size: sequences per batch; "auto" starts with TOKENS_PER_BATCH.
-        costs: memory of a step in units of a forward pass.
-
-    Raises:
-        SinkscopeError: A batch of one sequence does not fit into memory.
+    `step` is a method of the tracer that needs the memory of `costs` forward passes. Raises SinkscopeError if a batch
+    of one sequence does not fit into memory.
     """
     tried = 0
+    members = team()
 
     def all_batches(size: int) -> Pass[Kind]:
         nonlocal tried
         tried = size
-        with team().agreeing(), _progress(console) as advance:
+        with members.agreeing(), _progress(console, len(inputs)) as advance:
             observables, losses = fresh(), Lists[int, torch.Tensor](list)  # by the batch's first sequence
             for batch in batches_of_mine(inputs, size):
                 loss = step(batch, observables)
                 losses[batch.first] += [] if loss is None else [loss]
-                advance(batch.first + len(batch.token_ids), len(inputs))
-            seen = _packed(observables, losses, inputs)
-        _add_up(observables, losses, seen)
+                advance(batch.first + len(batch.token_ids))
+            file = io.BytesIO()
+            if members.count > 1:
+                is_idle = members.place >= len(inputs)  # read a batch of another process, which must not count twice
+                torch.save(None if is_idle else ([accumulated(each) for each in observables], losses), file)
+        if members.count > 1:
+            _add_up(observables, losses, file.getvalue())
         in_order = [loss for _, part in sorted(losses.items()) for loss in part]
         return Pass(observables, torch.cat([torch.zeros(0, dtype=torch.float64), *in_order]), size)
 
@@ -139,48 +138,34 @@ def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
     yield from mine
 
 
-def _packed(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], inputs: TokenInputs) -> bytes:
-    """Return the sums of this process as bytes, to send to the others."""
-    members = team()
-    if members.count == 1:
-        return b""
-    is_idle = members.place >= len(inputs)  # read a batch of another process, which must not count twice
-    file = io.BytesIO()
-    torch.save(None if is_idle else ([accumulated(each) for each in observables], losses), file)
-    return file.getvalue()
-
-
-def _add_up(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], seen: bytes) -> None:
+def _add_up(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], mine: bytes) -> None:
     """Replace the sums of this process by those of all, added in the order of the processes."""
-    members = team()
-    if members.count == 1:
-        return
-    whole: list[Any] = []
-    for part in members.one_by_one(seen):
+    total: list[Any] = []
+    for part in team().one_by_one(mine):
         # pickled by another process of the same command
         found = torch.load(io.BytesIO(part), map_location="cpu", weights_only=False)
         if found is None:
             continue
-        if not whole:
-            whole = list(found)
+        if not total:
+            total = list(found)
             continue
-        for mine, other in zip(whole[0], found[0], strict=False):  # only the first compares with the bare model
-            for name in mine:
-                merge(mine[name], other[name])
-        whole[1].merge(found[1])
-    for observable, state in zip(observables, whole[0], strict=False):
+        for sums, other in zip(total[0], found[0], strict=False):  # only the first compares with the bare model
+            for name in sums:
+                merge(sums[name], other[name])
+        total[1].merge(found[1])
+    for observable, state in zip(observables, total[0], strict=False):
         vars(observable).update(state)
     losses.clear()
-    losses.merge(whole[1])
+    losses.merge(total[1])
 
 
 @contextmanager
-def _progress(console: Console | None) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function advance(done, total), which updates a progress bar if the console is a terminal."""
+def _progress(console: Console | None, total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function advance(done), which updates a progress bar if the console is a terminal."""
     if console is None or console.quiet or not console.is_terminal:
-        yield lambda done, total: None
+        yield lambda done: None
         return
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("sequences"))
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("measuring", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        task = progress.add_task("measuring", total=total)
+        yield lambda done: progress.update(task, completed=done)

@@ -37,12 +37,9 @@ def was_launched() -> bool:
 
 
 def joined(cpu: bool = False) -> PartialState:
-    """Return the state of the launched processes, or of this single process.
+    """Return the state of the launched processes, or of this single process; with `cpu`, without GPUs.
 
     Must be the first call into accelerate, which otherwise does not find the other processes on a machine without GPU.
-
-    Args:
-        cpu: Compute on the CPU even if there is a GPU.
     """
     state = PartialState(cpu=cpu or not torch.cuda.is_available(), timeout=TIMEOUT)
     atexit.register(state.destroy_process_group)  # gloo can abort if the interpreter does this at exit
@@ -58,15 +55,10 @@ class _Broken(BaseException):
 
 @dataclass
 class Team:
-    """The processes that share the batches of a pass.
+    """The processes that share the batches of a pass."""
 
-    Attributes:
-        place: Rank of this process.
-        count: Number of processes.
-    """
-
-    place: int = 0
-    count: int = 1
+    place: int = 0  # rank of this process
+    count: int = 1  # number of processes
     _level: int = field(default=0, init=False)  # number of open `agreeing` blocks
 
     @property
@@ -129,7 +121,11 @@ class Team:
 
     def _exchange_errors(self, level: int, error: Exception | None) -> None:
         """Exchange errors; if any process failed, end the outermost block in which one did."""
-        ends = [end for end in self.each(None if error is None else (level, *_portable(error))) if end is not None]
+        mine = None
+        if error is not None:  # level, and the type and text with which other processes raise this error
+            kind = next((name for name, kind in KINDS.items() if isinstance(error, kind)), None)
+            mine = (level, kind, str(error)) if kind else (level, "SinkscopeError", f"unexpected {described(error)}")
+        ends = [end for end in self.each(mine) if end is not None]
         if not ends:
             return
         target = min(end[0] for end in ends)
@@ -144,12 +140,6 @@ _TEAM: ContextVar[Team] = ContextVar("team", default=ALONE)
 KINDS = {kind.__name__: kind for kind in (InputError, SinkscopeError, RuntimeError, MemoryError)}
 
 
-def _portable(error: Exception) -> tuple[str, str]:
-    """Return the type and text with which other processes raise this error."""
-    kind = next((name for name, kind in KINDS.items() if isinstance(error, kind)), None)
-    return (kind, str(error)) if kind else (SinkscopeError.__name__, f"unexpected {described(error)}")
-
-
 def team() -> Team:
     """Return the processes that share the current passes: this process only, except in a block of `together`."""
     return _TEAM.get()
@@ -159,13 +149,8 @@ def team() -> Team:
 def together(device_map: str | None = None, in_memory: bool = False) -> Iterator[Team]:
     """Share the passes of this block among the launched processes, if there are any.
 
-    Args:
-        device_map: Where the models compute.
-        in_memory: The user has loaded the model, possibly in only one process of a training run, so this process
-            measures without the others.
-
-    Raises:
-        InputError: The device map gives every process all devices.
+    A model that the user has loaded (`in_memory`), possibly in only one process of a training run, is measured by this
+    process without the others. Raises InputError if the device map gives every process all devices.
     """
     members, token = _TEAM.get(), None
     shares = was_launched() and (members.count > 1 or not in_memory)

@@ -1,37 +1,202 @@
-"""The tables of `quantize`: what quantization costs, and which sites cost most.
+"""Quantization: the ranges of its sites, what it costs, and which sites cost most (the tables of `quantize`).
 
-Settings of the whole model are measured on all sequences, the search for costly sites on the first PROBED ones.
+Sequences are calibrated one at a time, so there is no padding. Settings of the complete model are measured on all
+sequences, the search for costly sites on the first PROBED ones.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
+import torch
 from rich.console import Console
+from torch import nn
+from transformers import PreTrainedModel
 
-from sinkscope.errors import counted
+from sinkscope.attention.kernels import upcast
+from sinkscope.errors import InputError, SinkscopeError, counted
 from sinkscope.interventions import Intervention
-from sinkscope.measuring.calibration import measured_ranges, measured_roundings
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.losses import perplexity
+from sinkscope.measuring.observables.massive import is_massive, median_magnitude
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.observables.outlier import Outlier
-from sinkscope.measuring.parity import ParityCheck
-from sinkscope.measuring.passes import Pass, Step, pass_over
-from sinkscope.measuring.resumed import FEW, Change, Resumed, tried
-from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.parity import ParityCheck, check_beforehand
+from sinkscope.measuring.passes import Pass, pass_over
+from sinkscope.measuring.resumed import FEW, Change, passes_over, tried
+from sinkscope.measuring.subject import Subject, family_of
 from sinkscope.measuring.tracer import Tracer, open_tracer
-from sinkscope.models.edits import Beginning
+from sinkscope.models.edits import Beginning, first_argument
+from sinkscope.models.family import first_tensor
+from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.quantization import settings
 from sinkscope.quantization.grids import Precision, Range, Rounding
-from sinkscope.quantization.simulation import quantized_attention, quantized_sites
-from sinkscope.quantization.sites import CACHED, LINEAR_SCHEME, WEIGHT, Site, sites_of
+from sinkscope.quantization.simulation import attending_with, quantized_attention, quantized_sites
+from sinkscope.quantization.sites import (
+    CACHED,
+    IN_ATTENTION,
+    INPUT,
+    LINEAR_SCHEME,
+    OUTPUT,
+    SUM,
+    WEIGHT,
+    Site,
+    by_output,
+    sites_of,
+)
 from sinkscope.results.tables import Column, Columns
+from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
+
+See = Callable[[Site, torch.Tensor], None]
+
+WITHOUT_HIDDEN_STATES = (WEIGHT, *IN_ATTENTION)  # parts that cannot have massive activations
+
+
+def calibrate_ranges(
+    model: PreTrainedModel, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME, has_cache: bool = False
+) -> dict[Site, Range]:
+    """Measure the static ranges of a loaded model, for `quantized`.
+
+    A linear layer that no token reaches (an expert never chosen) has a range of its weight only.
+
+    Args:
+        sequences: Token ids on which the ranges of activations are measured.
+        scheme: Which sites: see quantization/sites.py.
+        has_cache: Measure also the keys and values of every layer.
+
+    Raises:
+        InputError: There is no sequence, the weights are not quantizable, or the scheme is unknown or does not apply.
+        SinkscopeError: The model gives NaN, or its attention code differs from what sinkscope computes.
+    """
+    model = unwrapped(model)
+    with undisturbed(model):
+        family, notices = family_of(model)
+        check_beforehand(model, family, is_calibrated=bool(notices))
+        sites = sites_of(model, family, scheme, has_cache)
+        with open_tracer(model, family) as tracer:
+            return measured_ranges(tracer, sites, sequences)
+
+
+def measured_ranges(tracer: Tracer, sites: Sequence[Site], sequences: Iterable[Any]) -> dict[Site, Range]:
+    """Measure the ranges of these sites, with an open tracer; see `calibrate_ranges`."""
+    seen: dict[Site, _RunningRange] = defaultdict(_RunningRange)
+    _read(tracer, sites, sequences, lambda site, x: seen[site].add(site, x))
+    if not seen:
+        raise InputError("static ranges need at least one sequence to calibrate by")
+    for site, weight in _weights(tracer.model, sites):
+        seen[site].add(site, weight)
+    return {site: seen[site].range(site) for site in sites if site in seen}
+
+
+def measured_roundings(
+    tracer: Tracer, sequences: Iterable[Any], ranges: Mapping[Site, Range], precision: Precision
+) -> dict[Site, Rounding]:
+    """Measure the effect of rounding on each site separately, in the model in full precision."""
+    grids = {site: precision.grid(site, known) for site, known in ranges.items()}
+    # numbers of nonzero entries and of those that become 0, and the energies of signal and noise
+    sums: dict[Site, np.ndarray] = defaultdict(lambda: np.zeros(4))
+    steps: dict[Site, list[tuple[float, int]]] = defaultdict(list)  # mean step of some grids, and their number
+
+    def see(site: Site, x: torch.Tensor) -> None:
+        grid = grids[site].of(x)
+        snapped = grid.snap(x)
+        nonzero = x != 0
+        zeroed = nonzero & (snapped == 0)
+        noise = snapped.sub_(x)
+        totals = (nonzero.sum(), zeroed.sum(), x.double().square().sum(), noise.double().square().sum())
+        sums[site] += np.array([float(total) for total in totals])
+        widths = torch.as_tensor(grid.step, dtype=torch.float64)
+        steps[site].append((float(widths.mean()), widths.numel()))
+
+    _read(tracer, ranges, sequences, see)
+    for site, weight in _weights(tracer.model, ranges):
+        see(site, weight)
+    found: dict[Site, Rounding] = {}
+    for site in ranges:
+        nonzero, zeroed, signal, noise = map(float, sums[site])
+        sqnr = 10 * math.log10(signal / noise) if signal and noise else math.inf
+        count = sum(grids for _, grids in steps[site])
+        step = sum(mean * grids for mean, grids in steps[site]) / count if count else math.nan
+        found[site] = Rounding(zeroed / nonzero if nonzero else 0.0, sqnr, step)
+    return found
+
+
+class _RunningRange:
+    """The running reductions of one site."""
+
+    def __init__(self) -> None:
+        self.low, self.high = math.inf, -math.inf
+        self.channels: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.medians: list[float] = []
+        self.has_massive = False
+
+    def add(self, site: Site, x: torch.Tensor) -> None:
+        low, high = (float(end) for end in x.aminmax())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise SinkscopeError(f"{site}: the model itself gives NaN or infinite numbers; try --dtype float32")
+        median = median_magnitude(x)
+        largest = median.new_tensor(max(-low, high))
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        if site.part in CACHED:  # keys or values (B,Hkv,T,D)
+            ends = x.amin((0, 2), keepdim=True), x.amax((0, 2), keepdim=True)
+            seen = self.channels or ends
+            self.channels = torch.minimum(ends[0], seen[0]), torch.maximum(ends[1], seen[1])
+        self.medians.append(float(median))
+        self.has_massive |= site.part not in WITHOUT_HIDDEN_STATES and bool(is_massive(largest, median))
+
+    def range(self, site: Site) -> Range:
+        return Range(self.low, self.high, float(np.mean(self.medians)), self.has_massive, self.channels)
+
+
+def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See) -> None:
+    """Call `see` with the tensors at these sites, in float32 or better, while the model reads the sequences.
+
+    Outputs are seen before a retrofit's hook changes them, because they are quantized before it. Scores and softmax
+    outputs are seen in row chunks.
+    """
+
+    def look(site: Site, end: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
+        x = first_argument(args, kwargs) if end == INPUT else first_tensor(output)
+        if x.numel():  # an expert may be given no token
+            see(site, upcast(x.detach()))
+
+    def shown(mine: Mapping[str, Site], part: str, x: torch.Tensor) -> torch.Tensor:
+        if part in mine:
+            see(mine[part], upcast(x))
+        return x
+
+    in_attention: dict[int, dict[str, Site]] = defaultdict(dict)
+    with ExitStack() as hooks:
+        for site in sites:
+            if site.part in IN_ATTENTION:
+                in_attention[site.layer][site.part] = site
+            if site.part not in (INPUT, OUTPUT, SUM):
+                continue
+            path, _, end = site.path.rpartition(".") if site.part == SUM else (site.path, "", site.part)
+            module, looking = tracer.model.get_submodule(path), partial(look, site, end)
+            if end == INPUT:  # before the module, which may change its input in place
+                hooks.enter_context(module.register_forward_pre_hook(looking, with_kwargs=True))
+            else:
+                hooks.enter_context(module.register_forward_hook(looking, prepend=True, with_kwargs=True))
+        changes = {layer: partial(shown, mine) for layer, mine in in_attention.items()}
+        hooks.enter_context(attending_with(tracer.seams, changes))
+        for index, sequence in enumerate(sequences):
+            ids = torch.as_tensor(np.array(sequence))[None]
+            tracer.forward(Batch(ids, torch.ones_like(ids), index), [])
+
+
+def _weights(model: nn.Module, sites: Iterable[Site]) -> Iterator[tuple[Site, torch.Tensor]]:
+    for site in sites:
+        if site.part == WEIGHT:
+            module = model.get_submodule(site.path)
+            yield site, upcast(by_output(module, module.get_parameter("weight").detach()))
 
 
 @dataclass(frozen=True)
@@ -79,22 +244,28 @@ class Bench:
             return [*([Outlier(Settings())] if outliers else []), *compared]
 
         with self._quantized(ranges) as tracer:
-            done = self._pass(inputs, fresh, tracer.forward_with_loss)
-        return Measured(done.loss / inputs.num_predicted, **_outliers(done.observables))
+            done = pass_over(tracer.model, inputs, fresh, tracer.forward_with_loss, self._size, console=self.console)
+        self.used_batch_size = self.used_batch_size or done.batch_size
+        loss = done.loss / inputs.num_predicted
+        if not outliers:
+            return Measured(loss)
+        by_site = done.observables[0].tables()["outlier"]
+        kurtosis = by_site.groupby("layer")["kurtosis"].mean().mean()
+        return Measured(loss, float(by_site["max_inf_norm"].max()), float(kurtosis))
 
     def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
         """Measure every setting, starting at the first layer of which it quantizes a site.
 
         This shortcut is first tried on a few sequences at the last of these layers: if the loss is not bit for bit that
-        of a whole pass, whole passes are used.
+        of a complete pass, complete passes are used.
         """
         layers = [min(site.layer for site in ranges) for ranges in settings]
-        order = sorted(range(len(settings)), key=lambda place: layers[place])
-        changes = [Change(layers[place], partial(self._quantized, settings[place])) for place in order]
+        order = sorted(range(len(settings)), key=lambda index: layers[index])
+        changes = [Change(layers[index], partial(self._quantized, settings[index])) for index in order]
         if not changes or layers[order[0]] < 1 or not self._resumes(changes[-1], settings[order[-1]], inputs):
             return [self.measure(ranges, inputs) for ranges in settings]
         done = dict(zip(order, self._passes_from(changes, inputs), strict=True))
-        return [Measured(done[place].loss / inputs.num_predicted) for place in range(len(settings))]
+        return [Measured(done[index].loss / inputs.num_predicted) for index in range(len(settings))]
 
     def _resumes(self, change: Change, ranges: Mapping[Site, Range], inputs: TokenInputs) -> bool:
         if self.interventions or not self.subject.family.causal:
@@ -104,14 +275,14 @@ class Bench:
         return resumed is not None and resumed.loss / few.num_predicted == self.measure(ranges, few).loss
 
     def _passes_from(self, changes: Sequence[Change], inputs: TokenInputs) -> list[Pass[Observable]]:
-        resumed = Resumed(self.subject, self.kernel, changes, Tracer.forward_with_loss)
-        return resumed.passes(self._pass(inputs, resumed.fresh, resumed))
-
-    def _pass(self, inputs: TokenInputs, fresh: Callable[[], list[Observable]], step: Step) -> Pass[Observable]:
-        size = self.used_batch_size or self.batch_size
-        done = pass_over(self.subject.loaded.model, inputs, fresh, step, size, console=self.console)
-        self.used_batch_size = self.used_batch_size or done.batch_size  # a size that fitted is used again
+        subject = replace(self.subject, inputs=inputs)
+        done = passes_over(subject, self.kernel, changes, Tracer.forward_with_loss, self._size, 1, self.console)
+        self.used_batch_size = self.used_batch_size or done[0].batch_size
         return done
+
+    @property
+    def _size(self) -> int | Literal["auto"]:
+        return self.used_batch_size or self.batch_size  # a size that fitted is used again
 
     @contextmanager
     def _quantized(self, ranges: Mapping[Site, Range], beginning: Beginning | None = None) -> Iterator[Tracer]:
@@ -127,13 +298,6 @@ class Bench:
         return open_tracer(subject.loaded.model, subject.family, self.kernel, self.interventions, beginning)
 
 
-def _outliers(observables: Iterable[Observable]) -> dict[str, float]:
-    for by_site in (observable.tables()["outlier"] for observable in observables if isinstance(observable, Outlier)):
-        by_layer = by_site.groupby("layer")["kurtosis"].mean()
-        return {"max_inf_norm": float(by_site["max_inf_norm"].max()), "kurtosis": float(by_layer.mean())}
-    return {}
-
-
 def w8a8(
     subject: Subject,
     calibration: TokenInputs,
@@ -141,30 +305,21 @@ def w8a8(
     precision: Precision | None = None,
     kernel: str = "sdpa",
     batch_size: int | Literal["auto"] = "auto",
-    interventions: Iterable[Intervention] = (),
 ) -> dict[str, float]:
     """Measure the cost of quantizing every linear layer except the LM head, on the subject's input.
 
-    The same layers are quantized in a retrofitted model. The parameters of a retrofit (gates, λ, logits, keys,
-    registers) stay in full precision. The value projection's output is quantized before a gate on values, the output
-    projection's input after a gate on heads' outputs.
-
-    Args:
-        calibration: Other sequences, on which the static ranges are measured.
-        precision: Bits and grids; None means 8 bits and one grid per tensor.
-        interventions: Interventions during calibration and measurement.
+    The parameters of a retrofit (gates, λ, logits, keys, registers) stay in full precision. The value projection's
+    output is quantized before a gate on values, the output projection's input after a gate on heads' outputs. Static
+    ranges are measured on other sequences, `calibration`.
 
     Returns:
         loss, perplexity, max_inf_norm and kurtosis in full precision, and the same names with `_quantized`.
     """
-    bench = Bench(subject, precision or Precision(), kernel, batch_size, tuple(interventions))
+    bench = Bench(subject, precision or Precision(), kernel, batch_size)
     arms: dict[str, dict[Site, Range]] = {"": {}, "_quantized": bench.ranges(calibration)}
-    found: dict[str, float] = {}
-    for ending, ranges in arms.items():
-        measured = bench.measure(ranges, subject.inputs, outliers=True)
-        for name in ("loss", "perplexity", "max_inf_norm", "kurtosis"):
-            found[name + ending] = getattr(measured, name)
-    return found
+    measured = {ending: bench.measure(ranges, subject.inputs, outliers=True) for ending, ranges in arms.items()}
+    names = ("loss", "perplexity", "max_inf_norm", "kurtosis")
+    return {name + ending: getattr(found, name) for ending, found in measured.items() for name in names}
 
 
 Ranges = Mapping[Site, Range]
@@ -223,8 +378,6 @@ class Study:
         self._keep_costliest(self._costliest_sites(self._costly_kinds()))
         return {"quantization": pd.DataFrame(self.rows), "quantization_sites": self._sites()}
 
-    # --- what is measured
-
     def _whole_model(self) -> None:
         weights = {site for site in self.ranges if site.part == WEIGHT}
         massive = {site for site, known in self.ranges.items() if known.is_massive}
@@ -259,18 +412,18 @@ class Study:
             sites = [site for site in self.ranges if site.role == role]
             coarsest = sorted(sites, key=lambda site: -self.roundings[site].zeroed)[: settings.LAYERS]
             by_layer = sorted(coarsest, key=lambda site: site.layer)
-            measured = self.bench.measure_each([{site: self.ranges[site]} for site in by_layer], self.probes)
-            for site, alone in zip(by_layer, measured, strict=True):
-                costs[site] = self._write(settings.ALONE, alone, 1, self.probes, site, site.layer)
+            alone = [{site: self.ranges[site]} for site in by_layer]
+            for site, one, measured in zip(by_layer, alone, self.bench.measure_each(alone, self.probes), strict=True):
+                costs[site] = self._note(settings.ALONE, one, self.probes, site, site.layer, measured=measured)
         return sorted((site for site in costs if costs[site] > 0), key=lambda site: -costs[site])
 
     def _keep_costliest(self, costliest: list[Site]) -> None:
         """Keep 1, 2, 4, … sites in full precision until little of the cost remains; measure that choice on all text."""
-        whole = self._row(settings.ALL, self.probes)["cost"]
-        if not costliest or whole < settings.COSTLY:
+        full_cost = self._row(settings.ALL, self.probes)["cost"]
+        if not costliest or full_cost < settings.COSTLY:
             return
         count, cost = 0, math.inf
-        while cost > settings.RESTORED * whole and count < len(costliest):
+        while cost > settings.RESTORED * full_cost and count < len(costliest):
             count = min(max(1, 2 * count), len(costliest))
             kept = costliest[:count]
             cost = self._note(settings.COSTLIEST_KEPT, self._without(set(kept)), self.probes, kept=kept)
@@ -284,33 +437,20 @@ class Study:
     def _without(self, kept: Set[Site]) -> dict[Site, Range]:
         return {site: known for site, known in self.ranges.items() if site not in kept}
 
-    # --- how it is recorded
-
     def _note(
         self,
         setting: str,
         ranges: Ranges,
         inputs: TokenInputs | None = None,
         site: Site | None = None,
+        layer: int = settings.ALL_LAYERS,
         kept: Iterable[Site] = (),
         outliers: bool = False,
+        measured: Measured | None = None,
     ) -> float:
         """Measure and record one setting. Returns its cost: the loss minus that of full precision on the same text."""
         inputs = inputs or self.inputs
-        measured = self.bench.measure(ranges, inputs, outliers)
-        return self._write(setting, measured, len(ranges), inputs, site, kept=kept)
-
-    def _write(
-        self,
-        setting: str,
-        measured: Measured,
-        quantized: int,
-        inputs: TokenInputs,
-        site: Site | None = None,
-        layer: int = settings.ALL_LAYERS,
-        kept: Iterable[Site] = (),
-    ) -> float:
-        """Add the row of a setting. Returns its cost."""
+        measured = measured or self.bench.measure(ranges, inputs, outliers)
         cost = 0.0 if setting == settings.FULL else measured.loss - self._row(settings.FULL, inputs)["loss"]
         self.rows.append(
             {
@@ -318,7 +458,7 @@ class Study:
                 "setting": setting,
                 "site": site.kind if site else "",
                 "part": site.part if site else "",
-                "quantized": quantized,
+                "quantized": len(ranges),
                 "kept": ", ".join(str(site) for site in kept),
                 "sequences": len(inputs),
                 "cost": cost,

@@ -36,14 +36,7 @@ def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
     """Yield the subject with a second model of random weights.
 
     A retrofit is built in and has its starting parameters. Both models are on the same device; the subject's own is not
-    changed, and torch's random state is preserved.
-
-    Args:
-        seed: Seed of the weights, which are the same on every device.
-
-    Raises:
-        InputError: The model cannot be built from its configuration.
-        SinkscopeError: The second model does not fit into memory.
+    changed, and torch's random state is preserved. A seed gives the same weights on every device. Raises as `redrawn`.
     """
     try:
         network = redrawn(subject.loaded.model, seed)
@@ -87,11 +80,11 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         other = [name for name in {**have, **built} if have.get(name) != built.get(name)]
         if other:  # the model has been changed since it was built
             raise InputError(f"its configuration describes another model: {other[0]} differs ({len(other)} such)")
-        _draw(network, model, learned, seed)
+        with torch.no_grad():
+            _draw(network, model, learned, seed)
     return network
 
 
-@torch.no_grad()
 def _draw(network: PreTrainedModel, model: PreTrainedModel, learned: Collection[str], seed: int) -> None:
     """Draw the learned tensors one after the other in float32, identically on every device."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
 """Perplexity with a cache of only the last tokens, with or without the first ones (attention/streaming.py)."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import check_applies, streaming
-from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.losses import CHUNK, cross_entropies, perplexity
 from sinkscope.models.family import Family, input_device
@@ -38,14 +37,11 @@ BUCKETS = 32  # of tokens, over the length of the text
 
 
 class Method(NamedTuple):
-    """One way of reading the text: dense, or with a cache of limited size."""
+    """One way of reading the text: dense, or with a cache of limited size. The first columns of the tables."""
 
-    name: str  # "dense", "window" or "sinks kept"
+    method: str  # "dense", "window" or "sinks kept"
     window: int  # -1: dense
     keep: int
-
-    def open(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam]) -> AbstractContextManager[None]:
-        return nullcontext() if self.window < 0 else streaming(model, family, seams, self.keep, self.window)
 
 
 def measure_streaming(
@@ -55,23 +51,16 @@ def measure_streaming(
     windows: tuple[int, ...],
     keep: tuple[int, ...],
     batch_size: int = 1,
-    advance: Callable[[int, int], None] | None = None,
 ) -> dict[str, pd.DataFrame]:
     """Measure loss and perplexity with dense attention, and with each window, with and without the first tokens.
 
     Args:
-        inputs: Sequences of equal length.
         windows: Numbers of last tokens to cache.
         keep: Numbers of first tokens to cache in addition, register tokens first. 0, the plain window, is always
             measured.
-        advance: Called after each batch with the numbers of sequences read so far and in total, counted once per
-            method.
-
-    Returns:
-        The raw tables of STREAMING_TABLES. They count predicted tokens, so never token 0.
 
     Raises:
-        InputError: Streaming does not apply to the model, the sequences differ in length, or a cache holds the whole
+        InputError: Streaming does not apply to the model, the sequences differ in length, or a cache holds the complete
             text.
         SinkscopeError: The losses are not finite.
     """
@@ -81,22 +70,20 @@ def measure_streaming(
         raise InputError(f"streaming reads sequences of one length: these have {min(lengths)} to {max(lengths)} tokens")
     methods = _methods(windows, keep, lengths.pop())
     parts: dict[Method, list[torch.Tensor]] = {method: [] for method in methods}
-    device, done = input_device(model), 0
+    device = input_device(model)
     with open_seam(model, family) as seams, torch.no_grad():
         for ids, _ in inputs.batches(batch_size):
             for method in methods:
-                with method.open(model, family, seams):
+                limited = method.window >= 0
+                with streaming(model, family, seams, method.keep, method.window) if limited else nullcontext():
                     logits = model(input_ids=ids.to(device), use_cache=False).logits
                 parts[method].append(token_losses(logits, ids).double().cpu())
-                done += len(ids)
-                if advance is not None:
-                    advance(done, len(methods) * len(inputs))
     losses = {method: torch.cat(some) for method, some in parts.items()}  # (N,T-1) each
     if not all(bool(loss.isfinite().all()) for loss in losses.values()):
         raise SinkscopeError("the model itself gives NaN or infinite losses; try --dtype float32")
     rows = [row for method, loss in losses.items() for row in _rows(method, loss.sum(0), len(inputs))]
     by_sequence = [
-        {"layer": -1, "method": method.name, "window": method.window, "keep": method.keep, "sequence": at, "loss": one}
+        {"layer": -1, **method._asdict(), "sequence": at, "loss": one}
         for method, loss in losses.items()
         for at, one in enumerate(loss.mean(1).tolist())
     ]
@@ -119,18 +106,14 @@ def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> li
     return [Method("dense", -1, 0), *streams]
 
 
-def token_losses(logits: torch.Tensor, token_ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
-    """Return the cross-entropy (B,T-1), in nats, of each token given the earlier ones.
+def token_losses(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy (B,T-1), in nats, of each token given the earlier ones: logits (B,T,V), token_ids (B,T).
 
-    It is computed for `chunk` tokens at a time, because the log-softmax of all would be as large as the logits.
-
-    Args:
-        logits: (B,T,V).
-        token_ids: (B,T).
+    It is computed for a few tokens at a time, because the log-softmax of all would be as large as the logits.
     """
     sequences = zip(logits[:, :-1], token_ids[:, 1:], strict=True)
     return torch.stack([
-        torch.cat([cross_entropies(*part) for part in zip(own.split(chunk), labels.split(chunk), strict=True)])
+        torch.cat([cross_entropies(*part) for part in zip(own.split(CHUNK), labels.split(CHUNK), strict=True)])
         for own, labels in sequences
     ])  # fmt: skip
 
@@ -145,9 +128,7 @@ def _rows(method: Method, losses: torch.Tensor, sequences: int) -> Iterator[dict
             loss = float(part.sum()) / (len(part) * sequences)
             yield {
                 "layer": -1,
-                "method": method.name,
-                "window": method.window,
-                "keep": method.keep,
+                **method._asdict(),
                 "bucket": bucket,
                 "tokens": len(part) * sequences,
                 "loss": loss,

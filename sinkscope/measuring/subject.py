@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -69,11 +69,7 @@ class Subject:
 
 
 def options_of(kind: type[Asked], model: ModelLike, given: Mapping[str, Any]) -> Asked:
-    """Make the options of a command from the keyword arguments of its Python function.
-
-    Raises:
-        InputError: An option does not exist, or its value is not allowed.
-    """
+    """Make the options of a command from the keyword arguments of its Python function. Raises InputError."""
     named = model if isinstance(model, str | os.PathLike) else None
     return checked(kind, {"model": named and os.fspath(named)} | dict(given))
 
@@ -90,11 +86,8 @@ def open_subject(
 ) -> Iterator[Subject]:
     """Load the model, make its inputs and print the notices of both.
 
-    A model that the user has loaded is restored at the end of the block.
-
-    Raises:
-        InputError: The model, its architecture or the input is not usable.
-        SinkscopeError: The network, memory or a package fails.
+    A model that the user has loaded is restored at the end of the block. Raises InputError if the model, its
+    architecture or the input is not usable, and SinkscopeError if the network, memory or a package fails.
     """
     with spinner(console, "loading the model"):
         loaded = load_model(model, tokenizer, config)
@@ -113,27 +106,18 @@ def is_in_memory(model: ModelLike) -> bool:
 
 def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
     """Return a loaded model as it is, or load the one that the configuration names. Raises as `loading.load` does."""
-    in_memory = is_in_memory(model)
-    if in_memory and config.adapter is not None:
+    if not is_in_memory(model):
+        names = ("revision", "gguf_file", "adapter", "dtype", "device_map", "trust_remote_code", "allow_pickle")
+        return loading.load(config.model, **{name: getattr(config, name) for name in names})
+    if config.adapter is not None:
         raise InputError(
             "an adapter was named for a model that is loaded already: load it with PEFT, or name the model"
         )
     if isinstance(model, LoadedModel):
         return replace(model, model=unwrapped(model.model))
-    if in_memory:
-        network = unwrapped(model)
-        name = network.config.name_or_path or type(network).__name__
-        return LoadedModel(network, tokenizer, name, name, None, None, ())
-    return loading.load(
-        config.model,
-        revision=config.revision,
-        gguf_file=config.gguf_file,
-        adapter=config.adapter,
-        dtype=config.dtype,
-        device_map=config.device_map,
-        trust_remote_code=config.trust_remote_code,
-        allow_pickle=config.allow_pickle,
-    )
+    network = unwrapped(model)
+    name = network.config.name_or_path or type(network).__name__
+    return LoadedModel(network, tokenizer, name, name, None, None, ())
 
 
 def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
@@ -145,7 +129,7 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
 
 
 def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
-    """Return what `family_of` does, without the kinds of positions, for which a known model would have to run."""
+    """Do the same as `family_of`, without the kinds of positions, for which a known model would have to run."""
     try:
         return find_family(model), []
     except InputError as missing:
@@ -172,11 +156,7 @@ def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
 def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = None) -> TokenInputs:
     """Build the run's token sequences, which fit the model's vocabulary and positions; for an encoder also masked.
 
-    Args:
-        family: Family of the model; None means causal.
-
-    Raises:
-        InputError: The input is not readable, or does not fit the model.
+    Without a family, the model is taken as causal. Raises InputError if the input is not readable or does not fit.
     """
     causal, tokenizer = family is None or family.causal, loaded.tokenizer
     if config.input == "sampled" and not causal:
@@ -221,11 +201,12 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
     Texts that end early are dropped; forbidding the end token would give text that the model finds very unlikely.
     Generation stops when fewer texts continue than one in 2 · MOST_SAMPLES of those begun.
     """
-    ends = model.generation_config.eos_token_id
+    own = model.generation_config
+    ends = own.eos_token_id
     # a checkpoint's own settings (top-k, temperature) would draw from another distribution
     settings = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length - 1, pad_token_id=first, eos_token_id=ends
-    )  # fmt: skip
+    )
     start = torch.full((SAMPLED_AT_ONCE, 1), first, device=input_device(model))
     end_ids = torch.as_tensor(ends if ends is not None else [], device=input_device(model))
     texts: list[np.ndarray] = []
@@ -235,14 +216,15 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
         unfinished = ~torch.isin(ids[:, 1:], end_ids).any(1)
         return (len(texts) + unfinished.sum() < begun / (2 * MOST_SAMPLES)).expand(len(ids))
 
-    with drawing(seed), _without_settings(model):
+    generate: Any = model.generate
+    with drawing(seed), ExitStack() as stack:
+        stack.callback(setattr, model, "generation_config", own)
+        model.generation_config = GenerationConfig()  # `generate` uses the model's own settings as defaults
         for _ in range(MOST_SAMPLES * count // SAMPLED_AT_ONCE + 1):
-            mask = torch.ones_like(start)
             begun += len(start)
             stops = StoppingCriteriaList([too_few])
-            drawn = model.generate(  # type: ignore[operator]
-                start, attention_mask=mask, generation_config=settings, stopping_criteria=stops
-            )
+            mask = torch.ones_like(start)
+            drawn = generate(start, attention_mask=mask, generation_config=settings, stopping_criteria=stops)
             if drawn.shape[1] == length:
                 ended = torch.isin(drawn[:, 1:-1], end_ids)
                 texts += list(drawn[~ended.any(1)].cpu().numpy())
@@ -253,13 +235,3 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
     raise InputError(
         f"--input sampled: only {len(texts)} of {count} texts reached {length} tokens: take a shorter --seq-len"
     )
-
-
-@contextmanager
-def _without_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Remove the model's own generation settings, which `generate` uses as defaults, until the end of the block."""
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own

@@ -5,13 +5,12 @@ import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import AttentionCall, upcast, without_autocast
+from sinkscope.attention.kernels import upcast, without_autocast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
@@ -82,7 +81,7 @@ class Tracer:
             self.forward(batch, [observable for observable in observables if not observable.backward])
             batch, observables = batch.masked, [observable for observable in observables if observable.backward]
         with torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
-            embedding = _part(self.traced, self._embedding_path)
+            embedding = _part(self.traced, embedding_path(self.model))
             given = embedding.output
             embeddings = first_tensor(given).requires_grad_(True)
             copied = embeddings.clone()  # some models change them in place
@@ -104,44 +103,37 @@ class Tracer:
     def _inputs(self, batch: Batch, with_logits: bool = True) -> dict[str, Any]:
         return model_inputs(self.model, batch, with_logits, self.family.first_position)
 
-    @cached_property
-    def _embedding_path(self) -> str:
-        return embedding_path(self.model)
-
     def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
-        """Read every site in the order in which the forward pass reaches it: the body of the trace.
-
-        Register tokens before the text are the first positions here.
-        """
+        """Read every site in the order in which the forward pass reaches it, register tokens first."""
         self._finite.clear()
         batch = batch.with_registers(self.registers)
         wanted = {site for observable in observables for site in observable.sites}
         if not self.values_are_gated:
             wanted.discard("raw_value")
         last_tensor: torch.Tensor | None = None
-        whole: torch.Tensor | None = None  # of a site: the sum of its terms
+        added: torch.Tensor | None = None  # the sum of a site's terms so far
         for layer in range(self.first, self.depth):
             block = self.family.block(layer)
             self._attended = []
             for site, at in _reading_order(block, wanted, self.family.gated):
                 watching = [observable for observable in observables if site in observable.sites]
                 if site == "raw_value":
-                    self._watch_raw_value(layer, watching, batch)
+                    (_, value), _ = self._retrofit(layer).inputs
+                    for observable in watching:
+                        observable.watch_raw_value(layer, value, batch)
                     continue
-                if site == "gate":
-                    see = self._see_own_gate if self.family.gated else self._see_gate
+                if site in ("attention", "gate"):
+                    see = self._see_attention if site == "attention" else self._see_gate
                     see(layer, watching, batch)
                     continue
-                if site == "attention":
-                    self._see_attention(layer, watching, batch)
-                    continue
                 terms = block.terms(site)
-                tensor = first_tensor(_value(self._envoy(layer), terms[at].address))
+                path, _, end = terms[at].address.rpartition(".")
+                tensor = first_tensor(getattr(_part(self._envoy(layer), path), end))
                 # a layer's input is the previous layer's output: reduce it once
                 if tensor is not last_tensor or len(terms) > 1:
                     stream = self.family.stream(tensor.detach())
-                    whole = _added(whole if at else None, stream, terms[at].scale, batch)
-                    reading, last_tensor = Reading(whole, batch), tensor
+                    added = _added(added if at else None, stream, terms[at].scale, batch)
+                    reading, last_tensor = Reading(added, batch), tensor
                 if at < len(terms) - 1:
                     continue
                 if site == "layer_out":
@@ -156,27 +148,21 @@ class Tracer:
         """Return the retrofit's module that multiplies values or heads' outputs; its inputs hold the raw values."""
         return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
 
-    def _watch_raw_value(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
-        (_, value), _ = self._retrofit(layer).inputs
-        for observable in watching:
-            observable.watch_raw_value(layer, value, batch)
-
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
-        part = self._retrofit(layer)
-        (_, value), _ = part.inputs
-        value, gate = value.detach(), part.output.detach()
+        """Show observables a retrofit's gate, or the share that the model's own leaves of each head, and the values."""
+        if self.family.gated:
+            if not self._attended:  # no observable has read this layer's attention
+                self._attended = [getattr(self._taps(layer), name).output.detach() for name in ("value", "mix")]
+            value, mix = self._attended
+            output = f"{self.family.block(layer).attention}.{self.family.output}"
+            gate = share_left(mix, _part(self._envoy(layer), output).input.detach())
+            value = value.transpose(1, 2)
+        else:
+            part = self._retrofit(layer)
+            (_, value), _ = part.inputs
+            value, gate = value.detach(), part.output.detach()
         for observable in watching:
             observable.see_gate(layer, gate, value, batch)
-
-    def _see_own_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
-        """Show observables the share that the model's own gate leaves of each head's output, and its values."""
-        attention = self.family.block(layer).attention
-        if not self._attended:  # no observable has read this layer's attention
-            self._attended = [getattr(self._taps(layer), name).output.detach() for name in ("value", "mix")]
-        value, mix = self._attended
-        taken = _part(self._envoy(layer), f"{attention}.{self.family.output}").input.detach()
-        for observable in watching:
-            observable.see_gate(layer, share_left(mix, taken), value.transpose(1, 2), batch)
 
     def _see_attention(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         read = self._attention(layer, batch)
@@ -208,38 +194,35 @@ class Tracer:
         return _part(self.traced, self.family.layers)[layer]
 
     def _attention(self, layer: int, batch: Batch) -> AttentionRead:
-        taps = self._taps(layer)
-        seam = self.seams[layer]
+        taps, seam = self._taps(layer), self.seams[layer]
+        unrecognized = SinkscopeError(
+            f"layer {layer}: its attention is not one softmax of q·k over the whole sequence, or not in a form that "
+            "sinkscope recognizes; see `sinkscope doctor`"
+        )
         try:
             seen = {name: getattr(taps, name).output for name in seam.order if name != "mix"}
         except OutOfOrderError as error:  # a tap that never ran
-            raise _unrecognized(layer) from error
+            raise unrecognized from error
         sequences, length = batch.token_ids.shape
-        if seam.call is not None and seen["key"].shape[2] != length:
+        keys = seen["key"].shape[2]
+        if seam.call is not None and keys != length:
             raise SinkscopeError(
-                f"layer {layer} attends to {seen['key'].shape[2]} keys for {length} tokens: keys that are no token's "
-                "are not measured"
+                f"layer {layer} attends to {keys} keys for {length} tokens: keys of no token are not measured"
             )
-        expected = (sequences, seen["query"].shape[1], length)
-        if seam.call is None or seen["lse"].shape != expected or seen["key"].shape[2] != length:
-            raise _unrecognized(layer)
-        call = _detached(seam.call)
+        if seam.call is None or seen["lse"].shape != (sequences, seen["query"].shape[1], length) or keys != length:
+            raise unrecognized
+        tensors = {name: getattr(seam.call, name) for name in ("mask", "sink_logits", "scores")}
+        call = replace(seam.call, **{name: x.detach() for name, x in tensors.items() if x is not None})
         seam.call = replace(call, scores=None)  # T × T with its graph: freed as soon as it is read
         return AttentionRead(**seen, call=call, batch=batch)
 
 
 def _part(envoy: Any, path: str) -> Any:
     """Return a submodule's envoy. nnsight renames modules whose name it uses, like BERT's `output`, to `E_output`."""
-    for name in path.split("."):
+    for name in path.split(".") if path else ():
         moved = f"{envoy.OVERLOAD_PREFIX}{name}"
         envoy = getattr(envoy, moved if moved in vars(envoy) else name)
     return envoy
-
-
-def _value(envoy: Any, address: str) -> Any:
-    """Return the value at an address: `path.input`, `path.output`, or the module's own `input` or `output`."""
-    path, _, end = address.rpartition(".")
-    return getattr(_part(envoy, path) if path else envoy, end)
 
 
 def share_left(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
@@ -271,8 +254,8 @@ def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[st
         ]
         before = [step for step in order if step[0] == "layer_in"]  # used if the layer's sums are unknown
         step = ("attn_out", holding[0] if holding else 0)
-        place = order.index(step) if step in order else len(before)
-        order[place:place] = [(site, 0) for site in of_attention]
+        index = order.index(step) if step in order else len(before)
+        order[index:index] = [(site, 0) for site in of_attention]
     return [step for step in order if step[0] in wanted]
 
 
@@ -285,11 +268,8 @@ def logits_of(output: Any) -> torch.Tensor:
 def model_inputs(
     model: PreTrainedModel, batch: Batch, with_logits: bool = True, first_position: int | None = 0
 ) -> dict[str, Any]:
-    """Return the keyword arguments with which to call the model on a batch.
-
-    Args:
-        with_logits: Request the logits of all tokens; otherwise only of the last, if the model has that option.
-        first_position: Number of the first position in the model's family.
+    """Return the keyword arguments with which to call the model on a batch, for all logits or, if the model has that
+    option, only the last; `first_position` is the number of the first position in the model's family.
     """
     device, parameters = input_device(model), _parameters(model)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
@@ -304,14 +284,7 @@ def model_inputs(
 
 
 def _parameters(model: PreTrainedModel) -> Container[str]:
-    """Return the names of the parameters of the model's forward."""
     return inspect.signature(model.forward).parameters
-
-
-def _detached(call: AttentionCall) -> AttentionCall:
-    """Detach the tensors of a call, which no observable differentiates."""
-    tensors = {name: getattr(call, name) for name in ("mask", "sink_logits", "scores")}
-    return replace(call, **{name: x.detach() for name, x in tensors.items() if x is not None})
 
 
 def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -319,13 +292,6 @@ def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:
     if batch.valid is not None:
         x = x.masked_fill(~batch.valid[:, None].to(x.device), 0.0)
     return x.sum(dtype=torch.float64).isfinite()
-
-
-def _unrecognized(layer: int) -> SinkscopeError:
-    return SinkscopeError(
-        f"layer {layer}: its attention is not one softmax of q·k over the whole sequence, or not in a form that "
-        "sinkscope recognizes; see `sinkscope doctor`"
-    )
 
 
 class _Traced(NNsight):
@@ -343,10 +309,8 @@ def open_tracer(
 ) -> Iterator[Tracer]:
     """Install the seams, apply the interventions in their order and wrap the model, until the end of the block.
 
-    Afterwards, also after an exception, the model is restored bit for bit.
-
-    Args:
-        beginning: The input of a layer on one batch; earlier layers then neither run nor are read.
+    Afterwards, also after an exception, the model is restored bit for bit. With a beginning, the input of a layer on
+    one batch, earlier layers neither run nor are read.
 
     Raises:
         InputError: An intervention does not apply or would change nothing.

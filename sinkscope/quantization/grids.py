@@ -61,58 +61,47 @@ class RowGrids:
         """Return the grids (…,1) of x (…,D)."""
         low, high = upcast(x).aminmax(dim=-1, keepdim=True)
         if self.is_symmetric:
-            return symmetric_grids(torch.maximum(-low, high), self.bits)
-        return asymmetric_grids(low, high, self.bits)
+            return symmetric_grid(torch.maximum(-low, high), self.bits)
+        return asymmetric_grid(low, high, self.bits)
 
     def snap(self, x: torch.Tensor) -> torch.Tensor:
         """Round each row of x (…,D) to its own grid, in x's dtype. A row with NaN or infinity becomes NaN."""
         return self.of(x).snap(x)
 
 
-def symmetric_grid(largest: float, bits: int) -> Grid:
-    """Return the grid for -largest … largest, with 2^(bits-1) - 1 steps to either side.
-
-    Raises:
-        InputError: `largest` is negative or not finite, or the number of bits is not supported.
-    """
+def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
+    """Return the grid for -largest … largest, with 2^(bits-1) - 1 steps to either side; for a tensor, one per entry."""
     check_bits(bits)
-    if not (math.isfinite(largest) and largest >= 0):
+    if not isinstance(largest, torch.Tensor) and not (math.isfinite(largest) and largest >= 0):
         raise InputError(f"a tensor whose largest entry is {largest} cannot be quantized")
     most = 2 ** (bits - 1) - 1
     return Grid(_step(largest, most), -most, most)
 
 
-def asymmetric_grid(low: float, high: float, bits: int) -> Grid:
+def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
     """Return the grid for low … high, widened to hold 0: 2^bits - 1 steps, of which round(-low ÷ step) are below 0.
 
-    Raises:
-        InputError: low … high is no finite range, or the number of bits is not supported.
+    For two tensors instead of numbers, there is a grid for each entry.
     """
     check_bits(bits)
-    if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-        raise InputError(f"{low} … {high} is not a range that can be quantized")
-    low, high = min(low, 0.0), max(high, 0.0)
     most = 2**bits - 1
-    step = _step(high - low, most)
-    below = round(-low / step) if step else 0
+    if isinstance(low, torch.Tensor):
+        low, high = low.clamp_max(0), high.clamp_min(0)
+        step: Any = _step(high - low, most)
+        below = (-low / step.where(step != 0, 1)).round()
+    else:
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            raise InputError(f"{low} … {high} is not a range that can be quantized")
+        low, high = min(low, 0.0), max(high, 0.0)
+        step = _step(high - low, most)
+        below = round(-low / step) if step else 0
     return Grid(step, -below, most - below)
 
 
-def symmetric_grids(largest: torch.Tensor, bits: int) -> Grid:
-    """Return a `symmetric_grid` for every entry of `largest` ≥ 0."""
-    check_bits(bits)
-    most = 2 ** (bits - 1) - 1
-    return Grid(_steps(largest, most), -most, most)
-
-
-def asymmetric_grids(low: torch.Tensor, high: torch.Tensor, bits: int) -> Grid:
-    """Return an `asymmetric_grid` for every entry of `low` and `high`."""
-    check_bits(bits)
-    low, high = low.clamp_max(0), high.clamp_min(0)
-    most = 2**bits - 1
-    step = _steps(high - low, most)
-    below = (-low / step.where(step != 0, 1)).round()
-    return Grid(step, -below, most - below)
+def _step(width: Any, steps: int) -> Any:
+    if isinstance(width, torch.Tensor):
+        return (width / steps).clamp_min(TINY).where(width > 0, width)
+    return max(width / steps, TINY) if width > 0 else 0.0
 
 
 def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -123,14 +112,6 @@ def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
 def check_bits(bits: int, what: str = "bits") -> None:
     if isinstance(bits, bool) or not isinstance(bits, int) or not FEWEST_BITS <= bits <= MOST_BITS:
         raise InputError(f"{what} {bits}: it must be a whole number from {FEWEST_BITS} to {MOST_BITS}")
-
-
-def _step(width: float, steps: int) -> float:
-    return max(width / steps, TINY) if width > 0 else 0.0
-
-
-def _steps(widths: torch.Tensor, steps: int) -> torch.Tensor:
-    return (widths / steps).clamp_min(TINY).where(widths > 0, widths)
 
 
 TENSOR, CHANNEL, TOKEN = "tensor", "channel", "token"  # units with a grid of their own
@@ -184,18 +165,14 @@ class Precision:
         if site.part == WEIGHT:
             is_whole = self.weights_per == TENSOR
             return symmetric_grid(known.max_abs, self.weights) if is_whole else RowGrids(self.weights, True)
-        bits = self.kv_cache if site.part in CACHED else self.activations
-        per = self._per(site.part)
-        if per == TOKEN:
+        is_cached = site.part in CACHED
+        bits = self.kv_cache if is_cached else self.activations
+        per = self.kv_cache_per if is_cached else self.activations_per
+        if per == TOKEN and site.part not in (SCORES, SOFTMAX):
             return RowGrids(bits, False)
         if per == CHANNEL and known.channels is not None:
-            return asymmetric_grids(*known.channels, bits)
+            return asymmetric_grid(*known.channels, bits)
         return asymmetric_grid(known.low, known.high, bits)
-
-    def _per(self, part: str) -> str | None:
-        if part in CACHED:
-            return self.kv_cache_per
-        return TENSOR if part in (SCORES, SOFTMAX) else self.activations_per
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from sinkscope.quantization.sites import (
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-def changed_attention(change: Change, chunk: int = ROW_CHUNK) -> Kernel:
+def changed_attention(change: Change) -> Kernel:
     """Return a kernel that passes keys, values, scores and attention weights through `change`, in row chunks.
 
     Scores include the softcap, but no mask. A learned sink logit enters the softmax unchanged. No T × T matrix of more
@@ -57,8 +57,8 @@ def changed_attention(change: Change, chunk: int = ROW_CHUNK) -> Kernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = change(KEYS, key), change(VALUES, value)
         mixes, lses = [], []
-        for start in range(0, query.shape[2], chunk):
-            rows = slice(start, min(start + chunk, query.shape[2]))
+        for start in range(0, query.shape[2], ROW_CHUNK):
+            rows = slice(start, min(start + ROW_CHUNK, query.shape[2]))
             scores = change(SCORES, raw_logits(query[:, :, rows], key, call))
             logits = masked(scores, call, rows, query.shape[2])
             weights, lse = row_weights(logits, call, rows)
@@ -103,7 +103,6 @@ def quantized(
     Quantization is simulated: the numbers are on the grids, the arithmetic is the model's own.
 
     Args:
-        model: The model.
         ranges: The result of `calibrate_ranges`; keys and values are quantized if they are in it.
         except_sites: Sites that stay in full precision, named as in `chosen_sites`.
         bits_weights, bits_activations, bits_kv_cache: Numbers of bits.
@@ -130,6 +129,17 @@ def quantized(
 @contextmanager
 def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precision: Precision) -> Iterator[None]:
     """Quantize these sites, except those in attention (`quantized_attention`), until the end of the block."""
+
+    def snap_ends(
+        before: Grids | None, after: Grids | None, forward: Any, x: torch.Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        output = forward(x if before is None else before.snap(x), *args, **kw)
+        return output if after is None else after.snap(output)
+
+    def snap_in_place(grid: Grids, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        x = first_argument(args, kwargs)
+        x.copy_(grid.snap(x))  # the residual stream continues with the same tensor
+
     grids: dict[str, dict[str, Grids]] = defaultdict(dict)
     for site, known in ranges.items():
         grids[site.path][site.part] = precision.grid(site, known)
@@ -138,10 +148,28 @@ def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precis
         stack.enter_context(replaced(_weight_edits(model, weights)))
         for path, mine in grids.items():
             if INPUT in mine or OUTPUT in mine:
-                stack.enter_context(_quantized_module(model.get_submodule(path), mine.get(INPUT), mine.get(OUTPUT)))
-            if SUM in mine:
-                stack.enter_context(_quantized_sum(model, path, mine[SUM]))
+                around = partial(snap_ends, mine.get(INPUT), mine.get(OUTPUT))
+                stack.enter_context(wrapped_forward(model.get_submodule(path), around))
+            if SUM in mine:  # for all modules that read it
+                grid, (owner, _, end) = mine[SUM], path.rpartition(".")
+                module = model.get_submodule(owner)
+                if end == "output":
+                    stack.enter_context(edited_output(module, partial(_snapped, grid)))
+                else:
+                    hook = partial(snap_in_place, grid)
+                    stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
+
+
+def _weight_edits(model: PreTrainedModel, grids: Mapping[str, Grids]) -> Iterator[Edit]:
+    for path, grid in grids.items():
+        module = model.get_submodule(path)
+        snapped = grid.snap(by_output(module, module.get_parameter("weight").detach()))
+        yield module, "weight", by_output(module, snapped)
+
+
+def _snapped(grid: Grids, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return grid.snap(x)
 
 
 def quantized_attention(
@@ -152,47 +180,8 @@ def quantized_attention(
     for site, known in ranges.items():
         if site.part in IN_ATTENTION:
             grids[site.layer][site.part] = precision.grid(site, known)
-    return attending_with(seams, {layer: partial(_quantize_part, mine) for layer, mine in grids.items()})
 
+    def change(mine: Mapping[str, Grids], part: str, x: torch.Tensor) -> torch.Tensor:
+        return mine[part].snap(x) if part in mine else x
 
-def _quantize_part(grids: Mapping[str, Grids], part: str, x: torch.Tensor) -> torch.Tensor:
-    return grids[part].snap(x) if part in grids else x
-
-
-def _quantized_sum(model: nn.Module, address: str, grid: Grids) -> AbstractContextManager[None]:
-    """Quantize a residual sum for all modules that read it."""
-    path, _, end = address.rpartition(".")
-    module = model.get_submodule(path)
-    return edited_output(module, lambda _, x: grid.snap(x)) if end == "output" else _quantized_input(module, grid)
-
-
-@contextmanager
-def _quantized_input(module: nn.Module, grid: Grids) -> Iterator[None]:
-    """Quantize the input of a module in place, because the residual stream continues with the same tensor."""
-
-    def snap(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        x = first_argument(args, kwargs)
-        x.copy_(grid.snap(x))
-
-    handle = module.register_forward_pre_hook(snap, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _weight_edits(model: PreTrainedModel, grids: Mapping[str, Grids]) -> Iterator[Edit]:
-    for path, grid in grids.items():
-        module = model.get_submodule(path)
-        snapped = grid.snap(by_output(module, module.get_parameter("weight").detach()))
-        yield module, "weight", by_output(module, snapped)
-
-
-def _quantized_module(module: nn.Module, before: Grids | None, after: Grids | None) -> AbstractContextManager[None]:
-    """Quantize the input of a module, its output, or both."""
-
-    def around(forward: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output = forward(x if before is None else before.snap(x), *args, **kwargs)
-        return output if after is None else after.snap(output)
-
-    return wrapped_forward(module, around)
+    return attending_with(seams, {layer: partial(change, mine) for layer, mine in grids.items()})

@@ -71,21 +71,40 @@ def sites_of(
         raise InputError(f"scheme {unknown(scheme, SCHEMES)}")
     check_not_quantized(model, "simulated quantization")
     check_no_adapter(model, "simulated quantization")
+    # modules that text passes: those in running layers, and those outside layers that run
+    found = dict(linear_modules(model))
+    layers = {path: _layer_and_kind(path, family)[0] for path in found}
+    passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
+    reached = reached_by_text(model) if len(passed) < len(found) or scheme == FULL_SCHEME else set()
     sites = []
-    for path, module in _reached_linear_modules(model, family):
+    for path, module in found.items():
+        if path not in passed and path not in reached:
+            continue
         _check_weight(path, module)
         layer, kind = _layer_and_kind(path, family)
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
+    blocks = enumerate(map(family.block, range(len(family.layer_modules(model)))))
+    running = {at: block for at, block in blocks if block.kind != NOT_RUN}
     if scheme == FULL_SCHEME:
-        sites += _full_scheme_sites(model, family)
+        _check_interface(family, "--scheme full", "scores and softmax outputs")
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and path in reached and _layer_and_kind(path, family)[0] == NO_LAYER:
+                _check_weight(path, module)
+                sites += [Site(path, part, NO_LAYER, path) for part in (WEIGHT, OUTPUT)]
+        first = next(iter(running))
+        sites.append(Site(f"{family.layers}.{first}.input", SUM, first, "layer_in"))
+        for at, block in running.items():
+            within, name = f"{family.layers}.{at}", block.attention
+            sites += [Site(f"{within}.{name}", part, at, name) for part in (SCORES, SOFTMAX) if name]
+            sums = [site for site in ("mid", "layer_out") if site in block.sites]
+            sites += [Site(f"{within}.{block.sites[site]}", SUM, at, site) for site in sums]
     if has_cache:
         _check_interface(family, "--kv-cache-per", "keys and values")
-        blocks = {at: family.block(at) for at in range(len(family.layer_modules(model)))}
-        attending = {at: block.attention for at, block in blocks.items() if block.kind != NOT_RUN and block.attention}
-        for at, path in attending.items():
-            sites += [Site(f"{family.layers}.{at}.{path}", part, at, path) for part in CACHED]
+        for at, block in running.items():
+            name = block.attention
+            sites += [Site(f"{family.layers}.{at}.{name}", part, at, name) for part in CACHED if name]
     return sites
 
 
@@ -95,34 +114,6 @@ def _check_interface(family: Family, option: str, what: str) -> None:
             f"{option} does not apply to {family.name}, because its attention code is its own: its {what} cannot be "
             "quantized"
         )
-
-
-def _full_scheme_sites(model: PreTrainedModel, family: Family) -> list[Site]:
-    """Return the sites of the scheme `full` other than linear layers. Raises InputError."""
-    _check_interface(family, "--scheme full", "scores and softmax outputs")
-    sites, reached = [], reached_by_text(model)
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and path in reached and _layer_and_kind(path, family)[0] == NO_LAYER:
-            _check_weight(path, module)
-            sites += [Site(path, part, NO_LAYER, path) for part in (WEIGHT, OUTPUT)]
-    running = [at for at in range(len(family.layer_modules(model))) if family.block(at).kind != NOT_RUN]
-    sites.append(Site(f"{family.layers}.{running[0]}.input", SUM, running[0], "layer_in"))
-    for at in running:
-        block, layer = family.block(at), f"{family.layers}.{at}"
-        if block.attention:
-            sites += [Site(f"{layer}.{block.attention}", part, at, block.attention) for part in (SCORES, SOFTMAX)]
-        sums = [site for site in ("mid", "layer_out") if site in block.sites]
-        sites += [Site(f"{layer}.{block.sites[name]}", SUM, at, name) for name in sums]
-    return sites
-
-
-def _reached_linear_modules(model: PreTrainedModel, family: Family) -> list[tuple[str, nn.Module]]:
-    """Return the linear modules that text passes: those in running layers, and those outside layers that run."""
-    found = list(linear_modules(model))
-    layers = {path: _layer_and_kind(path, family)[0] for path, _ in found}
-    passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
-    others = reached_by_text(model) if len(passed) < len(found) else set()
-    return [(path, module) for path, module in found if path in passed | others]
 
 
 def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -185,8 +176,7 @@ def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Si
 
 def _layer_and_kind(path: str, family: Family) -> tuple[int, str]:
     """Return the layer of a path, and the path within it."""
-    match = re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", path)
-    if not match:
+    if not (match := re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", path)):
         return NO_LAYER, path
     return int(match[1]), re.sub(r"(?<=\.)\d+(?=\.|$)", "*", match[2])
 

@@ -32,42 +32,30 @@ from sinkscope.options.spec import assignments
 
 _SMALL_VOCABULARY = {"vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_TINY_LLAMA = {
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    **_SMALL_VOCABULARY,
-}
-_TINY_HYBRID = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    **_SMALL_VOCABULARY,
-}
-_TINY_QWEN3_NEXT = {
-    **_TINY_HYBRID,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "mlp_only_layers": [0, 1, 2, 3],
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-}
+
+
+def _size(hidden: int, intermediate: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (hidden, intermediate, layers, heads), strict=True)) | others
+
+
+def _gpt2_size(hidden: int, layers: int, heads: int, positions: int, **others: Any) -> dict[str, Any]:
+    return {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions, **_NO_DROPOUT, **others}
+
+
+_TINY_HYBRID = _size(64, 128, 4, 4, max_position_embeddings=256, tie_word_embeddings=False, **_SMALL_VOCABULARY)
+_TINY_QWEN3 = {**_TINY_HYBRID, "num_key_value_heads": 2, "head_dim": 16}
+_LINEAR_HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+_LINEAR_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
+_TINY_QWEN3_NEXT = {**_TINY_QWEN3, "mlp_only_layers": [0, 1, 2, 3], **_LINEAR_HEADS, **_LINEAR_SIZES}
+_MAMBA = {"num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4, "mamba_expand": 1}
+_LLAMA = {"max_position_embeddings": 2048, **_SMALL_VOCABULARY}
+_WSE = {"rms_norm_eps": 1e-5, **_SMALL_VOCABULARY}
 
 # name → (model type, fields that differ from its defaults)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny-llama": ("llama", _TINY_LLAMA),
-    "tiny-gpt2": (
-        "gpt2",
-        {"n_embd": 256, "n_layer": 6, "n_head": 4, "n_positions": 1024, **_NO_DROPOUT, **_SMALL_VOCABULARY},
-    ),
+    "tiny-llama": ("llama", _size(256, 688, 6, 4, num_key_value_heads=4, **_LLAMA)),
+    "tiny-gpt2": ("gpt2", _gpt2_size(256, 6, 4, 1024, **_SMALL_VOCABULARY)),
     "tiny-opt": (
         "opt",
         {
@@ -84,89 +72,30 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # one head in one layer, as in VGA §4.1 after Guo et al. 2024
     "bigram-backcopy": (
         "gpt2",
-        {
-            "n_embd": 64,
-            "n_layer": 1,
-            "n_head": 1,
-            "n_inner": 256,
-            "n_positions": 64,
-            "activation_function": "relu",
-            "tie_word_embeddings": False,
-            **_NO_DROPOUT,
-        },
+        _gpt2_size(64, 1, 1, 64, n_inner=256, activation_function="relu", tie_word_embeddings=False),
     ),
     # Hybrids, with attention in every second layer. Small: without kernels for CUDA their other layers are slow.
-    "tiny-qwen3-next": (
-        "qwen3_next",
-        {**_TINY_QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"] * 2},
-    ),
+    "tiny-qwen3-next": ("qwen3_next", {**_TINY_QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"] * 2}),
     "tiny-jamba": (
         "jamba",
-        {
-            **_TINY_HYBRID,
-            "num_key_value_heads": 4,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 1,
-            "mamba_d_state": 4,
-            "mamba_dt_rank": 4,
-            "mamba_expand": 1,
-        },
+        {**_TINY_HYBRID, "num_key_value_heads": 4, "attn_layer_period": 2, "attn_layer_offset": 1, **_MAMBA},
     ),
     # For comparison: attention of the same size in every layer, with Qwen3-Next's gates and without
     "tiny-gated-attention": ("qwen3_next", {**_TINY_QWEN3_NEXT, "layer_types": ["full_attention"] * 4}),
-    "tiny-qwen3": ("qwen3", {**_TINY_HYBRID, "num_key_value_heads": 2, "head_dim": 16}),
+    "tiny-qwen3": ("qwen3", _TINY_QWEN3),
     # about the smaller size of GS, which gives no more details
     "llama-0.1b": (
         "llama",
-        {
-            "hidden_size": 768,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 12,
-            "max_position_embeddings": 2048,
-            **_SMALL_VOCABULARY,
-            "vocab_size": 32000,
-            "tie_word_embeddings": True,
-        },
+        _size(768, 2048, 12, 12, num_key_value_heads=12, **_LLAMA) | {"vocab_size": 32000, "tie_word_embeddings": True},
     ),
     # the models of WSE §4 to §7: 60M parameters without the embeddings, and the smallest of its released code
-    "llama-60m": (
-        VARIED_LLAMA,
-        {
-            "hidden_size": 768,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 10,
-            "num_attention_heads": 8,
-            "rms_norm_eps": 1e-5,
-            **_SMALL_VOCABULARY,
-            "vocab_size": 50432,
-        },
-    ),
-    "llama-1m": (
-        VARIED_LLAMA,
-        {
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 8,
-            "rms_norm_eps": 1e-5,
-            **_SMALL_VOCABULARY,
-        },
-    ),
+    "llama-60m": (VARIED_LLAMA, _size(768, 1536, 10, 8, **_WSE) | {"vocab_size": 50432}),
+    "llama-1m": (VARIED_LLAMA, _size(256, 512, 2, 8, **_WSE)),
     # The same block at the size of `bigram-backcopy`, with equally small initial weights. With those of WSE's released
     # code attention dominates: a token that needs none attends to itself, and there is no sink.
     "bigram-backcopy-llama": (
         VARIED_LLAMA,
-        {
-            "hidden_size": 64,
-            "intermediate_size": 256,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.02,
-        },
+        _size(64, 256, 1, 1, max_position_embeddings=64, initializer_range=0.02),
     ),
 }
 
@@ -175,20 +104,20 @@ def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
     """Return the configuration of a model to train.
 
     Args:
-        source: a name of ARCHITECTURES, with or without further fields (`NAME:key=value,…`), or a config.json (or its
+        source: A name of ARCHITECTURES, with or without further fields (`NAME:key=value,…`), or a config.json (or its
             folder) in HuggingFace's format.
 
     Raises:
-        InputError: the name or a field does not exist, the file is damaged, or the model is no causal language model.
+        InputError: The name or a field does not exist, the file is damaged, or the model is no causal language model.
     """
-    name, _, given = os.fspath(source).partition(":")
+    text = os.fspath(source)
+    name, _, given = text.partition(":")
     if name in ARCHITECTURES:
         return _named(name, given)
-    name = os.fspath(source)
-    path = user_path(name)
+    path = user_path(text)
     path = path / "config.json" if kind_of(path) == "folder" else path
     if kind_of(path) != "file":
-        raise InputError(f"--config {unknown(name, ARCHITECTURES)}, or a config.json")
+        raise InputError(f"--config {unknown(text, ARCHITECTURES)}, or a config.json")
     return _read(path)
 
 
@@ -247,8 +176,6 @@ def fresh_model(config: PreTrainedConfig, seed: int) -> Any:
     return model.float().eval().requires_grad_(False)
 
 
-# ----------------------------------------------------------------------------------- a tokenizer made from the text
-
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"  # ids 0, 1, 2
 MOST_DOCUMENTS = 100_000  # a tokenizer does not read a whole corpus
 MOST_CHARACTERS = 1 << 26
@@ -269,17 +196,17 @@ def tokenizer_of(documents: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator(_beginning(documents), trainer)
+
+    def beginning() -> Iterator[str]:
+        left = MOST_CHARACTERS
+        for document in islice(documents, MOST_DOCUMENTS):
+            yield document[:left]
+            left -= len(document)
+            if left <= 0:
+                return
+
+    core.train_from_iterator(beginning(), trainer)
     core.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, core.token_to_id(BOS))]
     )
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=BOS, eos_token=EOS, pad_token=PAD)
-
-
-def _beginning(documents: Iterable[str]) -> Iterator[str]:
-    left = MOST_CHARACTERS
-    for document in islice(documents, MOST_DOCUMENTS):
-        yield document[:left]
-        left -= len(document)
-        if left <= 0:
-            return

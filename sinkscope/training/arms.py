@@ -56,16 +56,19 @@ def arms_of(methods: Iterable[Method], seed: int, seeds: int = 1) -> list[Arm]:
 
 
 def parse_methods(methods: Methods) -> list[Method]:
-    """Parse methods as they are typed: NAME[:key=value,…], several separated by commas, several such texts, or
+    """Parse methods as they are typed: NAME[:key=value,…], several separated by commas, several texts, or
     label → method.
 
     Raises:
-        InputError: a method, a parameter or a label is wrong, or a method is given twice.
+        InputError: A method, a parameter or a label is wrong, or a method is given twice.
     """
-    if isinstance(methods, Mapping):
-        wanted = [_called(name, _parse(text)) for name, text in methods.items()]
-    else:
-        wanted = _parse(methods)
+    wanted = [] if isinstance(methods, Mapping) else _parse(methods)
+    for name, text in methods.items() if isinstance(methods, Mapping) else ():
+        if len(found := _parse(text)) != 1:
+            raise InputError(f"method '{name}': it must be one method, such as vga:placement=output")
+        if not name or as_folder_name(name) != name or name in RESERVED:
+            raise InputError(f"'{name}' cannot be the name of a method, which is also its folder's: choose another")
+        wanted.append(replace(found[0], called=name))
     if not wanted:
         raise InputError("name a method: --method NAME[:key=value,…]; `sinkscope list retrofits` shows the names")
     for method in wanted:
@@ -75,14 +78,6 @@ def parse_methods(methods: Methods) -> list[Method]:
         if labels.count(label) > 1:
             raise InputError(f"--method {label} is given twice")
     return wanted
-
-
-def _called(name: str, methods: list[Method]) -> Method:
-    if len(methods) != 1:
-        raise InputError(f"method '{name}': it must be one method, such as vga:placement=output")
-    if not name or as_folder_name(name) != name or name in RESERVED:
-        raise InputError(f"'{name}' cannot be the name of a method, which is also its folder's name: choose another")
-    return replace(methods[0], called=name)
 
 
 def _parse(methods: str | Iterable[str]) -> list[Method]:

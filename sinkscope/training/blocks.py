@@ -6,9 +6,9 @@ with the tokens that the tokenizer puts before a text; its first tokens can be r
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -83,17 +83,13 @@ def read_blocks(
     """Read a text in blocks, and no more of it than is needed.
 
     Args:
-        loaded: the model, for its tokenizer, vocabulary and positions.
         text: "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself.
-        dataset: a HuggingFace dataset in place of `text`.
-        length: tokens in a block.
-        wanted: blocks to train on, at most.
-        share: the share of all blocks, from the end of the text, that is held out.
-        seed: of sampled text.
-        bos: "never": blocks of text begin without the tokens that the tokenizer puts before a text.
+        length: Tokens in a block.
+        wanted: Blocks to train on, at most.
+        share: The share of all blocks, from the end of the text, that is held out.
 
     Raises:
-        InputError: the text cannot be read, or holds fewer than two blocks.
+        InputError: The text cannot be read, or holds fewer than two blocks.
     """
     needed = wanted + max(1, math.ceil(wanted * share / (1 - share)))
     if is_written(text, dataset):
@@ -116,7 +112,7 @@ def read_blocks(
 def _packed(
     loaded: LoadedModel, text: str, dataset: str | None, length: int, needed: int, bos: str
 ) -> tuple[str, list[np.ndarray]]:
-    """Return the name of the text and its first blocks."""
+    """Return the name of the text and its first blocks; the remainder at the end is dropped."""
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
@@ -132,38 +128,22 @@ def _packed(
 
     def tokens() -> Iterator[int]:
         for document in texts:
-            for piece in _pieces(document):
-                ids = encode(tokenizer, piece, special=False)
+            start = 0
+            while start < len(document):
+                end = len(document)
+                if end - start > PIECE:  # split after a line end, which hardly any tokenizer merges with the next line
+                    end = document.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+                ids = encode(tokenizer, document[start:end], special=False)
                 check_ids(ids, known, f"{name} through this tokenizer")
                 yield from ids
+                start = end
             if tokenizer.eos_token_id is not None:
                 yield tokenizer.eos_token_id
 
-    return name, list(_blocks(tokens(), prefix, step, needed))
-
-
-def _pieces(document: str) -> Iterator[str]:
-    """Split a long text after line ends, which hardly any tokenizer merges into a token with the next line."""
-    start = 0
-    while len(document) - start > PIECE:
-        end = document.rfind("\n", start, start + PIECE) + 1
-        end = end if end > start else start + PIECE
-        yield document[start:end]
-        start = end
-    yield document[start:]
-
-
-def _blocks(tokens: Iterable[int], prefix: tuple[int, ...], step: int, most: int) -> Iterator[np.ndarray]:
-    """Yield whole blocks only; the remainder at the end is dropped."""
-    ids = iter(tokens)
-    for _ in range(most):
-        block = np.fromiter(islice(ids, step), dtype=np.int64)
-        if len(block) < step:
-            return
-        yield np.concatenate([np.array(prefix, dtype=np.int64), block])
-
-
-# -------------------------------------------------------- the first tokens of each block, and how much text is read
+    stream = tokens()
+    rows = (np.fromiter(islice(stream, step), dtype=np.int64) for _ in range(needed))
+    complete = takewhile(lambda row: len(row) == step, rows)
+    return name, [np.concatenate([np.array(prefix, dtype=np.int64), row]) for row in complete]
 
 
 def check_starts(options: ArmOptions, task: str | None) -> None:
@@ -190,28 +170,15 @@ def begun(blocks: Blocks, loaded: LoadedModel, options: ArmOptions) -> Blocks:
     Random tokens are drawn uniformly from the vocabulary without special tokens. The fixed token is the BOS, or else
     the padding token; with `--bos never` it occurs nowhere else.
     """
-    train, held_out = blocks.train, blocks.held_out
+    parts = [blocks.train.copy(), blocks.held_out.copy()]
     if options.random_tokens:
-        special = special_token_ids(loaded.tokenizer)
-        ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special))
+        ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
         rng = np.random.default_rng([options.seed, options.random_tokens])
-        train, held_out = (_with_random(part, options.random_tokens, ordinary, rng) for part in (train, held_out))
+        for part in parts:
+            part[:, : options.random_tokens] = rng.choice(ordinary, (len(part), options.random_tokens))
     if options.fixed_position is not None:
-        train, held_out = (_with_fixed(part, options.fixed_position, fixed_token(loaded)) for part in (train, held_out))
-    return replace(blocks, train=train, held_out=held_out)
-
-
-def fixed_token(loaded: LoadedModel) -> int:
-    """Return the token at `fixed_position` of every block."""
-    known = (getattr(loaded.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id"))
-    return next((token for token in known if token is not None), 0)
-
-
-def _with_random(blocks: np.ndarray, count: int, ordinary: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return np.concatenate([rng.choice(ordinary, (len(blocks), count)), blocks[:, count:]], axis=1)
-
-
-def _with_fixed(blocks: np.ndarray, position: int, token: int) -> np.ndarray:
-    changed = blocks.copy()
-    changed[:, position] = token
-    return changed
+        known = (getattr(loaded.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id"))
+        token = next((token for token in known if token is not None), 0)
+        for part in parts:
+            part[:, options.fixed_position] = token
+    return replace(blocks, train=parts[0], held_out=parts[1])

@@ -37,7 +37,7 @@ class Recorder(TrainerCallback):
         self.model = model
         self.probe = probe
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.probe is not None and state.global_step == 0:
             state.log_history.append({"step": 0})
             self._measure(state)
@@ -98,8 +98,6 @@ def history(logs: list[dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "step", "metric", "value"])
 
 
-# ------------------------------------------------------------------------------------- sinks of a model in training
-
 SEQUENCES, LENGTH = 32, 64  # the probe measures the beginnings of held-out blocks; WSE's length
 
 
@@ -109,11 +107,14 @@ def probe_of(
     """Make the probe of a training, which runs at step 0 and at every log: sink rates at a position of held-out blocks,
     and the measurements of a task. A model that FSDP has sharded has no probe, and cannot be trained on a task.
     """
-    if task is not None:
-        return lambda model: pd.concat(
-            [task.probe(model, family, held_out), sinks(model, family, held_out, epsilon, position)], ignore_index=True
-        )
-    return None if is_sharded() else lambda model: sinks(model, family, held_out, epsilon, position)
+    if task is None and is_sharded():
+        return None
+
+    def probe(model: PreTrainedModel) -> pd.DataFrame:
+        of_task = [] if task is None else [task.probe(model, family, held_out)]
+        return pd.concat([*of_task, sinks(model, family, held_out, epsilon, position)], ignore_index=True)
+
+    return probe
 
 
 @torch.no_grad()
@@ -156,14 +157,14 @@ class TotalWeight(Observable):
 
     def __init__(self, settings: Settings, at: int) -> None:
         super().__init__(settings)
-        self.at = at  # the column of the token
+        self.at = at  # index of the token
         # layer → total weight of each query, and whether its share on the token is above ε
         self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        whole, behind = slice(0, read.length), slice(self.at + 1, None)
-        total = read.mix_weights(whole, whole).abs().sum(-1)[..., behind]
-        share = read.weights(whole, slice(self.at, self.at + 1))[0][..., behind, 0]
+        rows, later = slice(0, read.length), slice(self.at + 1, None)
+        total = read.mix_weights(rows, rows).abs().sum(-1)[..., later]
+        share = read.weights(rows, slice(self.at, self.at + 1))[0][..., later, 0]
         chosen = is_sink(share, self.settings.epsilon)
         self.seen[layer] = (upcast(total).flatten().cpu().numpy(), chosen.flatten().cpu().numpy())
 

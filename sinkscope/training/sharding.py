@@ -19,8 +19,8 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.processes import joined
 
 CONFIGURATION = Path(__file__).parent / "fsdp.yaml"
-# trainer.py relies on these: parameters keep their names, every process holds the whole model before it is sharded, and
-# checkpoints are whole models
+# trainer.py relies on these: parameters keep their names, every process holds the complete model before it is sharded,
+# and checkpoints are complete models
 NEEDED = {
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -30,10 +30,7 @@ NEEDED = {
 
 
 def launched(cpu: bool = False) -> PartialState:
-    """Join the processes of `accelerate launch`, if this is one of them.
-
-    Args:
-        cpu: train on the CPU even if there is a GPU.
+    """Join the processes of `accelerate launch`, if this is one of them; with `cpu`, train there in spite of a GPU.
 
     Raises:
         InputError: FSDP is configured in a way that is not supported.
@@ -45,9 +42,8 @@ def launched(cpu: bool = False) -> PartialState:
 
 def by_the_first(work: Callable[[], object]) -> None:
     """Call `work` on the first process. If it raises InputError, all processes raise it."""
-    state = PartialState()
     wrong: list[str | None] = [None]
-    if state.is_main_process:
+    if PartialState().is_main_process:
         try:
             work()
         except InputError as error:
@@ -58,7 +54,7 @@ def by_the_first(work: Callable[[], object]) -> None:
 
 
 def is_sharded() -> bool:
-    """Whether `accelerate launch` was configured to use FSDP."""
+    """Return whether `accelerate launch` was configured to use FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
@@ -77,7 +73,7 @@ def check_sharding() -> None:
 
 
 def check_device() -> None:
-    """Raise InputError on the CPU, where accelerate ignores FSDP and every process would hold the whole model."""
+    """Raise InputError on the CPU, where accelerate ignores FSDP and every process would hold the complete model."""
     if PartialState().device.type == "cpu":
         raise InputError("accelerate shards models on GPUs only: on the CPU, launch without an FSDP configuration")
 

@@ -1,4 +1,4 @@
-"""What is computed of trained arms together: the table `retrofit`, and the layer in which attention goes most to <s>.
+"""Numbers of all trained arms: the table `retrofit`, and the layer in which most attention goes to <s>.
 
 VGA's tables 1 to 3 have the columns of `retrofit`, but its norms and kurtosis are of other sites.
 """
@@ -12,17 +12,12 @@ from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING, TRAINING_TABLES, names_of
 
-UNTOUCHED = "untouched"  # the arm that is the model as it is
+UNTOUCHED = "untouched"  # the arm of the unchanged model
 
 # heading of a table in Markdown → its metrics; all of them make up the table `retrofit`, in this order
 TABLES: dict[str, tuple[str, ...]] = {
     "In full precision": ("perplexity", "max_inf_norm", "kurtosis"),
-    "In W8A8": (
-        "perplexity_quantized",
-        "perplexity_increase",
-        "max_inf_norm_quantized",
-        "kurtosis_quantized",
-    ),
+    "In W8A8": ("perplexity_quantized", "perplexity_increase", "max_inf_norm_quantized", "kurtosis_quantized"),
     "Position 0 against the others": (
         "sink_rate",
         "sink_rate_outside",
@@ -44,17 +39,10 @@ ROWS = tuple(metric for metrics in TABLES.values() for metric in metrics)
 def retrofit_table(
     runs: Mapping[str, RunData], quantized: Mapping[str, Mapping[str, float]], gates: pd.DataFrame, seed: int = 0
 ) -> pd.DataFrame:
-    """The table `retrofit` of one seed: model, condition (the arm), layer −1, seed, metric, value.
+    """Return the table `retrofit` of one seed: model, condition (the arm), layer −1, seed, metric, value.
 
-    Args:
-        runs: Arm → its run, on held-out text.
-        quantized: Arm → what `w8a8` gives on the same text. Its numbers in full precision replace the run's, so that
-            each increase is that of one measurement.
-        gates: The table of that name, of all arms.
-        seed: Of the training.
-
-    Returns:
-        A row for each arm and metric that was measured, in the order of `TABLES`.
+    There is a row for each arm and metric that was measured, in the order of `TABLES`. The numbers of `w8a8` in full
+    precision replace the run's, so that each increase is between numbers of one measurement.
     """
     farthest = gates.groupby("condition")["displacement"].max()
     rows = []
@@ -73,7 +61,7 @@ def retrofit_table(
 
 
 def sinking_layer(table: pd.DataFrame) -> int:
-    """The layer in which the first arm's attention goes most to <s> at the last step."""
+    """Return the layer in which the first arm's attention goes most to <s> at the last step."""
     rows = table[(table["condition"] == table["condition"].iloc[0]) & (table["metric"] == "attention_to_start")]
     last = rows[rows["step"] == rows["step"].max()]
     return int(last.groupby("layer")["value"].mean().idxmax())

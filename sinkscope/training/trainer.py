@@ -43,7 +43,7 @@ from sinkscope.training.sharding import is_sharded, launched
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 # the files of a checkpoint besides the model, for one process, several processes and FSDP
-RESUMED_FROM = (
+_RESUMED_FROM = (
     *("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"),
     *("rng_state_*.pth", "optimizer.bin", "pytorch_model_fsdp.bin"),
 )
@@ -53,30 +53,30 @@ _DISK = ("No space left", "I/O error", "file write failed", "PytorchStreamWriter
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints in a folder, complete or not, sorted by step."""
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step_of)
 
 
-def step_of(checkpoint: Path) -> int:
+def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def last_checkpoint(folder: Path) -> Path | None:
+def _last_checkpoint(folder: Path) -> Path | None:
     """Return the last complete checkpoint."""
     return next((path for path in reversed(checkpoints(folder)) if _is_complete(path)), None)
 
 
-def incomplete(folder: Path) -> list[Path]:
+def _incomplete(folder: Path) -> list[Path]:
     """Return checkpoints that a kill has left half written; the Trainer would count them among those that it keeps."""
     return [path for path in checkpoints(folder) if not _is_complete(path)]
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    """The Trainer writes the state last; any file of a checkpoint that it was deleting may be missing."""
+    # the Trainer writes the state last; any file of a checkpoint that it was deleting may be missing
     needed = ("config.json", "model*.safetensors", "optimizer.*", "scheduler.pt")  # FSDP's is optimizer.bin
-    return all(any(checkpoint.glob(name)) for name in needed) and logs_of(checkpoint) is not None
+    return all(any(checkpoint.glob(name)) for name in needed) and _logs_of(checkpoint) is not None
 
 
-def logs_of(checkpoint: Path) -> list[dict[str, Any]] | None:
+def _logs_of(checkpoint: Path) -> list[dict[str, Any]] | None:
     """Return the Trainer's log history; None if the checkpoint has no readable state."""
     try:
         return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
@@ -87,53 +87,34 @@ def logs_of(checkpoint: Path) -> list[dict[str, Any]] | None:
 def keep_models(training: Path, kept: Path) -> None:
     """Move the checkpoints of a finished training, without the files for resuming, which are larger than the model."""
     for checkpoint in checkpoints(training):
-        for path in (path for name in RESUMED_FROM for path in checkpoint.glob(name)):
+        for path in (path for name in _RESUMED_FROM for path in checkpoint.glob(name)):
             path.unlink()
         checkpoint.replace(kept / checkpoint.name)
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Raise InputError if the disk cannot hold the checkpoints, before hours of training.
-
-    Args:
-        folder: the folder to write; its present content will be replaced.
-        needed: bytes.
-    """
-    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    free = shutil.disk_usage(folder).free + held
-    if free < needed:
-        raise InputError(
-            f"{folder} has {free / 2**30:.1f} GB left on its disk and its checkpoints need {needed / 2**30:.1f}: "
-            "make room, or name another folder"
-        )
-
-
 @contextmanager
 def failures(folder: Path) -> Iterator[None]:
-    """Turn the errors of full memory and full disks into messages that say what is kept.
+    """Turn errors of full memory and full disks into messages that say what is kept in the folder of the training.
 
     An incomplete checkpoint is deleted after an error of the disk, since it takes up room and cannot be used.
 
-    Args:
-        folder: of the training.
-
     Raises:
-        SinkscopeError: memory ran out, or writing failed. Other errors pass unchanged.
+        SinkscopeError: Memory ran out, or writing failed. Other errors pass unchanged.
     """
     try:
         yield
     except (SinkscopeError, KeyboardInterrupt):
         raise
     except Exception as error:
-        last = last_checkpoint(folder) if folder.is_dir() else None
-        kept = f"the training up to step {step_of(last)} is kept" if last else "what was reached is kept"
+        last = _last_checkpoint(folder) if folder.is_dir() else None
+        kept = f"the training up to step {_step_of(last)} is kept" if last else "what was reached is kept"
         if is_out_of_memory(error):
             raise SinkscopeError(
                 "memory ran out: take a smaller --batch-size with more --accumulation, a shorter --block-length, or "
                 f"--bf16 ({kept})"
             ) from error
         if isinstance(error, OSError) or any(sign in str(error) for sign in _DISK):
-            for path in incomplete(folder) if folder.is_dir() else ():
+            for path in _incomplete(folder) if folder.is_dir() else ():
                 shutil.rmtree(path)
             raise SinkscopeError(
                 f"writing to {folder} failed [{one_line(error)}]: {kept}; make room and repeat the command to go on"
@@ -141,13 +122,10 @@ def failures(folder: Path) -> Iterator[None]:
         raise
 
 
-# --------------------------------------------------------------------------------------------------------- training
-
 COMMAND = "training"  # in the manifest
 KEPT = 2  # checkpoints
-# what may differ when a training is resumed: neither decides its weights
-FREE = ("save_every", "log_every")
-# as transformers calls the schedules
+FREE = {"save_every", "log_every"}  # options without effect on the weights, which may differ in a resumed training
+# our schedule → its name in transformers
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
@@ -163,25 +141,20 @@ def train(
     console: Console | None = None,
     probe: Probe | None = None,
 ) -> pd.DataFrame:
-    """Train a model in place, retrofitted or not. Afterwards it is in eval mode with its parameters frozen.
+    """Train a loaded model in place, retrofitted or not. Afterwards it is in eval mode with its parameters frozen.
 
     Args:
-        model: a loaded model, retrofitted or not.
-        blocks: the text; `train` is read.
-        config: how to train.
-        out: the folder for checkpoints.
-        resume: continue from the last complete checkpoint in `out`; otherwise existing checkpoints are deleted.
-        keep_all: keep every checkpoint instead of the last two.
-        cpu: train on the CPU even if there is a GPU.
-        console: for a progress bar.
-        probe: measures the model at step 0 and at every log; it does not influence the training.
+        out: The folder for checkpoints. With `resume`, the training continues from the last complete one in it;
+            otherwise they are deleted. The last two are kept, with `keep_all` every one.
+        cpu: Train on the CPU even if there is a GPU.
+        probe: Measures the model at step 0 and at every log; it does not influence the training.
 
     Returns:
         The history: layer (−1: the whole model), step, metric, value.
 
     Raises:
-        InputError: this cannot be trained so, or `out` holds another training; nothing has been written.
-        SinkscopeError: memory or disk ran out, or the loss is not finite; checkpoints stay.
+        InputError: The model cannot be trained in this way, or `out` holds another training; nothing has been written.
+        SinkscopeError: Memory or disk ran out, or the loss is not finite; checkpoints stay.
     """
     folder = Path(out)
     launched(cpu)
@@ -190,25 +163,49 @@ def train(
     check_trainable(model, config.only_new)
     if probe is not None and is_sharded():
         raise InputError("a probe needs the whole model, and FSDP shards it: launch without its configuration")
-    start, options = time.time(), _options(model, blocks, config)
-    last = _claim(folder, options, resume, start)
+    start, state = time.time(), PartialState()
+    options = {  # everything that determines the final weights
+        "config": config.model_dump(mode="json", exclude=FREE),
+        "retrofit": model.config.retrofit if is_retrofitted(model.config) else None,
+        "text": blocks.sha256,
+        "processes": state.num_processes,
+        "sharded": is_sharded(),
+    }
+    if resume:
+        defaults = TrainingConfig().model_dump(mode="json", exclude=FREE)
+        resumable(folder, COMMAND, options, defaults={"config": defaults, "sharded": False})
+    try:
+        if state.is_main_process:
+            manifest = make_manifest(COMMAND, start=start, **options)
+            claim(folder, manifest, leftovers=_incomplete if resume else checkpoints)
+        state.wait_for_everyone()
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}") from None
+    last = _last_checkpoint(folder)
     kept = math.ceil(config.steps / config.save_every) if keep_all else KEPT
-    check_room(folder, _bytes_needed(model, config, kept))
+    _check_room(folder, model, config, kept)
     with failures(folder), no_bars(), _trainable(model, config.only_new), torch.random.fork_rng():
         if last is not None:
             _load(model, last)
-        if last is not None and step_of(last) == config.steps:  # the Trainer would take one step more
-            return history(logs_of(last) or [])
+        if last is not None and _step_of(last) == config.steps:  # the Trainer would take one step more
+            return history(_logs_of(last) or [])
         trained = copy.deepcopy(model) if is_sharded() else model  # FSDP does not reassemble a sharded model
-        trainer = _trainer(trained, blocks, config, _arguments(config, folder, kept, cpu))
+        ignored = max(1, getattr(model.config, "prefix_length", 0))  # a prefix LM does not predict its prefix
+        dataset = _TrainingBlocks(blocks.train, config.blocks_wanted(state.num_processes), config.seed, ignored)
+        trainer = _Trainer(model=trained, args=_arguments(config, folder, kept, cpu), train_dataset=dataset)
+        trainer.config = config
+        trainer.remove_callback(PrinterCallback)  # it would print on stdout
         trainer.add_callback(Recorder(trained, probe))
         if console is not None and console.is_terminal and not console.quiet:
             trainer.add_callback(Bar())
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
-        if trained is not model:
-            _load_last(model, folder)
-        if PartialState().is_main_process:
-            write_manifest(folder, _manifest(options, start))
+        if trained is not model:  # each process has a shard; load the complete model
+            state.wait_for_everyone()
+            last = _last_checkpoint(folder)
+            assert last is not None  # the Trainer's last step writes one
+            _load(model, last)
+        if state.is_main_process:
+            write_manifest(folder, make_manifest(COMMAND, start=start, **options))
         return history(trainer.state.log_history)
 
 
@@ -242,44 +239,20 @@ def _trainable(model: PreTrainedModel, only_new: bool) -> Iterator[None]:
         model.eval().requires_grad_(False)
 
 
-# -------------------------------------------------------------------------------------------------- the folder
-
-
-def _options(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig) -> dict[str, Any]:
-    """Return all that determines the weights at the end of a training."""
-    return {
-        "config": config.model_dump(mode="json", exclude=set(FREE)),
-        "retrofit": model.config.retrofit if is_retrofitted(model.config) else None,
-        "text": blocks.sha256,
-        "processes": PartialState().num_processes,
-        "sharded": is_sharded(),
-    }
-
-
-def _manifest(options: dict[str, Any], start: float) -> dict[str, Any]:
-    return make_manifest(COMMAND, start=start, **options)
-
-
-def _claim(folder: Path, options: dict[str, Any], resume: bool, start: float) -> Path | None:
-    """Claim the folder for this training, and return its last complete checkpoint."""
-    state = PartialState()
-    if resume:
-        known = TrainingConfig().model_dump(mode="json", exclude=set(FREE))
-        resumable(folder, COMMAND, options, defaults={"config": known, "sharded": False})
-    try:
-        if state.is_main_process:
-            claim(folder, _manifest(options, start), leftovers=incomplete if resume else checkpoints)
-        state.wait_for_everyone()
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}") from None
-    return last_checkpoint(folder)
-
-
-def _bytes_needed(model: PreTrainedModel, config: TrainingConfig, kept: int) -> int:
+def _check_room(folder: Path, model: PreTrainedModel, config: TrainingConfig, kept: int) -> None:
+    """Raise InputError if the disk cannot hold the checkpoints, which replace the folder's present content."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() * p.element_size() for p in new_parameters(model).values()) if config.only_new else weights
-    model_files = 2 * weights if is_sharded() else weights  # FSDP's own besides
-    return (kept + 1) * (model_files + 2 * trained) + weights  # AdamW's two moments; one more before an old one goes
+    model_files = 2 * weights if is_sharded() else weights  # FSDP writes a file of its own, too
+    # AdamW has two moments; one more checkpoint is written before an old one is deleted
+    needed = (kept + 1) * (model_files + 2 * trained) + weights
+    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    free = shutil.disk_usage(folder).free + held
+    if free < needed:
+        raise InputError(
+            f"{folder} has {free / 2**30:.1f} GB left on its disk and its checkpoints need {needed / 2**30:.1f}: "
+            "make room, or name another folder"
+        )
 
 
 def _load(model: PreTrainedModel, checkpoint: Path) -> None:
@@ -288,14 +261,6 @@ def _load(model: PreTrainedModel, checkpoint: Path) -> None:
     """
     kept: Any = type(model).from_pretrained(checkpoint, dtype=model.dtype)
     model.load_state_dict(kept.state_dict())
-
-
-def _load_last(model: PreTrainedModel, folder: Path) -> None:
-    """Load the whole trained model, of which each process has a shard, on every process."""
-    PartialState().wait_for_everyone()
-    last = last_checkpoint(folder)
-    assert last is not None  # the Trainer's last step writes one
-    _load(model, last)
 
 
 @contextmanager
@@ -308,19 +273,6 @@ def no_bars() -> Iterator[None]:
     finally:
         if had:
             transformers_logging.enable_progress_bar()
-
-
-# ------------------------------------------------------------------------------------------------ the Trainer
-
-
-def _trainer(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig, args: TrainingArguments) -> "_Trainer":
-    wanted = config.blocks_wanted(PartialState().num_processes)
-    ignored = max(1, getattr(model.config, "prefix_length", 0))  # a prefix LM does not predict its prefix
-    dataset = _TrainingBlocks(blocks.train, wanted, config.seed, ignored)
-    trainer = _Trainer(model=model, args=args, train_dataset=dataset)
-    trainer.config = config
-    trainer.remove_callback(PrinterCallback)  # it would print on stdout
-    return trainer
 
 
 class _Trainer(Trainer):
@@ -358,7 +310,7 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,  # it would hide a loss that is not finite
         report_to="none",
-        disable_tqdm=True,  # the bar is our own
+        disable_tqdm=True,  # we show our own bar
         ddp_timeout=int(TIMEOUT.total_seconds()),
     )
     if arguments.n_gpu > 1:  # in one process the Trainer would copy the model to each; `accelerate launch` uses them
@@ -407,7 +359,7 @@ class _TrainingBlocks(Dataset):
 
 
 def shuffled(count: int, wanted: int, seed: int) -> np.ndarray:
-    """Return `wanted` indices below `count`: epoch after epoch, each a permutation of its own."""
+    """Return `wanted` indices below `count`: epoch after epoch, each a different permutation."""
     generator = torch.Generator()
     epochs = [torch.randperm(count, generator=generator.manual_seed(seed + at)) for at in range(-(-wanted // count))]
     return torch.cat(epochs)[:wanted].numpy()

@@ -321,7 +321,7 @@ def test_a_table_of_none_but_a_failed_arm_is_left_out(llama: PreTrainedModel, mo
         experiment._parts["streaming"].append(pd.DataFrame())
         raise RuntimeError("broken")
 
-    monkeypatch.setitem(Experiment.METHODS, "streaming", failing)
+    monkeypatch.setattr(Experiment, "_by_streaming", failing)
     run = intervene(llama, arms={"cache": "streaming-window", "first": "mask-sink"}, draws=0, **SMALL)
     assert list(run.manifest["arms"]) == ["first"]
     assert "streaming" not in run.tables

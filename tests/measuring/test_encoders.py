@@ -1,4 +1,4 @@
-"""Encoders, which attend both ways: their tables are plain transformers', and what is causal only is refused."""
+"""Encoders, which attend both ways: their tables are those of transformers, and causal-only commands are refused."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from reference import assert_same, errors
 from support.encoders import ENCODERS, SPECIAL, encoder, recorded, word_tokenizer
 from support.plain import only_float64, run_plainly
+from support.retrofitted import each_pair
 from tiny import VOCAB, batched, ragged_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import sinkscope
-from sinkscope.attention import weights
-from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.interventions import parse
 from sinkscope.measuring.observables import OBSERVABLES
@@ -37,7 +36,6 @@ from sinkscope.text.inputs import masked
 LENGTHS = (20, 13, 17)
 SETTINGS = Settings(positions=20, window=6, epsilon=0.17)
 ROUND_OFF = 1e-10
-EACH_SIDE = pytest.mark.parametrize("side", ["right", "left"])
 
 
 @cache
@@ -67,10 +65,9 @@ def sink_positions(sequences: list[reference.Sequence]) -> pd.DataFrame:
 # ------------------------------------------------------------------------------------------- forward
 
 
-@EACH_SIDE
-@pytest.mark.parametrize("name", ENCODERS)
+@each_pair(list(ENCODERS), ["left", "right"], ("name", "side"))
 def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
-    """With a window that is shorter than the sequences; ModernBERT's own windows reach both ways."""
+    """The window is shorter than the sequences; ModernBERT's own windows reach both ways."""
     model, family, sequences = known(name)
     tables = tables_of(model, family, batched(ragged_tokens(LENGTHS), 2, side), "attention")
     expected = {
@@ -80,32 +77,6 @@ def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
     }
     assert len(expected["sink_positions"])
     assert_same(tables, expected, ROUND_OFF)
-
-
-def test_keys_that_are_not_read_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second chunk of queries is needed for the first to have keys behind it."""
-    model, family, _ = known("bert")
-    ids = ragged_tokens((90,))
-    monkeypatch.setattr(weights, "AT_ONCE", 1)
-    expected = reference.attention_heads([recorded(model, ids[0])])
-    before = tables_of(model, family, batched(ids, 1), "attention")["attention_heads"]
-    monkeypatch.setattr(AttentionRead, "keys", lambda read, rows, columns=None: slice(0, rows.stop))
-    after = tables_of(model, family, batched(ids, 1), "attention")["attention_heads"]
-    assert errors(before, expected)["attention_entropy"] < ROUND_OFF
-    assert errors(after, expected)["attention_entropy"] > 1e-3
-
-
-@pytest.mark.parametrize("broken", ["one-sided window", "queries"])
-def test_what_is_taken_for_causal_is_noticed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, family, sequences = known("bert")
-    if broken == "one-sided window":
-        within = "sinkscope.attention.weights._within"
-        monkeypatch.setattr(within, lambda weights, rows, cols, window: weights.tril(0))
-    else:
-        own = Batch.queries
-        monkeypatch.setattr(Batch, "queries", lambda batch, count, window, causal, prefix: own(batch, count, window))
-    table = tables_of(model, family, batched(ragged_tokens(LENGTHS), 3), "attention")["attention"]
-    assert errors(table, attention(sequences))["window_mass"] > 1e-3
 
 
 def test_a_long_text_is_read_in_chunks() -> None:
@@ -119,11 +90,10 @@ def test_a_long_text_is_read_in_chunks() -> None:
     assert_same(tables, expected, ROUND_OFF)
 
 
-@EACH_SIDE
-def test_geometry_is_over_the_queries_of_both_sides(side: str) -> None:
+def test_geometry_is_over_the_queries_of_both_sides() -> None:
     model, family, _ = known("bert")
     sequences = ragged_tokens(LENGTHS)
-    table = tables_of(model, family, batched(sequences, 3, side), "geometry")["geometry"].query("layer == 0")
+    table = tables_of(model, family, batched(sequences, 3, "left"), "geometry")["geometry"].query("layer == 0")
     attention = model.bert.encoder.layer[0].attention.self
     seen: dict[tuple[int, int], list[tuple[float, ...]]] = {}
     for ids in sequences:
@@ -140,10 +110,9 @@ def test_geometry_is_over_the_queries_of_both_sides(side: str) -> None:
     assert max(errors(table, expected).values()) < ROUND_OFF
 
 
-@EACH_SIDE
-@pytest.mark.parametrize("name", ENCODERS)
+@each_pair(list(ENCODERS), ["left", "right"], ("name", "side"))
 def test_logits_are_the_bare_models_of_each_sequence_alone(name: str, side: str) -> None:
-    """Positions of a padded batch, too: RoBERTa's begin behind its padding token's number."""
+    """The batch is padded; RoBERTa's positions begin after the id of its padding token."""
     model, family, _ = known(name)
     assert family.first_position == (2 if name == "roberta" else 0)
     sequences = ragged_tokens(LENGTHS)
@@ -184,7 +153,7 @@ def test_mask_sink_hides_a_key_from_the_tokens_before_it_too() -> None:
 
 
 def loaded_encoder(name: str = "bert", dtype: torch.dtype = torch.float64) -> LoadedModel:
-    """With the tokenizer's padding token."""
+    """Return an encoder with the padding token of the tokenizer."""
     return LoadedModel(encoder(name, dtype, pad_token_id=0), word_tokenizer(), name, name, None, None, ())
 
 
@@ -197,7 +166,7 @@ def write_lines(path: Path, lengths: Sequence[int] = LENGTHS) -> str:
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "electra"])
 def test_gradients_are_those_of_the_masked_tokens_loss(name: str, tmp_path: Path) -> None:
-    """Of ragged sequences in one batch, against autograd on each alone."""
+    """Ragged sequences in one batch are compared with autograd on each alone."""
     loaded = loaded_encoder(name)
     options = {"input": write_lines(tmp_path / "ids.jsonl"), "seq_len": 24, "num_seqs": 3, "positions": 22}
     tables = sinkscope.analyze(loaded, **options, observables="gradient,attention").tables
@@ -223,13 +192,13 @@ def test_gradients_are_those_of_the_masked_tokens_loss(name: str, tmp_path: Path
 
 
 def test_what_is_measured_forward_is_of_the_text_as_it_is(tmp_path: Path) -> None:
-    """With gradients, which are of the masked text, all other tables are as without them."""
+    """Gradients use the masked text; all other tables are the same with and without them."""
     loaded, options = loaded_encoder(), {"input": write_lines(tmp_path / "ids.jsonl"), "seq_len": 24, "num_seqs": 3}
     names = ("attention", "activation", "massive")
     alone = sinkscope.analyze(loaded, **options, observables=names).tables
-    beside = sinkscope.analyze(loaded, **options, observables=(*names, "gradient")).tables
+    together = sinkscope.analyze(loaded, **options, observables=(*names, "gradient")).tables
     for name in names:
-        pd.testing.assert_frame_equal(alone[name], beside[name])
+        pd.testing.assert_frame_equal(alone[name], together[name])
 
 
 def test_neither_batch_size_nor_order_nor_padding_changes_the_loss(tmp_path: Path) -> None:

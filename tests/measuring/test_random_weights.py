@@ -21,7 +21,7 @@ QUIET = Console(quiet=True)
 OPTIONS = {"input": "random", "num_seqs": 4, "seq_len": 16, "bos": "never"}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gpt2", "opt", "bloom", "falcon-new", "mpt"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gpt2", "bloom"])
 def test_each_tensor_keeps_its_scale_and_nothing_else(name: str) -> None:
     model = tiny_model(name)
     before = {key: x.clone() for key, x in model.state_dict().items()}
@@ -120,7 +120,7 @@ def test_a_model_on_several_devices_is_refused() -> None:
         redrawn(model, seed=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_causal_mask_alone_makes_a_gradient_at_position_0(name: str) -> None:
     """About 3.5 to 5.4 times the later value gradient, at T = 64: later tokens are seen by fewer queries."""
     config = make_config(input="random", num_seqs=16, seq_len=64, bos="never", observables=("gradient",))

@@ -1,4 +1,4 @@
-"""What begins at a layer is, bit for bit, what a whole pass gives: of several families, changes and a padded batch."""
+"""Passes that begin at a later layer give bit for bit the results of complete passes."""
 
 import json
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from sinkscope.commands.intervene import intervene
 from sinkscope.interventions import INTERVENTIONS, Intervention, Target, parse
 from sinkscope.interventions.massive import RescaleNorm
-from sinkscope.measuring.calibration import calibrate_ranges
+from sinkscope.measuring import resumed
 from sinkscope.measuring.measure import prepared, tables_of
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.passes import Pass, pass_over
-from sinkscope.measuring.quantization_study import Bench
-from sinkscope.measuring.resumed import Change, Resumed, are_the_same, completed
+from sinkscope.measuring.quantization_study import Bench, calibrate_ranges
+from sinkscope.measuring.resumed import Change, are_the_same, completed, passes_over
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import make_config
@@ -73,9 +73,7 @@ def given(done: Pass[Observable]) -> tuple[Tables, list[float]]:
 
 
 def resumed_passes(subject: Subject, changes: Sequence[Change]) -> list[tuple[Tables, list[float]]]:
-    resumed = Resumed(subject, "sdpa", changes, Tracer.forward_with_loss)
-    done = pass_over(subject.loaded.model, subject.inputs, resumed.fresh, resumed, 2)
-    return [given(each) for each in resumed.passes(done)]
+    return [given(each) for each in passes_over(subject, "sdpa", changes, Tracer.forward_with_loss, 2)]
 
 
 def whole_pass(subject: Subject, *stack: Intervention) -> tuple[Tables, list[float]]:
@@ -146,7 +144,7 @@ def test_an_experiment_has_the_same_tables_wherever_its_arms_are_said_to_begin(
 
 
 def test_a_model_whose_layers_share_something_is_measured_whole(ragged: dict[str, Any]) -> None:
-    """Here the last layer takes what the first one has left for it."""
+    """The last layer takes a value that the first one has left for it."""
     model, left = tiny_model("llama"), list[int]()
     first, *_, last = model.model.layers
     first.register_forward_hook(lambda *_: left.append(1))
@@ -161,7 +159,9 @@ def test_a_model_whose_layers_share_something_is_measured_whole(ragged: dict[str
         assert bench.measure_each([setting], subject.inputs) == [bench.measure(setting, subject.inputs)]
 
 
-def test_sites_of_single_layers_cost_what_they_cost_in_a_whole_pass(ragged: dict[str, Any]) -> None:
+def test_sites_of_single_layers_cost_what_they_cost_in_a_whole_pass(
+    ragged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("llama")
     with open_subject(model, None, make_config(**ragged), Console(quiet=True)) as subject:
         bench = Bench(subject, Precision(4, 4), batch_size=2)
@@ -169,9 +169,9 @@ def test_sites_of_single_layers_cost_what_they_cost_in_a_whole_pass(ragged: dict
         sites = [site for site in ranges if site.layer > 0 and site.kind == "mlp.down_proj"]
         settings = [{site: ranges[site]} for site in reversed(sites)]
         passes: list[int] = []
-        bench_pass = bench._pass
-        bench._pass = lambda *args: passes.append(1) or bench_pass(*args)  # type: ignore[method-assign]
+        pass_over = resumed.pass_over
+        monkeypatch.setattr(resumed, "pass_over", lambda *args: passes.append(1) or pass_over(*args))
         together = bench.measure_each(settings, subject.inputs)
-        assert len(passes) == 3  # all of them together, and the trial
+        assert len(passes) == 2  # all of them together, and the trial
         assert together == [bench.measure(setting, subject.inputs) for setting in settings]
         assert len({measured.loss for measured in together}) == len(sites)

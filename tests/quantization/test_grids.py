@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from sinkscope import InputError
 from sinkscope.commands.quantize import quantize
-from sinkscope.measuring.calibration import calibrate_ranges, measured_roundings
+from sinkscope.measuring.quantization_study import calibrate_ranges, measured_roundings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.quantization.grids import Precision
@@ -58,7 +58,7 @@ def by_token(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class ByHand:
-    """What the written Llama quantizes; ranges are of what it held on the calibration texts."""
+    """The quantization of the written Llama, with ranges of its tensors on the calibration texts."""
 
     def __init__(
         self, model: PreTrainedModel, texts: torch.Tensor, parts: tuple[str, ...], bits: int, **per: str
@@ -187,11 +187,3 @@ def test_the_command_says_which_grids() -> None:
     plain = quantize(tiny_model("llama"), **options)
     assert "grid for" not in plain.verdict
     assert "kv-cache" not in set(plain.tables["quantization"]["setting"])
-
-
-def test_a_model_in_float64_is_left_as_it_was() -> None:
-    """Sums are in float64: of such a model without a copy."""
-    model = tiny_model("llama", dtype=torch.float64)
-    before = copy.deepcopy(model.state_dict())
-    quantize(model, input="random", num_seqs=1, seq_len=12, calibration=1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,4 +1,4 @@
-"""Architectures by name, with fields of their configuration behind it."""
+"""Architectures by name, followed by fields of their configuration."""
 
 import pytest
 import torch

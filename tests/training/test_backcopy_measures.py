@@ -1,4 +1,4 @@
-"""What is measured on the Bigram-Backcopy task, against the same computed from a model's weights in float64."""
+"""Measurements on the Bigram-Backcopy task, compared with those computed from a model's weights in float64."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ LLAMA = {
 
 
 def built(kind: str, sizes: dict, arm: str) -> Any:
-    """In float64, with weights and gates wide enough to tell heads and tokens apart."""
+    """Return a model in float64, with weights and gates wide enough to distinguish heads and tokens."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         kind, vocab_size=TASK.vocabulary, bos_token_id=0, eos_token_id=None, initializer_range=0.5, **sizes
@@ -117,13 +117,15 @@ def test_every_metric_is_what_the_weights_give(arm: str) -> None:
     model = built("gpt2", GPT2, arm)
     with torch.no_grad():
         expected = by_hand(model, arm)
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
     found = measure(TASK, model, find_family(model), HELD_OUT)
+    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
     assert set(found["metric"]) == set(BACKCOPY) == set(expected)
     assert set(found.loc[found["metric"].str.endswith("risk"), "layer"]) == {-1}
     assert found.set_index("metric")["value"].to_dict() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("arm", ["vanilla", "vga-value", "vga-output"])
+@pytest.mark.parametrize("arm", ["vanilla", "vga-output"])
 def test_several_layers_with_grouped_heads_and_rotary_positions(arm: str) -> None:
     model = built("llama", LLAMA, arm)
     with torch.no_grad():
@@ -139,17 +141,6 @@ def test_several_layers_with_grouped_heads_and_rotary_positions(arm: str) -> Non
         assert found[layer, "delta_logit"] == pytest.approx(lead.movedim(1, -1)[plain].mean().item())
 
 
-def test_the_model_stays_as_it_was() -> None:
-    model = built("gpt2", GPT2, "vga-output")
-    ids = torch.from_numpy(HELD_OUT[:2])
-    before = ({name: set(vars(module)) for name, module in model.named_modules()}, model(ids).logits)
-    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    measure(TASK, model, find_family(model), HELD_OUT)
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == before[0]
-    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
-    assert torch.equal(model(ids).logits, before[1])
-
-
 def test_the_tasks_own_probabilities_risk_nothing() -> None:
     ids = torch.from_numpy(HELD_OUT)
     copied = torch.nn.functional.one_hot(ids.roll(1, dims=1), TASK.vocabulary).double()
@@ -162,12 +153,13 @@ def test_the_tasks_own_probabilities_risk_nothing() -> None:
     even = risks(TASK, torch.zeros(*ids.shape, TASK.vocabulary), batch)
     plain = ~trigger.numpy()
     plain[:, 0] = False
-    excess = np.log(TASK.vocabulary) - TASK.entropies[HELD_OUT[plain]]
+    p = TASK.transitions[HELD_OUT[plain]]
+    excess = np.log(TASK.vocabulary) + (p * np.log(p.clip(min=1e-300))).sum(1)
     assert even["bigram_risk"].numpy() == pytest.approx(excess, rel=1e-6)
     assert even["backcopy_risk"].numpy() == pytest.approx(np.log(TASK.vocabulary), rel=1e-6)
 
 
-@pytest.mark.parametrize("opening", [0, 1, 4])
+@pytest.mark.parametrize("opening", [0, 4])
 def test_an_opening_is_not_measured(opening: int) -> None:
     model = built("gpt2", GPT2, "vanilla")
     ids = torch.from_numpy(HELD_OUT)
@@ -203,7 +195,7 @@ def test_the_lead_of_the_start() -> None:
     assert start_lead(logits, allowed)[0, 0, 1:].tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("arm", ["vanilla", "vga-value", "iga-output"])
+@pytest.mark.parametrize("arm", ["vga-value", "iga-output"])
 def test_one_sequence_seen_closely(arm: str) -> None:
     model = built("gpt2", GPT2, arm)
     tables = example(TASK, model, find_family(model), HELD_OUT[0])

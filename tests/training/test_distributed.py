@@ -38,7 +38,7 @@ ROUND_OFF: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-6}
 
 
 def train_all(folder: Path) -> None:
-    """On one of two processes."""
+    """Train every case on one of two processes."""
     for name, options in CASES.items():
         changed = model()
         history = train(changed, random_blocks(11), config(steps=8, log_every=1, **options), folder / name)
@@ -94,19 +94,14 @@ def test_every_block_is_read_once_before_any_is_read_again() -> None:
 
 
 OPTIONS: dict[str, Any] = {
-    "steps": 8,
-    "block_length": 16,
-    "accumulation": 2,
-    "learning_rate": 1e-3,
-    "log_every": 1,
-    "save_every": 4,
+    "steps": 8, "block_length": 16, "accumulation": 2, "learning_rate": 1e-3, "log_every": 1, "save_every": 4,
     "eval_share": 0.2,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As SmolLM2: a Llama whose embeddings are its unembeddings, too."""
+    """Save a Llama with tied embeddings, like SmolLM2."""
     folder = tmp_path_factory.mktemp("models") / "tied"
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(TINY, "tied", ("llama", TINY["llama"][1] | {"tie_word_embeddings": True}))
@@ -116,22 +111,22 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_a_launcher_tells_its_processes(tmp_path: Path) -> None:
-    """What the processes that are forked here are told, `accelerate launch` tells those that it starts."""
+    """The environment of the processes that the tests fork is that of `accelerate launch`."""
     script = tmp_path / "launched.py"
     script.write_text("import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))")
     done = subprocess.run([*LAUNCH, str(script), str(tmp_path / "rank")], timeout=180, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in ("0", "1"):
-        told = json.loads((tmp_path / f"rank{rank}").read_text())
-        assert sharding_environment().items() <= told.items()
-        assert (told["LOCAL_RANK"], told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"]) == (rank, "2", "2")
-        assert {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} <= told.keys()
+        given = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert sharding_environment().items() <= given.items()
+        assert (given["LOCAL_RANK"], given["WORLD_SIZE"], given["LOCAL_WORLD_SIZE"]) == (rank, "2", "2")
+        assert {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} <= given.keys()
 
 
 def test_retrofit_with_shards_is_retrofit_on_one_process(
     tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in its second half, too, and gone on with: models, losses and gates are the same to round-off."""
+    """The training is killed in its second half and resumed; models, losses and gates agree up to round-off."""
     text = tmp_path / "ids.npy"
     np.save(text, random_blocks(11).train)
     out = tmp_path / "sharded"
@@ -200,7 +195,7 @@ def test_configurations_that_would_train_otherwise_are_refused(monkeypatch: pyte
 
 
 def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would run on the first process alone, and wait for the others' parts for ever."""
+    """It would run only on the first process, and wait forever for the shards of the others."""
     for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sinkscope.training.sharding, "check_device", lambda: None)

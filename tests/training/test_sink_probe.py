@@ -1,4 +1,4 @@
-"""What is measured at every log of a training, against the same computed from a model's weights in float64."""
+"""Measurements at every log of a training, compared with those computed from a model's weights in float64."""
 
 import functools
 from typing import Any
@@ -55,39 +55,41 @@ def test_the_total_weight_of_sigmoid_attention_is_its_sum() -> None:
     assert min(layers) < found[-1, "total_weight"] < max(layers)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid-normalized", "identity-normalized"])
-def test_what_is_divided_by_its_own_sum_has_a_total_of_1(kind: str) -> None:
-    found = of(changed("operation", kind=kind))
-    totals = found[[metric.startswith("total") for _, metric in found.index]]
-    assert (totals.sub(1).abs() < 1e-12).all() == (kind != "identity-normalized")
-
-
-def test_a_scaled_sum_and_a_learned_key_leave_less() -> None:
+def test_totals_are_1_where_weights_are_divided_by_their_own_sum_and_less_elsewhere() -> None:
+    for kind in ("softmax", "sigmoid-normalized", "identity-normalized"):
+        found = of(changed("operation", kind=kind))
+        totals = found[[metric.startswith("total") for _, metric in found.index]]
+        assert (totals.sub(1).abs() < 1e-12).all() == (kind != "identity-normalized")
     assert of(changed("operation", kind="softmax", factor=0.2))[-1, "total_weight"] == pytest.approx(0.2)
     assert of(changed("key-bias"))[-1, "total_weight"] < 0.99
 
 
 @pytest.mark.parametrize(("method", "before"), [("none", 0), ("register-tokens", 2)])
-def test_a_fixed_token_is_measured_where_it_stands(method: str, before: int) -> None:
+def test_the_sink_rate_is_that_of_a_position_of_the_text(method: str, before: int) -> None:
+    """Register tokens, whose own sink rate is another metric, are not counted."""
     model = changed(method, **({"count": before} if before else {}))
-    found = sinks(model, find_family(model), IDS.numpy(), EPSILON, position=3).set_index(["layer", "metric"])["value"]
+    table = sinks(model, find_family(model), IDS.numpy(), EPSILON, position=3)
+    later, first = table.set_index(["layer", "metric"])["value"], of(model)
     attention = Attention(Settings(positions=before + 4, window=64, epsilon=EPSILON))
     with open_tracer(model, find_family(model)) as tracer:
         tracer.forward(Batch(IDS, torch.ones_like(IDS)), [attention])
     by_position = attention.tables()["attention"].groupby("position")["sink_rate"].mean()
-    assert found[-1, "sink_rate"] == pytest.approx(by_position[before + 3])
-    assert by_position[before + 3] != by_position[before]
+    assert later[-1, "sink_rate"] == pytest.approx(by_position[before + 3])
+    assert first[-1, "sink_rate"] == pytest.approx(by_position[before])
+    assert first[-1, "total_weight"] == pytest.approx(1)
+    assert by_position[before + 3] != by_position[before] > 0
 
 
-@pytest.mark.parametrize(("position", "rows"), [(11, True), (12, False)])
-def test_a_token_behind_those_that_are_measured_has_no_rate(position: int, rows: bool) -> None:
+def test_a_token_after_the_measured_ones_has_no_rate() -> None:
     model = changed("none")
-    assert sinks(model, find_family(model), IDS.numpy(), EPSILON, position)["metric"].eq("sink_rate").any() == rows
+    for position, has_rate in ((11, True), (12, False)):
+        table = sinks(model, find_family(model), IDS.numpy(), EPSILON, position)
+        assert table["metric"].eq("sink_rate").any() == has_rate
 
 
-@pytest.mark.parametrize("method", ["operation", "key-bias", "none"])
+@pytest.mark.parametrize("method", ["operation", "key-bias"])
 def test_under_autocast_it_is_what_the_model_says_in_float32(method: str) -> None:
-    """As the Trainer wraps the model of a training in bf16."""
+    """The Trainer wraps the model in this way with --bf16."""
     model = retrofit_model(plain_model("gpt2", torch.float32), None, method).requires_grad_(False)
     exact, forward = of(model), model.forward
 
@@ -100,15 +102,3 @@ def test_under_autocast_it_is_what_the_model_says_in_float32(method: str) -> Non
     assert found.index.equals(exact.index)
     total = [metric == "total_weight" for _, metric in exact.index]
     np.testing.assert_allclose(found[total], exact[total], rtol=0.01)
-
-
-def test_the_first_token_is_that_of_the_text() -> None:
-    """Not a register token, whose own sink rate is another metric."""
-    model, registers = changed("register-tokens", count=2), 2
-    attention = Attention(Settings(positions=4, window=64, epsilon=EPSILON))
-    with open_tracer(model, find_family(model)) as tracer:
-        tracer.forward(Batch(IDS, torch.ones_like(IDS)), [attention])
-    by_position = attention.tables()["attention"].groupby("position")["sink_rate"].mean()
-    assert of(model)[-1, "sink_rate"] == pytest.approx(by_position[registers])
-    assert by_position[0] != by_position[registers] > 0
-    assert of(model)[-1, "total_weight"] == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""Training: what moves and how fast, and that a training which was killed ends with the weights of an unbroken one."""
+"""Training: parameters and their rates, and that a killed and resumed training ends with the same weights."""
 
 import copy
 import errno
@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from support.forked import forked
+from support.retrofitted import each_pair
 from support.training import config, model, repetitive
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Trainer
@@ -26,8 +27,6 @@ from sinkscope.options.training import TrainingConfig
 from sinkscope.retrofits import gate_displacement, new_parameters
 from sinkscope.text.batch import Batch
 from sinkscope.training.trainer import _arguments, _TrainingBlocks, parameter_groups, train
-
-ROOT = Path(__file__).parents[2]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -42,13 +41,17 @@ def checkpoints(folder: Path) -> list[str]:
 # --- what training does ---
 
 
-@pytest.mark.parametrize("method", ["vga", "none", "key-bias", "register-tokens"])
+@pytest.mark.parametrize("method", ["vga", "register-tokens"])
 def test_the_loss_falls_on_a_text_that_repeats_itself(method: str, tmp_path: Path) -> None:
     changed = model(method=method)
     history = train(changed, repetitive(), config(steps=30), tmp_path)
     loss = history[(history["layer"] == -1) & (history["metric"] == "loss")].set_index("step")["value"]
     assert loss.index.tolist() == list(range(2, 31, 2))
     assert loss.iloc[-1] < 0.75 * loss.iloc[0]
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-30")  # a checkpoint is a model
+    ids = torch.from_numpy(repetitive().held_out)
+    assert torch.equal(again(ids).logits, changed(ids).logits)
+    assert json.loads((tmp_path / "run.json").read_text())["retrofit"]["method"] == method
     assert not changed.training
     assert not any(p.requires_grad or p.grad is not None for p in changed.parameters())
 
@@ -93,34 +96,27 @@ def test_one_step_of_adam_is_as_long_as_its_learning_rate(tmp_path: Path) -> Non
 
 
 # the rates of four steps, the first of them warmup, as shares of the highest
-SCHEDULED = {
-    "linear": [0, 1, 2 / 3, 1 / 3],
-    "cosine": [0, 1, 0.75, 0.25],
-    "constant": [0, 1, 1, 1],
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULED)
-def test_the_rates_follow_their_schedule(schedule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [("linear", [0, 1, 2 / 3, 1 / 3]), ("cosine", [0, 1, 0.75, 0.25]), ("constant", [0, 1, 1, 1])],
+)
+def test_the_rates_follow_their_schedule(schedule: str, shares: list[float], tmp_path: Path) -> None:
+    """Shares of the highest rate in four steps, the first of them warmup."""
     options = {"steps": 4, "log_every": 1, "warmup": 0.25, "schedule": schedule}
     history = train(model(), repetitive(), config(**options), tmp_path)
     rates = history[history["metric"] == "learning_rate"]["value"] / 1e-3
-    assert rates.tolist() == pytest.approx(SCHEDULED[schedule])
-
-
-def test_the_betas_are_adamws(tmp_path: Path) -> None:
+    assert rates.tolist() == pytest.approx(shares)
     args = _arguments(config(beta1=0.8, beta2=0.95), tmp_path, kept=1, cpu=True)
-    _, options = Trainer.get_optimizer_cls_and_kwargs(args)
-    assert options["betas"] == (0.8, 0.95)
+    assert Trainer.get_optimizer_cls_and_kwargs(args)[1]["betas"] == (0.8, 0.95)
 
 
 def test_a_prefix_is_not_predicted() -> None:
     rows = repetitive().train
-    whole, behind = (_TrainingBlocks(rows, 3, 0, ignored)[0] for ignored in (1, 4))
-    assert torch.equal(whole["input_ids"], behind["input_ids"])
-    assert (whole["labels"][:1] == -100).all()
-    assert (behind["labels"][:4] == -100).all()
-    assert torch.equal(behind["labels"][4:], behind["input_ids"][4:])
+    full, prefixed = (_TrainingBlocks(rows, 3, 0, ignored)[0] for ignored in (1, 4))
+    assert torch.equal(full["input_ids"], prefixed["input_ids"])
+    assert (full["labels"][:1] == -100).all()
+    assert (prefixed["labels"][:4] == -100).all()
+    assert torch.equal(prefixed["labels"][4:], prefixed["input_ids"][4:])
 
 
 def test_only_new_leaves_every_old_parameter_as_it_was(tmp_path: Path) -> None:
@@ -130,14 +126,6 @@ def test_only_new_leaves_every_old_parameter_as_it_was(tmp_path: Path) -> None:
     new = new_parameters(after)
     for name, parameter in before.named_parameters():
         assert torch.equal(parameter, after.get_parameter(name)) != (name in new), name
-
-
-def test_accumulated_batches_are_one_large_one(tmp_path: Path) -> None:
-    one, two = model(), model()
-    train(one, repetitive(8), config(steps=2, batch_size=4), tmp_path / "one")
-    train(two, repetitive(8), config(steps=2, batch_size=2, accumulation=2), tmp_path / "two")
-    for x, y in zip(one.parameters(), two.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
 
 
 def test_bf16_computes_in_it_and_keeps_the_weights(tmp_path: Path) -> None:
@@ -155,7 +143,7 @@ def test_bf16_computes_in_it_and_keeps_the_weights(tmp_path: Path) -> None:
 
 
 def probe(seen: Any) -> pd.DataFrame:
-    """Through the tracer, and with random numbers drawn; a row of the whole model, and one of a layer."""
+    """Measure with the tracer and draw random numbers. Returns a row for the whole model and one for a layer."""
     assert not seen.training
     assert not torch.is_grad_enabled()
     torch.rand(7)
@@ -166,7 +154,7 @@ def probe(seen: Any) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"accumulation": 2}], ids=["plain", "bf16", "accumulation"])
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "accumulation": 2}], ids=["plain", "bf16"])
 def test_a_training_does_not_see_that_it_is_measured(options: dict[str, Any], tmp_path: Path) -> None:
     """GPT-2 has dropout: a probe that draws random numbers must not take them from the training."""
     alone, measured = model("gpt2"), model("gpt2")
@@ -183,15 +171,6 @@ def test_a_training_does_not_see_that_it_is_measured(options: dict[str, Any], tm
     if "bf16" not in options:
         assert found[found["step"] == 0]["value"].tolist() == first["value"].tolist()
         assert found[found["step"] == 12]["value"].tolist() == last["value"].tolist()
-
-
-def test_resumed_it_keeps_what_was_measured(tmp_path: Path) -> None:
-    unbroken, resumed = model(), model()
-    expected = train(unbroken, repetitive(), config(), tmp_path, probe=probe)
-    shutil.rmtree(tmp_path / "checkpoint-12")
-    history = train(resumed, repetitive(), config(), tmp_path, probe=probe)  # from step 8
-    assert history.equals(expected)
-    assert history[history["metric"] == "mean"]["step"].tolist() == list(range(0, 13, 2))
 
 
 # --- broken off and resumed ---
@@ -228,15 +207,15 @@ def test_killed_and_resumed_it_ends_with_the_weights_of_an_unbroken_run(tmp_path
 def test_logs_do_not_depend_on_where_it_was_resumed(tmp_path: Path) -> None:
     """A log's loss is the mean over the steps since the log before it, and checkpoints come between logs here."""
     apart = {"steps": 12, "log_every": 5, "save_every": 4}
-    expected = train(model(), repetitive(), config(**apart), tmp_path)
+    expected = train(model(), repetitive(), config(**apart), tmp_path, probe=probe)
+    assert expected[expected["metric"] == "mean"]["step"].tolist() == [0, 4, 5, 8, 10, 12]
     assert expected[expected["metric"] == "loss"]["step"].tolist() == [4, 5, 8, 10, 12]
     shutil.rmtree(tmp_path / "checkpoint-12")
-    resumed = train(model(), repetitive(), config(**apart), tmp_path)  # from step 8
+    resumed = train(model(), repetitive(), config(**apart), tmp_path, probe=probe)  # from step 8
     pd.testing.assert_frame_equal(resumed, expected, check_exact=True)
 
 
-@pytest.mark.parametrize("missing", ["trainer_state.json", "optimizer.pt", "model.safetensors"])
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@each_pair(["llama", "mixtral"], ["trainer_state.json", "optimizer.pt", "model.safetensors"], ("kind", "missing"))
 def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -> None:
     """mixtral: experts are saved under other names than they have in the model."""
     unbroken, resumed = model(kind), model(kind)
@@ -249,59 +228,29 @@ def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -
     assert same(resumed, unbroken)
 
 
-def test_a_training_that_is_over_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done, again = model(), model()
-    expected = train(done, repetitive(), config(), tmp_path)
-    monkeypatch.setattr(Trainer, "training_step", None)
-    assert train(again, repetitive(), config(), tmp_path).equals(expected)
-    assert same(done, again)
-
-
-def test_without_resume_it_begins_anew(tmp_path: Path) -> None:
-    done, again = model(), model()
-    train(done, repetitive(), config(steps=8), tmp_path)
-    train(again, repetitive(), config(steps=12), tmp_path, resume=False)
-    unbroken = model()
-    train(unbroken, repetitive(), config(steps=12), tmp_path / "other")
-    assert same(again, unbroken)
-
-
-def test_a_checkpoint_is_a_model(tmp_path: Path) -> None:
-    changed = model()
-    train(changed, repetitive(), config(), tmp_path)
-    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
-    ids = torch.from_numpy(repetitive().held_out)
-    assert torch.equal(again(ids).logits, changed(ids).logits)
-
-
 # --- what is refused, and what goes wrong ---
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 0}, "--steps 0: it must be at least 1"),
-        ({"learning_rate": 0}, "--learning-rate 0: it must be more than 0"),
-        ({"new_learning_rate": -1.0}, "--new-learning-rate -1.0: it must be more than 0"),
-        ({"learning_rate": float("nan")}, "--learning-rate nan: it must be a number"),
-        ({"batch_size": 0}, "--batch-size 0: it must be at least 1"),
-        ({"block_length": 1}, "--block-length 1: it must be at least 2"),
-        ({"eval_share": 1.0}, "--eval-share 1.0: it must be less than 1"),
-        ({"warmup": 1}, "--warmup 1: it must be less than 1"),
-        ({"stepz": 3}, "option 'stepz' is unknown; did you mean 'steps'?"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as caught:
-        checked(TrainingConfig, options)
-    assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize(("method", "parameters"), [("none", {}), ("vscale", {"learned": False})])
-def test_only_new_needs_something_new(method: str, parameters: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"--only-new leaves nothing to train: {method} adds no parameters"):
-        train(model(method=method, **parameters), repetitive(), config(only_new=True), tmp_path / "new")
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--learning-rate nan: it must be a number"):
+        checked(TrainingConfig, {"learning_rate": float("nan")})
+    for method, parameters in (("none", {}), ("vscale", {"learned": False})):
+        with pytest.raises(InputError, match=f"--only-new leaves nothing to train: {method} adds no parameters"):
+            train(model(method=method, **parameters), repetitive(), config(only_new=True), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_finished_training_is_not_repeated_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, again, anew = model(), model(), model()
+    expected = train(done, repetitive(), config(), tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "training_step", None)
+        assert train(again, repetitive(), config(), tmp_path).equals(expected)
+    assert same(done, again)
+    assert train(anew, repetitive(), config(), tmp_path, resume=False).equals(expected)
+    assert same(done, anew)
 
 
 def test_another_training_is_not_resumed(tmp_path: Path) -> None:
@@ -318,7 +267,7 @@ def test_another_training_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_an_older_sinkscope_is_resumed(tmp_path: Path) -> None:
-    """What its run.json does not know was as it is by default."""
+    """Options that are missing in its run.json had the default values."""
     train(model(), repetitive(), config(steps=4), tmp_path)
     record = json.loads((tmp_path / "run.json").read_text())
     del record["sharded"], record["config"]["weight_decay"]
@@ -367,10 +316,3 @@ def test_out_of_memory_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Trainer, "training_step", too_much)
     with pytest.raises(SinkscopeError, match="memory ran out: take a smaller --batch-size"):
         train(model(), repetitive(), config(), tmp_path)
-
-
-def test_the_record_is_json(tmp_path: Path) -> None:
-    train(model(), repetitive(), config(steps=1), tmp_path)
-    record = json.loads((tmp_path / "run.json").read_text())
-    assert record["retrofit"]["method"] == "vga"
-    assert record["config"]["steps"] == 1

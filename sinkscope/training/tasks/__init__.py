@@ -12,15 +12,10 @@ from sinkscope.training.tasks.backcopy import WITH_BOS, BackcopyTask, BackcopyWi
 
 
 class Task(Protocol):
-    """A source of blocks with its own tokenizer and its own measurements.
+    """A source of blocks with its own tokenizer and its own measurements."""
 
-    Attributes:
-        name: the value of --text that selects it.
-        about: a line on its blocks for `sinkscope list tasks`.
-    """
-
-    name: ClassVar[str]
-    about: ClassVar[str]
+    name: ClassVar[str]  # the value of --text that selects it
+    about: ClassVar[str]  # a line on its blocks for `sinkscope list tasks`
 
     def __init__(self, opening: Opening = WITH_BOS) -> None: ...
 

@@ -3,24 +3,21 @@
     <s> h t h i s a t a n …      t, e and the space are triggers: the token before a trigger is repeated after it
 
 Every sequence begins with <s>, or as an `Opening` says. After a token that is no trigger, the next one is drawn by the
-frequencies of character pairs in the text of `--input natural`: it depends on that token alone, so attention is not
-needed. After a trigger, the token before the trigger is repeated, which needs attention. The first character is drawn
-by its frequency among the characters that are no triggers, so that every trigger has something to copy that is no
-trigger. As in the paper's code, the triggers are the three most frequent characters, and there are 64 characters; its
-text is tiny Shakespeare.
+frequencies of character pairs in the text of `--input natural`, which needs no attention. After a trigger, the token
+before the trigger is repeated, which needs attention. The first character is no trigger. As in the paper's code, the
+triggers are the three most frequent of 64 characters; its text is tiny Shakespeare.
 
-Measurements (VGA figures 4–6) average over the queries from position 1 on, since the first token sees only itself, and
-after an opening that the chain does not follow. "Start" is the first token, mostly <s>. Every number is a mean over
-these queries in the held-out sequences; numbers on attention are by layer and averaged over heads.
+Measurements (VGA figures 4–6) are means over the queries from position 1 on, or after an opening, in the held-out
+sequences; numbers on attention are by layer and averaged over heads. "Start" is the first token, mostly <s>.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -45,17 +42,11 @@ from sinkscope.training.blocks import Blocks
 
 @dataclass(frozen=True)
 class Opening:
-    """The beginning of each sequence, after which the rules of the task start (WSE §5).
+    """The beginning of each sequence, after which the rules of the task start (WSE §5): options of the same names."""
 
-    Attributes:
-        bos: `--bos`: whether the sequence begins with <s>.
-        random_tokens: `--random-tokens`: number of tokens, drawn uniformly from all but <s>, that replace <s>.
-        fixed_position: `--fixed-position`: position of <s>; tokens of another sequence precede it.
-    """
-
-    bos: bool = True
-    random_tokens: int = 0
-    fixed_position: int | None = None
+    bos: bool = True  # whether the sequence begins with <s>
+    random_tokens: int = 0  # number of tokens, drawn uniformly from all except <s>, that replace <s>
+    fixed_position: int | None = None  # position of <s>; tokens of another sequence precede it
 
     @property
     def in_front(self) -> int:
@@ -74,10 +65,6 @@ class Opening:
 
 
 WITH_BOS = Opening()
-
-
-# ------------------------------------------------------------------------------------------------- the Markov chain
-
 NAME = "bigram-backcopy"
 START = "<s>"
 CHARACTERS = 64
@@ -109,11 +96,13 @@ class BigramBackcopy:
         if not bos:
             return self.sample(count, length + 1, seed)[:, 1:]
         rng = np.random.default_rng(seed)
+        sums = self.transitions.cumsum(1)
+        cumulative = sums / np.maximum(sums[:, -1:], np.finfo(float).tiny)  # ends at exactly 1, above every drawn u
         ids = np.full((count, length), self.start, dtype=np.int64)
-        for place in range(1, length):
-            last = ids[:, place - 1]
-            drawn = (self._cumulative[last] <= rng.random((count, 1))).sum(1)
-            ids[:, place] = np.where(self.is_trigger(last), ids[:, place - 2], drawn)
+        for at in range(1, length):
+            last = ids[:, at - 1]
+            drawn = (cumulative[last] <= rng.random((count, 1))).sum(1)
+            ids[:, at] = np.where(self.is_trigger(last), ids[:, at - 2], drawn)
         return ids
 
     def begin(self, opening: Opening, count: int, length: int, seed: list[int]) -> np.ndarray:
@@ -134,36 +123,6 @@ class BigramBackcopy:
     def is_trigger(self, ids: np.ndarray) -> np.ndarray:
         return np.isin(ids, self.triggers)
 
-    @cached_property
-    def entropies(self) -> np.ndarray:
-        """(V,): entropy of the next token in nats; 0 after a trigger, where the next token is certain."""
-        p = self.transitions
-        return -np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0).sum(1)
-
-    def optimum(self, length: int) -> dict[str, float]:
-        """Return the lowest mean loss that any model can have on sequences of `length` tokens, in nats.
-
-        Returns:
-            `bigram` and `backcopy`: means over the positions of each kind, from position 1 on; `predicted`: mean over
-            all predictions, including the one at <s>.
-        """
-        chain, triggers = self.transitions, list(self.triggers)
-        plain = np.zeros(self.vocabulary)  # the probability of each token at a position
-        plain[self.start] = 1.0
-        copied = np.zeros(self.vocabulary)  # the probability of each token before a trigger
-        losses, bigrams = [], []
-        for _ in range(length - 1):
-            losses.append(plain @ self.entropies)
-            bigrams.append(plain.sum())
-            following = plain @ chain
-            following[triggers] = 0.0
-            plain, copied = following + copied, plain * chain[:, triggers].sum(1)
-        return {
-            "bigram": float(sum(losses[1:]) / sum(bigrams[1:])),
-            "backcopy": 0.0,
-            "predicted": float(np.mean(losses)),
-        }
-
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer with one token per character and a first <s>. It drops all other characters."""
         core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(self.tokens)}, unk_token=START))
@@ -174,11 +133,6 @@ class BigramBackcopy:
         core.decoder = decoders.Fuse()
         return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=START, clean_up_tokenization_spaces=False)
 
-    @cached_property
-    def _cumulative(self) -> np.ndarray:
-        sums = self.transitions.cumsum(1)
-        return sums / np.maximum(sums[:, -1:], np.finfo(float).tiny)  # up to exactly 1, so that no u < 1 is beyond it
-
 
 def bigram_backcopy(text: str | None = None) -> BigramBackcopy:
     """Make the chain from the character frequencies of a text, by default the bundled one."""
@@ -187,17 +141,15 @@ def bigram_backcopy(text: str | None = None) -> BigramBackcopy:
     counts = Counter(text)
     characters = sorted(counts, key=lambda character: (-counts[character], character))[:CHARACTERS]
     tokens = (START, *characters)
-    place = {token: index for index, token in enumerate(tokens)}
+    ids = {token: index for index, token in enumerate(tokens)}
     pairs = np.zeros((len(tokens), len(tokens)))
-    for before, after in pairwise(character for character in text if character in place):
-        pairs[place[before], place[after]] += 1
+    for before, after in pairwise(ids[character] for character in text if character in ids):
+        pairs[before, after] += 1
     pairs[0, 1:] = [counts[character] for character in characters]  # <s>
     pairs[0, 1 : 1 + TRIGGERS] = 0.0
     pairs[1 : 1 + TRIGGERS] = 0.0
     return BigramBackcopy(tokens, pairs / np.maximum(pairs.sum(1, keepdims=True), 1.0))
 
-
-# ----------------------------------------------------------------------------------------------------- measurements
 
 AT_ONCE = 64  # sequences
 
@@ -207,27 +159,21 @@ def measure(
     task: BigramBackcopy, model: PreTrainedModel, family: Family, held_out: np.ndarray, opening: int = 1
 ) -> pd.DataFrame:
     """Measure the metrics `BACKCOPY` of results/metrics.py for a model in eval mode on sequences (N,T) of the task. The
-    first `opening` tokens are no part of the chain.
-
-    Returns:
-        layer (−1: the whole model), metric, value.
+    first `opening` tokens are no part of the chain. Returns layer (−1: the whole model), metric, value.
     """
     seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
     with open_tracer(model, family) as tracer:
         for first in range(0, len(held_out), AT_ONCE):
-            batch = _batch(held_out[first : first + AT_ONCE], family, opening)
-            kinds = _kinds(task, batch)
+            ids = torch.from_numpy(held_out[first : first + AT_ONCE])
+            batch = Batch(ids, torch.ones_like(ids), first_predicted=max(1, opening, family.prefix))
             for metric, values in risks(task, tracer.logits(batch), batch).items():
                 seen[WHOLE_MODEL, metric].append(values)
-            for layer, metric, values in _in_layers(tracer, batch, kinds):
+            for layer, metric, values in _in_layers(tracer, batch, *_kinds(task, batch)):
                 seen[layer, metric].append(values)
     rows = []
     for (layer, metric), parts in seen.items():
         mean = torch.cat(parts).double().mean(0)
-        if mean.dim() == 0:
-            rows.append((layer, metric, float(mean)))
-            continue
-        rows.append((layer, metric, float(mean.mean())))  # of heads
+        rows.append((layer, metric, float(mean.mean())))  # over heads, if there are several
         if metric == "attention_to_start":
             rows.append((layer, f"{metric}_max", float(mean.max())))
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
@@ -239,16 +185,14 @@ def example(
 ) -> dict[str, pd.DataFrame]:
     """Measure one sequence (T,) in detail, as VGA figures 4 and 6 show it.
 
-    Returns:
-        `attention_maps`: every head's weights, with the columns of the observable of that name.
-        `value_norms`: layer, sequence, position, token_id, is_trigger, norm (of the projected values), attended_norm
-        (after a gate on the values).
+    Returns the tables `attention_maps`, as the observable of that name, and `value_norms` of the projected values
+    (`norm`) and of those after a gate on the values (`attended_norm`).
     """
-    batch = _batch(sequence[None], family, 1)
+    ids = torch.from_numpy(sequence[None])
     heads = range(model.config.get_text_config().num_attention_heads)
     maps = AttentionMaps(Settings(), [(layer, head) for layer in family.attentions(model) for head in heads])
     with open_tracer(model, family) as tracer, _watched(tracer) as ends:
-        tracer.forward(batch, [maps])
+        tracer.forward(Batch(ids, torch.ones_like(ids), first_predicted=max(1, family.prefix)), [maps])
     frames = [
         pd.DataFrame(
             {
@@ -266,14 +210,6 @@ def example(
     return maps.tables() | {"value_norms": pd.concat(frames, ignore_index=True)}
 
 
-def _batch(sequences: np.ndarray, family: Family, opening: int) -> Batch:
-    ids = torch.from_numpy(sequences)
-    return Batch(ids, torch.ones_like(ids), first_predicted=max(1, opening, family.prefix))
-
-
-# -------------------------------------------------------------------------------------------------- which queries
-
-
 def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return masks (B,T) of the queries that are no triggers and of those that are; tokens of an opening or a prefix
     are in neither.
@@ -281,9 +217,6 @@ def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tens
     trigger = torch.from_numpy(task.is_trigger(batch.token_ids.numpy()))
     counted = torch.arange(trigger.shape[1]) >= batch.first_predicted
     return ~trigger & counted, trigger & counted
-
-
-# ----------------------------------------------------------------------------------------------------- the losses
 
 
 def risks(task: BigramBackcopy, logits: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
@@ -298,14 +231,10 @@ def risks(task: BigramBackcopy, logits: torch.Tensor, batch: Batch) -> dict[str,
     return {"bigram_risk": bigram, "backcopy_risk": backcopy}
 
 
-# ----------------------------------------------------------------------------------------------------- the layers
-
-
 def _in_layers(
-    tracer: Tracer, batch: Batch, kinds: tuple[torch.Tensor, torch.Tensor]
+    tracer: Tracer, batch: Batch, plain: torch.Tensor, trigger: torch.Tensor
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
     """Yield layer, metric and its observations: (n,), or (n,H) for metrics of heads."""
-    plain, trigger = kinds
     attention = _ToStart(plain, trigger)
     with _watched(tracer) as ends:
         tracer.forward(batch, [attention])
@@ -344,7 +273,7 @@ class _ToStart(Observable):
         to_start = weights[:, :, 0]
         to_triggers = weights.masked_fill(~self.trigger[:, None, :, None], 0.0).sum(2)
         allowed = read.allowed(text, text)
-        assert allowed is not None  # causal, of more than one token
+        assert allowed is not None  # causal attention over more than one token
         lead = start_lead(read.logits(text, text), allowed).movedim(1, -1).cpu()
         self.found += [
             (layer, "attention_to_start", to_start[self.plain]),
@@ -374,37 +303,30 @@ def _watched(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
     family = tracer.family
     attentions = family.attentions(tracer.model)
     ends: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in attentions}
+
+    def keep(name: str, end: dict[str, torch.Tensor], module: nn.Module, args: tuple, output: Any = None) -> None:
+        if name == "value":  # of a gate
+            end["value"] = args[1]
+        elif name == "attended":
+            end["attended"] = output.transpose(1, 2)
+            end.setdefault("value", end["attended"])  # no gate
+        elif name == "mix":
+            end["mix"] = output
+        else:
+            end["gated"] = args[0].view(end["mix"].shape)
+
     with ExitStack() as hooks:
         for layer, attention in attentions.items():
             end, seam = ends[layer], tracer.seams[layer]
             gate = getattr(attention, RETROFIT, None)
             if isinstance(gate, GatePart):
-                hooks.enter_context(gate.register_forward_hook(partial(_keep_raw, end)))
-            hooks.enter_context(seam.value.register_forward_hook(partial(_keep_attended, end)))
-            hooks.enter_context(seam.mix.register_forward_hook(partial(_keep_mix, end)))
+                hooks.enter_context(gate.register_forward_hook(partial(keep, "value", end)))
+            hooks.enter_context(seam.value.register_forward_hook(partial(keep, "attended", end)))
+            hooks.enter_context(seam.mix.register_forward_hook(partial(keep, "mix", end)))
             output = attention.get_submodule(family.output)
-            hooks.enter_context(output.register_forward_pre_hook(partial(_keep_gated, end)))
+            hooks.enter_context(output.register_forward_pre_hook(partial(keep, "gated", end)))
         yield ends
 
-
-def _keep_raw(end: dict[str, torch.Tensor], gate: nn.Module, args: tuple, factors: torch.Tensor) -> None:
-    end["value"] = args[1]
-
-
-def _keep_attended(end: dict[str, torch.Tensor], tap: nn.Module, args: tuple, value: torch.Tensor) -> None:
-    end["attended"] = value.transpose(1, 2)
-    end.setdefault("value", end["attended"])  # no gate
-
-
-def _keep_mix(end: dict[str, torch.Tensor], tap: nn.Module, args: tuple, mix: torch.Tensor) -> None:
-    end["mix"] = mix
-
-
-def _keep_gated(end: dict[str, torch.Tensor], output: nn.Module, args: tuple) -> None:
-    end["gated"] = args[0].view(end["mix"].shape)
-
-
-# ----------------------------------------------------------------------------------------------- the tasks of TASKS
 
 MEASURED = 64  # held-out sequences, at every log
 SHOWN = 20  # tokens of the one sequence that is drawn
@@ -433,7 +355,7 @@ class BackcopyTask:
 class BackcopyWithTextTask(BackcopyTask):
     """The task with every second block replaced by a passage of text.
 
-    Passages begin at random places and follow the same opening. In text, a token depends on more than the last one,
+    Passages begin at random positions and follow the same opening. In text, a token depends on more than the last one,
     and triggers copy nothing.
     """
 
