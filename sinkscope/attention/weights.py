@@ -207,20 +207,20 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
     # query r of a block sees column c = r … r + W-1 of its keys
     distance = torch.arange(block + reach, device=keys.device) - torch.arange(block, device=keys.device)[:, None]
     near = ((distance >= 0) & (distance <= reach)).to(keys.dtype)
-    sums = read.lse.new_zeros(*read.lse.shape[:2], blocks * block + reach)  # with `reach` places before the first key
+    sums = read.lse.new_zeros(*read.lse.shape[:2], blocks * block + reach)  # with `reach` columns before the first key
     at_once = max(1, AT_ONCE // (read.lse[..., 0].numel() * near.numel()))
     for first in range(0, blocks, at_once):
-        places = slice(first * block, min(first + at_once, blocks) * block)
-        padding = max(0, places.stop - read.length)
-        query, lse = upcast(read.query[:, :, places]), read.lse[:, :, places]
+        rows = slice(first * block, min(first + at_once, blocks) * block)
+        padding = max(0, rows.stop - read.length)
+        query, lse = upcast(read.query[:, :, rows]), read.lse[:, :, rows]
         if padding:  # otherwise F.pad would copy, too
             query, lse = F.pad(query, (0, 0, 0, padding)), F.pad(lse, (0, padding), value=torch.inf)
         query, lse = (x.unflatten(2, (-1, block)).unflatten(1, groups).transpose(2, 3) for x in (query, lse))
         products = query.flatten(3, 4) @ keys[:, :, first : first + at_once]  # (B,K,blocks at once,H/K · block,C)
         weights = products.unflatten(3, (groups[1], block)).sub_(lse.unsqueeze(-1)).clamp_(SMALLEST, 0.0).exp_()
         columns = weights.mul_(near).sum(4).transpose(2, 3).flatten(1, 2)  # (B,H,blocks at once,C)
-        sums[..., places].unflatten(2, (-1, block))[..., :reach] += columns[..., :reach]
-        sums[..., reach:][..., places] += columns[..., reach:].flatten(2)
+        sums[..., rows].unflatten(2, (-1, block))[..., :reach] += columns[..., :reach]
+        sums[..., reach:][..., rows] += columns[..., reach:].flatten(2)
     return sums[..., reach : reach + read.length]
 
 

@@ -8,9 +8,8 @@ from sinkscope.interventions.intervention import Intervention, Known, Target, ap
 from sinkscope.interventions.massive import MeanMassive, RescaleNorm, ZeroMassive
 from sinkscope.interventions.positional_encoding import ReplaceEpe, TransplantEpe
 from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias, ZeroKeyColumns
-from sinkscope.interventions.sink_mask import MaskSink
+from sinkscope.interventions.sink_mask import MaskSink, StreamingWindow
 from sinkscope.interventions.sink_value import MeanSinkValue, ScaleSinkValue
-from sinkscope.interventions.streaming_window import StreamingWindow
 from sinkscope.options.option import filled_in
 from sinkscope.options.spec import parse_spec
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pandas as pd
 import torch
@@ -34,7 +34,7 @@ class Layout(threading.local):
         self.length = 0  # tokens in the cache and the batch
 
     def record(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Record the inputs of a forward pass: a forward pre-hook of the whole model."""
+        """Record the inputs of a forward pass; a forward pre-hook of the model."""
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
@@ -96,7 +96,7 @@ class Target:
 
     @property
     def width(self) -> int:
-        """Width D of the residual stream."""
+        """The width D of the residual stream."""
         return int(self.model.config.get_text_config().hidden_size)
 
     def without_projection(self, role: Role) -> str | None:
@@ -105,8 +105,7 @@ class Target:
 
     def without_weights(self, role: Role) -> str | None:
         """Return why the weights of this projection cannot be edited, or None if they can."""
-        reason = self.without_projection(role)
-        if reason is not None:
+        if reason := self.without_projection(role):
             return reason
         try:
             for layer in self.attending():
@@ -197,7 +196,7 @@ class Expectation(StrEnum):
 
 
 class Intervention(BaseModel, ABC):
-    """One mechanism with its parameters. To add one, write a class in this folder and register it."""
+    """One mechanism with its parameters."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -205,6 +204,7 @@ class Intervention(BaseModel, ABC):
     about: ClassVar[str]  # one line for `sinkscope list`
     paper: ClassVar[str]  # the paper that did the experiment
     control_about: ClassVar[str] = ""  # what its random control changes; "" if it has none
+    redraws: ClassVar[Literal["", "positions", "coordinates"]] = ""  # the parameter that its random control redraws
     expects: ClassVar[Expectation | None] = None  # what the paper found
     is_control: ClassVar[bool] = False  # useful only as the control of another intervention
     expected: ClassVar[bool] = True  # applies to most models: the doctor reports where it does not
@@ -217,10 +217,10 @@ class Intervention(BaseModel, ABC):
         return None
 
     def check(self, target: Target, length: int | None = None) -> None:
-        """Check the parameters against the model and, if given, the length of the sequences.
+        """Raise InputError if a parameter names a layer, head, coordinate or position that does not exist.
 
-        Raises:
-            InputError: A parameter names a layer, head, coordinate or position that does not exist.
+        Args:
+            length: The length of the sequences; None if it is not known.
         """
         counts: dict[str, tuple[str, Callable[[], int | None]]] = {
             "layers": ("layer", lambda: len(target.layers)),
@@ -238,16 +238,19 @@ class Intervention(BaseModel, ABC):
                 raise InputError(f"{self.name}: there is no {what} {max(numbers)}: {whose} {total}, from 0 on")
 
     def resolved(self, known: Known) -> Self:
-        """Return the intervention with all open parameters decided.
-
-        Raises:
-            InputError: A parameter cannot be decided and must be given.
-        """
+        """Return the intervention with all open parameters decided; InputError if one cannot be decided."""
         return self
 
     def control(self, known: Known, draw: torch.Generator) -> "Intervention | None":
         """Return the same kind of change at a random place or in a random direction; None if there is no control."""
-        return None
+        if not self.redraws:
+            return None
+        own: tuple[int, ...] = getattr(self, self.redraws) or ()
+        if self.redraws == "positions":
+            others = random_positions(len(own), known, draw, own)
+        else:
+            others = random_choice(len(own), known.target.width, draw, own, "coordinate")
+        return self.model_copy(update={self.redraws: others})
 
     @property
     def watched(self) -> tuple[int, ...]:
@@ -261,18 +264,8 @@ class Intervention(BaseModel, ABC):
 
     def begins_at(self, target: Target) -> int:
         """Return the first affected layer; earlier layers are unaffected. 0 if the input of the layers may change."""
-        return 0
-
-    def at_other_positions(self, known: Known, draw: torch.Generator) -> Self:
-        """Return a control: the same change at as many random positions."""
-        mine: tuple[int, ...] = self.watched
-        return self.model_copy(update={"positions": random_positions(len(mine), known, draw, mine)})
-
-    def at_other_coordinates(self, known: Known, draw: torch.Generator) -> Self:
-        """Return a control: the same change at as many random coordinates of the residual stream."""
-        mine: tuple[int, ...] = getattr(self, "coordinates", None) or ()
-        others = random_choice(len(mine), known.target.width, draw, mine, "coordinate")
-        return self.model_copy(update={"coordinates": others})
+        layers: tuple[int, ...] | None = getattr(self, "layers", (0,))  # None: all that have attention
+        return min(target.attending() if layers is None else layers)
 
     @abstractmethod
     def applied(self, target: Target) -> AbstractContextManager[None]:
@@ -280,26 +273,21 @@ class Intervention(BaseModel, ABC):
 
         Raises:
             InputError: A parameter names something that the model does not have, or nothing would change.
-            SinkscopeError: At the end, nothing was changed because no forward pass had the position.
+            UntouchedError: At the end, if no forward pass had the positions to change.
         """
 
     def __str__(self) -> str:
         """Return the intervention in the syntax of --do, with the parameters that are not at their default."""
-        given = [
-            f"{name}={_text(getattr(self, name))}"
-            for name, entry in type(self).model_fields.items()
-            if getattr(self, name) != entry.default
-        ]
+        given = []
+        for name, entry in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value == entry.default:
+                continue
+            if not isinstance(value, str):
+                numbers = value if isinstance(value, tuple) else (value,)
+                value = "+".join(repr(number).replace("e+", "e") for number in numbers)  # exact, with no other +
+            given.append(f"{name}={value}")
         return f"{self.name}:{','.join(given)}" if given else self.name
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "all"
-    if isinstance(value, str):
-        return value
-    numbers = value if isinstance(value, tuple) else (value,)
-    return "+".join(repr(number).replace("e+", "e") for number in numbers)  # exact, and no + of its own
 
 
 @contextmanager
@@ -323,11 +311,7 @@ class UntouchedError(SinkscopeError):
 
 @contextmanager
 def must_touch(name: str, missing: str) -> Iterator[Callable[[], None]]:
-    """Yield a function to call whenever an edit changes something.
-
-    Raises:
-        UntouchedError: At the end, the function was never called, because passes lacked `missing`.
-    """
+    """Yield a function to call whenever an edit changes something; UntouchedError at the end if it was not called."""
     is_touched = False
 
     def touch() -> None:
@@ -348,15 +332,9 @@ def edited_positions(
     edit: Callable[[nn.Module, int, torch.Tensor], torch.Tensor],
     edited: Callable[[nn.Module, Callable], AbstractContextManager[None]] = edited_output,
 ) -> Iterator[None]:
-    """Edit the outputs (B,T,X) of modules at some positions: edit(module, position, (n,X)) → (n,X).
+    """Edit the outputs of modules, (B,T,X) or (B,1,T,X), at some positions: edit(module, position, (n,X)) → (n,X).
 
-    Outputs may also have the shape (B,1,T,X): latents as one head.
-
-    Args:
-        edited: Use `edited_input` to edit the modules' inputs instead.
-
-    Raises:
-        SinkscopeError: At the end, no forward pass had any of the positions.
+    With `edited=edited_input` the modules' inputs are edited instead.
     """
 
     def changed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -385,17 +363,16 @@ def random_choice(count: int, total: int, draw: torch.Generator, but: Iterable[i
     if len(free) < count:
         raise InputError(f"a random control needs {counted(count, f'other {what}')}, and there are {len(free)}")
     order = torch.randperm(len(free), generator=draw)[:count]
-    return tuple(sorted(free[place] for place in order.tolist()))
+    return tuple(sorted(free[index] for index in order.tolist()))
 
 
 Stack = tuple[Intervention, ...]
 
 
 def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[Stack]:
-    """Draw random controls of a stack of interventions.
+    """Draw `draws` different random controls of a stack of interventions, or fewer if there are not that many.
 
-    In each, every part that has a control is replaced by it. There are `draws` different controls, fewer if so many do
-    not exist, and none if no part has a control.
+    In each, every part that has a control is replaced by it. If no part has a control, there is none.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[Stack] = []
@@ -411,17 +388,17 @@ def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[S
     return found
 
 
-def _learned_positions_and_query_bias(target: Target) -> bool:
+def _has_learned_positions_and_query_bias(target: Target) -> bool:
     if target.family.kinds_of_positions != {"learned"} or target.without_weights("query"):
         return False
     return any(target.projection(layer, "query").bias is not None for layer in target.attending())
 
 
 # short name of a paper → whether its findings apply to a model; other papers' findings apply to all models
-SCOPES: dict[str, Callable[[Target], bool]] = {"NU": _learned_positions_and_query_bias}
+SCOPES: dict[str, Callable[[Target], bool]] = {"NU": _has_learned_positions_and_query_bias}
 
 
 def expectation(intervention: Intervention, target: Target) -> Expectation | None:
-    """Return what the paper found, if its findings apply to such a model."""
+    """Return the effect that the paper found, if its findings apply to this kind of model."""
     in_scope = SCOPES.get(intervention.paper.partition(" ")[0])
     return intervention.expects if in_scope is None or in_scope(target) else None

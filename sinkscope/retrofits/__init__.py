@@ -86,22 +86,14 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
 
 
 def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
-    """Create a method with its parameters, given as numbers or as text from the command line.
-
-    Raises:
-        InputError: The method or a parameter does not exist, or a value is out of range.
-    """
+    """Create a method with its parameters, given as numbers or as text; InputError if there is a wrong one."""
     if method not in RETROFITS:
         raise InputError(f"retrofit {unknown(method, RETROFITS)}")
     return filled_in(RETROFITS[method], parameters, method)
 
 
 def _build_in(model: PreTrainedModel) -> None:
-    """Install the retrofit that a saved model's configuration names, while the model is built.
-
-    Raises:
-        InputError: The configuration is damaged, or was saved by a version of sinkscope with other methods.
-    """
+    """Install the retrofit that a saved model's configuration names, while the model is built."""
     record: Any = model.config.retrofit
     if not isinstance(record, dict) or not {"method", "parameters"} <= record.keys():
         raise InputError("the configuration says that the model is retrofitted, but not how: `retrofit` is damaged")
