@@ -155,12 +155,7 @@ def backward_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     }
 
 
-ARMS = (
-    "zero-key-columns:coordinates=507",
-    "zero-massive:layers=11,coordinates=507",
-    "scale-sink-value",
-    "mask-sink",
-)
+ARMS = ("zero-key-columns:coordinates=507", "zero-massive:layers=11,coordinates=507", "scale-sink-value", "mask-sink")
 
 
 def arm_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:

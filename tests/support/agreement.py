@@ -31,9 +31,10 @@ from sinkscope.text.batch import IGNORED, Batch
 from sinkscope.text.inputs import masked
 from support.encoders import word_tokenizer
 from support.every_model import NOT_BUILT, VOCAB, tiny_of
+from support.everything import differences as differences_of_state
+from support.everything import snapshot
 from support.multimodal import TOLD
 from support.plain import Plain, only_float64, run_plainly
-from support.untouched import structure_of
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
     model = tiny_of(model_type, torch.float64, auto=auto)
     np.save(file, _sequence(LENGTH).numpy()[None])
     with only_float64(), pytest.MonkeyPatch.context() as patch:
-        before, weights = structure_of(model), [parameter.clone() for parameter in model.parameters()]
+        before = snapshot(model)
         with undisturbed(model):
             found = family_of(model)
         family, _ = found
@@ -126,9 +127,9 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
             observables=[name for name in MEASURED if OBSERVABLES[name].inapplicable(model, family) is None],
             **{"seq_len": LENGTH, "positions": LENGTH, "window": WINDOW, "batch_size": 1, "bos": "never"},
         ).tables
-        left_as_it_was = structure_of(model) == before and all(map(torch.equal, weights, model.parameters()))
+        changed = differences_of_state(before, snapshot(model))
         plain = _run(model, family, _batch([LENGTH], "right", family.causal))
-    return _apart(tables, _expected(plain, family)) | {"model left as it was": 0.0 if left_as_it_was else np.inf}
+    return _apart(tables, _expected(plain, family)) | {"model left as it was": np.inf if changed else 0.0}
 
 
 def padded_differences(model: PreTrainedModel, family: Family, whole: bool) -> dict[str, dict[str, float]]:
