@@ -8,9 +8,11 @@ Measurements read |sim| ÷ Σ|sim| = exp(ℓ - lse) in place of softmax weights,
 lse = log Σ|sim|; only the mix needs sim ÷ Z. φ is applied before the taps (retrofits/operation.py).
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -51,15 +53,10 @@ class Operation:
         return LOG_SIMILARITIES[self.similarity](logits)
 
     def weights(self, logits: torch.Tensor, with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return sim ÷ Z and lse for rows of logits.
+        """Return sim ÷ Z (B,H,R,T), 0 where the query may not attend, and lse = log Σ|sim| (B,H,R).
 
-        Args:
-            logits: (B,H,R,T) over all keys, MASKED or less where the query may not attend.
-            with_lse: whether lse is needed; otherwise it is NaN unless sim ÷ Z needs it.
-
-        Returns:
-            sim ÷ Z (B,H,R,T), 0 where the query may not attend, and lse = log Σ|sim| (B,H,R), the dtype's minimum for a
-            fully masked row.
+        The logits (B,H,R,T) are over all keys, MASKED or less where the query may not attend. For a fully masked row
+        lse is the dtype's minimum; without `with_lse` it is NaN unless sim ÷ Z needs it.
         """
         if self.similarity == "exp":  # in logarithms: e^s may overflow
             seen = logits > MASKED
@@ -230,15 +227,9 @@ def _attend_rows(
     return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
 
-def eager_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what `fused_attention` does with all weights at once: the reference."""
-    return chunked_attention(query, key, value, call, chunk=query.shape[2])
-
-
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], tuple[torch.Tensor, torch.Tensor]]
-KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": eager_attention}
+# "eager", all weights at once, is the reference
+KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": partial(chunked_attention, chunk=sys.maxsize)}
 
 
 def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, rows: slice) -> torch.Tensor:

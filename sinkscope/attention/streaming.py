@@ -75,15 +75,10 @@ def streamed_attention(
     sees: Sees,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention of every token over its cache, as one row over the first tokens and the window.
+    """Compute mix and log-sum-exp of every token over its cache, as one row over the first tokens and the window.
 
-    Args:
-        query: (B,H,T,d), rotated to t: for the keys of the window.
-        query_in_cache: (B,H,T,d), rotated to c(t): for the keys of the first tokens.
-        sees: the model's own mask.
-
-    Returns:
-        Mix and log-sum-exp, as `fused_attention` does.
+    query (B,H,T,d) is rotated to t, for the keys of the window; query_in_cache to c(t), for those of the first tokens.
+    `sees` is the model's own mask.
     """
     mixes, lses = [], []
     length = query.shape[2]
@@ -180,12 +175,7 @@ def _mask_function(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Sees:
-    """Return the function from which transformers would make a T × T mask; registered as a mask function.
-
-    Raises:
-        InputError: the batch is padded, there is a cache, or the text is so long that the model uses other rotary
-            frequencies for it than for the positions of a short cache.
-    """
+    """Return the function from which transformers would make a T × T mask; registered as a mask function."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError("streaming reads sequences of one length, without padding")
     if q_length != kv_length:
@@ -261,8 +251,7 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
 
 def check_applies(model: PreTrainedModel, family: Family) -> None:
     """Raise InputError if this model cannot stream."""
-    reason = inapplicable(model, family)
-    if reason is not None:
+    if reason := inapplicable(model, family):
         raise does_not_apply(family, reason)
 
 

@@ -182,18 +182,15 @@ class Interceptor(TorchFunctionMode, threading.local):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._fused(*args, **kwargs)
-        if func in MATMULS and self.awaited == "logits" and self._batched(args, kwargs):
-            return self._logits(func, args, kwargs)
         if func in SOFTMAXES and self.awaited == "softmax":
             return self._softmax(func, args, kwargs)
-        if func in MATMULS and self.awaited == "mix" and self._batched(args, kwargs):
-            return self._mix(func, args, kwargs)
+        # both factors have a batch axis, unlike in a projection written as x @ W.T (Falcon)
+        if func in MATMULS and kwargs.get("batch2", args[-1]).dim() >= 3:
+            if self.awaited == "logits":
+                return self._logits(func, args, kwargs)
+            if self.awaited == "mix":
+                return self._mix(func, args, kwargs)
         return func(*args, **kwargs)
-
-    @staticmethod
-    def _batched(args: tuple, kwargs: dict) -> bool:
-        """Return whether both factors have a batch axis, unlike in a projection written as x @ W.T (Falcon)."""
-        return kwargs.get("batch2", args[-1]).dim() >= 3
 
     def _fused(
         self,

@@ -164,7 +164,7 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
     """Compute column statistics of a layer's attention weights, in chunks of rows.
 
     `mass` and `second` cover the first `columns` columns, or all if the sequence is SHORT; the window sums cover every
-    column, from the diagonal band. `chunk`: rows at a time; None: as many as AT_ONCE allows.
+    column, from the diagonal band. `chunk` is the number of rows at a time; None: as many as AT_ONCE allows.
     """
     length = read.length
     whole = columns >= length or length <= SHORT
@@ -173,7 +173,6 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
     second = torch.zeros_like(mass)
     windows = torch.zeros_like(read.lse)
     entropy = torch.zeros_like(read.lse) if whole else None
-
     plain = not whole and read.is_plain_except_forbidden
     if plain:
         windows = plain_window_sums(read, window, max(chunk or ROW_CHUNK, window))

@@ -34,12 +34,9 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
 
 
 def parse(text: str) -> Intervention:
-    """Parse an intervention of the command line: NAME or NAME:key=value,key=value.
+    """Parse an intervention of the command line, NAME or NAME:key=value,…; InputError if something does not exist.
 
     A value may be a list: coordinates=138,447 or layers=1-3.
-
-    Raises:
-        InputError: A name, parameter or value does not exist.
     """
     name = text.partition(":")[0].strip()
     if name not in INTERVENTIONS:

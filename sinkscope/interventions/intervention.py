@@ -35,8 +35,7 @@ class Layout(threading.local):
 
     def record(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Record the inputs of a forward pass; a forward pre-hook of the model."""
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        kwargs = dict(zip(names, args, strict=False)) | kwargs
+        kwargs = inspect.signature(type(module).forward).bind_partial(module, *args).arguments | kwargs
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         tokens = next(x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
         if isinstance(mask, dict):  # `generate` makes one for each type of layer
@@ -46,16 +45,12 @@ class Layout(threading.local):
         self.length = self.past + tokens.shape[1] + (0 if self.past else registers_before(module))
 
     def start(self, device: torch.device) -> torch.Tensor:
-        """Return the column of each sequence's position 0, (B,) or (1,), counted from the first column of the cache.
-
-        Raises:
-            InputError: A mask (B,1,T,T) may belong to a padded batch or a sliding window.
-        """
+        """Return the column of each sequence's position 0, (B,) or (1,), counted from the first column of the cache."""
         if self.mask is not None and self.mask.dim() == 2:
             return self.mask.to(device).int().argmax(dim=1)
         if self.mask is not None:
             seen = self.mask[:, 0, -1, 0]  # whether the last token sees the first column
-            if not bool((seen if seen.dtype == torch.bool else seen > MASKED).all()):
+            if not bool((seen if seen.dtype == torch.bool else seen > MASKED).all()):  # padding, or a sliding window
                 raise InputError(
                     "the start of each sequence is unknown with a four-dimensional mask: pass a two-dimensional "
                     "attention_mask, and no static cache with a padded batch or a sliding window"
@@ -83,11 +78,7 @@ class Target:
         return self.family.layer_modules(self.model)
 
     def attending(self, layers: tuple[int, ...] | None = None) -> list[int]:
-        """Return the named layers, or all that have attention.
-
-        Raises:
-            InputError: A named layer has no attention.
-        """
+        """Return the named layers, or all that have attention; InputError if a named layer has none."""
         have = list(self.family.attentions(self.model))
         without = next((layer for layer in layers or () if layer not in have), None)
         if without is not None:
@@ -254,7 +245,7 @@ class Intervention(BaseModel, ABC):
 
     @property
     def watched(self) -> tuple[int, ...]:
-        """The positions at which an effect is expected, the sink's own first."""
+        """The positions at which an effect is expected, that of the sink first."""
         return getattr(self, "positions", (0,))
 
     @property
@@ -271,9 +262,7 @@ class Intervention(BaseModel, ABC):
     def applied(self, target: Target) -> AbstractContextManager[None]:
         """Change the model until the end of the block, and then restore it bit for bit.
 
-        Raises:
-            InputError: A parameter names something that the model does not have, or nothing would change.
-            UntouchedError: At the end, if no forward pass had the positions to change.
+        InputError: nothing would change. UntouchedError, at the end: no forward pass had the positions to change.
         """
 
     def __str__(self) -> str:

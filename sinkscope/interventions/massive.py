@@ -161,7 +161,7 @@ def sink_massive(
     coordinates: tuple[int, ...] | None = None,
     to_name: str = "layers and coordinates",
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Find the massive activations that distinguish a position.
+    """Return the layers and coordinates of the massive activations that distinguish a position; InputError if none.
 
     They are massive in at least half of the sequences, at coordinates that are massive at few other tokens (ELSEWHERE)
     in every layer. Other coordinates are features of the stream instead of the sink: Gemma3-270M has one at nearly all
@@ -171,12 +171,6 @@ def sink_massive(
         layers: Search only these layers.
         coordinates: Search only these coordinates, if any of them is massive.
         to_name: The parameters that the user can give instead, for the error message.
-
-    Returns:
-        The layers at whose output there is one, and all their coordinates.
-
-    Raises:
-        InputError: There is none.
     """
     missing = f"{name}: no massive activations at position {position} are known: name {to_name}"
     if "massive" not in known.tables:
@@ -201,11 +195,7 @@ def sink_massive(
 def massive_elsewhere(
     known: Known, position: int, layers: tuple[int, ...], coordinates: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    """Find the massive activations of other tokens at these layers and coordinates.
-
-    Returns:
-        Layer, coordinate, smallest magnitude and mean of each, in one flat tuple; None if there are none.
-    """
+    """Return layer, coordinate, smallest magnitude and mean of other tokens' massive activations there, flat."""
     table = known.tables["massive"]
     rows = table[table["is_massive"] & (table["position"] != position)]
     rows = rows[rows["layer"].isin(layers) & rows["coordinate"].isin(coordinates)]

@@ -124,9 +124,7 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gate_displacement(model: nn.Module) -> pd.DataFrame:
-    """Measure how far each head's new parameters are from their start.
-
-    If FSDP has sharded the parameters, every process must call this.
+    """Measure how far each head's new parameters are from their start; with FSDP, every process must call this.
 
     Returns:
         Columns layer (−1 for register tokens, which belong to no layer), head (key/value or query heads, depending on

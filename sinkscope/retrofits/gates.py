@@ -5,7 +5,6 @@ the pretrained one, where the sigmoid is steepest. A bias would only approach 1,
 the papers' own gate, which halves everything at the start.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -24,9 +23,6 @@ class _Gates(GatePart):
         self.reads, self.scale = reads, scale
         width = layer.width if reads == "input" else layer.value_heads * layer.head_dim
         self.weight = layer.empty(width, layer.value_heads if isinstance(self, ValuePart) else layer.heads)
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        return {"weight": torch.zeros_like(self.weight)}
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         features = x if self.reads == "input" else value.flatten(-2)

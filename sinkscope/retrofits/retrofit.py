@@ -89,24 +89,13 @@ class Layer:
     value: Projection
     output: str  # path of the output projection in the attention module; its input is every head's mix, (B,T,H·d)
     heads: int  # H, number of query heads
+    value_heads: int  # K, number of key/value heads
+    head_dim: int
+    width: int  # D, width of the attention's input
     scaling: float  # factor of q·k
     is_biased: bool  # whether it has ALiBi
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def value_heads(self) -> int:
-        """K, number of key/value heads."""
-        return self.value.heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.value.places.shape[1]
-
-    @property
-    def width(self) -> int:
-        """D, width of the attention's input."""
-        return self.value.width
 
     def empty(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device))
@@ -121,18 +110,11 @@ def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
             value = projections(model, family, index)["value"]
         check_ordinary(value.module)
         head_dim = value.places.shape[1]
-        layers.append(
-            Layer(
-                attention,
-                value,
-                family.output,
-                config.num_attention_heads,
-                head_dim**-0.5 if family.scaling is None else family.scaling,
-                family.positions_at(index) == "alibi",
-                model.dtype,
-                value.module.weight.device,
-            )
-        )
+        scaling = head_dim**-0.5 if family.scaling is None else family.scaling
+        is_biased = family.positions_at(index) == "alibi"
+        sizes = (config.num_attention_heads, value.heads, head_dim, value.width)
+        device = value.module.weight.device
+        layers.append(Layer(attention, value, family.output, *sizes, scaling, is_biased, model.dtype, device))
     return layers
 
 
@@ -142,8 +124,9 @@ class Part(nn.Module):
     head_axis = 0  # of the parameters
 
     def start(self) -> Mapping[str, torch.Tensor]:
-        """Return each parameter's value before training, by name."""
-        raise NotImplementedError
+        """Return each parameter's value before training by name: 0, or what `draw_start` has drawn."""
+        drawn = dict(self.named_buffers())
+        return {name: drawn.get(f"first_{name}", torch.zeros_like(p)) for name, p in self.named_parameters()}
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -165,17 +148,13 @@ class Part(nn.Module):
 
 
 class AttentionPart(Part):
-    """A part of an attention module. Its parameters start at 0 by default."""
+    """A part of an attention module."""
 
     def draw_start(self, layer: Layer, deviation: float) -> None:
         """Draw the start of all parameters from N(0, deviation²) by torch's random state, and keep it as buffers."""
         for name, parameter in list(self.named_parameters()):
             drawn = torch.randn(parameter.shape, dtype=layer.dtype, device=layer.device) * deviation
             self.register_buffer(f"first_{name}", drawn)
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        drawn = dict(self.named_buffers())
-        return {name: drawn.get(f"first_{name}", torch.zeros_like(p)) for name, p in self.named_parameters()}
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
         """Connect this part, which is in the attention module, to the forward pass."""

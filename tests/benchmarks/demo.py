@@ -17,19 +17,15 @@ BATCH = 8  # sequences, as `analyze` takes them
 
 def bare(num_seqs: int) -> None:
     """Load the model, then read and differentiate as many tokens as the demo does."""
-    import torch
+    from common import bare_backward, random_batch
 
     from sinkscope.models.loading import load
 
     start = time.process_time()
     model = load().model
     print(f"load {time.process_time() - start:.1f} s", flush=True)
-    ids = torch.randint(100, 40_000, (num_seqs, 64), generator=torch.Generator().manual_seed(0))
-    for batch in ids.split(BATCH):
-        embeddings = model.get_input_embeddings()(batch).requires_grad_(True)
-        logits = model(inputs_embeds=embeddings, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-        torch.autograd.grad(loss, embeddings)
+    for ids in random_batch((num_seqs, 64)).token_ids.split(BATCH):
+        bare_backward(model, ids)
 
 
 def measured(*command: str) -> tuple[float, float]:
