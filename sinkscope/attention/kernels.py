@@ -96,7 +96,7 @@ class ForbiddenKeys:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How one attention call makes logits from query and key: everything that its taps do not show."""
+    """The parameters of one attention call, which its taps do not show."""
 
     mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: decided by `causal`
     scaling: float  # NaN if the model computes the logits itself, and not only by scaling

@@ -167,7 +167,7 @@ Reals = Annotated[tuple[Real, ...], BeforeValidator(_parse_reals)]
 
 @dataclass
 class Known:
-    """What is known about the unchanged model, from which defaults and random controls are chosen."""
+    """Facts about the unchanged model, from which defaults and random controls are chosen."""
 
     target: Target
     length: int  # of the shortest sequence

@@ -83,7 +83,7 @@ class PlacedHook:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a retrofit needs to know about one attention layer."""
+    """The properties of one attention layer that a retrofit needs."""
 
     attention: nn.Module
     value: Projection

@@ -1,4 +1,4 @@
-"""The seam: it changes nothing, is removed again, and never lets a wrong number through."""
+"""The seam changes nothing, is removed completely, and refuses attention that it does not recognize."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -406,11 +406,11 @@ def test_what_an_observable_computes_is_not_intercepted(name: str) -> None:
     model = tiny_model(name)
     bare = logits(model)
     with open_tracer(model, find_family(model)) as tracer:
-        alone, beside = OBSERVABLES["attention"](SETTINGS), OBSERVABLES["attention"](SETTINGS)
+        alone, together = OBSERVABLES["attention"](SETTINGS), OBSERVABLES["attention"](SETTINGS)
         tracer.forward(batch(), [alone])
-        tracer.forward(batch(), [Busy(SETTINGS), beside, Busy(SETTINGS)])
+        tracer.forward(batch(), [Busy(SETTINGS), together, Busy(SETTINGS)])
         traced = tracer.logits(Batch(tiny_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)))
-    assert alone.tables()["attention"].equals(beside.tables()["attention"])
+    assert alone.tables()["attention"].equals(together.tables()["attention"])
     torch.testing.assert_close(traced, bare)
 
 

@@ -149,7 +149,7 @@ def test_attention_to_one_key_alone_has_no_entropy_and_no_nan() -> None:
 
 
 def test_a_padding_query_that_sees_nothing_is_nothing() -> None:
-    """Its log-sum-exp is the mask's own number, infinite or no number at all."""
+    """Its log-sum-exp may be the mask's own number, infinite or NaN."""
     for nothing in (torch.finfo(torch.float64).min, -torch.inf, torch.nan, 0.0):
         read = make_read("bool mask", lengths=(15, 23), side="left")
         expected = column_sums(read, 23, 4)

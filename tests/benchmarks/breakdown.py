@@ -1,4 +1,4 @@
-"""Where the time of measuring goes, by observable and by operation: `python tests/benchmarks/breakdown.py [MODEL]`.
+"""Time of measuring by observable and by operation: `python tests/benchmarks/breakdown.py [MODEL]`.
 
 Everything is CPU time of one process with one torch thread, so that other work on the machine hardly counts, and is
 given as a share of the bare pass of the same round: the fused forward that makes no logits, as measuring makes none, or
@@ -6,7 +6,7 @@ with `--backward` the frozen forward and backward. The lowest time over rounds �
 median of the rounds' ratios, the passes of a round one after the other.
 
 "seams and trace" is a pass in which nothing is read; the rows of observables are the time inside their own calls
-during one pass with all of them, so that what they share is paid by the first that asks. Run it also as
+during one pass with all of them, so that shared work counts for the first that needs it. Run it also as
 `ATEN_CPU_CAPABILITY=avx2 python tests/benchmarks/breakdown.py`. README.md has what it printed.
 """
 
@@ -102,7 +102,7 @@ def seconds_of(one_pass: Pass) -> float:
 
 
 def print_shares(passes: dict[str, Pass], clock: Clock, rounds: int) -> None:
-    """Each pass ÷ the bare one, and of the pass with all observables each one's calls."""
+    """Print each pass ÷ the bare one, and the calls of each observable in the pass with all of them."""
     times: dict[str, list[float]] = defaultdict(list)
     passes[BARE]()  # takes the memory that the later ones find
     for _ in range(rounds):
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--operations", action="store_true", help="also by operation, under torch's profiler")
-    parser.add_argument("--rows", default="", help="only those with this in their names, beside the bare pass")
+    parser.add_argument("--rows", default="", help="only those with this in their names, and the bare pass")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = sinkscope.models.loading.load(arguments.model).model

@@ -1,4 +1,4 @@
-"""`make demo` beside the bare forward and backward of the same tokens: `python tests/benchmarks/demo.py`.
+"""`make demo` compared with the bare forward and backward of the same tokens: `python tests/benchmarks/demo.py`.
 
 Each in a process of its own that begins with its imports and loads the model: `sinkscope analyze`, and the frozen model
 whose gradients flow from the embeddings, in batches of the same size. Wall time, and CPU time of the process and its

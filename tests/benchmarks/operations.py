@@ -1,4 +1,4 @@
-"""What a training step costs with another attention operation or another positional scheme, beside fused softmax.
+"""Cost of a training step with another attention operation or positional scheme, compared with fused softmax.
 
     python tests/benchmarks/operations.py
 

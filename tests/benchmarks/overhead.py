@@ -1,4 +1,4 @@
-"""What sinkscope costs, beside the bare model, in one process: `python tests/benchmarks/overhead.py [MODEL]`.
+"""Cost of sinkscope compared with the bare model, in one process: `python tests/benchmarks/overhead.py [MODEL]`.
 
 Without options it takes at most five minutes on two slow cores: the rows in `QUICK`, as many rounds as fit into
 `SECONDS` for each table, and peak memory for the first and the last row. `--thorough` takes seven rounds of every row,

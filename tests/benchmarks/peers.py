@@ -1,14 +1,14 @@
-"""What the same numbers cost in other ways: `python tests/benchmarks/peers.py [MODEL]`, a Llama; default the demo's.
+"""Cost of the same numbers with other tools: `python tests/benchmarks/peers.py [MODEL]`, a Llama; default the demo's.
 
 bare: the fused forward that makes no logits; nothing is read.
 sinkscope: all forward observables, at 16 positions or at all.
-output_attentions: transformers' eager attention with all weights and hidden states kept, reduced behind the pass;
+output_attentions: transformers' eager attention with all weights and hidden states kept, reduced after the pass;
   of the layers' inputs and outputs alone, without branches, norms, q, k, v.
 hooks: eager attention and PyTorch's hooks, each layer reduced as soon as it is there: weights, the five sites of the
   residual stream, the outputs of both norms, the norms of q, k, v. Neither the cosine of q and k nor the logit gap:
   between rotary and softmax there is no module to hook.
 TransformerLens: the same tensors and reductions as hooks, by `run_with_hooks`, or by `run_with_cache` of these tensors
-  alone and reduced behind the pass; its bridge around the same transformers model.
+  alone and reduced after the pass; its bridge around the same transformers model.
 
 What sinkscope computes besides: values by sequence for intervals, every sink position in every head, the padding of
 batches, and geometry. All reductions but sinkscope's are written as one would by hand, and their numbers are compared
@@ -135,7 +135,7 @@ def sinkscope_pass(model: nn.Module, ids: torch.Tensor, positions: int) -> Pass:
 
 
 def from_tables(observables: list[Observable], layers: int) -> Found:
-    """What is compared with the others, one of each kind."""
+    """Return the numbers that are compared with the others, one of each kind."""
     tables = {name: table for observable in observables for name, table in observable.tables().items()}
     found: Found = {}
     for layer in range(layers):
@@ -155,7 +155,7 @@ def output_attentions(model: nn.Module, ids: torch.Tensor, found: Found) -> None
     for layer, weights in enumerate(out.attentions):
         reduce(found, layer, "weights", weights)
         reduce(found, layer, "layer_in", out.hidden_states[layer])
-        if layer + 1 < len(out.attentions):  # behind the last one is the final norm
+        if layer + 1 < len(out.attentions):  # after the last one is the final norm
             reduce(found, layer, "layer_out", out.hidden_states[layer + 1])
 
 

@@ -1,4 +1,4 @@
-"""What it saves that arms and single sites begin at the layer that they change: `python tests/benchmarks/resumed.py`.
+"""Time saved because arms and single sites begin at the layer that they change: `python tests/benchmarks/resumed.py`.
 
 CPU time of one thread, on the demo model: runs of `intervene` with an arm and its random controls, and the sites of
 single layers that `quantize` looks at, each measured whole and from its layer on. What is measured has to be the same,

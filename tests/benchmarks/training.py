@@ -1,4 +1,4 @@
-"""What a step of training costs with each retrofit, beside the plain fine-tune: `python tests/benchmarks/training.py`.
+"""Cost of a training step with each retrofit, compared with the plain fine-tune: `python tests/benchmarks/training.py`.
 
 A step is the Trainer's: forward, loss, backward, gradients clipped, AdamW with our groups. The plain model and one
 with a retrofit take steps in turn in one process, so that a machine whose speed drifts drifts for both alike; the

@@ -64,7 +64,7 @@ def under(model: PreTrainedModel, *do: str | Intervention, **inputs: Any) -> tor
 
 
 def assert_close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    """To round-off, measured against the largest logit."""
+    """Compare up to round-off, relative to the largest logit."""
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
@@ -169,7 +169,7 @@ def without_key_columns(
 
 
 def with_entries(model: PreTrainedModel, entries: dict[tuple[int, int, int], float]) -> PreTrainedModel:
-    """(layer, position, coordinate) → the value put behind the layer, by forward hooks."""
+    """Set entries (layer, position, coordinate) of the layers' outputs, by forward hooks."""
 
     def edit(layer: int, module: nn.Module, args: tuple, output: Any) -> Any:
         x = first_of(output).clone()
@@ -257,7 +257,7 @@ def test_it_is_so_after_an_exception_too(name: str, error: type[BaseException]) 
     model = tiny_model(name)
     before = Before(model)
     texts = applicable(model)
-    texts.pop("streaming-window", None)  # forbids others beside it
+    texts.pop("streaming-window", None)  # cannot be combined
     with pytest.raises(error), intervening(model, *texts.values()):  # noqa: PT012
         logits(model)
         raise error
@@ -299,7 +299,7 @@ def test_a_loss_made_before_still_has_its_own_gradients_inside() -> None:
 
 
 def test_a_forward_that_was_wrapped_already_is_used_and_comes_back() -> None:
-    """As accelerate does it to a model spread over devices."""
+    """Accelerate wraps the forwards of a model that is spread over devices."""
     model = tiny_model("llama")
     calls = []
     for module in (model.model.layers[1], model.model.embed_tokens, model.model.layers[1].self_attn.v_proj):
@@ -345,7 +345,7 @@ def test_what_does_not_apply_says_why_and_is_refused() -> None:
 
 
 def test_without_known_projections_what_edits_them_does_not_apply() -> None:
-    """As of an architecture whose row was found by trying (families.calibrate)."""
+    """The family of an architecture that was found by `calibrate` may lack them."""
     model = tiny_model("gpt2")
     with target_of(model) as target:
         target.family = replace(target.family, qkv=())
@@ -403,8 +403,8 @@ def test_positions_are_exchanged_as_in_a_model_with_exchanged_rows_and_as_positi
     position_table(edited)[LEARNED[name] : LEARNED[name] + 9] = position_table(model)[rows]
     assert torch.equal(ours, logits(edited))
     position_ids = torch.tensor([EXCHANGES[text]] * 2)  # with a mask, so that they are not taken for packed sequences
-    told = logits(model, attention_mask=torch.ones_like(IDS), position_ids=position_ids)
-    assert_close(ours, told, 1e-6)
+    expected = logits(model, attention_mask=torch.ones_like(IDS), position_ids=position_ids)
+    assert_close(ours, expected, 1e-6)
 
 
 @torch.no_grad()
@@ -435,7 +435,7 @@ def test_epe_is_exchanged_in_what_the_first_layer_gives(name: str, text: str) ->
     assert (ours - under(model, text)).abs().max() > 1e-3  # the vectors also reach the first layer's attention
 
 
-def test_behind_a_norm_there_is_no_epe_to_exchange() -> None:
+def test_after_a_norm_there_is_no_epe_to_exchange() -> None:
     with pytest.raises(InputError, match="replace-epe: at=epe: the first layer's output is no sum"):
         under(tiny_model("opt-post-norm"), "replace-epe:at=epe")
     with pytest.raises(InputError, match="at: input should be 'embedding' or 'epe'"):
@@ -470,7 +470,7 @@ def test_nullify_first_embedding_is_a_first_input_embedding_of_zero(name: str) -
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
-def test_zero_and_mean_massive_put_their_values_behind_the_layers(name: str) -> None:
+def test_zero_and_mean_massive_put_their_values_after_the_layers(name: str) -> None:
     model = tiny_model(name)
     zeros = {(layer, position, at): 0.0 for layer in (0, 2) for position in (0, 3) for at in (3, 17)}
     ours = under(model, "zero-massive:layers=0,2,positions=0,3,coordinates=3,17")
@@ -482,7 +482,7 @@ def test_zero_and_mean_massive_put_their_values_behind_the_layers(name: str) -> 
 
 
 def with_scaled_inputs(model: PreTrainedModel, layers: Sequence[int], positions: list[int], factor: float) -> Any:
-    """What enters the layers multiplied at the positions, by a forward that calls the layer's own."""
+    """Multiply the layers' inputs at the positions, by a forward that calls the layer's own."""
 
     def scaled(forward: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         factors = torch.ones(x.shape[1], 1, dtype=x.dtype)
@@ -539,7 +539,7 @@ def test_gradients_under_an_edit_of_activations_are_those_of_the_hooked_model(na
 
 
 def test_gradients_under_an_edit_of_weights_are_those_of_the_edited_model() -> None:
-    """Of the edited weights, too, as long as they stand in for the model's own."""
+    """Edited weights have gradients if the model's own have them."""
     model = tiny_model("gpt2").requires_grad_(True)
     model.transformer.wpe.weight.requires_grad_(False)
     expected = gradients(without_query_bias(model))
@@ -614,7 +614,7 @@ def test_scale_sink_value_is_the_projections_output_scaled_in_an_eager_model(nam
 
 
 def with_forbidden(model: PreTrainedModel, positions: list[int], heads: list[int], layers: Sequence[int]) -> Any:
-    """Its eager twin, with a mask of its own in some layers."""
+    """Return its eager twin, with another mask in some layers."""
     pairs = torch.zeros(1, 4, 9, 9, dtype=torch.bool)
     for position in positions:
         pairs[:, heads, position + 1 :, position] = True
@@ -741,7 +741,7 @@ def test_generating_with_a_cache_is_generating_without(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "text"), [("llama", "mask-sink"), ("gemma3", "scale-sink-value")])
 def test_where_padding_cannot_be_seen_nothing_is_edited_in_its_place(name: str, text: str) -> None:
-    """With a static cache generate gives the model masks of four dimensions."""
+    """With a static cache, `generate` passes masks of four dimensions to the model."""
     model = tiny_model(name)
     before = logits(model)
     with pytest.raises(InputError, match="the start of each sequence is unknown"):
@@ -947,7 +947,7 @@ NEVER_REACHED = (
     "mean-massive:layers=0,positions=9,coordinates=3,means=1",
     "scale-sink-value:positions=9",
     "rescale-norm:layers=2,positions=9",
-    "mask-sink:positions=8",  # there, and no token behind it
+    "mask-sink:positions=8",  # no token follows it
 )
 
 
@@ -1085,7 +1085,7 @@ def test_what_is_massive_at_most_tokens_is_not_the_sinks() -> None:
 def test_massive_activations_of_other_tokens_are_edited_too(text: str, first: float, others: float) -> None:
     model, ids = tiny_model("llama"), tiny_tokens(2, 9)
     with torch.no_grad():
-        states = model(ids, output_hidden_states=True).hidden_states[2][..., 3]  # behind layer 1
+        states = model(ids, output_hidden_states=True).hidden_states[2][..., 3]  # after layer 1
         least = float(states[:, 1:].abs().median())
 
         def edited(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -1153,7 +1153,7 @@ def test_a_control_is_the_same_at_as_many_random_places_elsewhere(text: str) -> 
         assert len(set(others)) == len(mine)
         assert not set(others) & ({*mine} if "coordinates" in moved else {0, *mine, *original.watched})
         assert max(others) < (known.target.width if "coordinates" in moved else 20)
-        kept = type(original).model_fields.keys() - {*moved, "means"}  # which are measured anew
+        kept = type(original).model_fields.keys() - {*moved, "means"}  # which are measured again
         assert {key: getattr(made, key) for key in kept} == {key: getattr(original, key) for key in kept}
         assert type(made) is type(original)
         seen.add(tuple(others))

@@ -252,7 +252,7 @@ def test_every_observable_measures_it(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["sigmoid", "identity-normalized", "p-norm"])
 def test_gradients_keep_no_weights_of_the_whole_sequence(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept for the backward pass grows with T, and chunks give what the whole gives."""
+    """Memory for the backward pass grows with T, and chunks have the gradients of all rows at once."""
     model = changed("llama", label).requires_grad_(True)
 
     def kept(length: int) -> int:

@@ -57,7 +57,7 @@ def retrofit(model: PreTrainedModel, label: str) -> PreTrainedModel:
 
 
 def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> Any:
-    """The same adapter each time."""
+    """Return the model with the same random adapter each time."""
     torch.manual_seed(2)
     wrapped = peft.get_peft_model(model, config).eval()
     return wrapped.double() if model.dtype == torch.float64 else wrapped
@@ -125,12 +125,12 @@ def test_a_retrofit_that_peft_trains_as_a_whole_is_the_one_that_acts(label: str)
 def test_it_is_measured_as_the_merged_one(label: str, kept: list[str] | None) -> None:
     model = adapted(retrofit(plain_model("llama", torch.float32), label), lora(["v_proj"], modules_to_save=kept))
     given: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 32, "epsilon": 0.1}
-    beside = sinkscope.analyze(model, **given)
+    wrapped = sinkscope.analyze(model, **given)
     assert has_gates(model) == (label == "vga")
     merged = sinkscope.analyze(model.merge_and_unload(), **given)
-    assert beside.tables.keys() == merged.tables.keys()
-    assert beside.metric("attention_entropy") > 0
-    values = [run.tables["summary"]["value"].to_numpy() for run in (beside, merged)]
+    assert wrapped.tables.keys() == merged.tables.keys()
+    assert wrapped.metric("attention_entropy") > 0
+    values = [run.tables["summary"]["value"].to_numpy() for run in (wrapped, merged)]
     np.testing.assert_allclose(*values, rtol=1e-3, atol=1e-5)
 
 
@@ -146,8 +146,8 @@ def test_saved_and_loaded_again(label: str, tmp_path: Path) -> None:
         expected = model(IDS, use_cache=False).logits
         model.save_pretrained(tmp_path / "adapter")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        beside = peft.PeftModel.from_pretrained(again, str(tmp_path / "adapter")).eval()
-        assert_close(beside(IDS, use_cache=False).logits, expected, 1e-5)
+        wrapped = peft.PeftModel.from_pretrained(again, str(tmp_path / "adapter")).eval()
+        assert_close(wrapped(IDS, use_cache=False).logits, expected, 1e-5)
         merged = load(str(tmp_path / "base"), adapter=str(tmp_path / "adapter")).model
         assert_close(merged(IDS, use_cache=False).logits, expected, 1e-4)
         merged.save_pretrained(tmp_path / "merged")

@@ -110,7 +110,7 @@ def test_c_is_as_defined_for_each_layer_and_key_value_head() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "falcon-new"])
 def test_vga_in_a_model_has_the_papers_gradient_at_every_layer(name: str) -> None:
-    """As above, from ∇v̂ = Σ_i α_ij ∂L/∂z_i at the value tap, with many heads: every gate reads all of V."""
+    """Appendix A, eq. 15: ∂L/∂V_j = Σ_i α_ij [g_j I + g_j (1 − g_j) W_g V_j] ∂L/∂z_i, from ∇v̂ at the value tap."""
     model = retrofitted(name, "vga").requires_grad_(True)
     family = find_family(model)
     at_tap, raw = [], []
@@ -208,7 +208,7 @@ def _denominator(seam: Seam, parameters: dict, read: list, model: PreTrainedMode
 
 
 def own_bias(model: PreTrainedModel, length: int) -> torch.Tensor:
-    """What ALiBi adds at (t,t), by transformers' own functions: (1,H,T)."""
+    """Return ALiBi's bias at (t,t), by transformers' own functions: (1,H,T)."""
     config, mask = model.config, torch.ones(1, length)
     if config.model_type == "bloom":
         return bloom_alibi(mask, 4, torch.float64).view(1, 4, length)
@@ -398,7 +398,7 @@ def test_padding_changes_nothing(name: str, label: str) -> None:
 
 
 def test_registers_are_in_a_continued_cache_once() -> None:
-    """In a second turn, and in a prompt that is read in chunks."""
+    """The cache may come from a second turn, or from a prompt that is read in chunks."""
     model = retrofitted("llama", "register-tokens")
     first = generate(model, return_dict_in_generate=True)
     prompt = torch.cat([first.sequences, IDS], dim=1)
@@ -473,7 +473,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, label: str) 
 
 @pytest.mark.parametrize(("name", "label"), [("gpt2", "learnable-sink"), ("opt", "key-bias")])
 def test_dropout_of_the_weights_is_kept_in_training(name: str, label: str) -> None:
-    """As in the plain fine-tune, with which a retrofit is compared."""
+    """The plain fine-tune, with which a retrofit is compared, has it."""
     model = retrofitted(name, label, torch.float32).train()
     without_dropout(model)
     with torch.no_grad():
@@ -575,7 +575,7 @@ def rows_of(model: PreTrainedModel) -> Rows:
 
 @each_pair(list(TINY), ["learnable-sink", "key-bias"])
 def test_missing_mass_is_what_the_new_denominator_takes(name: str, label: str) -> None:
-    """Of the first layer, where nothing else differs yet: the plain weights, less by one factor a row."""
+    """In the first layer, where nothing else differs, the weights are the plain ones times one factor per row."""
     rows, plain = rows_of(shared(name, label)), rows_of(shared_plain(name))
     tolerance = 1e-5 if name in ("bloom", "falcon-alibi", "mpt") else 1e-10
     for weights, missing in zip(rows.weights, rows.missing, strict=True):

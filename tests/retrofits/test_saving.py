@@ -120,7 +120,7 @@ def test_tied_weights_stay_tied(label: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss", "gpt2"])
 def test_a_model_read_from_a_folder_is_retrofitted_saved_and_read(name: str, tmp_path: Path) -> None:
-    """Mixtures of experts are written in other shapes than they have: also when the model came from such a file."""
+    """Mixtures of experts have other shapes in a file, also if the model came from such a file."""
     tiny_model(name).save_pretrained(tmp_path / "plain")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert torch.equal(logits(model), logits(tiny_model(name)))

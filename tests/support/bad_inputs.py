@@ -1,4 +1,4 @@
-"""What users can give that is wrong, as hypothesis strategies: files by their content, options by their text.
+"""Invalid input of users as hypothesis strategies: files by their content, options by their text.
 
 The fast tests draw a few of each for the readers; tests/torture/inputs.py draws thousands for the whole commands.
 """

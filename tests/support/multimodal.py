@@ -1,4 +1,4 @@
-"""What the configurations of models that also read pictures or sound need to be small."""
+"""Small sizes for the configurations of models that also read pictures or sound."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def _sections(*sizes: int) -> dict[str, Any]:
 SKIPPED = object()  # the default stays
 _CODES = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "codebook_size": 64}
 
-# of a type, besides what is small in every model; a dict for a part goes to that part
+# by type, in addition to the sizes of every model; a dict for a part goes to that part
 NEEDED: dict[str, dict[str, Any]] = {
     **{
         name: _sections(2, 1, 1)
@@ -65,7 +65,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "step3p5": {"sliding_window": 6}, "unlimited_ocr_text": {"num_key_value_heads": 4},
 }  # fmt: skip
-# What a model has to be told of each token of text alone: that it follows PaliGemma's prompt, and sees those before it
+# arguments for every token of pure text; PaliGemma's tokens follow its prompt, and see the earlier ones
 TOLD: dict[str, dict[str, int]] = {"paligemma": {"token_type_ids": 1}}
 # Types without a tiny model here, with the reason
 NOT_BUILT: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""What a model computes, by plain transformers and torch's autograd without sinkscope: in float64, a padded batch.
+"""Everything that a model computes on a padded batch in float64, by plain transformers and torch's autograd.
 
 Attention is dense: transformers' attention functions are replaced by the eager function of the model's own file, and
 its inputs are kept with their graph. The weights are those of the mix: if the values are a basis, the mix is the
@@ -70,8 +70,8 @@ class Sums:
         out = self.kept(given)
         steps = self._steps(out.key) or []
         added = [branch for branch, _ in steps]
-        behind = next((at for at in range(1, len(steps)) if self._reads(added[at], steps[:at])), None)
-        if behind is None:
+        later = next((at for at in range(1, len(steps)) if self._reads(added[at], steps[:at])), None)
+        if later is None:
             alone = [part for branch in added for part in self._parts(branch)]
             mixing = [self._mixes_tokens(part) for part in alone]
             parts = {
@@ -79,7 +79,7 @@ class Sums:
                 "mlp_out": [part for part, mixes in zip(alone, mixing, strict=True) if not mixes],
             }
         else:
-            parts = {"attn_out": added[:behind], "mid": [steps[behind - 1][1]], "mlp_out": added[behind:]}
+            parts = {"attn_out": added[:later], "mid": [steps[later - 1][1]], "mlp_out": added[later:]}
         found = {"layer_in": [self.taken], **parts, "layer_out": [out]}
         return {site: torch.stack([part.x for part in several]).sum(0) for site, several in found.items() if several}
 
