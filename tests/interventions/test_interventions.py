@@ -13,7 +13,9 @@ import pytest
 import reference
 import torch
 from support.attention_rows import Rows
+from support.everything import differences
 from support.naming import naming
+from support.untouched import state_of
 from tiny import REPRESENTATIVE, TINY, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
@@ -187,35 +189,14 @@ def with_entries(model: PreTrainedModel, entries: dict[tuple[int, int, int], flo
 # ------------------------------------------------------------------------------------------- restoring
 
 
-def state_of(model: PreTrainedModel) -> dict[str, Any]:
-    """All that an intervention could leave behind, logits aside."""
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    buffers = list(model.named_buffers(remove_duplicate=False))
-    return {
-        "modules": [(name, id(module)) for name, module in model.named_modules()],
-        "attributes": [{name: id(value) for name, value in vars(module).items()} for module in model.modules()],
-        "hooks": [
-            (name, list(hooks)) for module in model.modules() for name, hooks in vars(module).items() if "hooks" in name
-        ],
-        "tensors": [(name, id(x), x.data_ptr(), x._version, x.requires_grad) for name, x in parameters + buffers],
-        "attention": [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")],
-    }
-
-
 class Before:
-    """A model's state and bits, to be compared to what they are later."""
+    """A model's state, to be compared with the later one."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.logits = logits(model)
-        self.bits = {name: x.clone() for name, x in model.state_dict().items()}
-        self.state = state_of(model)
+        self.model, self.state = model, state_of(model)
 
     def check(self, label: str) -> None:
-        assert state_of(self.model) == self.state, label
-        bits = self.model.state_dict()
-        assert all(torch.equal(x, bits[name]) for name, x in self.bits.items()), label
-        assert torch.equal(logits(self.model), self.logits), label
+        assert differences(self.state, state_of(self.model)) == [], label
 
 
 def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -233,7 +214,7 @@ def test_a_model_is_bit_for_bit_what_it_was_when_an_intervention_ends(name: str)
     for intervention, text in applicable(model).items():
         with intervening(model, text):
             changed = logits(model)
-        assert not torch.equal(changed, before.logits), f"{intervention} did nothing"
+        assert not torch.equal(changed, before.state["logits"]), f"{intervention} did nothing"
         before.check(intervention)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(model), slopes, strict=True))
     with target_of(model) as target:  # one arm after the other, while the seams stay in
@@ -472,13 +453,12 @@ def test_nullify_first_embedding_is_a_first_input_embedding_of_zero(name: str) -
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_zero_and_mean_massive_put_their_values_after_the_layers(name: str) -> None:
     model = tiny_model(name)
-    zeros = {(layer, position, at): 0.0 for layer in (0, 2) for position in (0, 3) for at in (3, 17)}
-    ours = under(model, "zero-massive:layers=0,2,positions=0,3,coordinates=3,17")
-    assert_same(name, ours, logits(with_entries(model, zeros)))
+    at = "layers=0,2,positions=0,3,coordinates=3,17"
+    entries = {(layer, position, coordinate): 0.0 for layer in (0, 2) for position in (0, 3) for coordinate in (3, 17)}
+    assert_same(name, under(model, f"zero-massive:{at}"), logits(with_entries(model, entries)))
     means = [1.5, -20.0, 3.25, 40.0, -5.0, 6.0, 70.0, -8.5]
-    given = ",".join(map(str, means))
-    ours = under(model, f"mean-massive:layers=0,2,positions=0,3,coordinates=3,17,means={given}")
-    assert_same(name, ours, logits(with_entries(model, dict(zip(zeros, means, strict=True)))))
+    ours = under(model, f"mean-massive:{at},means={','.join(map(str, means))}")
+    assert_same(name, ours, logits(with_entries(model, dict(zip(entries, means, strict=True)))))
 
 
 def with_scaled_inputs(model: PreTrainedModel, layers: Sequence[int], positions: list[int], factor: float) -> Any:
@@ -698,7 +678,7 @@ def test_a_padded_batch_gives_each_sequences_own_logits(name: str) -> None:
                 assert_close(together[row][batch.attention_mask[row].bool()], expected)
 
 
-def test_a_mask_given_by_place_is_found() -> None:
+def test_a_mask_that_is_a_positional_argument_is_found() -> None:
     model = tiny_model("llama")
     batch = padded(ragged_tokens((9, 5)), "left")
     ids, mask = batch.token_ids, batch.attention_mask
@@ -773,30 +753,18 @@ def test_a_text_may_be_read_in_parts(name: str) -> None:
 def test_observables_see_the_edited_stream_and_the_tracers_logits_are_the_edited_models(name: str) -> None:
     model = tiny_model(name)
     batch = padded(ragged_tokens((9, 6)), "left")
-    before, _ = traced(model, batch)
     text = "mean-massive:layers=1,positions=0,2,coordinates=3,17,means=9,-9,8,-8"
-    after, ours = traced(model, batch, text)
-    expected = before.hidden[1].clone()
+    (before, _), (after, ours) = traced(model, batch), traced(model, batch, text)
     for row, start in enumerate((0, 3)):
-        expected[row, start, [3, 17]] = torch.tensor([9.0, -9.0])
-        expected[row, start + 2, [3, 17]] = torch.tensor([8.0, -8.0])
-    assert torch.equal(after.hidden[0], before.hidden[0])
-    assert torch.equal(after.hidden[1], expected)
-    assert not torch.equal(after.hidden[2], before.hidden[2])
+        before.hidden[1][row, start, [3, 17]] = torch.tensor([9.0, -9.0])
+        before.hidden[1][row, start + 2, [3, 17]] = torch.tensor([8.0, -8.0])
+    same = [torch.equal(*states) for states in zip(after.hidden, before.hidden, strict=True)]
+    assert same == [True, True, False]
     real = batch.attention_mask.bool()
     assert torch.equal(ours[real], under(model, text, **inputs_of(model, batch))[real])
-
-
-@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
-def test_a_whole_stack_in_the_tracer_is_the_stack_without_it(name: str) -> None:
-    model = tiny_model(name)
-    before = Before(model)
-    texts = applicable(model)
-    texts.pop("streaming-window", None)
-    plain = under(model, *texts.values())
-    _, ours = traced(model, whole(), *texts.values())
-    assert torch.equal(ours, plain)
-    before.check("traced")
+    if name in ("llama", "opt", "bloom"):  # all interventions together
+        texts = [text for intervention, text in applicable(model).items() if intervention != "streaming-window"]
+        assert torch.equal(traced(model, whole(), *texts)[1], under(model, *texts))
 
 
 @pytest.mark.parametrize(
@@ -984,11 +952,7 @@ TEXTS = {
 def test_text_is_read() -> None:
     for text, expected in TEXTS.items():
         with naming(text):
-            made = parse(text)
-            assert made.name == text.partition(":")[0]
-            given = {key: value for key, value in made if value != type(made).model_fields[key].default}
-            assert {key: getattr(made, key) for key in expected} == expected
-            assert given.keys() <= expected.keys()
+            assert parse(text) == INTERVENTIONS[text.partition(":")[0]](**expected)
 
 
 AWKWARD = {
