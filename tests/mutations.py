@@ -108,7 +108,7 @@ MUTATIONS = [
         ("window sums: chunks overwrite each other", WEIGHTS, "column_sums",
          "windows[..., band] +=", "windows[..., band] ="),
         ("window sums: the band is a column short", WEIGHTS, "column_sums", "- window + 1)", "- window + 2)"),
-        ("window sums: a window is one longer", WEIGHTS, "_within", ".abs() < window", ".abs() <= window"),
+        ("window sums: a window is one longer", WEIGHTS, "column_sums", ".abs() < window", ".abs() <= window"),
         ("plain window sums: a window is one shorter", WEIGHTS, "plain_window_sums",
          "distance <= reach", "distance < reach"),
     ),

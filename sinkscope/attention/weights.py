@@ -189,7 +189,11 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
             continue
         band = slice(max(0, rows.start - window + 1), min(read.keys(rows).stop, rows.stop + window - 1))
         band_weights = weights[..., band] if whole else read.weights(rows, band)[0]
-        windows[..., band] += _within(band_weights, rows, band, window).sum(2)
+        if max(rows.stop - 1 - band.start, band.stop - 1 - rows.start) >= window:
+            row = torch.arange(rows.start, rows.stop, device=weights.device)[:, None]
+            column = torch.arange(band.start, band.stop, device=weights.device)
+            band_weights = band_weights * ((row - column).abs() < window)
+        windows[..., band] += band_weights.sum(2)
     return ColumnSums(mass, second, windows, entropy)
 
 
@@ -231,14 +235,6 @@ def _correct_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
                 itself = slice(column, column + 1)
                 own, _ = read.weights(itself, itself)
                 windows[:, forbidden.heads, column] = own[:, forbidden.heads, 0, 0]
-
-
-def _within(weights: torch.Tensor, rows: slice, cols: slice, window: int) -> torch.Tensor:
-    """Set weights to zero where the distance of query and key is `window` or more."""
-    if max(rows.stop - 1 - cols.start, cols.stop - 1 - rows.start) < window:
-        return weights
-    row = torch.arange(rows.start, rows.stop, device=weights.device)[:, None]
-    return weights * ((row - torch.arange(cols.start, cols.stop, device=weights.device)).abs() < window)
 
 
 def keys_seen(read: AttentionRead) -> torch.Tensor:

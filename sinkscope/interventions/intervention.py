@@ -377,17 +377,14 @@ def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[S
     return found
 
 
-def _has_learned_positions_and_query_bias(target: Target) -> bool:
-    if target.family.kinds_of_positions != {"learned"} or target.without_weights("query"):
-        return False
-    return any(target.projection(layer, "query").bias is not None for layer in target.attending())
-
-
-# short name of a paper → whether its findings apply to a model; other papers' findings apply to all models
-SCOPES: dict[str, Callable[[Target], bool]] = {"NU": _has_learned_positions_and_query_bias}
-
-
 def expectation(intervention: Intervention, target: Target) -> Expectation | None:
-    """Return the effect that the paper found, if its findings apply to this kind of model."""
-    in_scope = SCOPES.get(intervention.paper.partition(" ")[0])
-    return intervention.expects if in_scope is None or in_scope(target) else None
+    """Return the effect that the paper found, if its findings apply to this kind of model.
+
+    NU's apply to models with learned positions and a query bias, those of other papers to all models.
+    """
+    if not intervention.paper.startswith("NU "):
+        return intervention.expects
+    if target.family.kinds_of_positions != {"learned"} or target.without_weights("query"):
+        return None
+    has_bias = any(target.projection(layer, "query").bias is not None for layer in target.attending())
+    return intervention.expects if has_bias else None

@@ -67,40 +67,30 @@ class Registers(Part):
         ids = inputs.pop("input_ids", None)
         embeds = embed(ids) if embeds is None else embeds
         length = embeds.shape[1]
-        output = forward(inputs_embeds=self._widened(embeds, inputs), return_dict=True, **inputs)
-        output.logits = output.logits[:, -length:]
-        return output.to_tuple() if return_dict is False else output
-
-    def _widened(self, embeds: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """Insert the registers into embeddings, (B,T,E) → (B,n+T,E); still (B,T,E) if the cache has them already.
-
-        Mask, positions and labels in `inputs` are widened in place.
-        """
-        mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
-        past = 0 if cache is None else int(cache.get_seq_length())
         start = None if mask is None else mask.int().argmax(dim=1)
         if mask is not None:
             inputs["attention_mask"] = insert_before(mask, mask.new_ones(self.count), start)
         positions = inputs.get("position_ids")
         if positions is not None:
-            positions = positions + self.count
-            inputs["position_ids"] = positions
-        if past:
-            return embeds
-        if self.limit is not None and self.count + embeds.shape[1] > self.limit:
-            raise InputError(
-                f"{embeds.shape[1]} tokens and {counted(self.count, 'register')} are beyond the model's "
-                f"{self.limit} positions"
-            )
-        if positions is not None:
-            before = torch.arange(self.count, device=positions.device)
-            inputs["position_ids"] = insert_before(positions.expand(len(embeds), -1), before, start)
-        if (labels := inputs.get("labels")) is not None:
-            rows = torch.arange(len(labels), device=labels.device)
-            labels = labels.clone()
-            labels[rows, torch.zeros_like(rows) if start is None else start.to(rows.device)] = IGNORED
-            inputs["labels"] = insert_before(labels, labels.new_full((self.count,), IGNORED), start)
-        return insert_before(embeds, self.embeddings.to(embeds.dtype), start)
+            positions = inputs["position_ids"] = positions + self.count
+        if cache is None or not int(cache.get_seq_length()):  # otherwise the cache has the registers already
+            if self.limit is not None and self.count + length > self.limit:
+                raise InputError(
+                    f"{length} tokens and {counted(self.count, 'register')} are beyond the model's "
+                    f"{self.limit} positions"
+                )
+            if positions is not None:
+                before = torch.arange(self.count, device=positions.device)
+                inputs["position_ids"] = insert_before(positions.expand(len(embeds), -1), before, start)
+            if (labels := inputs.get("labels")) is not None:
+                rows = torch.arange(len(labels), device=labels.device)
+                labels = labels.clone()
+                labels[rows, torch.zeros_like(rows) if start is None else start.to(rows.device)] = IGNORED
+                inputs["labels"] = insert_before(labels, labels.new_full((self.count,), IGNORED), start)
+            embeds = insert_before(embeds, self.embeddings.to(embeds.dtype), start)
+        output = forward(inputs_embeds=embeds, return_dict=True, **inputs)
+        output.logits = output.logits[:, -length:]
+        return output.to_tuple() if return_dict is False else output
 
 
 class RegisterTokens(Retrofit):
