@@ -1,4 +1,4 @@
-"""Random attention under every kind of mask and padding, also with scores of the model's own code."""
+"""Random attention under every kind of mask and padding, and the same with scores that a model made itself."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def causal_mask(length: int, window: int | None = None) -> torch.Tensor:
 
 
 def call_of(kind: str, length: int, batch: Batch) -> AttentionCall:
-    """Return the call with a mask or extra of some family; masks hide padding keys, as those of transformers do."""
+    """The masks and extras that families come with; those that pad hide padding keys, as transformers' masks do."""
     seen = causal_mask(length)[None, None] & batch.attention_mask.bool()[:, None, None]
     biases = 0.1 * torch.arange(length, dtype=torch.float64)
     lowest = torch.finfo(torch.float64).min
@@ -38,7 +38,7 @@ KINDS = ("causal", "bool mask", "window", "additive", "infinite", "softcap", "si
 def make_read(
     kind: str, length: int = 23, lengths: tuple[int, ...] | None = None, side: str = "right"
 ) -> AttentionRead:
-    """Return random q, k, v under one kind of mask, with the log-sum-exp of the chunked kernel."""
+    """Random q, k, v under one kind of mask, with the log-sum-exp of the eager kernel."""
     generator = torch.Generator().manual_seed(0)
     batch = padded(ragged_tokens(lengths or (length,) * SEQUENCES), side)
     query, key, value = (
@@ -51,7 +51,7 @@ def make_read(
 
 
 def scored(read: AttentionRead) -> AttentionRead:
-    """Return the same attention as an interceptor sees it, with the model's own scores."""
+    """The same attention as an interceptor sees it: scores that the model made itself."""
     logits = read.call.scaling * read.query @ read.key.repeat_interleave(2, dim=1).transpose(-1, -2)
     logits = logits.masked_fill(~call_of("bool mask", read.length, read.batch).mask, torch.finfo(logits.dtype).min)
     call = AttentionCall(None, float("nan"), scores=logits)

@@ -54,13 +54,13 @@ READ_TABLES = """() => {
 
 
 def chromium() -> str | None:
-    """Return the path of a browser that Playwright can drive, or None."""
+    """The path of a browser that Playwright can drive; None where there is none."""
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
 @contextmanager
 def launched() -> Iterator[Any]:
-    """Yield a browser; skip the test if there is none."""
+    """A browser; the test is skipped where there is none."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
     if chromium() is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
@@ -72,7 +72,7 @@ def launched() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, contents: Contents, folder: Path, **context: Any) -> Iterator[Any]:
-    """Yield the page of some contents; check at the end that it has logged no error and made no request."""
+    """The page of some contents, in a folder; afterwards it has written no error and asked nothing of a network."""
     write_page(contents, folder)
     path = folder / PAGE
     complaints: list[str] = []
@@ -96,7 +96,7 @@ def opened(browser: Any, contents: Contents, folder: Path, **context: Any) -> It
 
 
 def check_page(browser: Any, contents: Contents, folder: Path) -> None:
-    """Check that the page is small, opens soon, shows the tables' rows, and has no control that fails."""
+    """That the page is small, opens soon, shows the tables' rows, and has no control that fails."""
     tables = contents.all_tables
     with opened(browser, contents, folder) as page:
         assert (folder / PAGE).stat().st_size < LARGEST
@@ -114,7 +114,7 @@ def check_page(browser: Any, contents: Contents, folder: Path) -> None:
 
 
 def check_rows(table: pd.DataFrame, rows: list[list[str]]) -> None:
-    """Check the numbers in the rows."""
+    """The numbers among them."""
     for column, texts in zip(table, zip(*rows, strict=True), strict=True):
         values = table[column].head(len(rows))
         if pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values):

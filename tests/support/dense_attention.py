@@ -6,7 +6,7 @@ import torch
 
 
 class DenseAttention(NamedTuple):
-    """The intermediate results of attention."""
+    """What the fused kernel keeps to itself."""
 
     logits: torch.Tensor  # (B,H,T,S), masked
     weights: torch.Tensor  # (B,H,T,S)
@@ -23,7 +23,7 @@ def dense_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> DenseAttention:
-    """Compute attention of queries (B,H,T,d) to keys and values (B,K,S,d), each of which H ÷ K heads read."""
+    """Of queries (B,H,T,d), and of keys and values (B,K,S,d) of which each is read by H ÷ K heads."""
     heads, width = query.shape[1], query.shape[-1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     logits = query @ key.transpose(2, 3) * (width**-0.5 if scale is None else scale)

@@ -50,7 +50,7 @@ def analysis(tables: Mapping[str, pd.DataFrame], condition: str = "natural", **g
 
 
 def experiment(rates: Mapping[str, Sequence[float]], name: str, condition: str = "natural", **given: Any) -> RunData:
-    """Return an arm with the unchanged model.
+    """An arm beside the model as it is.
 
     Args:
         rates: "before", "after" and "control 0", "control 1", … → sink rates at positions 0, 1, …, all layers alike.

@@ -37,7 +37,7 @@ def training(
         command: "retrofit" or "train".
         tables: Method → for each seed the tables of its run.
         courses: Method → metric → for each seed its values by step, in layer 0 and as the whole model's.
-        model, folder, blocks: Its model's name, its folder, and the number of blocks to train on.
+        model, folder, blocks: Its model's name, where it stands, and how many blocks there were to train on.
         shape: The configuration of a fresh model.
         options: Of the command.
     """
@@ -52,8 +52,8 @@ def training(
             if method != UNTOUCHED:
                 records[name] = {"method": method, "parameters": parameters, "label": typed, "seed": seed}
             rows += [(typed, -1, seed, metric, values[seed]) for metric, values in numbers.items()]
-            path = None if folder is None else folder / name / "run"
-            runs[name] = arm_run(model, name, {metric: values[seed] for metric, values in numbers.items()}, own, path)
+            stands = None if folder is None else folder / name / "run"
+            runs[name] = arm_run(model, name, {metric: values[seed] for metric, values in numbers.items()}, own, stands)
             for metric, values in (courses or {}).get(typed, {}).items():
                 by_step += [(typed, at, seed, step, metric, x) for at in (-1, 0) for step, x in enumerate(values[seed])]
     kind = {"train": TrainOptions, "retrofit": RetrofitOptions}[command]
@@ -93,12 +93,12 @@ def norms(**by_site: Sequence[float]) -> pd.DataFrame:
 
 
 def rates(at_first: float, noise: float = 0.01, behind: Sequence[float] = (0.0, 0.0)) -> pd.DataFrame:
-    """The table `attention_by_sequence`: sink rates at position 0 and later ones, equal in all layers."""
+    """The table `attention_by_sequence`: sink rates at position 0 and behind it, all layers alike."""
     return by_sequence({"sink_rate": [at_first, *behind]}, noise=noise, position=range(1 + len(behind)))
 
 
 def gradients(ratio: float, groups: int = 5) -> Tables:
-    """Return tables of value gradients: `ratio` times as large at position 0, with small differences between groups."""
+    """The tables of value gradients: at position 0 `ratio` times those behind it, a little else in each group."""
     places = [(layer, position) for layer in range(2) for position in range(16)]
     rows = [(layer, "value", -1, at, ratio if at == 0 else 1.0) for layer, at in places]
     whole = pd.DataFrame(rows, columns=["layer", "pathway", "head", "position", "grad_norm"])

@@ -28,7 +28,7 @@ def led(tables: Mapping[str, pd.DataFrame], model: str = "org/Tiny-1M", conditio
 
 
 def analysis(**given: Any) -> Contents:
-    """Return the contents of a run of `analyze` with findings; `given` as for `make_run`."""
+    """Of a run of `analyze`, with findings. `given`: as for `make_run`."""
     run = make_run(**{"layers": 4, "heads": 4, "positions": 8, "length": 12} | given)
     manifest = run.manifest | {"command": "analyze", "tables": [], "dtype": "float32"}
     findings = [
@@ -41,7 +41,7 @@ def analysis(**given: Any) -> Contents:
 
 
 def experiment() -> Contents:
-    """Return the contents of a run of `intervene`: three arms with controls."""
+    """Of a run of `intervene`: three arms with controls."""
     random = np.random.default_rng(0)
     names = [f"do-{number}" for number in range(3)]
     effect = grid(name=names, draw=[-2, -1, 0, 1], metric=["sink_rate", "perplexity"], layer=[-1, 0, 1])
@@ -56,7 +56,7 @@ def experiment() -> Contents:
 
 
 def training() -> Contents:
-    """Return the contents of `retrofit`: two methods, two seeds, by step."""
+    """Of `retrofit`: two methods, two seeds, by step."""
     random = np.random.default_rng(0)
     table = grid(condition=["none", "vga"], seed=[0.0, 1.0], step=range(0, 50, 10), metric=["loss", "gradient_norm"])
     gates = grid(condition=["vga"], layer=range(4), head=range(4), seed=[0.0, 1.0], parameter=["weight"])
@@ -67,7 +67,7 @@ def training() -> Contents:
 
 
 def claims() -> Contents:
-    """Return the contents of `claims`: three claims of two models."""
+    """Of `claims`: three claims of two models."""
     table = grid(model=["one", "two"], claim=["GS-1", "GS-2", "W-1"], part=[0, 1])
     outcomes = {"GS-1": "holds", "GS-2": "fails", "W-1": "not measured"}
     value = np.arange(len(table)) / 10
@@ -78,14 +78,14 @@ def claims() -> Contents:
 
 
 def sweep() -> Contents:
-    """Return the contents of a sweep's comparison: two models on three inputs."""
+    """Of a sweep's comparison: two models on three inputs."""
     table = grid(model=["one", "two"], input=["natural", "random", "repeated"], layer=[-1, 0, 1], metric=["sink_rate"])
     table = table.assign(cell=table["model"] + table["input"], step=-1, parameters=7, value=np.arange(len(table)) / 20)
     return Contents({"command": "sweep", "config": {}, "tables": [], "cells": []}, led({"sweep": table}))
 
 
 def factors() -> Contents:
-    """Return the contents of a sweep of trainings: five weight decays, two arms, two seeds, three steps."""
+    """Of a sweep of trainings: five weight decays, two arms, two seeds, three steps."""
     decays = ["weight-decay=0", "weight-decay=0.5", "weight-decay=1.0", "weight-decay=2", "weight-decay=5"]
     table = grid(settings=decays, condition=["softmax", "sigmoid"], seed=[0, 1], step=[0, 10, 20],
                  metric=["loss", "sink_rate"])  # fmt: skip
@@ -94,7 +94,7 @@ def factors() -> Contents:
 
 
 def side_by_side() -> Contents:
-    """Return the contents of a comparison of two analyses."""
+    """Of two analyses."""
     runs = {
         f"run {number}": make_run(model=f"org/{number}", layers=2 + number, positions=6, length=8)
         for number in range(2)
@@ -114,7 +114,7 @@ KINDS = {"analysis": analysis, "experiment": experiment, "training": training, "
 
 
 def data_of(html: str) -> dict[str, Any]:
-    """Return the data that a page's scripts read."""
+    """What a page's scripts read."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     assert found is not None
     return json.loads(found[1])
