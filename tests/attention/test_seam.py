@@ -187,28 +187,17 @@ def random_qkv(heads: int = 4, kv_heads: int = 2, length: int = 11) -> tuple[tor
 
 
 def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> tuple:
-    """Attention by loops: mix and log-sum-exp."""
-    sequences, heads, length, _ = query.shape
-    groups = heads // key.shape[1]
-    mix, lse = torch.zeros_like(query), torch.zeros(query.shape[:3], dtype=query.dtype)
-    for b in range(sequences):
-        for h in range(heads):
-            for t in range(length):
-                logits = call.scaling * key[b, h // groups] @ query[b, h, t]
-                if call.softcap is not None:
-                    logits = call.softcap * torch.tanh(logits / call.softcap)
-                if call.mask is None:
-                    logits[t + 1 :] = -torch.inf
-                elif call.mask.dtype == torch.bool:
-                    logits[~call.mask[b, h % call.mask.shape[1], t]] = -torch.inf
-                else:
-                    logits = logits + call.mask[b, h % call.mask.shape[1], t]
-                total = logits.exp().sum()
-                if call.sink_logits is not None:
-                    total = total + call.sink_logits[h].exp()
-                mix[b, h, t] = (logits.exp() / total) @ value[b, h // groups]
-                lse[b, h, t] = total.log()
-    return mix, lse
+    """Compute mix and log-sum-exp from all weights, by the definition."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    logits = call.scaling * query @ key.mT
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril() if call.mask is None else call.mask
+    logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    total = logits.exp().sum(-1)
+    if call.sink_logits is not None:
+        total = total + call.sink_logits.exp()[:, None]
+    return logits.exp() / total[..., None] @ value, total.log()
 
 
 def masks() -> dict[str, torch.Tensor | None]:
