@@ -329,7 +329,8 @@ def blockwise_attention(module: Any, query: torch.Tensor, key: torch.Tensor, val
 
 def linear_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The softmax is over the head's width, not over keys."""
-    return query.softmax(-1) @ (key.softmax(-1).transpose(-1, -2) @ value)
+    state = key.softmax(-1).transpose(-1, -2) @ value
+    return query.softmax(-1) @ state
 
 
 def bidirectional_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
