@@ -8,9 +8,11 @@ Measurements read |sim| ÷ Σ|sim| = exp(ℓ - lse) in place of softmax weights,
 lse = log Σ|sim|; only the mix needs sim ÷ Z. φ is applied before the taps (retrofits/operation.py).
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -39,34 +41,22 @@ SIMILARITIES: dict[str, Elementwise] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One row of WSE's table of attention operations.
+    """One row of WSE's table of attention operations."""
 
-    Attributes:
-        similarity: a key of LOG_SIMILARITIES.
-        divisor: Z.
-        factor: α of Z = Σ/α (WSE table 14); 1 for the usual sum.
-        power: p of Z = (Σ simᵖ)^(1/p); 1 for the usual sum.
-    """
-
-    similarity: str
-    divisor: Divisor
-    factor: float = 1.0
-    power: float = 1.0
+    similarity: str  # a key of LOG_SIMILARITIES
+    divisor: Divisor  # Z
+    factor: float = 1.0  # α of Z = Σ/α (WSE table 14); 1 for the usual sum
+    power: float = 1.0  # p of Z = (Σ simᵖ)^(1/p); 1 for the usual sum
 
     def log_similarity(self, logits: torch.Tensor) -> torch.Tensor:
-        """ℓ = log|sim|, finite."""
+        """Return ℓ = log|sim|, finite."""
         return LOG_SIMILARITIES[self.similarity](logits)
 
     def weights(self, logits: torch.Tensor, with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return sim ÷ Z and lse for rows of logits.
+        """Return sim ÷ Z (B,H,R,T), 0 where the query may not attend, and lse = log Σ|sim| (B,H,R).
 
-        Args:
-            logits: (B,H,R,T) over all keys, MASKED or less where the query may not attend.
-            with_lse: whether lse is needed; otherwise it is NaN unless sim ÷ Z needs it.
-
-        Returns:
-            sim ÷ Z (B,H,R,T), 0 where the query may not attend, and lse = log Σ|sim| (B,H,R), the dtype's minimum for a
-            fully masked row.
+        The logits (B,H,R,T) are over all keys, MASKED or less where the query may not attend. For a fully masked row
+        lse is the dtype's minimum; without `with_lse` it is NaN unless sim ÷ Z needs it.
         """
         if self.similarity == "exp":  # in logarithms: e^s may overflow
             seen = logits > MASKED
@@ -106,7 +96,7 @@ class ForbiddenKeys:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How one attention call makes logits from query and key: everything that its taps do not show."""
+    """The parameters of one attention call, which its taps do not show."""
 
     mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: decided by `causal`
     scaling: float  # NaN if the model computes the logits itself, and not only by scaling
@@ -153,7 +143,7 @@ def fused_attention(
     if not plain or has_gradient or ((causal or call.forbidden) and not whole):
         return chunked_attention(query, key, value, call)
     if call.forbidden:
-        mix, lse = fused_attention(*_penalised(query, key, value, call), replace(call, forbidden=()))
+        mix, lse = fused_attention(*_penalized(query, key, value, call), replace(call, forbidden=()))
         return mix[..., : value.shape[-1]], lse
     # the kernels assume that the last axis is contiguous, and do not check it
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -164,33 +154,24 @@ def fused_attention(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, is_causal=causal, attn_mask=mask, scale=call.scaling
         )
-    if query.device.type == "cuda" and call.mask is None:
-        return _on_cuda(query, key, value, causal, call.scaling)
-    return chunked_attention(query, key, value, call)
-
-
-def _on_cuda(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Use the flash kernel if possible (half precision; heads may be grouped), else the memory-efficient one."""
+    if query.device.type != "cuda" or call.mask is not None:
+        return chunked_attention(query, key, value, call)
+    # the flash kernel if possible (half precision; heads may be grouped), else the memory-efficient one
+    how = {"is_causal": causal, "scale": call.scaling}
     grouped = key.shape[1] != query.shape[1]
     parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
     if query.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(parameters):
-        mix, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, is_causal=causal, scale=scaling
-        )
+        mix, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
         return mix, lse
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-    mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, None, True, is_causal=causal, scale=scaling
-    )
+    mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, **how)
     return mix, lse[..., : query.shape[2]]  # lse is padded to a multiple of 32
 
 
 PENALTY = 1e4  # on a logit: e^-10000 is 0, and half precision can represent its square root
 
 
-def _penalised(
+def _penalized(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add a coordinate to query and key for each forbidden key, so that the fused kernel needs no T × T mask.
@@ -198,15 +179,15 @@ def _penalised(
     The product of these coordinates is -PENALTY for forbidden pairs and 0 for all others. Value is padded with zeros,
     which the caller cuts off.
     """
-    place = torch.arange(query.shape[2], device=query.device)
+    token = torch.arange(query.shape[2], device=query.device)
     size = (PENALTY / call.scaling) ** 0.5
     queries, keys = [], []
     for forbidden in call.forbidden:
         columns = forbidden.columns(query.device)[:, None, None]  # (B|1,1,1,n)
         hidden = torch.zeros(query.shape[1], 1, 1, dtype=torch.bool, device=query.device)
         hidden[list(forbidden.heads)] = True
-        queries.append(((place[:, None] != columns) & hidden).expand(len(query), -1, -1, -1))
-        keys.append((place[:, None] == columns).expand(len(key), key.shape[1], -1, -1))
+        queries.append(((token[:, None] != columns) & hidden).expand(len(query), -1, -1, -1))
+        keys.append((token[:, None] == columns).expand(len(key), key.shape[1], -1, -1))
     further = [torch.cat(parts, dim=-1).to(query.dtype) * size for parts in (queries, keys)]
     width = -(-further[0].shape[-1] // 8) * 8  # kernels are faster with multiples of 8
     more_query, more_key = (F.pad(x, (0, width - x.shape[-1])) for x in further)
@@ -246,15 +227,9 @@ def _attend_rows(
     return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
 
-def eager_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what `fused_attention` does with all weights at once: the reference."""
-    return chunked_attention(query, key, value, call, chunk=query.shape[2])
-
-
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], tuple[torch.Tensor, torch.Tensor]]
-KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": eager_attention}
+# "eager", all weights at once, is the reference
+KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": partial(chunked_attention, chunk=sys.maxsize)}
 
 
 def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, rows: slice) -> torch.Tensor:
@@ -298,7 +273,7 @@ def row_weights(logits: torch.Tensor, call: AttentionCall, rows: slice) -> tuple
 
 
 def row_lse(logits: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
-    """Return the log-sum-exp of each row (B,H,R), including learned sink logits (B|1,H,R|1)."""
+    """Return the log-sum-exp of each row (B,H,R), with learned sink logits (B|1,H,R|1)."""
     lse = logits.logsumexp(-1)
     return lse if sink_logits is None else lse.logaddexp(sink_logits.to(lse.dtype))
 
@@ -306,9 +281,9 @@ def row_lse(logits: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Ten
 def sink_rows(call: AttentionCall, rows: slice) -> torch.Tensor | None:
     """Return the call's sink logits for these rows, (1,H,1) or (B,H,R)."""
     sinks = call.sink_logits
-    if sinks is None or sinks.dim() == 3:
-        return sinks if sinks is None else sinks[:, :, rows]
-    return sinks[None, :, None]
+    if sinks is None:
+        return None
+    return sinks[:, :, rows] if sinks.dim() == 3 else sinks[None, :, None]
 
 
 def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

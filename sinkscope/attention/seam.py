@@ -47,10 +47,10 @@ def attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention with the taps before and after the kernel; registered with transformers.
+    """Compute attention with the taps before and after the kernel: (B,H,T,d), 2 × (B,K,T,d) → (B,T,H,d).
 
-    query (B,H,T,d), key and value (B,K,T,d) → mix (B,T,H,d). A module without a seam, a further denominator term and
-    another operation (of a vision tower, for example) gets plain SDPA.
+    It is registered with transformers. A module without a seam, a further denominator term and another operation, for
+    example in a vision tower, gets plain SDPA.
     """
     seam: Seam | None = getattr(module, NAME, None)
     denominator, other = denominator_of(module), operation_of(module)
@@ -99,13 +99,13 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[dict[int, Seam]]:
-    """Put a seam into every attention layer for the length of the block, and return them by layer.
+    """Put a seam into every attention layer until the end of the block, and yield them by layer.
 
     Args:
         kernel: "sdpa" (fused) or "eager" (the reference).
 
     Raises:
-        SinkscopeError: the model has seams already.
+        SinkscopeError: The model has seams already.
     """
     attentions = family.attentions(model)
     seams = {layer: Seam(kernel, family.door, family.causal, family.prefix) for layer in attentions}

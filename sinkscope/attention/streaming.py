@@ -59,10 +59,10 @@ class Cache(NamedTuple):
         """Return whether keys (C,) are in the cache and the model's mask allows them to queries (R,): (R,C) bool."""
         query, key = queries[:, None], keys[None]
         is_first = key < self.keep
-        place = self.positions(query)
-        key_place = torch.where(is_first, key, place - (query - key))
-        none = torch.zeros_like(place)
-        return (is_first | (query - key < self.window)) & sees(none, none, place, key_place)
+        slot = self.positions(query)
+        key_slot = torch.where(is_first, key, slot - (query - key))
+        none = torch.zeros_like(slot)
+        return (is_first | (query - key < self.window)) & sees(none, none, slot, key_slot)
 
 
 def streamed_attention(
@@ -75,15 +75,10 @@ def streamed_attention(
     sees: Sees,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention of every token over its cache, as one row over the first tokens and the window.
+    """Compute mix and log-sum-exp of every token over its cache, as one row over the first tokens and the window.
 
-    Args:
-        query: (B,H,T,d), rotated to t: for the keys of the window.
-        query_in_cache: (B,H,T,d), rotated to c(t): for the keys of the first tokens.
-        sees: the model's own mask.
-
-    Returns:
-        Mix and log-sum-exp, as `fused_attention` does.
+    query (B,H,T,d) is rotated to t, for the keys of the window; query_in_cache to c(t), for those of the first tokens.
+    `sees` is the model's own mask.
     """
     mixes, lses = [], []
     length = query.shape[2]
@@ -107,19 +102,16 @@ class _QueryKnown(Exception):
 
     def __init__(self, query: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
         super().__init__()
-        self.query = query
-        self.sink_logits = sink_logits
+        self.query, self.sink_logits = query, sink_logits
 
 
 class _Streaming:
     """One attention layer while it streams: a hook before its forward, and the kernel in its seam."""
 
     def __init__(self, seam: Seam, family: Family, positions: str, cache: Cache, reads_query: bool) -> None:
-        self.seam = seam
-        self.reads_query = reads_query  # whether a term of the denominator depends on the query
-        self.family = family
+        self.seam, self.family, self.cache = seam, family, cache
         self.positions = positions  # of this layer
-        self.cache = cache
+        self.reads_query = reads_query  # whether a term of the denominator depends on the query
         self.sees: Sees | None = None  # of the current forward, as is `in_cache`
         self.in_cache: _QueryKnown | None = None
 
@@ -136,17 +128,16 @@ class _Streaming:
                 raise does_not_apply(self.family, "its attention is not given its rotary positions from outside")
             if self.cache.keep or self.reads_query:  # otherwise all distances are those in the text
                 in_cache = tuple(_at_cache_positions(table, self.cache) for table in tables)  # cosines and sines
-                self.in_cache = self._query(module, args, kwargs | {"position_embeddings": in_cache})
+                self.in_cache = self._run_to_kernel(module, args, kwargs | {"position_embeddings": in_cache})
         return args, kwargs
 
-    def _query(self, module: nn.Module, args: tuple, kwargs: dict) -> _QueryKnown:
+    def _run_to_kernel(self, module: nn.Module, args: tuple, kwargs: dict) -> _QueryKnown:
         """Run the module's own code until it calls the kernel, and return its query (B,H,T,d)."""
 
-        def _stop(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> Any:
+        def stop(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> Any:
             raise _QueryKnown(query, call.sink_logits)
 
-        kernel = self.seam.kernel
-        self.seam.kernel = _stop
+        kernel, self.seam.kernel = self.seam.kernel, stop
         try:
             module.forward(*args, **kwargs)
         except _QueryKnown as known:
@@ -164,10 +155,10 @@ class _Streaming:
             raise does_not_apply(self.family, "it adds a bias of its own to its logits")
         in_cache, sees = self.in_cache, self.sees
         self.in_cache = self.sees = self.seam.call = None  # weights computed from the taps would be wrong
-        if in_cache is None:
-            return streamed_attention(query, query, key, value, call, self.cache, sees)
-        call = replace(call, sink_logits=in_cache.sink_logits)
-        return streamed_attention(query, in_cache.query, key, value, call, self.cache, sees)
+        first_query = query
+        if in_cache is not None:
+            first_query, call = in_cache.query, replace(call, sink_logits=in_cache.sink_logits)
+        return streamed_attention(query, first_query, key, value, call, self.cache, sees)
 
 
 def _at_cache_positions(table: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -184,12 +175,7 @@ def _mask_function(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Sees:
-    """Return the function from which transformers would make a T × T mask; registered as a mask function.
-
-    Raises:
-        InputError: the batch is padded, there is a cache, or the text is so long that the model uses other rotary
-            frequencies for it than for the positions of a short cache.
-    """
+    """Return the function from which transformers would make a T × T mask; registered as a mask function."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError("streaming reads sequences of one length, without padding")
     if q_length != kv_length:
@@ -197,10 +183,7 @@ def _mask_function(
     text = config.get_text_config()
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     for row in [rope, *(row for row in rope.values() if isinstance(row, dict))]:  # one, or one per type of layer
-        limits = {
-            "dynamic": text.max_position_embeddings,
-            "longrope": row.get("original_max_position_embeddings"),
-        }
+        limits = {"dynamic": text.max_position_embeddings, "longrope": row.get("original_max_position_embeddings")}
         limit = limits.get(row.get("rope_type", ""))
         if limit is not None and q_length > limit:
             raise InputError(
@@ -225,10 +208,8 @@ def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], ke
     cache = Cache(keep, window)
     with attention_implementation(model, NAME), ExitStack() as stack:
         for at, attention in family.attentions(model).items():
-            seam = seams[at]
-            term = denominator_of(attention)
-            reads_query = term is not None and term.reads_query
-            layer = _Streaming(seam, family, family.positions_at(at), cache, reads_query)
+            seam, term = seams[at], denominator_of(attention)
+            layer = _Streaming(seam, family, family.positions_at(at), cache, term is not None and term.reads_query)
             stack.callback(setattr, seam, "kernel", seam.kernel)
             seam.kernel = layer.kernel
             stack.callback(attention.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
@@ -270,8 +251,7 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
 
 def check_applies(model: PreTrainedModel, family: Family) -> None:
     """Raise InputError if this model cannot stream."""
-    reason = inapplicable(model, family)
-    if reason is not None:
+    if reason := inapplicable(model, family):
         raise does_not_apply(family, reason)
 
 

@@ -35,7 +35,7 @@ NAME = "sinkscope"  # of the attention implementation, and of the seam inside ea
 
 
 class Tap(nn.Module):
-    """An identity: a place where nnsight reads, overwrites or differentiates."""
+    """An identity, which nnsight reads, overwrites or differentiates."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -182,18 +182,15 @@ class Interceptor(TorchFunctionMode, threading.local):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._fused(*args, **kwargs)
-        if func in MATMULS and self.awaited == "logits" and self._batched(args, kwargs):
-            return self._logits(func, args, kwargs)
         if func in SOFTMAXES and self.awaited == "softmax":
             return self._softmax(func, args, kwargs)
-        if func in MATMULS and self.awaited == "mix" and self._batched(args, kwargs):
-            return self._mix(func, args, kwargs)
+        # both factors have a batch axis, unlike in a projection written as x @ W.T (Falcon)
+        if func in MATMULS and kwargs.get("batch2", args[-1]).dim() >= 3:
+            if self.awaited == "logits":
+                return self._logits(func, args, kwargs)
+            if self.awaited == "mix":
+                return self._mix(func, args, kwargs)
         return func(*args, **kwargs)
-
-    @staticmethod
-    def _batched(args: tuple, kwargs: dict) -> bool:
-        """Return whether both factors have a batch axis, unlike in a projection written as x @ W.T (Falcon)."""
-        return kwargs.get("batch2", args[-1]).dim() >= 3
 
     def _fused(
         self,
@@ -206,10 +203,10 @@ class Interceptor(TorchFunctionMode, threading.local):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        bare = attn_mask is None and not is_causal and query.shape[2] > 1
-        if bare and self.seam.causal:  # not the attention of a decoder
-            return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         seam = self.seam
+        is_bare = attn_mask is None and not is_causal and query.shape[2] > 1
+        if is_bare and seam.causal:  # not the attention of a decoder
+            return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
         call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p, causal=seam.causal)
@@ -226,16 +223,15 @@ class Interceptor(TorchFunctionMode, threading.local):
 
     def _logits(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         # baddbmm has the bias (ALiBi) as first argument, and its factors may be keyword arguments
-        names = ("batch1", "batch2")
-        named = all(name in kwargs for name in names)
-        query, key_t = (kwargs[name] for name in names) if named else args[-2:]
+        named = "batch1" in kwargs and "batch2" in kwargs
+        query, key_t = (kwargs["batch1"], kwargs["batch2"]) if named else args[-2:]
         key_heads = self._heads(key_t.transpose(-1, -2))
         self.query = self.seam.query(self._heads(query))
         self.key = repeat_heads(self.seam.key(self._own_heads(key_heads)), key_heads.shape[1])
         query, key_t = self.query.reshape(query.shape), self.key.transpose(-1, -2).reshape(key_t.shape)
         self.awaited = "softmax"
         if named:
-            return func(*args, **kwargs | dict(zip(names, (query, key_t), strict=True)))
+            return func(*args, **kwargs | {"batch1": query, "batch2": key_t})
         return func(*args[:-2], query, key_t, **kwargs)
 
     def _softmax(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:

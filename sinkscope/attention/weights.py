@@ -164,7 +164,7 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
     """Compute column statistics of a layer's attention weights, in chunks of rows.
 
     `mass` and `second` cover the first `columns` columns, or all if the sequence is SHORT; the window sums cover every
-    column, from the diagonal band. `chunk`: rows at a time; None: as many as AT_ONCE allows.
+    column, from the diagonal band. `chunk` is the number of rows at a time; None: as many as AT_ONCE allows.
     """
     length = read.length
     whole = columns >= length or length <= SHORT
@@ -173,7 +173,6 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
     second = torch.zeros_like(mass)
     windows = torch.zeros_like(read.lse)
     entropy = torch.zeros_like(read.lse) if whole else None
-
     plain = not whole and read.is_plain_except_forbidden
     if plain:
         windows = plain_window_sums(read, window, max(chunk or ROW_CHUNK, window))
@@ -190,7 +189,11 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
             continue
         band = slice(max(0, rows.start - window + 1), min(read.keys(rows).stop, rows.stop + window - 1))
         band_weights = weights[..., band] if whole else read.weights(rows, band)[0]
-        windows[..., band] += _within(band_weights, rows, band, window).sum(2)
+        if max(rows.stop - 1 - band.start, band.stop - 1 - rows.start) >= window:
+            row = torch.arange(rows.start, rows.stop, device=weights.device)[:, None]
+            column = torch.arange(band.start, band.stop, device=weights.device)
+            band_weights = band_weights * ((row - column).abs() < window)
+        windows[..., band] += band_weights.sum(2)
     return ColumnSums(mass, second, windows, entropy)
 
 
@@ -207,20 +210,20 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
     # query r of a block sees column c = r … r + W-1 of its keys
     distance = torch.arange(block + reach, device=keys.device) - torch.arange(block, device=keys.device)[:, None]
     near = ((distance >= 0) & (distance <= reach)).to(keys.dtype)
-    sums = read.lse.new_zeros(*read.lse.shape[:2], blocks * block + reach)  # with `reach` places before the first key
+    sums = read.lse.new_zeros(*read.lse.shape[:2], blocks * block + reach)  # with `reach` columns before the first key
     at_once = max(1, AT_ONCE // (read.lse[..., 0].numel() * near.numel()))
     for first in range(0, blocks, at_once):
-        places = slice(first * block, min(first + at_once, blocks) * block)
-        padding = max(0, places.stop - read.length)
-        query, lse = upcast(read.query[:, :, places]), read.lse[:, :, places]
+        rows = slice(first * block, min(first + at_once, blocks) * block)
+        padding = max(0, rows.stop - read.length)
+        query, lse = upcast(read.query[:, :, rows]), read.lse[:, :, rows]
         if padding:  # otherwise F.pad would copy, too
             query, lse = F.pad(query, (0, 0, 0, padding)), F.pad(lse, (0, padding), value=torch.inf)
         query, lse = (x.unflatten(2, (-1, block)).unflatten(1, groups).transpose(2, 3) for x in (query, lse))
         products = query.flatten(3, 4) @ keys[:, :, first : first + at_once]  # (B,K,blocks at once,H/K · block,C)
         weights = products.unflatten(3, (groups[1], block)).sub_(lse.unsqueeze(-1)).clamp_(SMALLEST, 0.0).exp_()
         columns = weights.mul_(near).sum(4).transpose(2, 3).flatten(1, 2)  # (B,H,blocks at once,C)
-        sums[..., places].unflatten(2, (-1, block))[..., :reach] += columns[..., :reach]
-        sums[..., reach:][..., places] += columns[..., reach:].flatten(2)
+        sums[..., rows].unflatten(2, (-1, block))[..., :reach] += columns[..., :reach]
+        sums[..., reach:][..., rows] += columns[..., reach:].flatten(2)
     return sums[..., reach : reach + read.length]
 
 
@@ -232,14 +235,6 @@ def _correct_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
                 itself = slice(column, column + 1)
                 own, _ = read.weights(itself, itself)
                 windows[:, forbidden.heads, column] = own[:, forbidden.heads, 0, 0]
-
-
-def _within(weights: torch.Tensor, rows: slice, cols: slice, window: int) -> torch.Tensor:
-    """Set weights to zero where the distance of query and key is `window` or more."""
-    if max(rows.stop - 1 - cols.start, cols.stop - 1 - rows.start) < window:
-        return weights
-    row = torch.arange(rows.start, rows.stop, device=weights.device)[:, None]
-    return weights * ((row - torch.arange(cols.start, cols.stop, device=weights.device)).abs() < window)
 
 
 def keys_seen(read: AttentionRead) -> torch.Tensor:

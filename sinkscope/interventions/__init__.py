@@ -8,9 +8,8 @@ from sinkscope.interventions.intervention import Intervention, Known, Target, ap
 from sinkscope.interventions.massive import MeanMassive, RescaleNorm, ZeroMassive
 from sinkscope.interventions.positional_encoding import ReplaceEpe, TransplantEpe
 from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias, ZeroKeyColumns
-from sinkscope.interventions.sink_mask import MaskSink
+from sinkscope.interventions.sink_mask import MaskSink, StreamingWindow
 from sinkscope.interventions.sink_value import MeanSinkValue, ScaleSinkValue
-from sinkscope.interventions.streaming_window import StreamingWindow
 from sinkscope.options.option import filled_in
 from sinkscope.options.spec import parse_spec
 
@@ -35,12 +34,9 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
 
 
 def parse(text: str) -> Intervention:
-    """Parse an intervention of the command line: NAME or NAME:key=value,key=value.
+    """Parse an intervention of the command line, NAME or NAME:key=value,…; InputError if something does not exist.
 
     A value may be a list: coordinates=138,447 or layers=1-3.
-
-    Raises:
-        InputError: A name, parameter or value does not exist.
     """
     name = text.partition(":")[0].strip()
     if name not in INTERVENTIONS:

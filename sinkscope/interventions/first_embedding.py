@@ -1,19 +1,19 @@
 """Removal of the first token's embedding, keeping its position (NU intervention 4)."""
 
 from contextlib import AbstractContextManager
-from typing import ClassVar
 
 import torch
 
-from sinkscope.interventions.intervention import Expectation, Indices, Intervention, Known, Target, edited_positions
+from sinkscope.interventions.intervention import Expectation, Indices, Intervention, Target, edited_positions
 
 
 class NullifyFirstEmbedding(Intervention):
-    name: ClassVar[str] = "nullify-first-embedding"
-    about: ClassVar[str] = "token embedding of position 0 = 0, its position kept (positions)"
-    paper: ClassVar[str] = "NU intervention 4"
-    control_about: ClassVar[str] = "another token's embedding"
-    expects: ClassVar[Expectation] = Expectation.SINK_STAYS
+    name = "nullify-first-embedding"
+    about = "token embedding of position 0 = 0, its position kept (positions)"
+    paper = "NU intervention 4"
+    control_about = "another token's embedding"
+    redraws = "positions"
+    expects = Expectation.SINK_STAYS
 
     positions: Indices = (0,)
 
@@ -22,6 +22,3 @@ class NullifyFirstEmbedding(Intervention):
         return edited_positions(
             self.name, target, [embedding], self.positions, lambda module, position, x: torch.zeros_like(x)
         )
-
-    def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        return self.at_other_positions(known, draw)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pandas as pd
 import torch
@@ -34,9 +34,8 @@ class Layout(threading.local):
         self.length = 0  # tokens in the cache and the batch
 
     def record(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Record the inputs of a forward pass: a forward pre-hook of the whole model."""
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        kwargs = dict(zip(names, args, strict=False)) | kwargs
+        """Record the inputs of a forward pass; a forward pre-hook of the model."""
+        kwargs = inspect.signature(type(module).forward).bind_partial(module, *args).arguments | kwargs
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         tokens = next(x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
         if isinstance(mask, dict):  # `generate` makes one for each type of layer
@@ -46,16 +45,12 @@ class Layout(threading.local):
         self.length = self.past + tokens.shape[1] + (0 if self.past else registers_before(module))
 
     def start(self, device: torch.device) -> torch.Tensor:
-        """Return the column of each sequence's position 0, (B,) or (1,), counted from the first column of the cache.
-
-        Raises:
-            InputError: A mask (B,1,T,T) may belong to a padded batch or a sliding window.
-        """
+        """Return the column of each sequence's position 0, (B,) or (1,), counted from the first column of the cache."""
         if self.mask is not None and self.mask.dim() == 2:
             return self.mask.to(device).int().argmax(dim=1)
         if self.mask is not None:
             seen = self.mask[:, 0, -1, 0]  # whether the last token sees the first column
-            if not bool((seen if seen.dtype == torch.bool else seen > MASKED).all()):
+            if not bool((seen if seen.dtype == torch.bool else seen > MASKED).all()):  # padding, or a sliding window
                 raise InputError(
                     "the start of each sequence is unknown with a four-dimensional mask: pass a two-dimensional "
                     "attention_mask, and no static cache with a padded batch or a sliding window"
@@ -83,11 +78,7 @@ class Target:
         return self.family.layer_modules(self.model)
 
     def attending(self, layers: tuple[int, ...] | None = None) -> list[int]:
-        """Return the named layers, or all that have attention.
-
-        Raises:
-            InputError: A named layer has no attention.
-        """
+        """Return the named layers, or all that have attention; InputError if a named layer has none."""
         have = list(self.family.attentions(self.model))
         without = next((layer for layer in layers or () if layer not in have), None)
         if without is not None:
@@ -96,7 +87,7 @@ class Target:
 
     @property
     def width(self) -> int:
-        """Width D of the residual stream."""
+        """The width D of the residual stream."""
         return int(self.model.config.get_text_config().hidden_size)
 
     def without_projection(self, role: Role) -> str | None:
@@ -105,8 +96,7 @@ class Target:
 
     def without_weights(self, role: Role) -> str | None:
         """Return why the weights of this projection cannot be edited, or None if they can."""
-        reason = self.without_projection(role)
-        if reason is not None:
+        if reason := self.without_projection(role):
             return reason
         try:
             for layer in self.attending():
@@ -177,7 +167,7 @@ Reals = Annotated[tuple[Real, ...], BeforeValidator(_parse_reals)]
 
 @dataclass
 class Known:
-    """What is known about the unchanged model, from which defaults and random controls are chosen."""
+    """Facts about the unchanged model, from which defaults and random controls are chosen."""
 
     target: Target
     length: int  # of the shortest sequence
@@ -197,7 +187,7 @@ class Expectation(StrEnum):
 
 
 class Intervention(BaseModel, ABC):
-    """One mechanism with its parameters. To add one, write a class in this folder and register it."""
+    """One mechanism with its parameters."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -205,6 +195,7 @@ class Intervention(BaseModel, ABC):
     about: ClassVar[str]  # one line for `sinkscope list`
     paper: ClassVar[str]  # the paper that did the experiment
     control_about: ClassVar[str] = ""  # what its random control changes; "" if it has none
+    redraws: ClassVar[Literal["", "positions", "coordinates"]] = ""  # the parameter that its random control redraws
     expects: ClassVar[Expectation | None] = None  # what the paper found
     is_control: ClassVar[bool] = False  # useful only as the control of another intervention
     expected: ClassVar[bool] = True  # applies to most models: the doctor reports where it does not
@@ -217,10 +208,10 @@ class Intervention(BaseModel, ABC):
         return None
 
     def check(self, target: Target, length: int | None = None) -> None:
-        """Check the parameters against the model and, if given, the length of the sequences.
+        """Raise InputError if a parameter names a layer, head, coordinate or position that does not exist.
 
-        Raises:
-            InputError: A parameter names a layer, head, coordinate or position that does not exist.
+        Args:
+            length: The length of the sequences; None if it is not known.
         """
         counts: dict[str, tuple[str, Callable[[], int | None]]] = {
             "layers": ("layer", lambda: len(target.layers)),
@@ -238,20 +229,23 @@ class Intervention(BaseModel, ABC):
                 raise InputError(f"{self.name}: there is no {what} {max(numbers)}: {whose} {total}, from 0 on")
 
     def resolved(self, known: Known) -> Self:
-        """Return the intervention with all open parameters decided.
-
-        Raises:
-            InputError: A parameter cannot be decided and must be given.
-        """
+        """Return the intervention with all open parameters decided; InputError if one cannot be decided."""
         return self
 
     def control(self, known: Known, draw: torch.Generator) -> "Intervention | None":
         """Return the same kind of change at a random place or in a random direction; None if there is no control."""
-        return None
+        if not self.redraws:
+            return None
+        own: tuple[int, ...] = getattr(self, self.redraws) or ()
+        if self.redraws == "positions":
+            others = random_positions(len(own), known, draw, own)
+        else:
+            others = random_choice(len(own), known.target.width, draw, own, "coordinate")
+        return self.model_copy(update={self.redraws: others})
 
     @property
     def watched(self) -> tuple[int, ...]:
-        """The positions at which an effect is expected, the sink's own first."""
+        """The positions at which an effect is expected, that of the sink first."""
         return getattr(self, "positions", (0,))
 
     @property
@@ -261,45 +255,28 @@ class Intervention(BaseModel, ABC):
 
     def begins_at(self, target: Target) -> int:
         """Return the first affected layer; earlier layers are unaffected. 0 if the input of the layers may change."""
-        return 0
-
-    def at_other_positions(self, known: Known, draw: torch.Generator) -> Self:
-        """Return a control: the same change at as many random positions."""
-        mine: tuple[int, ...] = self.watched
-        return self.model_copy(update={"positions": random_positions(len(mine), known, draw, mine)})
-
-    def at_other_coordinates(self, known: Known, draw: torch.Generator) -> Self:
-        """Return a control: the same change at as many random coordinates of the residual stream."""
-        mine: tuple[int, ...] = getattr(self, "coordinates", None) or ()
-        others = random_choice(len(mine), known.target.width, draw, mine, "coordinate")
-        return self.model_copy(update={"coordinates": others})
+        layers: tuple[int, ...] | None = getattr(self, "layers", (0,))  # None: all that have attention
+        return min(target.attending() if layers is None else layers)
 
     @abstractmethod
     def applied(self, target: Target) -> AbstractContextManager[None]:
         """Change the model until the end of the block, and then restore it bit for bit.
 
-        Raises:
-            InputError: A parameter names something that the model does not have, or nothing would change.
-            SinkscopeError: At the end, nothing was changed because no forward pass had the position.
+        InputError: nothing would change. UntouchedError, at the end: no forward pass had the positions to change.
         """
 
     def __str__(self) -> str:
         """Return the intervention in the syntax of --do, with the parameters that are not at their default."""
-        given = [
-            f"{name}={_text(getattr(self, name))}"
-            for name, entry in type(self).model_fields.items()
-            if getattr(self, name) != entry.default
-        ]
+        given = []
+        for name, entry in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value == entry.default:
+                continue
+            if not isinstance(value, str):
+                numbers = value if isinstance(value, tuple) else (value,)
+                value = "+".join(repr(number).replace("e+", "e") for number in numbers)  # exact, with no other +
+            given.append(f"{name}={value}")
         return f"{self.name}:{','.join(given)}" if given else self.name
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "all"
-    if isinstance(value, str):
-        return value
-    numbers = value if isinstance(value, tuple) else (value,)
-    return "+".join(repr(number).replace("e+", "e") for number in numbers)  # exact, and no + of its own
 
 
 @contextmanager
@@ -323,11 +300,7 @@ class UntouchedError(SinkscopeError):
 
 @contextmanager
 def must_touch(name: str, missing: str) -> Iterator[Callable[[], None]]:
-    """Yield a function to call whenever an edit changes something.
-
-    Raises:
-        UntouchedError: At the end, the function was never called, because passes lacked `missing`.
-    """
+    """Yield a function to call whenever an edit changes something; UntouchedError at the end if it was not called."""
     is_touched = False
 
     def touch() -> None:
@@ -348,15 +321,9 @@ def edited_positions(
     edit: Callable[[nn.Module, int, torch.Tensor], torch.Tensor],
     edited: Callable[[nn.Module, Callable], AbstractContextManager[None]] = edited_output,
 ) -> Iterator[None]:
-    """Edit the outputs (B,T,X) of modules at some positions: edit(module, position, (n,X)) → (n,X).
+    """Edit the outputs of modules, (B,T,X) or (B,1,T,X), at some positions: edit(module, position, (n,X)) → (n,X).
 
-    Outputs may also have the shape (B,1,T,X): latents as one head.
-
-    Args:
-        edited: Use `edited_input` to edit the modules' inputs instead.
-
-    Raises:
-        SinkscopeError: At the end, no forward pass had any of the positions.
+    With `edited=edited_input` the modules' inputs are edited instead.
     """
 
     def changed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -385,17 +352,16 @@ def random_choice(count: int, total: int, draw: torch.Generator, but: Iterable[i
     if len(free) < count:
         raise InputError(f"a random control needs {counted(count, f'other {what}')}, and there are {len(free)}")
     order = torch.randperm(len(free), generator=draw)[:count]
-    return tuple(sorted(free[place] for place in order.tolist()))
+    return tuple(sorted(free[index] for index in order.tolist()))
 
 
 Stack = tuple[Intervention, ...]
 
 
 def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[Stack]:
-    """Draw random controls of a stack of interventions.
+    """Draw `draws` different random controls of a stack of interventions, or fewer if there are not that many.
 
-    In each, every part that has a control is replaced by it. There are `draws` different controls, fewer if so many do
-    not exist, and none if no part has a control.
+    In each, every part that has a control is replaced by it. If no part has a control, there is none.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[Stack] = []
@@ -411,17 +377,14 @@ def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[S
     return found
 
 
-def _learned_positions_and_query_bias(target: Target) -> bool:
-    if target.family.kinds_of_positions != {"learned"} or target.without_weights("query"):
-        return False
-    return any(target.projection(layer, "query").bias is not None for layer in target.attending())
-
-
-# short name of a paper → whether its findings apply to a model; other papers' findings apply to all models
-SCOPES: dict[str, Callable[[Target], bool]] = {"NU": _learned_positions_and_query_bias}
-
-
 def expectation(intervention: Intervention, target: Target) -> Expectation | None:
-    """Return what the paper found, if its findings apply to such a model."""
-    in_scope = SCOPES.get(intervention.paper.partition(" ")[0])
-    return intervention.expects if in_scope is None or in_scope(target) else None
+    """Return the effect that the paper found, if its findings apply to this kind of model.
+
+    NU's apply to models with learned positions and a query bias, those of other papers to all models.
+    """
+    if not intervention.paper.startswith("NU "):
+        return intervention.expects
+    if target.family.kinds_of_positions != {"learned"} or target.without_weights("query"):
+        return None
+    has_bias = any(target.projection(layer, "query").bias is not None for layer in target.attending())
+    return intervention.expects if has_bias else None

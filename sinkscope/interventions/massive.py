@@ -1,10 +1,10 @@
 """Changes of the sink's residual state: massive activations set to zero or to their mean, and its norm rescaled."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, Self
 
 import pandas as pd
 import torch
@@ -26,10 +26,15 @@ from sinkscope.interventions.intervention import (
 from sinkscope.models.edits import edited_input, edited_output
 
 ELSEWHERE = 0.25  # a coordinate of the sink is massive at no more than this share of the other tokens
+SEVERAL_COPIES = "its residual stream has several copies, of which the mean is known"
 
 
 class _Massive(Intervention):
     """Changes coordinates of layers' outputs at chosen positions (S2M §3, Sun et al. 2024)."""
+
+    paper = "S2M §3"
+    control_about = "random coordinates"
+    redraws = "coordinates"
 
     layers: Open = None  # None: all layers at whose output one of them is massive
     positions: Indices = (0,)
@@ -39,7 +44,7 @@ class _Massive(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        return "its residual stream has several copies, of which the mean is known" if target.family.copies else None
+        return SEVERAL_COPIES if target.family.copies else None
 
     def resolved(self, known: Known) -> Self:
         if self.layers is not None and self.coordinates is not None:
@@ -49,8 +54,7 @@ class _Massive(Intervention):
         elsewhere = self.elsewhere
         if elsewhere is None and self.positions == (0,):
             elsewhere = massive_elsewhere(known, self.positions[0], layers, coordinates)
-        update = {"layers": layers, "coordinates": coordinates, "elsewhere": elsewhere}
-        return self.model_copy(update=update)
+        return self.model_copy(update={"layers": layers, "coordinates": coordinates, "elsewhere": elsewhere})
 
     @abstractmethod
     def value(self, layer: int, position: int) -> torch.Tensor:
@@ -59,9 +63,6 @@ class _Massive(Intervention):
     @abstractmethod
     def value_elsewhere(self, mean: float) -> float:
         """Return the new value of other tokens' massive activations, whose mean is given."""
-
-    def begins_at(self, target: Target) -> int:
-        return min(self.layers or (0,))
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -74,40 +75,33 @@ class _Massive(Intervention):
             for layer, module in layers.items()
             for position in self.positions
         }
+        numbers = self.elsewhere or ()
+        rows = [(int(row[0]), int(row[1]), *row[2:]) for row in zip(*[iter(numbers)] * 4, strict=False)]
+        if len(numbers) % 4 or not all(row[0] in layers and row[1] in coordinates for row in rows):
+            raise InputError(f"{self.name}: elsewhere needs layer, coordinate, magnitude and mean, of those chosen")
 
         def edit(module: nn.Module, position: int, x: torch.Tensor) -> torch.Tensor:
             x[:, coordinates] = values[module, position].to(x)
             return x
 
         with ExitStack() as stack:
-            for layer, coordinate, least, mean in self._elsewhere(layers):
+            for layer, coordinate, least, mean in rows:
                 put = partial(_replace_large, coordinate=coordinate, least=least, value=self.value_elsewhere(mean))
                 stack.enter_context(edited_output(layers[layer], put))
             # after these, so that the positions get their own values
             stack.enter_context(edited_positions(self.name, target, layers.values(), self.positions, edit))
             yield
 
-    def _elsewhere(self, layers: Collection[int]) -> list[tuple[int, int, float, float]]:
-        numbers = self.elsewhere or ()
-        rows = [(int(row[0]), int(row[1]), *row[2:]) for row in zip(*[iter(numbers)] * 4, strict=False)]
-        if len(numbers) % 4 or not all(row[0] in layers and row[1] in (self.coordinates or ()) for row in rows):
-            raise InputError(f"{self.name}: elsewhere needs layer, coordinate, magnitude and mean, of those chosen")
-        return rows
-
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         """Return the same change at other coordinates, whose means are measured separately."""
-        others = self.at_other_coordinates(known, draw).coordinates
-        return type(self)(layers=self.layers, positions=self.positions, coordinates=others)
+        others: Any = super().control(known, draw)
+        return type(self)(layers=self.layers, positions=self.positions, coordinates=others.coordinates)
 
 
 class ZeroMassive(_Massive):
-    name: ClassVar[str] = "zero-massive"
-    about: ClassVar[str] = (
-        "hidden-state coordinates at the sink = 0 (layers, positions, coordinates, elsewhere: the massive ones)"
-    )
-    paper: ClassVar[str] = "S2M §3"
-    control_about: ClassVar[str] = "random coordinates"
-    expects: ClassVar[Expectation] = Expectation.PERPLEXITY_COLLAPSES
+    name = "zero-massive"
+    about = "hidden-state coordinates at the sink = 0 (layers, positions, coordinates, elsewhere: the massive ones)"
+    expects = Expectation.PERPLEXITY_COLLAPSES
 
     def value(self, layer: int, position: int) -> torch.Tensor:
         return torch.zeros(len(self.coordinates or ()))
@@ -117,11 +111,9 @@ class ZeroMassive(_Massive):
 
 
 class MeanMassive(_Massive):
-    name: ClassVar[str] = "mean-massive"
-    about: ClassVar[str] = "hidden-state coordinates at the sink = their mean over sequences (as zero-massive; means)"
-    paper: ClassVar[str] = "S2M §3"
-    control_about: ClassVar[str] = "random coordinates"
-    expects: ClassVar[Expectation] = Expectation.PERPLEXITY_UNHARMED
+    name = "mean-massive"
+    about = "hidden-state coordinates at the sink = their mean over sequences (as zero-massive; means)"
+    expects = Expectation.PERPLEXITY_UNHARMED
 
     means: Reals | None = None  # by layer, position, coordinate; None: measured
 
@@ -147,8 +139,7 @@ class MeanMassive(_Massive):
         shape = (len(layers), len(self.positions), len(coordinates))
         if self.means is None or len(self.means) != shape[0] * shape[1] * shape[2]:
             raise InputError(f"{self.name}: {shape[0]} × {shape[1]} × {shape[2]} means are needed")
-        means = torch.tensor(self.means).view(shape)
-        return means[layers.index(layer), self.positions.index(position)]
+        return torch.tensor(self.means).view(shape)[layers.index(layer), self.positions.index(position)]
 
     def value_elsewhere(self, mean: float) -> float:
         return mean
@@ -170,7 +161,7 @@ def sink_massive(
     coordinates: tuple[int, ...] | None = None,
     to_name: str = "layers and coordinates",
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Find the massive activations that distinguish a position.
+    """Return the layers and coordinates of the massive activations that distinguish a position; InputError if none.
 
     They are massive in at least half of the sequences, at coordinates that are massive at few other tokens (ELSEWHERE)
     in every layer. Other coordinates are features of the stream instead of the sink: Gemma3-270M has one at nearly all
@@ -179,13 +170,7 @@ def sink_massive(
     Args:
         layers: Search only these layers.
         coordinates: Search only these coordinates, if any of them is massive.
-        to_name: What the user can name instead, for the error message.
-
-    Returns:
-        The layers at whose output there is one, and all their coordinates.
-
-    Raises:
-        InputError: There is none.
+        to_name: The parameters that the user can give instead, for the error message.
     """
     missing = f"{name}: no massive activations at position {position} are known: name {to_name}"
     if "massive" not in known.tables:
@@ -204,27 +189,19 @@ def sink_massive(
     found = counts[counts >= sequences / 2].reset_index()
     if found.empty:
         raise InputError(missing)
-    return tuple(_sorted_unique(found["layer"])), tuple(_sorted_unique(found["coordinate"]))
+    return tuple(sorted(map(int, found["layer"].unique()))), tuple(sorted(map(int, found["coordinate"].unique())))
 
 
 def massive_elsewhere(
     known: Known, position: int, layers: tuple[int, ...], coordinates: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    """Find the massive activations of other tokens at these layers and coordinates.
-
-    Returns:
-        Layer, coordinate, smallest magnitude and mean of each, in one flat tuple; None if there are none.
-    """
+    """Return layer, coordinate, smallest magnitude and mean of other tokens' massive activations there, flat."""
     table = known.tables["massive"]
     rows = table[table["is_massive"] & (table["position"] != position)]
     rows = rows[rows["layer"].isin(layers) & rows["coordinate"].isin(coordinates)]
-    by_place = rows.groupby(["layer", "coordinate"])["value"]
-    found = pd.DataFrame({"least": by_place.agg(lambda x: x.abs().min()), "mean": by_place.mean()}).reset_index()
+    groups = rows.groupby(["layer", "coordinate"])["value"]
+    found = pd.DataFrame({"least": groups.agg(lambda x: x.abs().min()), "mean": groups.mean()}).reset_index()
     return tuple(float(number) for row in found.itertuples(index=False) for number in row) or None
-
-
-def _sorted_unique(column: pd.Series) -> list[int]:
-    return sorted(int(number) for number in column.unique())
 
 
 class RescaleNorm(Intervention):
@@ -234,14 +211,15 @@ class RescaleNorm(Intervention):
     1/c. So a branch computes the same, and its gradient enters the residual stream 1/c times as large.
     """
 
-    name: ClassVar[str] = "rescale-norm"
-    about: ClassVar[str] = (
+    name = "rescale-norm"
+    about = (
         "what enters a layer at the sink times a factor, its direction kept (layers: the one after the first massive "
         "activation, positions, factor: 0.5)"
     )
-    paper: ClassVar[str] = "GS §4"
-    control_about: ClassVar[str] = "another position"
-    expects: ClassVar[Expectation] = Expectation.PERPLEXITY_UNHARMED
+    paper = "GS §4"
+    control_about = "another position"
+    redraws = "positions"
+    expects = Expectation.PERPLEXITY_UNHARMED
 
     layers: Open = None  # None: the layer after the first at whose output the position has massive activations
     positions: Indices = (0,)
@@ -251,7 +229,7 @@ class RescaleNorm(Intervention):
     def inapplicable(cls, target: Target) -> str | None:
         family = target.family
         if family.copies:
-            return "its residual stream has several copies, of which the mean is known"
+            return SEVERAL_COPIES
         if not any("attn_norm" in family.block(layer).sites for layer in range(len(target.layers))):
             return "it has no norm before its branches, so they would read a different state"
         return None
@@ -262,20 +240,12 @@ class RescaleNorm(Intervention):
         massive, _ = sink_massive(self.name, known, self.positions[0], to_name="layers")
         return self.model_copy(update={"layers": (massive[0] + 1,)})
 
-    def begins_at(self, target: Target) -> int:
-        return min(self.layers or (0,))
-
     def applied(self, target: Target) -> AbstractContextManager[None]:
         if self.layers is None:
             raise InputError(f"{self.name}: name the layers")
         if self.factor == 1.0:
             raise InputError(f"{self.name} would change nothing: its factor is 1")
-
-        def edit(module: nn.Module, position: int, x: torch.Tensor) -> torch.Tensor:
-            return self.factor * x
-
         modules = [target.layers[layer] for layer in self.layers]
-        return edited_positions(self.name, target, modules, self.positions, edit, edited_input)
-
-    def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        return self.at_other_positions(known, draw)
+        return edited_positions(
+            self.name, target, modules, self.positions, lambda module, position, x: self.factor * x, edited_input
+        )

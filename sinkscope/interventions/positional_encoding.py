@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -32,7 +32,7 @@ class _PositionVectors(Intervention):
             part EPE_i = MLP⁽¹⁾(p_i) + p_i of the first layer's output, so that only later layers see the change.
     """
 
-    expected: ClassVar[bool] = False  # only some models have learned positions
+    expected = False  # only some models have learned positions
 
     at: Literal["embedding", "epe"] = "embedding"
 
@@ -49,9 +49,7 @@ class _PositionVectors(Intervention):
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
         if self.at == "epe" and target.family.block(0).wiring not in MLP_IS_A_TERM:
-            raise InputError(
-                f"{self.name}: at=epe: the first layer's output is no sum that its MLP's output is part of"
-            )
+            raise InputError(f"{self.name}: at=epe: the first layer's output is no sum with its MLP's output as a term")
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -78,13 +76,11 @@ class _PositionVectors(Intervention):
 
 
 class ReplaceEpe(_PositionVectors):
-    name: ClassVar[str] = "replace-epe"
-    about: ClassVar[str] = (
-        "position 0 gets another position's vector p (positions, source: whose; at=epe: its EPE instead)"
-    )
-    paper: ClassVar[str] = "NU intervention 2"
-    control_about: ClassVar[str] = "the same at another position"
-    expects: ClassVar[Expectation] = Expectation.SINK_FALLS
+    name = "replace-epe"
+    about = "position 0 gets another position's vector p (positions, source: whose; at=epe: its EPE instead)"
+    paper = "NU intervention 2"
+    control_about = "the same at another position"
+    expects = Expectation.SINK_FALLS
 
     positions: Indices = (0,)
     source: Index = 1
@@ -103,11 +99,11 @@ class ReplaceEpe(_PositionVectors):
 
 
 class TransplantEpe(_PositionVectors):
-    name: ClassVar[str] = "transplant-epe"
-    about: ClassVar[str] = "two positions exchange their vectors (source: the sink's, target: where it goes; at=epe)"
-    paper: ClassVar[str] = "NU intervention 3"
-    control_about: ClassVar[str] = "the target and a random position exchange theirs"
-    expects: ClassVar[Expectation] = Expectation.SINK_MOVES
+    name = "transplant-epe"
+    about = "two positions exchange their vectors (source: the sink's, target: where it goes; at=epe)"
+    paper = "NU intervention 3"
+    control_about = "the target and a random position exchange theirs"
+    expects = Expectation.SINK_MOVES
 
     source: Index = 0
     target: Index = 1

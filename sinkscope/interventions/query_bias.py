@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 
@@ -12,21 +12,19 @@ from sinkscope.interventions.intervention import Chosen, Expectation, Index, Int
 from sinkscope.interventions.massive import sink_massive
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.positions import effective_positions, massive_coordinates
-from sinkscope.models.projections import Role
 
 
 class _QueryBias(Intervention):
     """Edits the query bias (H,d) of the chosen layers and query heads."""
 
-    expected: ClassVar[bool] = False  # only some models have query biases
+    expected = False  # only some models have query biases
 
     layers: Chosen = None
     heads: Chosen = None
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        reason = target.without_weights("query")
-        if reason is not None:
+        if reason := target.without_weights("query"):
             return reason
         has_one = any(target.projection(layer, "query").bias is not None for layer in target.attending())
         return None if has_one else "its queries have no bias"
@@ -34,9 +32,6 @@ class _QueryBias(Intervention):
     @abstractmethod
     def edited(self, bias: torch.Tensor, layer: int) -> torch.Tensor:
         """Return the new bias of some heads of a layer, (heads, d) → (heads, d)."""
-
-    def begins_at(self, target: Target) -> int:
-        return min(target.attending(self.layers))
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -56,11 +51,11 @@ class _QueryBias(Intervention):
 
 
 class NullifyQueryBias(_QueryBias):
-    name: ClassVar[str] = "nullify-query-bias"
-    about: ClassVar[str] = "b_Q = 0 (layers, query heads)"
-    paper: ClassVar[str] = "NU intervention 1"
-    control_about: ClassVar[str] = "b_Q plus a random vector of its norm"
-    expects: ClassVar[Expectation] = Expectation.SINK_FALLS
+    name = "nullify-query-bias"
+    about = "b_Q = 0 (layers, query heads)"
+    paper = "NU intervention 1"
+    control_about = "b_Q plus a random vector of its norm"
+    expects = Expectation.SINK_FALLS
 
     def edited(self, bias: torch.Tensor, layer: int) -> torch.Tensor:
         return torch.zeros_like(bias)
@@ -71,10 +66,10 @@ class NullifyQueryBias(_QueryBias):
 
 
 class PerturbQueryBias(_QueryBias):
-    name: ClassVar[str] = "perturb-query-bias"
-    about: ClassVar[str] = "b_Q plus a vector of its own norm in a random direction: each head's entries, shuffled"
-    paper: ClassVar[str] = "control of NU intervention 1"
-    is_control: ClassVar[bool] = True
+    name = "perturb-query-bias"
+    about = "b_Q plus a vector of its own norm in a random direction: each head's entries, shuffled"
+    paper = "control of NU intervention 1"
+    is_control = True
 
     seed: Index = 0
 
@@ -86,13 +81,13 @@ class PerturbQueryBias(_QueryBias):
 
 
 class ZeroKeyColumns(Intervention):
-    name: ClassVar[str] = "zero-key-columns"
-    about: ClassVar[str] = "W_k reads nothing of these coordinates (layers, key heads, coordinates: the massive ones)"
-    paper: ClassVar[str] = "NU intervention 5"
-    control_about: ClassVar[str] = "random coordinates"
-    expects: ClassVar[Expectation] = Expectation.SINK_FALLS
-
-    heads_of: ClassVar[Role] = "key"
+    name = "zero-key-columns"
+    about = "W_k reads nothing of these coordinates (layers, key heads, coordinates: the massive ones)"
+    paper = "NU intervention 5"
+    control_about = "random coordinates"
+    redraws = "coordinates"
+    expects = Expectation.SINK_FALLS
+    heads_of = "key"
 
     layers: Chosen = None
     heads: Chosen = None
@@ -117,9 +112,6 @@ class ZeroKeyColumns(Intervention):
             _, found = sink_massive(self.name, known, 0)
         return self.model_copy(update={"coordinates": tuple(sorted(found))})
 
-    def begins_at(self, target: Target) -> int:
-        return min(target.attending(self.layers))
-
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         if self.coordinates is None:
@@ -135,6 +127,3 @@ class ZeroKeyColumns(Intervention):
         check_changes(self.name, edits)
         with replaced(edits):
             yield
-
-    def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        return self.at_other_coordinates(known, draw)

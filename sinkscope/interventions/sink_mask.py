@@ -1,22 +1,23 @@
-"""Masking of attention to the sink (S2M §1: a window without the first tokens)."""
+"""Limits of attention: masking of the sink, and a window with and without the first tokens (S2M §1, StreamingLLM)."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Self
 
 import torch
 
 from sinkscope.attention.kernels import ForbiddenKeys
+from sinkscope.attention.streaming import inapplicable, streaming
+from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Chosen, Indices, Intervention, Known, Target, chosen, must_touch
 
 
 class MaskSink(Intervention):
-    name: ClassVar[str] = "mask-sink"
-    about: ClassVar[str] = (
-        "no other token attends to the sink, which still sees itself (layers, query heads, positions)"
-    )
-    paper: ClassVar[str] = "S2M §1"
-    control_about: ClassVar[str] = "another position"
+    name = "mask-sink"
+    about = "no other token attends to the sink, which still sees itself (layers, query heads, positions)"
+    paper = "S2M §1"
+    control_about = "another position"
+    redraws = "positions"
 
     layers: Chosen = None
     heads: Chosen = None
@@ -30,24 +31,11 @@ class MaskSink(Intervention):
             return "its layers differ in their numbers of heads"
         return None
 
-    def begins_at(self, target: Target) -> int:
-        return min(target.attending(self.layers))
-
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
+        layout = target.layout
         count = int(target.model.config.get_text_config().num_attention_heads)
         heads = chosen(self.heads, count)
-        missing = f"a token after position {', '.join(map(str, self.positions))}"
-        with must_touch(self.name, missing) as touch, ExitStack() as stack:
-            mine = self._forbidden(target, heads, count, touch)
-            for layer in target.attending(self.layers):
-                seam = target.seams[layer]
-                stack.callback(setattr, seam, "forbidden", seam.forbidden)
-                seam.forbidden = (*seam.forbidden, mine)
-            yield
-
-    def _forbidden(self, target: Target, heads: list[int], count: int, touch: Callable[[], None]) -> ForbiddenKeys:
-        layout = target.layout
 
         def columns(device: torch.device) -> torch.Tensor:
             found = layout.start(device)[:, None] + torch.tensor(self.positions, device=device)
@@ -67,7 +55,41 @@ class MaskSink(Intervention):
             hidden[heads] = True
             return (is_sink[:, None] & (row[:, None] != col))[:, None] & hidden[:, None, None]
 
-        return ForbiddenKeys(pairs, columns, tuple(heads))
+        missing = f"a token after position {', '.join(map(str, self.positions))}"
+        with must_touch(self.name, missing) as touch, ExitStack() as stack:
+            for layer in target.attending(self.layers):
+                seam = target.seams[layer]
+                stack.callback(setattr, seam, "forbidden", seam.forbidden)
+                seam.forbidden = (*seam.forbidden, ForbiddenKeys(pairs, columns, tuple(heads)))
+            yield
 
-    def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        return self.at_other_positions(known, draw)
+
+class StreamingWindow(Intervention):
+    """Limits attention to the last `window` tokens and the first `keep`; register tokens count as first tokens.
+
+    It is measured only by perplexity, against dense attention, for every pair of the two lists.
+    """
+
+    name = "streaming-window"
+    about = "attend only to the last and the first tokens (window, keep: lists); not combinable"
+    paper = "S2M §1"
+    measured_by = "streaming"
+
+    window: Indices | None = None  # None: a quarter of the sequence
+    keep: Indices = (0, 1, 2, 4)
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        return inapplicable(target.model, target.family)
+
+    def resolved(self, known: Known) -> Self:
+        return self if self.window else self.model_copy(update={"window": (max(1, known.length // 4),)})
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        return ()  # no attention is read
+
+    def applied(self, target: Target) -> AbstractContextManager[None]:
+        if self.window is None or len(self.window) > 1 or len(self.keep) > 1:
+            raise InputError(f"{self.name}: name one window and one number of tokens to keep")
+        return streaming(target.model, target.family, target.seams, keep=self.keep[0], window=self.window[0])

@@ -3,8 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import pandas as pd
 import torch
@@ -23,10 +22,10 @@ from sinkscope.interventions.intervention import (
     chosen,
     edited_positions,
 )
-from sinkscope.models.projections import Role
 
 DECIDED = "is decided by measuring the observable attention, as `sinkscope intervene` does: name layers and heads"
-Edit = Callable[[torch.Tensor], torch.Tensor]  # (n, heads · d) value states at one position → their replacement
+# layer, position and value states (n, heads · d) there → their replacement
+Edit = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
 class _AtValues(Intervention):
@@ -36,9 +35,10 @@ class _AtValues(Intervention):
     sink in at least half of the sequences).
     """
 
-    paper: ClassVar[str] = "VGA §1"
-    control_about: ClassVar[str] = "another position"
-    heads_of: ClassVar[Role] = "value"
+    paper = "VGA §1"
+    control_about = "another position"
+    redraws = "positions"
+    heads_of = "value"
 
     layers: Chosen = None
     heads: Chosen = None
@@ -62,7 +62,7 @@ class _AtValues(Intervention):
         return decided
 
     def heads_in(self, target: Target, layer: int) -> list[int]:
-        """Return the key/value heads of a layer to change. Raises InputError if the sinks are not known."""
+        """Return the key/value heads of a layer to change; InputError if the sinks are not known."""
         heads = chosen(self.heads, target.projection(layer, "value").heads)
         if self.where == "all":
             return heads
@@ -70,16 +70,13 @@ class _AtValues(Intervention):
             raise InputError(f"{self.name}: where=sinks {DECIDED}")
         return [head for head in heads if (layer, head) in self._sinks]
 
-    def begins_at(self, target: Target) -> int:
-        return min(target.attending(self.layers))
-
     @abstractmethod
-    def edits(self, target: Target) -> dict[tuple[int, int], Edit]:
-        """Return the change at each layer and position. Raises InputError."""
+    def edit(self, target: Target) -> Edit:
+        """Return the function that changes values; InputError if it would change nothing or needs means."""
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
-        edits = self.edits(target)
+        changed = self.edit(target)
         places: dict[nn.Module, tuple[int, torch.Tensor]] = {}
         for layer in target.attending(self.layers):
             projection = target.projection(layer, "value")
@@ -88,29 +85,25 @@ class _AtValues(Intervention):
 
         def edit(module: nn.Module, position: int, x: torch.Tensor) -> torch.Tensor:
             layer, columns = places[module]
-            x[:, columns] = edits[layer, position](x[:, columns]).to(x)
+            x[:, columns] = changed(layer, position, x[:, columns]).to(x)
             return x
 
         with edited_positions(self.name, target, places, self.positions, edit):
             yield
 
-    def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        return self.at_other_positions(known, draw)
-
 
 class ScaleSinkValue(_AtValues):
-    name: ClassVar[str] = "scale-sink-value"
-    about: ClassVar[str] = (
+    name = "scale-sink-value"
+    about = (
         "value states at the sink times a factor (layers, key/value heads, positions, where: all or sinks, factor: 0)"
     )
 
     factor: Real = 0.0
 
-    def edits(self, target: Target) -> dict[tuple[int, int], Edit]:
+    def edit(self, target: Target) -> Edit:
         if self.factor == 1.0:
             raise InputError(f"{self.name} would change nothing: its factor is 1")
-        layers = target.attending(self.layers)
-        return {(layer, at): lambda x: x * self.factor for layer in layers for at in self.positions}
+        return lambda layer, position, x: x * self.factor
 
 
 class MeanSinkValue(_AtValues):
@@ -120,10 +113,8 @@ class MeanSinkValue(_AtValues):
     information about the text.
     """
 
-    name: ClassVar[str] = "mean-sink-value"
-    about: ClassVar[str] = (
-        "value states at the sink = their mean over sequences (layers, key/value heads, positions, where; means)"
-    )
+    name = "mean-sink-value"
+    about = "value states at the sink = their mean over sequences (layers, key/value heads, positions, where; means)"
 
     # by layer, position, head and dimension, or one for all; None: measured, and not saved in run.json for their size
     means: Reals | None = None
@@ -149,42 +140,39 @@ class MeanSinkValue(_AtValues):
         decided._measured = known.value_means
         return decided
 
-    def edits(self, target: Target) -> dict[tuple[int, int], Edit]:
-        return {at: partial(torch.Tensor.expand_as, mean) for at, mean in self._means(target).items()}
-
-    def _means(self, target: Target) -> dict[tuple[int, int], torch.Tensor]:
-        """Return the means (chosen heads · d,) by layer and position. Raises InputError."""
-        places = {
-            (layer, position): target.projection(layer, "value").places
+    def edit(self, target: Target) -> Edit:
+        values = {
+            (layer, position): (target.projection(layer, "value").places.shape, self.heads_in(target, layer))
             for layer in target.attending(self.layers)
             for position in self.positions
         }
-        heads = {at: self.heads_in(target, at[0]) for at in places}
         if self._measured is not None:
-            return {at: self._measured(*at).view(of.shape)[heads[at]].flatten() for at, of in places.items()}
-        sizes = [of[heads[at]].numel() for at, of in places.items()]
-        means = self.means or ()
-        if len(means) not in (1, sum(sizes)):
-            raise InputError(f"{self.name}: {sum(sizes)} means are needed, one by layer, position, head and dimension")
-        parts = torch.tensor(means, dtype=torch.float64).expand(sum(sizes)).split(sizes)
-        return dict(zip(places, parts, strict=True))
+            found = {at: self._measured(*at).view(shape)[heads].flatten() for at, (shape, heads) in values.items()}
+        else:
+            sizes, means = [len(heads) * shape[1] for shape, heads in values.values()], self.means or ()
+            if len(means) not in (1, sum(sizes)):
+                raise InputError(
+                    f"{self.name}: {sum(sizes)} means are needed, one by layer, position, head and dimension"
+                )
+            parts = torch.tensor(means, dtype=torch.float64).expand(sum(sizes)).split(sizes)
+            found = dict(zip(values, parts, strict=True))
+        return lambda layer, position, x: found[layer, position].expand_as(x)
 
 
 class ReadValues(_AtValues):
     """Changes nothing; passes the outputs of the value projections at the positions to a callback."""
 
-    name: ClassVar[str] = "read-values"
-    about: ClassVar[str] = "measures the means of mean-sink-value"
+    name = "read-values"
+    about = "measures the means of mean-sink-value"
 
     seen: Callable[[int, torch.Tensor], None]  # layer, (n, heads · d)
 
-    def edits(self, target: Target) -> dict[tuple[int, int], Edit]:
-        def read(x: torch.Tensor, layer: int) -> torch.Tensor:
+    def edit(self, target: Target) -> Edit:
+        def read(layer: int, position: int, x: torch.Tensor) -> torch.Tensor:
             self.seen(layer, x)
             return x
 
-        layers = target.attending(self.layers)
-        return {(layer, at): partial(read, layer=layer) for layer in layers for at in self.positions}
+        return read
 
 
 def heads_with_a_sink(attention: pd.DataFrame, positions: Iterable[int]) -> frozenset[tuple[int, int]]:

@@ -86,22 +86,14 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
 
 
 def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
-    """Create a method with its parameters, given as numbers or as text from the command line.
-
-    Raises:
-        InputError: The method or a parameter does not exist, or a value is out of range.
-    """
+    """Create a method with its parameters, given as numbers or as text; InputError if there is a wrong one."""
     if method not in RETROFITS:
         raise InputError(f"retrofit {unknown(method, RETROFITS)}")
     return filled_in(RETROFITS[method], parameters, method)
 
 
 def _build_in(model: PreTrainedModel) -> None:
-    """Install the retrofit that a saved model's configuration names, while the model is built.
-
-    Raises:
-        InputError: The configuration is damaged, or was saved by a version of sinkscope with other methods.
-    """
+    """Install the retrofit that a saved model's configuration names, while the model is built."""
     record: Any = model.config.retrofit
     if not isinstance(record, dict) or not {"method", "parameters"} <= record.keys():
         raise InputError("the configuration says that the model is retrofitted, but not how: `retrofit` is damaged")
@@ -132,9 +124,7 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gate_displacement(model: nn.Module) -> pd.DataFrame:
-    """Measure how far each head's new parameters are from their start.
-
-    If FSDP has sharded the parameters, every process must call this.
+    """Measure how far each head's new parameters are from their start; with FSDP, every process must call this.
 
     Returns:
         Columns layer (−1 for register tokens, which belong to no layer), head (key/value or query heads, depending on

@@ -1,7 +1,7 @@
 """Biases of attention: learned keys, value biases (WSE §7.2 and §7.3), and learnable sink logits (S2M §1, gpt-oss)."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,23 +12,6 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import AttentionCall, upcast, without_autocast
 from sinkscope.models.family import Family
 from sinkscope.retrofits.retrofit import AttentionPart, DenominatorPart, Layer, PlacedHook, Retrofit
-
-Value = Literal["zero", "learned", "axis", "uniform"]
-
-
-def bias_logits(query: torch.Tensor, key: torch.Tensor, scaling: float, softcap: float | None = None) -> torch.Tensor:
-    """Return scaling · q_t·k* of each head: query (B,H,T,d), key (H,d) → (B,H,T), in float32 or better."""
-    query = upcast(query)
-    with without_autocast(query):
-        logits = scaling * torch.einsum("bhtd,hd->bht", query, key.to(query.dtype))
-    return logits if softcap is None else softcap * (logits / softcap).tanh()
-
-
-def fixed_value(kind: Value, norm: float, width: int) -> torch.Tensor:
-    """Return m·e₁ (axis) or m·1/√d (uniform) of WSE table 5, (d,) in float64."""
-    if kind == "axis":
-        return F.one_hot(torch.tensor(0), width).double() * norm
-    return torch.full((width,), norm / width**0.5, dtype=torch.float64)
 
 
 class KeyBias(DenominatorPart):
@@ -46,17 +29,17 @@ class KeyBias(DenominatorPart):
         value: (H,d) or (1,d), if v* is learned.
     """
 
-    called: ClassVar[str] = "key biases"
-    reads_query: ClassVar[bool] = True
+    called = "key biases"
+    reads_query = True
 
     def __init__(self, layer: Layer, chosen: "KeyBiases") -> None:
         super().__init__(layer)
         self.heads, self.width = layer.heads, layer.head_dim
         rows = 1 if chosen.shared else layer.heads
         self.key = layer.empty(rows, min(chosen.dimensions or self.width, self.width))
-        learned = chosen.value == "learned"
-        self.value: nn.Parameter | None = layer.empty(rows, self.width) if learned else None
-        self.fixed = (chosen.value, chosen.norm) if chosen.value in ("axis", "uniform") else None
+        self.kind, self.norm = chosen.value, chosen.norm
+        if self.kind == "learned":
+            self.value = layer.empty(rows, self.width)
         if chosen.deviation:
             self.draw_start(layer, chosen.deviation)
 
@@ -64,23 +47,32 @@ class KeyBias(DenominatorPart):
         # if the model's own code has computed the logits, the call does not have their exact scale
         scaling = call.scaling if call.scores is None else self.scaling
         key = F.pad(self.key, (0, self.width - self.key.shape[1])).expand(self.heads, -1)
-        return bias_logits(query, key, scaling, call.softcap)
+        query = upcast(query)
+        with without_autocast(query):
+            logits = scaling * torch.einsum("bhtd,hd->bht", query, key.to(query.dtype))
+        return logits if call.softcap is None else call.softcap * (logits / call.softcap).tanh()
 
     def values(self) -> torch.Tensor | None:
-        if self.fixed is not None:
-            return fixed_value(*self.fixed, self.width).to(self.key).expand(self.heads, -1)
-        return None if self.value is None else self.value.expand(self.heads, -1)
+        if self.kind == "zero":
+            return None
+        if self.kind == "axis":  # m·e₁ of WSE table 5
+            value = F.one_hot(torch.tensor(0), self.width).double().mul(self.norm).to(self.key)
+        elif self.kind == "uniform":  # m·1/√d
+            value = torch.full((self.width,), self.norm / self.width**0.5, dtype=torch.float64).to(self.key)
+        else:
+            value = self.value
+        return value.expand(self.heads, -1)
 
 
 class KeyBiases(Retrofit):
-    name: ClassVar[str] = "key-bias"
-    about: ClassVar[str] = (
+    name = "key-bias"
+    about = (
         "a learned key per head, of value zero (value: zero, learned, or fixed on an axis or uniform, of norm; shared "
         "by heads; dimensions that are learned; deviation of the start)"
     )
-    paper: ClassVar[str] = "WSE §7"
+    paper = "WSE §7"
 
-    value: Value = "zero"
+    value: Literal["zero", "learned", "axis", "uniform"] = "zero"
     norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # m of a fixed value
     shared: bool = False
     dimensions: int | None = Field(default=None, ge=1)  # d_a; None: all
@@ -124,9 +116,9 @@ def _added(part: nn.Module, args: tuple, output: None) -> tuple:
 
 
 class ValueBiases(Retrofit):
-    name: ClassVar[str] = "value-bias"
-    about: ClassVar[str] = "a learned vector added to each head's output (shared by heads; deviation of the start)"
-    paper: ClassVar[str] = "WSE §7"
+    name = "value-bias"
+    about = "a learned vector added to each head's output (shared by heads; deviation of the start)"
+    paper = "WSE §7"
 
     shared: bool = False
     deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -142,7 +134,7 @@ class SinkLogit(DenominatorPart):
     ∂a/∂b falls with exp(b). The starting value is a compromise.
     """
 
-    called: ClassVar[str] = "learned sink logits"
+    called = "learned sink logits"
 
     def __init__(self, layer: Layer, first: float) -> None:
         super().__init__(layer)
@@ -157,11 +149,9 @@ class SinkLogit(DenominatorPart):
 
 
 class LearnableSink(Retrofit):
-    name: ClassVar[str] = "learnable-sink"
-    about: ClassVar[str] = (
-        "a learned logit per head in the softmax's denominator, with no value (first: where it starts)"
-    )
-    paper: ClassVar[str] = "S2M §1, gpt-oss"
+    name = "learnable-sink"
+    about = "a learned logit per head in the softmax's denominator, with no value (first: where it starts)"
+    paper = "S2M §1, gpt-oss"
 
     first: float = Field(default=-5.0, allow_inf_nan=False)
 

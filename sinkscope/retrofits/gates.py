@@ -5,7 +5,6 @@ the pretrained one, where the sigmoid is steepest. A bias would only approach 1,
 the papers' own gate, which halves everything at the start.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -14,15 +13,10 @@ from pydantic import Field
 from sinkscope.retrofits.retrofit import GatePart, Layer, OutputPart, Retrofit, ValuePart
 
 
-def gate(features: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Return g = scale · σ(F W), VGA eq. 6, 9 and 16: features (…,F), weight (F,heads) → (…,heads)."""
-    return scale * torch.sigmoid(features @ weight)
-
-
 class _Gates(GatePart):
-    """A gate with a weight (F,heads), zero at the start."""
+    """Gates g = scale · σ(F W), VGA eq. 6, 9 and 16, with a weight (F,heads) that is zero at the start."""
 
-    head_axis: ClassVar[int] = 1
+    head_axis = 1
 
     def __init__(self, layer: Layer, reads: str, scale: float) -> None:
         super().__init__(layer)
@@ -30,12 +24,9 @@ class _Gates(GatePart):
         width = layer.width if reads == "input" else layer.value_heads * layer.head_dim
         self.weight = layer.empty(width, layer.value_heads if isinstance(self, ValuePart) else layer.heads)
 
-    def start(self) -> Mapping[str, torch.Tensor]:
-        return {"weight": torch.zeros_like(self.weight)}
-
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         features = x if self.reads == "input" else value.flatten(-2)
-        return gate(features, self.weight, self.scale)
+        return self.scale * torch.sigmoid(features @ self.weight)
 
 
 class ValueGate(_Gates, ValuePart):
@@ -64,16 +55,16 @@ class Gated(Retrofit):
 class VGA(Gated):
     """Value-state gated attention (VGA §3.2): F is the values of all key/value heads, concatenated."""
 
-    name: ClassVar[str] = "vga"
-    about: ClassVar[str] = "gates made from the values (placement: value or output; scale: 2, so that gates start at 1)"
-    paper: ClassVar[str] = "VGA §3.2, app. B"
-    reads: ClassVar[str] = "value"
+    name = "vga"
+    about = "gates made from the values (placement: value or output; scale: 2, so that gates start at 1)"
+    paper = "VGA §3.2, app. B"
+    reads = "value"
 
 
 class IGA(Gated):
     """Input-state gated attention (VGA §3.1, Bondarenko et al. 2023): F is the input of the attention."""
 
-    name: ClassVar[str] = "iga"
-    about: ClassVar[str] = "gates made from the attention's input (placement: value or output; scale: 2)"
-    paper: ClassVar[str] = "VGA eq. 4, Bondarenko 2023"
-    reads: ClassVar[str] = "input"
+    name = "iga"
+    about = "gates made from the attention's input (placement: value or output; scale: 2)"
+    paper = "VGA eq. 4, Bondarenko 2023"
+    reads = "input"

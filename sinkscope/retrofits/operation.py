@@ -6,7 +6,6 @@ scaled sums are `softmax` with `power` and `factor`.
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +33,6 @@ KINDS: dict[str, tuple[str, Operation]] = {
     "mlp-kernel-normalized": ("mlp", Operation("identity", "at-least-1")),
 }
 
-
 SCALED = "scaled softmax"  # by α
 # operations whose weights have a fixed sum, however many tokens a query sees
 SUM_TO_ONE = {SCALED, *(kind for kind, (_, operation) in KINDS.items() if operation.divisor == "sum")}
@@ -47,7 +45,7 @@ class AttendBy(AttentionPart, OtherOperation):
     the weights start at N(0, 1/d).
     """
 
-    head_axis: ClassVar[int] = 1
+    head_axis = 1
 
     def __init__(self, layer: Layer, called: str, operation: Operation, features: str) -> None:
         super().__init__()
@@ -73,12 +71,12 @@ class AttendBy(AttentionPart, OtherOperation):
 
 
 class AttentionOperation(Retrofit):
-    name: ClassVar[str] = "operation"
-    about: ClassVar[str] = (
+    name = "operation"
+    about = (
         f"another attention operation, to train from scratch with (kind: {', '.join(KINDS)}; of softmax factor: α of "
         "Z = Σ/α, power: p of Z = (Σ simᵖ)^(1/p))"
     )
-    paper: ClassVar[str] = "WSE §7.4"
+    paper = "WSE §7.4"
 
     kind: str = "sigmoid"
     factor: float = Field(default=1.0, gt=0, allow_inf_nan=False)

@@ -11,7 +11,7 @@ model. Hidden states and attentions, if requested, include the registers.
 
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -47,73 +47,58 @@ class Registers(Part):
     def around(
         self, forward: Callable[..., Any], embed: Callable[[torch.Tensor], torch.Tensor], inputs: dict[str, Any]
     ) -> Any:
-        """Call the model's own `forward` on the text with the registers before it. `inputs` are keyword arguments."""
-        _refuse(inputs)
+        """Call the model's own `forward` on the text with the registers before it; `inputs` are keyword arguments.
+
+        Raises:
+            InputError: An input cannot be widened by registers, or the text is too long.
+        """
+        mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+        if getattr(cache, "is_compileable", False):
+            raise InputError("register tokens need a cache that grows: a static one has no place for them")
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+            raise InputError("register tokens need an attention_mask of two dimensions (sequences, tokens)")
+        for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
+            if inputs.get(name) is not None:
+                raise InputError(f"register tokens support only text: {name} is not widened")
+        if isinstance(inputs.get("logits_to_keep"), torch.Tensor):
+            raise InputError("with register tokens logits_to_keep is a number: the last so many")
         return_dict = inputs.pop("return_dict", None)
         embeds = inputs.pop("inputs_embeds", None)
         ids = inputs.pop("input_ids", None)
         embeds = embed(ids) if embeds is None else embeds
         length = embeds.shape[1]
-        output = forward(inputs_embeds=self._widened(embeds, inputs), return_dict=True, **inputs)
-        output.logits = output.logits[:, -length:]
-        return output.to_tuple() if return_dict is False else output
-
-    def _widened(self, embeds: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """Insert the registers into embeddings, (B,T,E) → (B,n+T,E); still (B,T,E) if the cache has them already.
-
-        Mask, positions and labels in `inputs` are widened in place.
-        """
-        mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
-        past = 0 if cache is None else int(cache.get_seq_length())
         start = None if mask is None else mask.int().argmax(dim=1)
         if mask is not None:
             inputs["attention_mask"] = insert_before(mask, mask.new_ones(self.count), start)
         positions = inputs.get("position_ids")
         if positions is not None:
-            positions = positions + self.count
-            inputs["position_ids"] = positions
-        if past:
-            return embeds
-        if self.limit is not None and self.count + embeds.shape[1] > self.limit:
-            raise InputError(
-                f"{embeds.shape[1]} tokens and {counted(self.count, 'register')} are beyond the model's "
-                f"{self.limit} positions"
-            )
-        if positions is not None:
-            places = torch.arange(self.count, device=positions.device)
-            inputs["position_ids"] = insert_before(positions.expand(len(embeds), -1), places, start)
-        if inputs.get("labels") is not None:
-            inputs["labels"] = self._labels(inputs["labels"], start)
-        return insert_before(embeds, self.embeddings.to(embeds.dtype), start)
-
-    def _labels(self, labels: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
-        rows = torch.arange(len(labels), device=labels.device)
-        labels = labels.clone()
-        labels[rows, torch.zeros_like(rows) if start is None else start.to(rows.device)] = IGNORED
-        return insert_before(labels, labels.new_full((self.count,), IGNORED), start)
-
-
-def _refuse(inputs: dict[str, Any]) -> None:
-    """Raise InputError for inputs that cannot be widened by registers."""
-    mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
-    if getattr(cache, "is_compileable", False):
-        raise InputError("register tokens need a cache that grows: a static one has no place for them")
-    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
-        raise InputError("register tokens need an attention_mask of two dimensions (sequences, tokens)")
-    for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
-        if inputs.get(name) is not None:
-            raise InputError(f"register tokens support only text: {name} is not widened")
-    keep = inputs.get("logits_to_keep")
-    if isinstance(keep, torch.Tensor):
-        raise InputError("with register tokens logits_to_keep is a number: the last so many")
+            positions = inputs["position_ids"] = positions + self.count
+        if cache is None or not int(cache.get_seq_length()):  # otherwise the cache has the registers already
+            if self.limit is not None and self.count + length > self.limit:
+                raise InputError(
+                    f"{length} tokens and {counted(self.count, 'register')} are beyond the model's "
+                    f"{self.limit} positions"
+                )
+            if positions is not None:
+                before = torch.arange(self.count, device=positions.device)
+                inputs["position_ids"] = insert_before(positions.expand(len(embeds), -1), before, start)
+            if (labels := inputs.get("labels")) is not None:
+                rows = torch.arange(len(labels), device=labels.device)
+                labels = labels.clone()
+                labels[rows, torch.zeros_like(rows) if start is None else start.to(rows.device)] = IGNORED
+                inputs["labels"] = insert_before(labels, labels.new_full((self.count,), IGNORED), start)
+            embeds = insert_before(embeds, self.embeddings.to(embeds.dtype), start)
+        output = forward(inputs_embeds=embeds, return_dict=True, **inputs)
+        output.logits = output.logits[:, -length:]
+        return output.to_tuple() if return_dict is False else output
 
 
 class RegisterTokens(Retrofit):
-    name: ClassVar[str] = "register-tokens"
-    about: ClassVar[str] = (
+    name = "register-tokens"
+    about = (
         "learned embeddings before the sequence (count: 4), at first the vocabulary's mean (deviation of another start)"
     )
-    paper: ClassVar[str] = "VGA §1, Darcet 2023"
+    paper = "VGA §1, Darcet 2023"
 
     count: int = Field(default=4, ge=1, le=10_000)
     deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # for a start at N(0, deviation²), as in WSE
@@ -121,8 +106,8 @@ class RegisterTokens(Retrofit):
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         if family.prefix:
             return "it is a prefix LM, and its prefix would be the registers"
-        told = text_arguments(model)
-        return f"{', '.join(told)} would have to be given for them, too" if told else None
+        arguments = text_arguments(model)
+        return f"{', '.join(arguments)} would have to be given for them, too" if arguments else None
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
         part = Registers(model, self.count, known_positions(model, family))

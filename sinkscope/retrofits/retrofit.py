@@ -1,11 +1,11 @@
-"""The base class of retrofits, and the places at which a retrofit can act on attention.
+"""The base class of retrofits, and the points at which a retrofit can act on attention.
 
     values       after the value projection, before anything is cached: `ValuePart`
     output       before the output projection, on every head's mix: `OutputPart`
     denominator  inside the softmax, a further logit: `taps.Denominator`
     operation    in place of the softmax: `taps.OtherOperation`
 
-The first two are hooks at the places of modules that every family has, so the model keeps its own attention kernel and
+The first two are hooks at the paths of modules that every family has, so the model keeps its own attention kernel and
 cache, which holds the changed values. They act on the output or input of a projection together with its adapter, if
 PEFT has added one, so merging the adapter changes nothing. The others need the attention function of seam.py.
 
@@ -37,25 +37,24 @@ def registers_before(model: nn.Module) -> int:
     return int(getattr(getattr(model, RETROFIT, None), "count", 0))
 
 
-# called with the retrofit's module, and the arguments and output of the hooked module; returns a replacement of the
-# output (of the arguments, in a hook that acts before), or None
-Act = Callable[[Any, tuple, Any], Any]
-
-
 class PlacedHook:
     """Calls `act` before or after the module that is at a path of an attention module when the latter runs.
 
-    A projection does not stay in its place: PEFT puts a module of its own there, which holds the projection and adds to
+    A projection may be replaced: PEFT puts a module of its own at its path, which holds the projection and adds to
     its output (LoRA), multiplies it (IA³) or rotates its input (OFT), and puts the projection back once the adapter is
     merged into its weight. A hook on the projection itself would act before the adapter in the first case and after it
-    in the second; a hook on the place acts after the adapter in both.
+    in the second; a hook on the path acts after the adapter in both.
 
     The retrofit's module is also looked up in each forward: with `modules_to_save`, PEFT trains a copy of it.
+
+    Args:
+        act: Called with the retrofit's module, and the arguments and output of the hooked module; returns a
+            replacement of the output (of the arguments, in a hook that acts before), or None.
     """
 
-    def __init__(self, path: str, act: Act, before: bool = False) -> None:
+    def __init__(self, path: str, act: Callable[[Any, tuple, Any], Any], before: bool = False) -> None:
         self.path, self.act, self.before = path, act, before
-        self.module: nn.Module | None = None  # the module in the place at the last forward, on which the hook acts
+        self.module: nn.Module | None = None  # the module at the path in the last forward, on which the hook acts
         self.part: Any = None
 
     def watch(self, attention: nn.Module) -> None:
@@ -78,43 +77,32 @@ class PlacedHook:
         return self.act(self.part, args, output) if module is self.module else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Forget the place: a copy of a projection, which PEFT makes for `modules_to_save`, is in no place yet."""
+        """Forget the module: a copy of a projection, which PEFT makes for `modules_to_save`, is at no path yet."""
         return vars(self) | {"module": None, "part": None}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a retrofit needs to know about one attention layer."""
+    """The properties of one attention layer that a retrofit needs."""
 
     attention: nn.Module
     value: Projection
     output: str  # path of the output projection in the attention module; its input is every head's mix, (B,T,H·d)
     heads: int  # H, number of query heads
+    value_heads: int  # K, number of key/value heads
+    head_dim: int
+    width: int  # D, width of the attention's input
     scaling: float  # factor of q·k
     is_biased: bool  # whether it has ALiBi
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def value_heads(self) -> int:
-        """K, number of key/value heads."""
-        return self.value.heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.value.places.shape[1]
-
-    @property
-    def width(self) -> int:
-        """D, width of the attention's input."""
-        return self.value.width
 
     def empty(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device))
 
 
 def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
-    """Describe every attention layer. Raises InputError if the family's row does not have its value projection."""
+    """Describe every attention layer; InputError if the family's row does not have its value projection."""
     config: Any = model.config.get_text_config()
     layers = []
     for index, attention in family.attentions(model).items():
@@ -122,29 +110,23 @@ def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
             value = projections(model, family, index)["value"]
         check_ordinary(value.module)
         head_dim = value.places.shape[1]
-        layers.append(
-            Layer(
-                attention,
-                value,
-                family.output,
-                config.num_attention_heads,
-                head_dim**-0.5 if family.scaling is None else family.scaling,
-                family.positions_at(index) == "alibi",
-                model.dtype,
-                value.module.weight.device,
-            )
-        )
+        scaling = head_dim**-0.5 if family.scaling is None else family.scaling
+        is_biased = family.positions_at(index) == "alibi"
+        sizes = (config.num_attention_heads, value.heads, head_dim, value.width)
+        device = value.module.weight.device
+        layers.append(Layer(attention, value, family.output, *sizes, scaling, is_biased, model.dtype, device))
     return layers
 
 
 class Part(nn.Module):
     """The module that a retrofit adds to one module, with new parameters and their starting values."""
 
-    head_axis: ClassVar[int] = 0  # of the parameters
+    head_axis = 0  # of the parameters
 
     def start(self) -> Mapping[str, torch.Tensor]:
-        """Return each parameter's value before training, by name."""
-        raise NotImplementedError
+        """Return each parameter's value before training by name: 0, or what `draw_start` has drawn."""
+        drawn = dict(self.named_buffers())
+        return {name: drawn.get(f"first_{name}", torch.zeros_like(p)) for name, p in self.named_parameters()}
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -153,10 +135,7 @@ class Part(nn.Module):
 
     @torch.no_grad()
     def displacement(self) -> dict[str, torch.Tensor]:
-        """Return each parameter's distance from its start by head, ‖p − p₀‖, (heads,) in float64.
-
-        If FSDP has sharded the parameters, every process must call this.
-        """
+        """Return each parameter's distance from its start by head, ‖p − p₀‖, (heads,) in float64."""
 
         def whole(x: torch.Tensor) -> torch.Tensor:
             return (x.full_tensor() if hasattr(x, "full_tensor") else x).double()  # gathers a DTensor
@@ -169,17 +148,13 @@ class Part(nn.Module):
 
 
 class AttentionPart(Part):
-    """A part of an attention module. Its parameters start at 0 by default."""
+    """A part of an attention module."""
 
     def draw_start(self, layer: Layer, deviation: float) -> None:
         """Draw the start of all parameters from N(0, deviation²) by torch's random state, and keep it as buffers."""
         for name, parameter in list(self.named_parameters()):
             drawn = torch.randn(parameter.shape, dtype=layer.dtype, device=layer.device) * deviation
             self.register_buffer(f"first_{name}", drawn)
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        drawn = dict(self.named_buffers())
-        return {name: drawn.get(f"first_{name}", torch.zeros_like(p)) for name, p in self.named_parameters()}
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
         """Connect this part, which is in the attention module, to the forward pass."""
@@ -200,6 +175,12 @@ class GatePart(AttentionPart):
         """Compute factors (B,T,heads) from the attention's input x (B,T,D) and the raw values (B,T,K,d)."""
         raise NotImplementedError
 
+    def places_on(self, device: torch.device) -> torch.Tensor:
+        """Return the indices of the values in the outputs of the value projection."""
+        if self.places.device != device:
+            self.places = self.places.to(device)
+        return self.places
+
 
 def gated(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Multiply each head's vectors x (…,heads,d) by its factor (…,heads), in x's dtype."""
@@ -214,17 +195,15 @@ class ValuePart(GatePart):
         self.is_whole = layer.value.is_whole
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        PlacedHook(layer.value.path, _scale_values).watch(layer.attention)
+        PlacedHook(layer.value.path, ValuePart.scale_values).watch(layer.attention)
 
-
-def _scale_values(part: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
-    """Multiply each head's values in the value projection's output by their factor."""
-    if part.is_whole:
-        value = output.unflatten(-1, part.places.shape)
-        return gated(value, part(args[0], value)).flatten(-2)
-    places = _value_places(output.device, part)
-    value = output[..., places]
-    return output.index_copy(-1, places.flatten(), gated(value, part(args[0], value)).flatten(-2))
+    def scale_values(self, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        if self.is_whole:
+            value = output.unflatten(-1, self.places.shape)
+            return gated(value, self(args[0], value)).flatten(-2)
+        places = self.places_on(output.device)
+        value = output[..., places]
+        return output.index_copy(-1, places.flatten(), gated(value, self(args[0], value)).flatten(-2))
 
 
 class OutputPart(GatePart):
@@ -235,18 +214,17 @@ class OutputPart(GatePart):
         self.awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        PlacedHook(layer.value.path, _compute_factors).watch(layer.attention)
-        PlacedHook(layer.output, _scale_heads, before=True).watch(layer.attention)
+        PlacedHook(layer.value.path, OutputPart.compute_factors).watch(layer.attention)
+        PlacedHook(layer.output, OutputPart.scale_heads, before=True).watch(layer.attention)
         layer.attention.register_forward_hook(_check_applied)
 
+    def compute_factors(self, args: tuple, output: torch.Tensor) -> None:
+        self.awaited = self(args[0], output[..., self.places_on(output.device)])
 
-def _compute_factors(part: Any, args: tuple, output: torch.Tensor) -> None:
-    part.awaited = part(args[0], output[..., _value_places(output.device, part)])
-
-
-def _scale_heads(part: Any, args: tuple, output: None) -> tuple:
-    factor, part.awaited = part.awaited, None
-    return (gated(args[0].unflatten(-1, (factor.shape[-1], -1)), factor).flatten(-2), *args[1:])
+    def scale_heads(self, args: tuple, output: None) -> tuple:
+        factor, self.awaited = self.awaited, None
+        assert factor is not None
+        return (gated(args[0].unflatten(-1, (factor.shape[-1], -1)), factor).flatten(-2), *args[1:])
 
 
 def _check_applied(attention: nn.Module, args: tuple, output: Any) -> None:
@@ -254,14 +232,6 @@ def _check_applied(attention: nn.Module, args: tuple, output: Any) -> None:
     part: Any = getattr(attention, RETROFIT)
     if part.awaited is not None:
         raise SinkscopeError("the attention's output projection was not called: its gates would be without effect")
-
-
-def _value_places(device: torch.device, part: Any) -> torch.Tensor:
-    """Return the places of the values in the outputs of the value projection, on the device of those outputs."""
-    if part.places.device != device:
-        part.places = part.places.to(device)
-    places: torch.Tensor = part.places
-    return places
 
 
 class DenominatorPart(AttentionPart, Denominator):
@@ -289,7 +259,7 @@ class Retrofit(BaseModel):
     paper: ClassVar[str]  # the paper that describes it
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
-        """Return the reason why the method does not apply to this model, or None if it applies."""
+        """Return why the method does not apply to this model; None if it applies."""
         if not family.output:
             return f"'{family.name}' has no projection of its heads' outputs in its attention module"
         if not family.qkv:
@@ -319,9 +289,9 @@ class Retrofit(BaseModel):
 class Plain(Retrofit):
     """No change: the plain fine-tune with which every retrofit is compared (VGA table 3, "fine-tuning w/o VGA")."""
 
-    name: ClassVar[str] = "none"
-    about: ClassVar[str] = "no change: the plain fine-tune with which the others are compared"
-    paper: ClassVar[str] = "VGA tab. 3"
+    name = "none"
+    about = "no change: the plain fine-tune with which the others are compared"
+    paper = "VGA tab. 3"
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         return None

@@ -5,10 +5,9 @@
 with all others, and `from_pretrained` loads them. Without `import sinkscope.retrofits`, transformers does not know the
 type and refuses the folder; it never loads the model without its retrofit.
 
-`import sinkscope.retrofits` registers the configurations of all families in the table (0.16 s of CPU time, compared
-with 5 s for torch and transformers). Registering every causal model type of transformers would take 1.4 s and be
-useless, because a model without a row cannot be loaded with its retrofit. The class of a model, which imports its
-modeling code, is registered when the first configuration of its type is created.
+`import sinkscope.retrofits` registers the configurations of all families in the table (0.16 s). A model without a row
+cannot be loaded with its retrofit. The class of a model, which imports its modeling code, is registered when the first
+configuration of its type is created.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +24,7 @@ import sinkscope.attention.seam  # noqa: F401  # registers the attention functio
 from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError
 from sinkscope.models.loading import AUTO_CLASSES
-from sinkscope.models.model_types import PREFIX, base_type
+from sinkscope.models.model_types import PREFIX
 from sinkscope.retrofits.retrofit import RETROFIT
 
 BuildIn = Callable[[PreTrainedModel], None]  # installs the method that the configuration names in a model
@@ -82,20 +81,10 @@ def register_models(base: str, build_in: BuildIn) -> None:
 @cache
 def model_class(base: str, parent: Any, build_in: BuildIn) -> type[PreTrainedModel]:
     """Create the class for `sinkscope_BASE` from one of the base's classes."""
-    ours = _model_class(parent, config_class(base, build_in), build_in)
-    # Checkpoints of mixtures of experts name and stack weights differently from the model: conversions by model type.
-    for known, name in ((base, PREFIX + base), (parent.__name__, ours.__name__)):
-        conversion = get_checkpoint_conversion_mapping(known)
-        if conversion is not None:
-            register_checkpoint_conversion_mapping(name, conversion, overwrite=True)
-    return ours
-
-
-def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn) -> Any:
-    names = list(signature(parent.forward).parameters)[1:]
+    names, configuration = list(signature(parent.forward).parameters)[1:], config_class(base, build_in)
 
     class Model(parent):
-        config_class = config
+        config_class = configuration
         # transformers determines this from the source of the class's module, which is not this one
         _can_set_attn_implementation_cached_value = parent._can_set_attn_implementation()
 
@@ -106,8 +95,20 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
         def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
             super().save_pretrained(save_directory, *args, **kwargs)
             readme = Path(save_directory, "README.md")
-            if kwargs.get("is_main_process", True) and not readme.exists():
-                readme.write_text(_readme(self.config, type(self)), encoding="utf-8")
+            if not kwargs.get("is_main_process", True) or readme.exists():
+                return
+            record: Any = self.config.retrofit
+            parameters = ", ".join(f"{key} = {value}" for key, value in record["parameters"].items())
+            auto = next(auto for auto in AUTO_CLASSES if auto._model_mapping.get(configuration, None) is Model)
+            text = README.format(
+                name=Model.__name__,
+                auto=auto.__name__,
+                base=base,
+                method=record["method"],
+                parameters=f" ({parameters})" if parameters else "",
+                sinkscope=record["sinkscope"],
+            )
+            readme.write_text(text, encoding="utf-8")
 
         @wraps(parent.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,23 +136,12 @@ def _model_class(parent: Any, config: type[PreTrainedConfig], build_in: BuildIn)
             super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
     Model.__name__ = Model.__qualname__ = f"Sinkscope{parent.__name__}"
+    # Checkpoints of mixtures of experts name and stack weights differently from the model: conversions by model type.
+    for known, name in ((base, PREFIX + base), (parent.__name__, Model.__name__)):
+        conversion = get_checkpoint_conversion_mapping(known)
+        if conversion is not None:
+            register_checkpoint_conversion_mapping(name, conversion, overwrite=True)
     return Model
-
-
-def _readme(config: Any, kind: type) -> str:
-    record = config.retrofit
-    classes = ((auto, auto._model_mapping.get(type(config), None)) for auto in AUTO_CLASSES)
-    # sharding creates a subclass of the model's class
-    auto, own = next((auto, own) for auto, own in classes if own is not None and issubclass(kind, own))
-    parameters = ", ".join(f"{key} = {value}" for key, value in record["parameters"].items())
-    return README.format(
-        name=own.__name__,
-        auto=auto.__name__,
-        base=base_type(config.model_type),
-        method=record["method"],
-        parameters=f" ({parameters})" if parameters else "",
-        sinkscope=record["sinkscope"],
-    )
 
 
 def become_retrofitted(model: PreTrainedModel, method: str, parameters: dict[str, Any], build_in: BuildIn) -> None:

@@ -5,7 +5,6 @@ C = (d σ)² λ for each key/value head: λ = exp(θ), learned, or fixed. λ = 0
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -15,14 +14,10 @@ from sinkscope.attention.kernels import upcast
 from sinkscope.retrofits.retrofit import Layer, Retrofit, ValuePart
 
 
-def shrink(r: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
-    """Return φ(r) = r / (r + C), with 0 at r = C = 0."""
+def shrink(value: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
+    """Return φ(r) = r / (r + C) of r = ‖v‖², (…,d) → (…), in float32 or better; 0 at r = C = 0."""
+    r = upcast(value).square().sum(-1)
     return r / (r + c).clamp(min=torch.finfo(r.dtype).tiny)
-
-
-def squared_norm(value: torch.Tensor) -> torch.Tensor:
-    """Return ‖v‖², (…,d) → (…), in float32 or better."""
-    return upcast(value).square().sum(-1)
 
 
 class ValueScale(ValuePart):
@@ -42,16 +37,16 @@ class ValueScale(ValuePart):
         return self.base * (self.strength if self.theta is None else upcast(self.theta).exp())
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return shrink(squared_norm(value), self.c())
+        return shrink(value, self.c())
 
 
 class VScale(Retrofit):
-    name: ClassVar[str] = "vscale"
-    about: ClassVar[str] = (
+    name = "vscale"
+    about = (
         "values times r/(r+C), r their squared norm: small ones pass back hardly any gradient "
         "(sigma: 0.02, strength: λ at the start, learned)"
     )
-    paper: ClassVar[str] = "GS §5"
+    paper = "GS §5"
 
     sigma: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     strength: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # λ, at the start or fixed

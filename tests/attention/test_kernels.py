@@ -16,7 +16,7 @@ ERRORS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # rel
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 def test_the_flash_kernel_takes_grouped_heads(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By tensors without numbers, which need no GPU."""
+    """Use tensors without data, which need no GPU."""
     monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda asked: True)
     with FakeTensorMode():

@@ -1,7 +1,6 @@
 """Rectangles of attention weights and their column sums, compared with whole matrices in float64."""
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from support.naming import naming
 
 from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
-from sinkscope.attention.weights import AttentionRead, chunks_at_once, column_sums, row_chunks
+from sinkscope.attention.weights import AttentionRead, ColumnSums, chunks_at_once, column_sums
 
 
 def dense_weights(read: AttentionRead) -> torch.Tensor:
@@ -59,7 +58,10 @@ CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
 
 
 @EACH_KIND
-def test_any_rectangle_is_cut_out_of_the_whole_matrix(kind: str, lengths: tuple | None, side: str) -> None:
+def test_any_rectangle_and_the_column_sums_are_those_of_the_dense_matrix(
+    kind: str, lengths: tuple | None, side: str
+) -> None:
+    """Each real query gives out 1, less what a learned sink takes: Σ_s Σ_t a[t,s] = number of queries - missing."""
     read = make_read(kind, lengths=lengths, side=side)
     whole = dense_weights(read)
     for rows, cols in (
@@ -73,16 +75,19 @@ def test_any_rectangle_is_cut_out_of_the_whole_matrix(kind: str, lengths: tuple 
         assert logs.isfinite().all()
         positive = weights > 0
         torch.testing.assert_close(logs[positive], weights[positive].log(), **CLOSE)
-
-
-@EACH_KIND
-def test_the_row_chunk_changes_no_column_sum(kind: str, lengths: tuple | None, side: str) -> None:
+    expected = dense_sums(whole, 4)
     for chunk in (1, 7, 64, 128):
         with naming(chunk):
-            read = make_read(kind, lengths=lengths, side=side)
-            sums, expected = column_sums(read, 6, 4, chunk), dense_sums(dense_weights(read), 4)
-            for name, sum_ in expected.items():
-                torch.testing.assert_close(getattr(sums, name), sum_, **CLOSE)
+            assert_sums(column_sums(read, 6, 4, chunk), expected)
+    missing = (read.missing_mass * read.batch.attention_mask.bool()[:, None]).sum(-1)
+    queries = read.batch.lengths[:, None].expand(-1, HEADS)
+    torch.testing.assert_close(expected["mass"].sum(-1) + missing, queries.double(), **CLOSE)
+    assert bool((missing > 0.01).all()) == (kind == "sink")
+
+
+def assert_sums(found: ColumnSums, expected: dict[str, torch.Tensor]) -> None:
+    for name, sum_ in expected.items():
+        torch.testing.assert_close(getattr(found, name), sum_, **CLOSE)
 
 
 @pytest.mark.parametrize(("columns", "chunk"), [(1, 7), (6, 1), (6, 7), (6, 128), (22, 7), (23, 1), (40, 128)])
@@ -97,13 +102,11 @@ def test_a_long_sequence_is_read_by_first_columns_and_diagonal_band(
             for kind, lengths in (("causal", None), ("window", (23, 15)), ("additive", None), ("sink", (23, 15))):
                 read = make_read(kind, lengths=lengths)
                 sums, expected = column_sums(read, columns, window, chunk), dense_sums(dense_weights(read), window)
-                torch.testing.assert_close(sums.window, expected["window"], **CLOSE)
-                torch.testing.assert_close(sums.mass, expected["mass"][..., :columns], **CLOSE)
-                torch.testing.assert_close(sums.second, expected["second"][..., :columns], **CLOSE)
+                expected |= {name: expected[name][..., :columns] for name in ("mass", "second")}
                 if columns < 23:
                     assert sums.entropy is None
-                else:
-                    torch.testing.assert_close(sums.entropy, expected["entropy"], **CLOSE)
+                    del expected["entropy"]
+                assert_sums(sums, expected)
 
 
 @EACH_PADDING
@@ -114,29 +117,7 @@ def test_scores_of_the_models_own_say_the_same(lengths: tuple | None, side: str)
     assert not own.is_linear
     for rows, cols in ((ALL, ALL), (slice(4, 20), slice(0, 5))):
         torch.testing.assert_close(own.weights(rows, cols)[0], plain.weights(rows, cols)[0], **CLOSE)
-    expected = dense_sums(dense_weights(plain), 4)
-    for name, sum_ in expected.items():
-        torch.testing.assert_close(getattr(column_sums(own, 23, 4), name), sum_, **CLOSE)
-
-
-@EACH_KIND
-def test_columns_add_up_to_the_number_of_queries(kind: str, lengths: tuple | None, side: str) -> None:
-    """Each real query gives out 1, less what a learned sink takes: Σ_s Σ_t a[t,s] = number of queries - missing."""
-    read = make_read(kind, lengths=lengths, side=side)
-    given = column_sums(read, 23, 4).mass.sum(-1)
-    valid = read.batch.attention_mask.bool()[:, None]
-    missing = (read.missing_mass * valid).sum(-1)
-    queries = read.batch.lengths[:, None].expand(-1, HEADS)
-    torch.testing.assert_close(given + missing, queries.double(), **CLOSE)
-    assert bool((missing > 0.01).all()) == (kind == "sink")
-
-
-def test_weights_are_exp_of_logit_minus_log_sum_exp() -> None:
-    read = make_read("softcap")
-    logits = read.logits(ALL, ALL)
-    torch.testing.assert_close(logits.masked_fill(~causal_mask(23), -torch.inf).logsumexp(-1), read.lse, **CLOSE)
-    weights, _ = read.weights(ALL, ALL)
-    torch.testing.assert_close(weights[..., 5, :6], (logits - read.lse[..., None]).exp()[..., 5, :6], **CLOSE)
+    assert_sums(column_sums(own, 23, 4), dense_sums(dense_weights(plain), 4))
 
 
 def test_equal_logits_give_uniform_attention() -> None:
@@ -168,14 +149,12 @@ def test_attention_to_one_key_alone_has_no_entropy_and_no_nan() -> None:
 
 
 def test_a_padding_query_that_sees_nothing_is_nothing() -> None:
-    """Its log-sum-exp is the mask's own number, infinite or no number at all."""
+    """Its log-sum-exp may be the mask's own number, infinite or NaN."""
     for nothing in (torch.finfo(torch.float64).min, -torch.inf, torch.nan, 0.0):
         read = make_read("bool mask", lengths=(15, 23), side="left")
         expected = column_sums(read, 23, 4)
         read.lse[0, :, :8] = nothing
-        found = column_sums(read, 23, 4)
-        for name in ("mass", "second", "window", "entropy"):
-            torch.testing.assert_close(getattr(found, name), getattr(expected, name), **CLOSE)
+        assert_sums(column_sums(read, 23, 4), vars(expected))
 
 
 def test_logits_are_those_of_the_definition_under_any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,15 +171,6 @@ def test_padding_is_never_allowed_even_where_a_mask_lets_it_through() -> None:
     torch.testing.assert_close(lax.allowed(ALL, ALL).expand(2, 1, 23, 23)[0, 0, 8:, 8:], causal_mask(15))
     assert not lax.allowed(ALL, ALL)[0, :, :, :8].any()
     assert not lax.allowed(ALL, ALL)[0, :, :8].any()
-
-
-def test_row_chunks_cover_every_row_once() -> None:
-    for length, chunk in ((1, 128), (10, 3), (128, 128), (129, 128)):
-        chunks = list(row_chunks(length, chunk))
-        assert chunks[0].start == 0
-        assert chunks[-1].stop == length
-        assert all(before.stop == after.start for before, after in pairwise(chunks))
-        assert all(rows.stop - rows.start <= chunk for rows in chunks)
 
 
 def test_chunks_at_once_cover_every_row_once_and_have_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of measuring goes, by observable and by operation: `python tests/benchmarks/breakdown.py [MODEL]`.
+"""Time of measuring by observable and by operation: `python tests/benchmarks/breakdown.py [MODEL]`.
 
 Everything is CPU time of one process with one torch thread, so that other work on the machine hardly counts, and is
 given as a share of the bare pass of the same round: the fused forward that makes no logits, as measuring makes none, or
@@ -6,7 +6,7 @@ with `--backward` the frozen forward and backward. The lowest time over rounds �
 median of the rounds' ratios, the passes of a round one after the other.
 
 "seams and trace" is a pass in which nothing is read; the rows of observables are the time inside their own calls
-during one pass with all of them, so that what they share is paid by the first that asks. Run it also as
+during one pass with all of them, so that shared work counts for the first that needs it. Run it also as
 `ATEN_CPU_CAPABILITY=avx2 python tests/benchmarks/breakdown.py`. README.md has what it printed.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import FORWARD, bare_backward, bare_forward, random_batch
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
@@ -28,7 +29,6 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
-FORWARD = ("attention", "geometry", "activation", "massive", "outlier")
 FEW = ("attention", "activation")
 CALLS = ("see", "see_attention", "watch", "watch_attention")
 BARE, EMPTY = "bare pass", "seams and trace"
@@ -57,20 +57,6 @@ class Clock:
         return timed
 
 
-def bare_forward(model: PreTrainedModel, batch: Batch) -> None:
-    with torch.no_grad():
-        model(input_ids=batch.token_ids, use_cache=False, logits_to_keep=1)
-
-
-@torch.enable_grad()
-def bare_backward(model: PreTrainedModel, batch: Batch) -> None:
-    ids = batch.token_ids
-    embeddings = model.get_input_embeddings()(ids).requires_grad_(True)
-    logits = model(inputs_embeds=embeddings, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-    torch.autograd.grad(loss, embeddings)
-
-
 def measuring(model: PreTrainedModel, batch: Batch, names: tuple[str, ...], positions: int, clock: Clock) -> Pass:
     """One pass of the tracer with these observables, inside an open one that is not timed."""
     family = find_family(model)
@@ -95,12 +81,12 @@ def passes_of(model: PreTrainedModel, batch: Batch, backward: bool, clock: Clock
     unseen = Clock()  # of passes whose calls are not shown apart
     if backward:
         return {
-            BARE: lambda: bare_backward(model, batch),
+            BARE: lambda: bare_backward(model, batch.token_ids),
             "gradient": measuring(model, batch, ("gradient",), 16, unseen),
             "gradient + all forward": measuring(model, batch, ("gradient", *FORWARD), 16, clock),
         }
     return {
-        BARE: lambda: bare_forward(model, batch),
+        BARE: lambda: bare_forward(model, batch.token_ids),
         EMPTY: measuring(model, batch, (), 16, unseen),
         "attention + activation, 16 positions": measuring(model, batch, FEW, 16, unseen),
         "attention + activation, all positions": measuring(model, batch, FEW, length, unseen),
@@ -116,7 +102,7 @@ def seconds_of(one_pass: Pass) -> float:
 
 
 def print_shares(passes: dict[str, Pass], clock: Clock, rounds: int) -> None:
-    """Each pass ÷ the bare one, and of the pass with all observables each one's calls."""
+    """Print each pass ÷ the bare one, and the calls of each observable in the pass with all of them."""
     times: dict[str, list[float]] = defaultdict(list)
     passes[BARE]()  # takes the memory that the later ones find
     for _ in range(rounds):
@@ -152,22 +138,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--operations", action="store_true", help="also by operation, under torch's profiler")
-    parser.add_argument("--rows", default="", help="only those with this in their names, beside the bare pass")
+    parser.add_argument("--rows", default="", help="only those with this in their names, and the bare pass")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = sinkscope.models.loading.load(arguments.model).model
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, one thread")
     for shape in arguments.shape or ([(8, 64)] if arguments.backward else [(8, 64), (1, 2048)]):
-        ids = torch.randint(100, 40_000, tuple(shape), generator=torch.Generator().manual_seed(0))
         clock = Clock()
-
-        def asked(batch: Batch, clock: Clock) -> dict[str, Pass]:
-            passes = passes_of(model, batch, arguments.backward, clock)
-            return {name: one for name, one in passes.items() if arguments.rows in name or name == BARE}
-
-        for one_pass in asked(Batch(ids[:, :64], torch.ones_like(ids[:, :64])), Clock()).values():
-            one_pass()  # loads the libraries
-        passes = asked(Batch(ids, torch.ones_like(ids)), clock)
+        for length in (64, shape[1]):
+            passes = passes_of(model, random_batch((shape[0], length)), arguments.backward, clock)
+            passes = {name: one for name, one in passes.items() if arguments.rows in name or name == BARE}
+            if length == 64:
+                for one_pass in passes.values():
+                    one_pass()  # loads the libraries
         print(f"\n| {shape[0]} × {shape[1]} | lowest ÷ bare | median |\n| --- | ---: | ---: |")
         print_shares(passes, clock, arguments.rounds)
         if arguments.operations:

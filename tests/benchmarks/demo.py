@@ -1,4 +1,4 @@
-"""`make demo` beside the bare forward and backward of the same tokens: `python tests/benchmarks/demo.py`.
+"""`make demo` compared with the bare forward and backward of the same tokens: `python tests/benchmarks/demo.py`.
 
 Each in a process of its own that begins with its imports and loads the model: `sinkscope analyze`, and the frozen model
 whose gradients flow from the embeddings, in batches of the same size. Wall time, and CPU time of the process and its
@@ -17,19 +17,15 @@ BATCH = 8  # sequences, as `analyze` takes them
 
 def bare(num_seqs: int) -> None:
     """Load the model, then read and differentiate as many tokens as the demo does."""
-    import torch
+    from common import bare_backward, random_batch
 
     from sinkscope.models.loading import load
 
     start = time.process_time()
     model = load().model
     print(f"load {time.process_time() - start:.1f} s", flush=True)
-    ids = torch.randint(100, 40_000, (num_seqs, 64), generator=torch.Generator().manual_seed(0))
-    for batch in ids.split(BATCH):
-        embeddings = model.get_input_embeddings()(batch).requires_grad_(True)
-        logits = model(inputs_embeds=embeddings, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-        torch.autograd.grad(loss, embeddings)
+    for ids in random_batch((num_seqs, 64)).token_ids.split(BATCH):
+        bare_backward(model, ids)
 
 
 def measured(*command: str) -> tuple[float, float]:

@@ -2,19 +2,15 @@
 
 A small random Llama (4 layers, 4 query and 2 key heads of 64, width 256) reads one sequence of T tokens: the bare fused
 forward that makes no logits, and the same with all forward observables, 16 positions. Each is a process of its own with
-one torch thread: CPU seconds of one pass behind a short one, and in a further process, in which memory is counted
+one torch thread: CPU seconds of one pass after a short one, and in a further process, in which memory is counted
 exactly, its peak above what was resident before. README.md has what it printed.
 """
 
 import argparse
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 
 import torch
-from peak_memory import EXACT, peak_of
+from common import EXACT, FORWARD, bare_forward, numbers_of, peak_of, random_batch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sinkscope.measuring.observables import OBSERVABLES
@@ -23,7 +19,6 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
-FORWARD = ("attention", "geometry", "activation", "massive", "outlier")
 LENGTHS = (2048, 8192, 32_768)
 VARIANTS = ("bare", "measured")
 
@@ -37,12 +32,6 @@ def small_model(length: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def seconds_and_peak(one_pass: Callable[[], None]) -> tuple[float, float]:
-    """CPU seconds of one pass, and its peak of resident memory above the start in MB."""
-    start, peak = time.process_time(), peak_of(one_pass)
-    return time.process_time() - start, peak
-
-
 @torch.no_grad()
 def print_one(variant: str, length: int) -> None:
     torch.set_num_threads(1)
@@ -51,15 +40,16 @@ def print_one(variant: str, length: int) -> None:
 
     def one_pass(ids: torch.Tensor) -> None:
         if variant == "bare":
-            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+            bare_forward(model, ids)
             return
         with open_tracer(model, family) as tracer:
             settings = Settings(positions=16, window=64)
             tracer.forward(Batch(ids, torch.ones_like(ids)), [OBSERVABLES[name](settings) for name in FORWARD])
 
-    ids = torch.randint(3, 512, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = random_batch((1, length), (3, 512)).token_ids
     one_pass(ids[:, :512])  # loads the libraries
-    print(*seconds_and_peak(lambda: one_pass(ids)))
+    start, peak = time.process_time(), peak_of(lambda: one_pass(ids))
+    print(time.process_time() - start, peak)
 
 
 def main() -> None:
@@ -73,16 +63,12 @@ def main() -> None:
     print("| tokens | bare | measured | ratio | bare | measured | ratio |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for length in arguments.lengths:
-        seconds, own_seconds = (_in_a_process(variant, length, {})[0] for variant in VARIANTS)
-        peak, own_peak = (_in_a_process(variant, length, EXACT)[1] for variant in VARIANTS)
+        (seconds, own_seconds), (peak, own_peak) = (
+            [numbers_of(__file__, length, "--one", variant, environment=environment)[at] for variant in VARIANTS]
+            for at, environment in enumerate(({}, EXACT))
+        )
         times = f"{seconds:.1f} s | {own_seconds:.1f} s | {own_seconds / seconds:.2f}"
         print(f"| {length} | {times} | {peak:.0f} MB | {own_peak:.0f} MB | {own_peak / peak:.2f} |", flush=True)
-
-
-def _in_a_process(variant: str, length: int, environment: dict[str, str]) -> list[float]:
-    command = [sys.executable, __file__, str(length), "--one", variant]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
-    return [float(part) for part in done.stdout.split()]
 
 
 if __name__ == "__main__":

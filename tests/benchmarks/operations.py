@@ -1,4 +1,4 @@
-"""What a training step costs with another attention operation or another positional scheme, beside fused softmax.
+"""Cost of a training step with another attention operation or positional scheme, compared with fused softmax.
 
     python tests/benchmarks/operations.py
 
@@ -12,6 +12,7 @@ import statistics
 import time
 
 import torch
+from common import random_batch
 from training import training_step
 
 from sinkscope.models.families import find_family
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[*KINDS, *SCHEMES], help="kinds of operations and schemes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    ids = torch.randint(3, 4000, (8, 256), generator=torch.Generator().manual_seed(0))
+    ids = random_batch((8, 256), (3, 4000)).token_ids
     config = arguments.config
     plain = training_step(fresh_model(architecture(config), 0), ids)
     print(f"torch {torch.__version__}, {config}, 8 × 256 tokens, median of {arguments.rounds} rounds, 1 thread")

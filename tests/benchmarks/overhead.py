@@ -1,4 +1,4 @@
-"""What sinkscope costs, beside the bare model, in one process: `python tests/benchmarks/overhead.py [MODEL]`.
+"""Cost of sinkscope compared with the bare model, in one process: `python tests/benchmarks/overhead.py [MODEL]`.
 
 Without options it takes at most five minutes on two slow cores: the rows in `QUICK`, as many rounds as fit into
 `SECONDS` for each table, and peak memory for the first and the last row. `--thorough` takes seven rounds of every row,
@@ -14,15 +14,12 @@ baseline.
 """
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
 import torch
-from peak_memory import EXACT, peak_of
+from common import bare_backward, bare_forward, numbers_of, peak_of, random_batch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinkscope.models.loading
@@ -70,8 +67,8 @@ def seconds_of(one_pass: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def random_ids(model, shape: tuple[int, int]) -> torch.Tensor:
-    return torch.randint(100, 30_000, shape, generator=torch.Generator().manual_seed(0)).to(model.device)
+def batch_for(model, shape: tuple[int, int]) -> Batch:
+    return random_batch(shape, (100, 30_000), model.device)
 
 
 def bare(one_pass: Callable[[], None]) -> Variant:
@@ -90,15 +87,11 @@ def traced(model, one_pass: Callable[[Tracer], None]) -> Variant:
 
 def variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     """Name → one timed pass."""
-    length = shape[1]
-    ids = random_ids(model, shape)
-    batch = Batch(ids, torch.ones_like(ids))
+    length, batch = shape[1], batch_for(model, shape)
+    ids = batch.token_ids
 
     def with_logits() -> None:
         model(input_ids=ids, use_cache=False)
-
-    def without_logits() -> None:
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
 
     def output_attentions() -> None:
         model.set_attn_implementation("eager")
@@ -115,7 +108,7 @@ def variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
 
     passes = {
         "bare SDPA forward": bare(with_logits),
-        "bare SDPA forward, no logits": bare(without_logits),
+        "bare SDPA forward, no logits": bare(lambda: bare_forward(model, ids)),
         "bare forward, output_attentions": bare(output_attentions),
         "attention + activation, 16 columns": analyze((Attention, Activation), 16),
         "all forward observables, 16 columns": analyze(FORWARD, 16),
@@ -128,54 +121,37 @@ def variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
 
 def backward_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     """Name → one forward and backward pass of the frozen model, gradients flowing from the embeddings."""
-    ids = random_ids(model, shape)
-    batch = Batch(ids, torch.ones_like(ids))
-    family = find_family(model)
-    settings = Settings(positions=16, window=64)
-
-    @torch.enable_grad()
-    def plain() -> None:
-        embeddings = model.get_input_embeddings()(ids).requires_grad_(True)
-        logits = model(inputs_embeds=embeddings, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-        torch.autograd.grad(loss, embeddings)
+    batch, settings = batch_for(model, shape), Settings(positions=16, window=64)
+    ids = batch.token_ids
 
     def analyze(observables: tuple) -> Variant:
         def one_pass(tracer: Tracer) -> None:
             made = [observable(settings) for observable in observables]
-            made[0].prepare(model, family, ids.numel())
+            made[0].prepare(model, find_family(model), ids.numel())
             tracer.forward_backward(batch, made)
 
         return traced(model, one_pass)
 
     return {
-        "bare frozen forward + backward": bare(plain),
+        "bare frozen forward + backward": bare(lambda: bare_backward(model, ids)),
         "gradient observables": analyze((Gradient,)),
         "gradient and all forward observables": analyze((Gradient, *FORWARD)),
     }
 
 
-ARMS = (
-    "zero-key-columns:coordinates=507",
-    "zero-massive:layers=11,coordinates=507",
-    "scale-sink-value",
-    "mask-sink",
-)
+ARMS = ("zero-key-columns:coordinates=507", "zero-massive:layers=11,coordinates=507", "scale-sink-value", "mask-sink")
 
 
 def arm_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     """Name → one pass of an arm of `intervene`: attention, massive activations, maps and the loss."""
-    ids = random_ids(model, shape)
-    batch = Batch(ids, torch.ones_like(ids))
-    family = find_family(model)
-    settings = Settings(positions=16, window=64)
+    batch, settings = batch_for(model, shape), Settings(positions=16, window=64)
 
     def plain() -> None:
-        model(input_ids=ids, use_cache=False)
+        model(input_ids=batch.token_ids, use_cache=False)
 
     def arm(*do: str) -> Variant:
         def timed() -> float:
-            with open_tracer(model, family, interventions=[parse(part) for part in do]) as tracer:
+            with open_tracer(model, find_family(model), interventions=[parse(part) for part in do]) as tracer:
                 made = [Attention(settings), Massive(settings), MeanMaps(settings)]
                 return seconds_of(lambda: tracer.forward_with_loss(batch, made))
 
@@ -222,23 +198,12 @@ def device_peak(one_pass: Variant) -> float:
 
 
 def resident_peak(model_name: str | None, shape: tuple[int, int], name: str) -> float:
-    """Peak resident memory of a pass in a process of its own, see `print_peak`."""
-    command = [sys.executable, __file__, "--peak-of", name, "--shape", *map(str, shape)]
-    output = subprocess.run(
-        [*command, *([model_name] if model_name else [])], check=True, stdout=subprocess.PIPE, text=True,
-        env=os.environ | EXACT,
-    ).stdout  # fmt: skip
-    return float(output.split()[-1])
+    """Return the peak resident memory of a pass in a process of its own."""
+    return numbers_of(__file__, "--peak-of", name, "--shape", *shape, *([model_name] if model_name else []))[-1]
 
 
 def all_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
     return variants(model, shape) | backward_variants(model, shape) | arm_variants(model, shape)
-
-
-def print_peak(model, shape: tuple[int, int], name: str) -> None:
-    """Peak resident memory of one pass in this process, in MB above the start; a short pass loads the libraries."""
-    all_variants(model, (1, 64))[name.replace("all columns", "16 columns")]()
-    print(peak_of(all_variants(model, shape)[name]))
 
 
 KINDS = {
@@ -273,7 +238,9 @@ def main() -> None:
     arguments = parser.parse_args()
     model = the_model(arguments)
     if arguments.peak_of:
-        print_peak(model, tuple(arguments.shape), arguments.peak_of)
+        name = arguments.peak_of
+        all_variants(model, (1, 64))[name.replace("all columns", "16 columns")]()  # loads the libraries
+        print(peak_of(all_variants(model, tuple(arguments.shape))[name]))
         return
     where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"
     print(

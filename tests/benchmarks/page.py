@@ -1,4 +1,4 @@
-"""How long a page takes to open, and every interaction on it until the next frame is painted.
+"""Time until a page is open, and of every interaction on it until the next frame is painted.
 
     python tests/benchmarks/page.py runs/demo --repeats 9
 
@@ -189,7 +189,7 @@ def _timed(page: Any, session: Any, interactions: list[Any], repeats: int) -> It
 
 
 def _session(page: Any) -> Any:
-    """Of the browser's own clocks, in CPU time of the page's thread."""
+    """Return a session of the browser's own clocks, in CPU time of the page's thread."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
     return session

@@ -1,14 +1,14 @@
-"""What the same numbers cost in other ways: `python tests/benchmarks/peers.py [MODEL]`, a Llama; default the demo's.
+"""Cost of the same numbers with other tools: `python tests/benchmarks/peers.py [MODEL]`, a Llama; default the demo's.
 
 bare: the fused forward that makes no logits; nothing is read.
 sinkscope: all forward observables, at 16 positions or at all.
-output_attentions: transformers' eager attention with all weights and hidden states kept, reduced behind the pass;
+output_attentions: transformers' eager attention with all weights and hidden states kept, reduced after the pass;
   of the layers' inputs and outputs alone, without branches, norms, q, k, v.
 hooks: eager attention and PyTorch's hooks, each layer reduced as soon as it is there: weights, the five sites of the
   residual stream, the outputs of both norms, the norms of q, k, v. Neither the cosine of q and k nor the logit gap:
   between rotary and softmax there is no module to hook.
 TransformerLens: the same tensors and reductions as hooks, by `run_with_hooks`, or by `run_with_cache` of these tensors
-  alone and reduced behind the pass; its bridge around the same transformers model.
+  alone and reduced after the pass; its bridge around the same transformers model.
 
 What sinkscope computes besides: values by sequence for intervals, every sink position in every head, the padding of
 batches, and geometry. All reductions but sinkscope's are written as one would by hand, and their numbers are compared
@@ -19,10 +19,7 @@ README.md has what it printed.
 
 import argparse
 import copy
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from peak_memory import EXACT, peak_of
+from common import FORWARD, bare_forward, numbers_of, peak_of, random_batch
 from torch import nn
 
 import sinkscope.models.loading
@@ -46,8 +43,6 @@ try:
     from transformer_lens.model_bridge import TransformerBridge
 except ImportError:
     transformer_lens = None
-
-FORWARD = ("attention", "geometry", "activation", "massive", "outlier")
 POSITIONS, WINDOW, EPSILON = 16, 64, 0.3
 SHAPES = {(8, 64): 7, (1, 1024): 3, (1, 4096): 1}  # and rounds
 KEEPS_ALL = ("output_attentions", "TransformerLens, run_with_cache")  # 18 GB of weights at 4,096 tokens: not run there
@@ -140,7 +135,7 @@ def sinkscope_pass(model: nn.Module, ids: torch.Tensor, positions: int) -> Pass:
 
 
 def from_tables(observables: list[Observable], layers: int) -> Found:
-    """What is compared with the others, one of each kind."""
+    """Return the numbers that are compared with the others, one of each kind."""
     tables = {name: table for observable in observables for name, table in observable.tables().items()}
     found: Found = {}
     for layer in range(layers):
@@ -160,7 +155,7 @@ def output_attentions(model: nn.Module, ids: torch.Tensor, found: Found) -> None
     for layer, weights in enumerate(out.attentions):
         reduce(found, layer, "weights", weights)
         reduce(found, layer, "layer_in", out.hidden_states[layer])
-        if layer + 1 < len(out.attentions):  # behind the last one is the final norm
+        if layer + 1 < len(out.attentions):  # after the last one is the final norm
             reduce(found, layer, "layer_out", out.hidden_states[layer + 1])
 
 
@@ -222,7 +217,7 @@ def lens_cache(bridge: Any, ids: torch.Tensor, found: Found) -> None:
 
 def passes_of(loaded: Any, shape: tuple[int, int]) -> dict[str, Pass]:
     """Name → one pass."""
-    model, ids = loaded.model, torch.randint(100, 40_000, shape, generator=torch.Generator().manual_seed(0))
+    model, ids = loaded.model, random_batch(shape).token_ids
 
     def eagerly(one_pass: Callable[[nn.Module, torch.Tensor, Found], None]) -> Pass:
         def measured() -> tuple[float, Found]:
@@ -235,7 +230,7 @@ def passes_of(loaded: Any, shape: tuple[int, int]) -> dict[str, Pass]:
         return measured
 
     passes = {
-        "bare": timed(lambda found: model(input_ids=ids, use_cache=False, logits_to_keep=1) and None),
+        "bare": timed(lambda found: bare_forward(model, ids)),
         "sinkscope, 16 positions": sinkscope_pass(model, ids, POSITIONS),
         "sinkscope, all positions": sinkscope_pass(model, ids, shape[1]),
         "output_attentions": eagerly(output_attentions),
@@ -277,23 +272,6 @@ def furthest(found: Found, reference: Found) -> str:
     return f"{max(away):.0e}" if away else ""
 
 
-def print_peaks(arguments: argparse.Namespace, shape: tuple[int, int], names: list[str]) -> None:
-    """Each in a process of its own."""
-    print("\n| | peak | ÷ bare |\n| --- | ---: | ---: |")
-    model, peaks = [arguments.model] if arguments.model else [], {}
-    for name in names:
-        command = [sys.executable, __file__, *model, "--peak-of", name, "--shape", *map(str, shape)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | EXACT)
-        peaks[name] = float(done.stdout.split()[-1])
-        print(f"| {name} | {peaks[name]:.0f} MB | {peaks[name] / peaks['bare']:.1f} |", flush=True)
-
-
-def print_peak(loaded: Any, shape: tuple[int, int], name: str) -> None:
-    """Peak resident memory of one pass above what was there before it, in MB; a short pass loads the libraries."""
-    passes_of(loaded, (1, 64))[name]()
-    print(peak_of(passes_of(loaded, shape)[name]))
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -307,7 +285,8 @@ def main() -> None:
     loaded = sinkscope.models.loading.load(arguments.model)
     shapes = [tuple(shape) for shape in arguments.shape or SHAPES]
     if arguments.peak_of:
-        print_peak(loaded, shapes[0], arguments.peak_of)
+        passes_of(loaded, (1, 64))[arguments.peak_of]()  # loads the libraries
+        print(peak_of(passes_of(loaded, shapes[0])[arguments.peak_of]))
         return
     lens = "not installed here: no rows of it" if transformer_lens is None else version("transformer-lens")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, TransformerLens {lens}")
@@ -317,8 +296,14 @@ def main() -> None:
         print(f"\n{shape[0]} × {shape[1]} tokens, one thread")
         passes = passes_of(loaded, shape)
         print_times(passes, arguments.rounds or SHAPES.get(shape, 1))
-        if not arguments.no_memory:
-            print_peaks(arguments, shape, list(passes))
+        if arguments.no_memory:
+            continue
+        print("\n| | peak | ÷ bare |\n| --- | ---: | ---: |")
+        model, bare = [arguments.model] if arguments.model else [], None
+        for name in passes:
+            peak = numbers_of(__file__, *model, "--peak-of", name, "--shape", *shape)[-1]
+            bare = bare or peak
+            print(f"| {name} | {peak:.0f} MB | {peak / bare:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

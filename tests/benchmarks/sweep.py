@@ -1,4 +1,4 @@
-"""What a sweep costs beside its cells, and what a shared load saves: CPU seconds of one process, on the demo model.
+"""Cost of a sweep in addition to its cells, and time saved by a shared load, in CPU seconds on the demo model.
 
 OMP_NUM_THREADS=1 python tests/benchmarks/sweep.py [cells] [sequences]
 """
@@ -62,7 +62,7 @@ def main(cells: int = 3, sequences: int = 24) -> None:
     overhead = (planning + comparing) / sum(times)
     print("cells:", ", ".join(f"{seconds:.1f} s" for seconds in times))
     print(f"planning {planning:.2f} s, comparing {comparing:.2f} s: {overhead:.1%} of the cells' time")
-    print(f"where two such models might not fit into memory, their sizes besides: {sizing:.2f} s")
+    print(f"where two such models might not fit into memory, their sizes in addition: {sizing:.2f} s")
     print(f"one load takes {loading:.1f} s: sharing it saves {(cells - 1) * loading:.1f} s of {cells} cells")
 
 

@@ -1,4 +1,4 @@
-"""What a step of training costs with each retrofit, beside the plain fine-tune: `python tests/benchmarks/training.py`.
+"""Cost of a training step with each retrofit, compared with the plain fine-tune: `python tests/benchmarks/training.py`.
 
 A step is the Trainer's: forward, loss, backward, gradients clipped, AdamW with our groups. The plain model and one
 with a retrofit take steps in turn in one process, so that a machine whose speed drifts drifts for both alike; the
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from common import random_batch
 from transformers import PreTrainedModel, Trainer
 
 import sinkscope.models.loading
@@ -48,7 +49,7 @@ def training_step(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], flo
 def report(model: PreTrainedModel, method: Method, shapes: list[tuple[int, int]], rounds: int) -> None:
     retrofitted = retrofit_model(copy.deepcopy(model), None, method.name, **method.parameters)
     for batch, length in shapes:
-        ids = torch.randint(100, 40_000, (batch, length), generator=torch.Generator().manual_seed(0))
+        ids = random_batch((batch, length)).token_ids
         plain, changed = training_step(copy.deepcopy(model), ids), training_step(retrofitted, ids)
         plain(), changed()  # warm up
         pairs = [(plain(), changed()) for _ in range(rounds)]

@@ -12,13 +12,15 @@ import pandas as pd
 import pytest
 import reference
 import torch
+from support.attention_rows import Rows
+from support.everything import differences
 from support.naming import naming
+from support.untouched import state_of
 from tiny import REPRESENTATIVE, TINY, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.seam import open_seam
-from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, parse
 from sinkscope.measuring.intervening import intervening
@@ -64,7 +66,7 @@ def under(model: PreTrainedModel, *do: str | Intervention, **inputs: Any) -> tor
 
 
 def assert_close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    """To round-off, measured against the largest logit."""
+    """Compare up to round-off, relative to the largest logit."""
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
@@ -87,9 +89,13 @@ def known_of(model: PreTrainedModel, length: int = 9, **more: Any) -> Known:
         return Known(target, length, **more)
 
 
+def applicable_to(target: Target) -> dict[str, str]:
+    return {name: text for name, text in EACH.items() if INTERVENTIONS[name].inapplicable(target) is None}
+
+
 def applicable(model: PreTrainedModel) -> dict[str, str]:
     with target_of(model) as target:
-        return {name: text for name, text in EACH.items() if INTERVENTIONS[name].inapplicable(target) is None}
+        return applicable_to(target)
 
 
 def inputs_of(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
@@ -165,7 +171,7 @@ def without_key_columns(
 
 
 def with_entries(model: PreTrainedModel, entries: dict[tuple[int, int, int], float]) -> PreTrainedModel:
-    """(layer, position, coordinate) → the value put behind the layer, by forward hooks."""
+    """Set entries (layer, position, coordinate) of the layers' outputs, by forward hooks."""
 
     def edit(layer: int, module: nn.Module, args: tuple, output: Any) -> Any:
         x = first_of(output).clone()
@@ -183,35 +189,14 @@ def with_entries(model: PreTrainedModel, entries: dict[tuple[int, int, int], flo
 # ------------------------------------------------------------------------------------------- restoring
 
 
-def state_of(model: PreTrainedModel) -> dict[str, Any]:
-    """All that an intervention could leave behind, logits aside."""
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    buffers = list(model.named_buffers(remove_duplicate=False))
-    return {
-        "modules": [(name, id(module)) for name, module in model.named_modules()],
-        "attributes": [{name: id(value) for name, value in vars(module).items()} for module in model.modules()],
-        "hooks": [
-            (name, list(hooks)) for module in model.modules() for name, hooks in vars(module).items() if "hooks" in name
-        ],
-        "tensors": [(name, id(x), x.data_ptr(), x._version, x.requires_grad) for name, x in parameters + buffers],
-        "attention": [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")],
-    }
-
-
 class Before:
-    """A model's state and bits, to be compared to what they are later."""
+    """A model's state, to be compared with the later one."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.logits = logits(model)
-        self.bits = {name: x.clone() for name, x in model.state_dict().items()}
-        self.state = state_of(model)
+        self.model, self.state = model, state_of(model)
 
     def check(self, label: str) -> None:
-        assert state_of(self.model) == self.state, label
-        bits = self.model.state_dict()
-        assert all(torch.equal(x, bits[name]) for name, x in self.bits.items()), label
-        assert torch.equal(logits(self.model), self.logits), label
+        assert differences(self.state, state_of(self.model)) == [], label
 
 
 def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -221,46 +206,39 @@ def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
     return [torch.zeros(()) if x is None else x for x in found]
 
 
-def test_every_intervention_is_tried_here() -> None:
-    assert EACH.keys() == INTERVENTIONS.keys()
-    assert all(parse(text).name == name for name, text in EACH.items())
-
-
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_a_model_is_bit_for_bit_what_it_was_when_an_intervention_ends(name: str) -> None:
+    assert {text.partition(":")[0] for text in EACH.values()} == EACH.keys() == INTERVENTIONS.keys()
     model = tiny_model(name).requires_grad_(True)
     before, slopes = Before(model), gradients(model)
     for intervention, text in applicable(model).items():
         with intervening(model, text):
             changed = logits(model)
-        assert not torch.equal(changed, before.logits), f"{intervention} did nothing"
+        assert not torch.equal(changed, before.state["logits"]), f"{intervention} did nothing"
         before.check(intervention)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(model), slopes, strict=True))
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
-def test_seams_that_stay_in_are_as_they_were_too(name: str) -> None:
-    """One arm of an experiment after the other."""
-    model = tiny_model(name)
-    texts = applicable(model)
-    with target_of(model) as target:
-        before = logits(model)
+    with target_of(model) as target:  # one arm after the other, while the seams stay in
         seams = [(seam.forbidden, seam.kernel) for seam in target.seams.values()]
-        for text in texts.values():
+        for text in applicable_to(target).values():
             with applied(target, [parse(text)]):
-                changed = logits(model)
-            assert not torch.equal(changed, before)
+                logits(model)
             assert [(seam.forbidden, seam.kernel) for seam in target.seams.values()] == seams
-            assert torch.equal(logits(model), before)
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "phi3", "bloom", "falcon-new"])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("llama", ZeroDivisionError),
+        ("gpt2", KeyboardInterrupt),
+        ("opt", ZeroDivisionError),
+        ("bloom", KeyboardInterrupt),
+    ],
+)
 def test_it_is_so_after_an_exception_too(name: str, error: type[BaseException]) -> None:
     model = tiny_model(name)
     before = Before(model)
     texts = applicable(model)
-    texts.pop("streaming-window", None)  # forbids others beside it
+    texts.pop("streaming-window", None)  # cannot be combined
     with pytest.raises(error), intervening(model, *texts.values()):  # noqa: PT012
         logits(model)
         raise error
@@ -276,20 +254,20 @@ def test_it_is_so_after_an_exception_too(name: str, error: type[BaseException]) 
     before.check("raised in the forward pass")
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
-def test_an_intervention_that_cannot_be_done_undoes_those_before_it(name: str) -> None:
-    model = tiny_model(name)
-    before = Before(model)
-    texts = [*applicable(model).values(), "zero-massive:layers=7,coordinates=0"]
-    with pytest.raises(InputError, match="no layer 7"), intervening(model, *texts):
-        pytest.fail("entered")
-    before.check("never entered")
+def test_an_intervention_that_cannot_be_done_undoes_those_before_it() -> None:
+    for name in ("llama", "gpt2", "bloom"):
+        with naming(name):
+            model = tiny_model(name)
+            before = Before(model)
+            texts = [*applicable(model).values(), "zero-massive:layers=7,coordinates=0"]
+            with pytest.raises(InputError, match="no layer 7"), intervening(model, *texts):
+                pytest.fail("entered")
+            before.check("never entered")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
-def test_a_loss_made_before_still_has_its_own_gradients_inside(name: str) -> None:
+def test_a_loss_made_before_still_has_its_own_gradients_inside() -> None:
     """Weights are never written to."""
-    model = tiny_model(name).requires_grad_(True)
+    model = tiny_model("gpt2").requires_grad_(True)
     expected = gradients(model)
     loss = model(IDS, labels=IDS, use_cache=False).loss
     parameters = list(model.parameters())
@@ -302,7 +280,7 @@ def test_a_loss_made_before_still_has_its_own_gradients_inside(name: str) -> Non
 
 
 def test_a_forward_that_was_wrapped_already_is_used_and_comes_back() -> None:
-    """As accelerate does it to a model spread over devices."""
+    """Accelerate wraps the forwards of a model that is spread over devices."""
     model = tiny_model("llama")
     calls = []
     for module in (model.model.layers[1], model.model.embed_tokens, model.model.layers[1].self_attn.v_proj):
@@ -348,7 +326,7 @@ def test_what_does_not_apply_says_why_and_is_refused() -> None:
 
 
 def test_without_known_projections_what_edits_them_does_not_apply() -> None:
-    """As of an architecture whose row was found by trying (families.calibrate)."""
+    """The family of an architecture that was found by `calibrate` may lack them."""
     model = tiny_model("gpt2")
     with target_of(model) as target:
         target.family = replace(target.family, qkv=())
@@ -369,7 +347,7 @@ def test_nullify_query_bias_is_the_model_without_it(name: str) -> None:
     assert_same(name, some, logits(without_query_bias(model, (1, 2), (0, 3))))
 
 
-@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gpt_oss"])
 def test_perturb_query_bias_changes_each_chosen_head_by_the_norm_of_its_bias(name: str) -> None:
     model = tiny_model(name)
     before = [query_bias(attention).clone() for attention in attentions_of(model)]
@@ -397,8 +375,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("text", EXCHANGES)
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize(("name", "text"), zip(LEARNED, EXCHANGES, strict=True))
 def test_positions_are_exchanged_as_in_a_model_with_exchanged_rows_and_as_position_ids_do(name: str, text: str) -> None:
     model = tiny_model(name)
     ours = under(model, text)
@@ -407,8 +384,8 @@ def test_positions_are_exchanged_as_in_a_model_with_exchanged_rows_and_as_positi
     position_table(edited)[LEARNED[name] : LEARNED[name] + 9] = position_table(model)[rows]
     assert torch.equal(ours, logits(edited))
     position_ids = torch.tensor([EXCHANGES[text]] * 2)  # with a mask, so that they are not taken for packed sequences
-    told = logits(model, attention_mask=torch.ones_like(IDS), position_ids=position_ids)
-    assert_close(ours, told, 1e-6)
+    expected = logits(model, attention_mask=torch.ones_like(IDS), position_ids=position_ids)
+    assert_close(ours, expected, 1e-6)
 
 
 @torch.no_grad()
@@ -422,8 +399,7 @@ def effective_position(name: str, model: PreTrainedModel, position: int) -> torc
     return p + mlp.c_proj(torch.nn.functional.gelu(mlp.c_fc(p[None]), approximate="tanh"))[0]
 
 
-@pytest.mark.parametrize("text", EXCHANGES)
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "opt"])
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, text in zip(LEARNED, EXCHANGES, strict=True)][:3])
 def test_epe_is_exchanged_in_what_the_first_layer_gives(name: str, text: str) -> None:
     model = tiny_model(name, dtype=torch.float64, spread=4.0)
     ours = under(model, f"{text},at=epe")
@@ -440,7 +416,7 @@ def test_epe_is_exchanged_in_what_the_first_layer_gives(name: str, text: str) ->
     assert (ours - under(model, text)).abs().max() > 1e-3  # the vectors also reach the first layer's attention
 
 
-def test_behind_a_norm_there_is_no_epe_to_exchange() -> None:
+def test_after_a_norm_there_is_no_epe_to_exchange() -> None:
     with pytest.raises(InputError, match="replace-epe: at=epe: the first layer's output is no sum"):
         under(tiny_model("opt-post-norm"), "replace-epe:at=epe")
     with pytest.raises(InputError, match="at: input should be 'embedding' or 'epe'"):
@@ -460,36 +436,6 @@ def test_zero_key_columns_is_the_model_with_these_columns_zero(name: str) -> Non
     assert_same(name, under(model, f"zero-key-columns:layers=1,heads={heads - 1},coordinates=5,9"), logits(edited))
 
 
-SEPARATE = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "phi",
-    "stablelm",
-    "cohere",
-    "opt",
-    "gptj",
-    "gpt_neo",
-)
-
-
-@pytest.mark.parametrize("name", SEPARATE)
-def test_zero_key_columns_is_keys_made_of_an_input_that_is_zero_there(name: str) -> None:
-    def hidden(module: nn.Module, args: tuple) -> tuple:
-        x = args[0].clone()
-        x[..., [3, 17]] = 0
-        return (x,)
-
-    model = tiny_model(name)
-    blind = copy.deepcopy(model)
-    for attention in attentions_of(blind):
-        attention.k_proj.register_forward_pre_hook(hidden)
-    assert_close(under(model, "zero-key-columns:coordinates=3,17"), logits(blind), 1e-5)
-
-
 # --------------------------------------------------------------------------------------- activation edits
 
 
@@ -505,19 +451,18 @@ def test_nullify_first_embedding_is_a_first_input_embedding_of_zero(name: str) -
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
-def test_zero_and_mean_massive_put_their_values_behind_the_layers(name: str) -> None:
+def test_zero_and_mean_massive_put_their_values_after_the_layers(name: str) -> None:
     model = tiny_model(name)
-    zeros = {(layer, position, at): 0.0 for layer in (0, 2) for position in (0, 3) for at in (3, 17)}
-    ours = under(model, "zero-massive:layers=0,2,positions=0,3,coordinates=3,17")
-    assert_same(name, ours, logits(with_entries(model, zeros)))
+    at = "layers=0,2,positions=0,3,coordinates=3,17"
+    entries = {(layer, position, coordinate): 0.0 for layer in (0, 2) for position in (0, 3) for coordinate in (3, 17)}
+    assert_same(name, under(model, f"zero-massive:{at}"), logits(with_entries(model, entries)))
     means = [1.5, -20.0, 3.25, 40.0, -5.0, 6.0, 70.0, -8.5]
-    given = ",".join(map(str, means))
-    ours = under(model, f"mean-massive:layers=0,2,positions=0,3,coordinates=3,17,means={given}")
-    assert_same(name, ours, logits(with_entries(model, dict(zip(zeros, means, strict=True)))))
+    ours = under(model, f"mean-massive:{at},means={','.join(map(str, means))}")
+    assert_same(name, ours, logits(with_entries(model, dict(zip(entries, means, strict=True)))))
 
 
 def with_scaled_inputs(model: PreTrainedModel, layers: Sequence[int], positions: list[int], factor: float) -> Any:
-    """What enters the layers multiplied at the positions, by a forward that calls the layer's own."""
+    """Multiply the layers' inputs at the positions, by a forward that calls the layer's own."""
 
     def scaled(forward: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         factors = torch.ones(x.shape[1], 1, dtype=x.dtype)
@@ -538,10 +483,8 @@ def test_rescale_norm_is_a_model_whose_layers_read_a_multiple(name: str) -> None
     assert_same(name, ours, logits(with_scaled_inputs(model, (0, 2), [0, 3], 4.0)))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "phi"])
-def test_rescale_norm_is_read_at_its_own_layer_and_not_behind_the_one_before(name: str) -> None:
-    """The layer's input is the multiple; what the layer before gave is what it was, and its direction is kept."""
-
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_rescale_norm_is_read_at_its_own_layer_and_not_after_the_one_before(name: str) -> None:
     class Stream(Observable):
         sites = ("layer_in", "layer_out")
 
@@ -552,50 +495,31 @@ def test_rescale_norm_is_read_at_its_own_layer_and_not_behind_the_one_before(nam
         def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
             self.read[layer, site] = reading.tensor.clone()
 
-    model = tiny_model(name)
+    model, stream = tiny_model(name), Stream()
     with open_tracer(model, find_family(model), interventions=[parse("rescale-norm:layers=1,factor=4")]) as tracer:
-        stream = Stream()
         tracer.forward(whole(), [stream])
-    before, after = stream.read[0, "layer_out"], stream.read[1, "layer_in"]
-    assert torch.equal(after[:, 0], 4 * before[:, 0])
-    assert torch.equal(after[:, 1:], before[:, 1:])
+    expected = stream.read[0, "layer_out"].clone()
+    expected[:, 0] *= 4
+    assert torch.equal(stream.read[1, "layer_in"], expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_gradients_under_an_edit_of_activations_are_those_of_the_hooked_model(name: str) -> None:
-    model = tiny_model(name).requires_grad_(True)
-    hooked = with_entries(model, {(0, 0, 3): 0.0, (0, 0, 17): 0.0})
-    expected = gradients(hooked)
-    with intervening(model, "zero-massive:layers=0,coordinates=3,17"):
-        found = gradients(model)
-    scale = max(float(x.abs().max()) for x in expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6 * scale)
-
-
-@pytest.mark.parametrize("name", ["llama", "bloom"])
-def test_gradients_under_rescale_norm_are_those_of_the_model_whose_layers_read_a_multiple(name: str) -> None:
     model = tiny_model(name, dtype=torch.float64).requires_grad_(True)
-    expected = gradients(with_scaled_inputs(model, (1,), [0], 4.0))
-    with intervening(model, "rescale-norm:layers=1,factor=4"):
-        found = gradients(model)
-    scale = max(float(x.abs().max()) for x in expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * scale)
-
-
-def test_rescale_norm_begins_behind_the_first_massive_activation() -> None:
-    massive = pd.DataFrame(
-        [(layer, sequence, 0, 7, layer >= 1) for layer in range(3) for sequence in range(4)],
-        columns=["layer", "sequence", "position", "coordinate", "is_massive"],
-    )
-    known = known_of(tiny_model("llama"), tables={"massive": massive})
-    assert parse("rescale-norm:factor=2").resolved(known) == parse("rescale-norm:layers=2,factor=2")
-    assert parse("rescale-norm:layers=0").resolved(known) == parse("rescale-norm:layers=0")
+    for text, hooked in (
+        ("zero-massive:layers=0,coordinates=3,17", with_entries(model, {(0, 0, 3): 0.0, (0, 0, 17): 0.0})),
+        ("rescale-norm:layers=1,factor=4", with_scaled_inputs(model, (1,), [0], 4.0)),
+    ):
+        expected = gradients(hooked)
+        with intervening(model, text):
+            found = gradients(model)
+        scale = max(float(x.abs().max()) for x in expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * scale)
 
 
 def test_gradients_under_an_edit_of_weights_are_those_of_the_edited_model() -> None:
-    """Of the edited weights, too, as long as they stand in for the model's own."""
+    """Edited weights have gradients if the model's own have them."""
     model = tiny_model("gpt2").requires_grad_(True)
     model.transformer.wpe.weight.requires_grad_(False)
     expected = gradients(without_query_bias(model))
@@ -670,7 +594,7 @@ def test_scale_sink_value_is_the_projections_output_scaled_in_an_eager_model(nam
 
 
 def with_forbidden(model: PreTrainedModel, positions: list[int], heads: list[int], layers: Sequence[int]) -> Any:
-    """Its eager twin, with a mask of its own in some layers."""
+    """Return its eager twin, with another mask in some layers."""
     pairs = torch.zeros(1, 4, 9, 9, dtype=torch.bool)
     for position in positions:
         pairs[:, heads, position + 1 :, position] = True
@@ -693,47 +617,12 @@ def test_mask_sink_is_an_eager_model_with_the_pairs_masked(name: str) -> None:
     assert_close(some, logits(with_forbidden(model, [0, 3], [1, 2], [0, 2])))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_mask_sink_is_a_four_dimensional_mask(name: str) -> None:
-    model = tiny_model(name)
-    allowed = torch.ones(9, 9, dtype=torch.bool).tril()
-    allowed[1:, 0] = False
-    additive = torch.zeros(2, 1, 9, 9).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    twin = reference.eager_twin(model)
-    assert_close(under(model, "mask-sink"), logits(twin, attention_mask=additive))
-
-
-class Keep(Observable):
-    """All attention weights, and the residual stream behind every layer."""
-
-    name = "keep"
-    about = "a test's own"
-    sites = ("attention", "layer_out")
-
-    def __init__(self) -> None:
-        super().__init__(Settings(positions=4, window=4))
-        self.weights: list[torch.Tensor] = []  # (B,H,T,T) of each layer
-        self.missing: list[torch.Tensor] = []
-        self.hidden: list[torch.Tensor] = []  # (B,T,D)
-
-    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        self.hidden.append(reading.tensor.clone())
-
-    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        everything = slice(0, read.length)
-        self.weights.append(read.weights(everything, everything)[0].clone())
-        self.missing.append(read.missing_mass.clone())
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {}
-
-
-def traced(model: PreTrainedModel, batch: Batch, *do: str) -> tuple[Keep, torch.Tensor]:
-    """What an observable sees, and the logits."""
-    keep = Keep()
+def traced(model: PreTrainedModel, batch: Batch, *do: str) -> tuple[Rows, torch.Tensor]:
+    """Return what an observable sees, and the logits."""
+    rows = Rows(Settings(positions=4, window=4))
     with open_tracer(model, find_family(model), interventions=[parse(text) for text in do]) as tracer:
-        tracer.forward(batch, [keep])
-        return keep, tracer.logits(batch)
+        tracer.forward(batch, [rows])
+        return rows, tracer.logits(batch)
 
 
 def whole() -> Batch:
@@ -789,7 +678,7 @@ def test_a_padded_batch_gives_each_sequences_own_logits(name: str) -> None:
                 assert_close(together[row][batch.attention_mask[row].bool()], expected)
 
 
-def test_a_mask_given_by_place_is_found() -> None:
+def test_a_mask_that_is_a_positional_argument_is_found() -> None:
     model = tiny_model("llama")
     batch = padded(ragged_tokens((9, 5)), "left")
     ids, mask = batch.token_ids, batch.attention_mask
@@ -797,7 +686,7 @@ def test_a_mask_given_by_place_is_found() -> None:
         assert torch.equal(model(ids, mask).logits, model(input_ids=ids, attention_mask=mask).logits)
 
 
-ONE_OF_EACH_CACHE = ("llama", "mistral", "gemma3", "gpt_oss", "gpt2", "opt", "bloom", "mpt", "falcon", "gptj")
+ONE_OF_EACH_CACHE = ("llama", "gemma3", "gpt_oss", "opt", "bloom", "falcon", "gptj")
 
 
 def generated(model: PreTrainedModel, batch: Batch, text: str, **how: Any) -> torch.Tensor:
@@ -818,28 +707,21 @@ def generated(model: PreTrainedModel, batch: Batch, text: str, **how: Any) -> to
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_CACHE)
 def test_generating_with_a_cache_is_generating_without(name: str) -> None:
-    """Also where the cache of a sliding window (6 tokens) has dropped the sink's column."""
+    """Also where the cache of a sliding window (6 tokens) has dropped the sink's column, and from a static cache."""
     model = tiny_model(name)
     batch = padded(ragged_tokens((9, 7)), "left")
-    texts = applicable(model)
-    texts.pop("streaming-window", None)  # reads whole sequences
-    texts |= {"mask-sink": "mask-sink:positions=0,5", "later": "zero-massive:layers=0,positions=8,coordinates=3"}
-    for text in texts.values():
+    by_position = [text for text in BY_POSITION if "rescale" not in text]
+    for text in (*by_position, "mask-sink:positions=0,5", "zero-massive:layers=0,positions=8,coordinates=3"):
         assert_close(generated(model, batch, text), generated(model, batch, text, use_cache=False))
+    if name in ("llama", "gemma3", "gpt_oss"):
+        for text in ("mask-sink:positions=0,5", "scale-sink-value:factor=3"):
+            static = generated(model, whole(), text, cache_implementation="static")
+            assert_close(static, generated(model, whole(), text, use_cache=False))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "gpt_oss"])
-def test_a_static_cache_is_no_other(name: str) -> None:
-    model = tiny_model(name)
-    for text in ("mask-sink:positions=0,5", "scale-sink-value:factor=3"):
-        static = generated(model, whole(), text, cache_implementation="static")
-        assert_close(static, generated(model, whole(), text, use_cache=False))
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
-@pytest.mark.parametrize("text", ["mask-sink", "scale-sink-value"])
+@pytest.mark.parametrize(("name", "text"), [("llama", "mask-sink"), ("gemma3", "scale-sink-value")])
 def test_where_padding_cannot_be_seen_nothing_is_edited_in_its_place(name: str, text: str) -> None:
-    """With a static cache generate gives the model masks of four dimensions."""
+    """With a static cache, `generate` passes masks of four dimensions to the model."""
     model = tiny_model(name)
     before = logits(model)
     with pytest.raises(InputError, match="the start of each sequence is unknown"):
@@ -847,7 +729,7 @@ def test_where_padding_cannot_be_seen_nothing_is_edited_in_its_place(name: str, 
     assert torch.equal(logits(model), before)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "opt", "bloom", "gptj", "mpt"])
+@pytest.mark.parametrize("name", ["mistral", "opt", "bloom", "gptj"])
 def test_a_text_may_be_read_in_parts(name: str) -> None:
     model = tiny_model(name)
     for text in ("mask-sink:positions=0,5", "scale-sink-value:positions=0,7,factor=3"):
@@ -871,34 +753,23 @@ def test_a_text_may_be_read_in_parts(name: str) -> None:
 def test_observables_see_the_edited_stream_and_the_tracers_logits_are_the_edited_models(name: str) -> None:
     model = tiny_model(name)
     batch = padded(ragged_tokens((9, 6)), "left")
-    before, _ = traced(model, batch)
     text = "mean-massive:layers=1,positions=0,2,coordinates=3,17,means=9,-9,8,-8"
-    after, ours = traced(model, batch, text)
-    expected = before.hidden[1].clone()
+    (before, _), (after, ours) = traced(model, batch), traced(model, batch, text)
     for row, start in enumerate((0, 3)):
-        expected[row, start, [3, 17]] = torch.tensor([9.0, -9.0])
-        expected[row, start + 2, [3, 17]] = torch.tensor([8.0, -8.0])
-    assert torch.equal(after.hidden[0], before.hidden[0])
-    assert torch.equal(after.hidden[1], expected)
-    assert not torch.equal(after.hidden[2], before.hidden[2])
+        before.hidden[1][row, start, [3, 17]] = torch.tensor([9.0, -9.0])
+        before.hidden[1][row, start + 2, [3, 17]] = torch.tensor([8.0, -8.0])
+    same = [torch.equal(*states) for states in zip(after.hidden, before.hidden, strict=True)]
+    assert same == [True, True, False]
     real = batch.attention_mask.bool()
     assert torch.equal(ours[real], under(model, text, **inputs_of(model, batch))[real])
+    if name in ("llama", "opt", "bloom"):  # all interventions together
+        texts = [text for intervention, text in applicable(model).items() if intervention != "streaming-window"]
+        assert torch.equal(traced(model, whole(), *texts)[1], under(model, *texts))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bloom", "phi", "mpt"])
-def test_a_whole_stack_in_the_tracer_is_the_stack_without_it(name: str) -> None:
-    model = tiny_model(name)
-    before = Before(model)
-    texts = applicable(model)
-    texts.pop("streaming-window", None)
-    plain = under(model, *texts.values())
-    _, ours = traced(model, whole(), *texts.values())
-    assert torch.equal(ours, plain)
-    before.check("traced")
-
-
-@pytest.mark.parametrize("text", ["nullify-query-bias:layers=0,2", "zero-key-columns:coordinates=3,17,20"])
-@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+@pytest.mark.parametrize(
+    ("name", "text"), [("gpt2", "nullify-query-bias:layers=0,2"), ("qwen2", "zero-key-columns:coordinates=3,17,20")]
+)
 def test_the_attention_table_is_the_references_of_a_model_edited_by_hand(name: str, text: str) -> None:
     model = tiny_model(name)
     edited = (
@@ -921,24 +792,13 @@ def test_the_attention_table_is_the_references_of_a_model_edited_by_hand(name: s
 # ----------------------------------------------------------------------------------------------- stacking
 
 
-def test_two_weight_edits_are_a_model_edited_twice() -> None:
-    model = tiny_model("gpt2")
-    edited = without_key_columns("gpt2", without_query_bias(model, (0,)), [3, 17], (0, 1))
-    ours = under(model, "nullify-query-bias:layers=0", "zero-key-columns:layers=0-1,coordinates=3,17")
-    assert torch.equal(ours, logits(edited))
-
-
-def test_two_edits_of_one_parameter_are_both_there() -> None:
+def test_each_edit_is_done_to_the_model_that_those_before_it_have_left() -> None:
     model = tiny_model("gpt2")
     before = Before(model)
-    ours = under(model, "nullify-query-bias:heads=0", "nullify-query-bias:layers=1,heads=2")
-    edited = without_query_bias(without_query_bias(model, heads=(0,)), (1,), (2,))
-    assert torch.equal(ours, logits(edited))
-    before.check("stacked")
-
-
-def test_each_is_done_to_what_those_before_it_have_left() -> None:
-    model = tiny_model("gpt2")
+    ours = under(model, "nullify-query-bias:layers=0", "zero-key-columns:layers=0-1,coordinates=3,17")
+    assert torch.equal(ours, logits(without_key_columns("gpt2", without_query_bias(model, (0,)), [3, 17], (0, 1))))
+    ours = under(model, "nullify-query-bias:heads=0", "nullify-query-bias:layers=1,heads=2")  # of one parameter
+    assert torch.equal(ours, logits(without_query_bias(without_query_bias(model, heads=(0,)), (1,), (2,))))
     with pytest.raises(InputError, match="transplant-epe would change nothing"):
         under(model, "replace-epe", "transplant-epe")  # by then both positions have one vector
     edited = copy.deepcopy(model)
@@ -947,19 +807,16 @@ def test_each_is_done_to_what_those_before_it_have_left() -> None:
     assert torch.equal(under(model, "replace-epe", "transplant-epe:target=2"), logits(edited))
     table[:3] = position_table(model)[[1, 1, 0]]  # by way of 2, 1, 0
     assert torch.equal(under(model, "transplant-epe:target=2", "replace-epe"), logits(edited))
+    before.check("stacked")
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
-def test_of_two_on_the_same_place_the_later_one_wins(name: str) -> None:
+def test_two_interventions_at_one_position(name: str) -> None:
+    """The later of two values wins, masks forbid what either forbids, and scales multiply."""
     model = tiny_model(name)
     zero, mean = "zero-massive:layers=1,coordinates=3,17", "mean-massive:layers=1,coordinates=17,means=9"
     assert torch.equal(under(model, zero, mean), logits(with_entries(model, {(1, 0, 3): 0.0, (1, 0, 17): 9.0})))
     assert torch.equal(under(model, mean, zero), logits(with_entries(model, {(1, 0, 3): 0.0, (1, 0, 17): 0.0})))
-
-
-@pytest.mark.parametrize("name", ["llama", "gptj"])
-def test_two_masks_forbid_what_either_forbids_and_two_scales_multiply(name: str) -> None:
-    model = tiny_model(name)
     both = under(model, "mask-sink:layers=0-1,heads=1", "mask-sink:layers=1,heads=1-2,positions=3")
     parts = ("mask-sink:layers=0,heads=1", "mask-sink:layers=1,heads=1,positions=0,3")
     assert torch.equal(both, under(model, *parts, "mask-sink:layers=1,heads=2,positions=3"))
@@ -977,12 +834,10 @@ WRONG = [
     ("llama", "mask-sink:3", "'3' is no key=value"),
     ("llama", "mask-sink:layers=1,layers=2", "'layers' is given twice"),
     ("llama", "mask-sink:layers=one", "layers: 'one' is no number"),
-    ("llama", "mask-sink:layers=", "layers: '' is no number"),
     ("llama", "mask-sink:layers=-1", "layers: '-1' is no number"),
     ("llama", "mask-sink:layers=2-1", "layers: the range 2-1 is empty"),
     ("llama", "mask-sink:positions=all", "positions: all is not meant here"),
     ("llama", "zero-massive:layers=all,coordinates=3", "layers: all is not meant here"),
-    ("llama", "zero-key-columns:coordinates=all", "coordinates: all is not meant here"),
     ("llama", "scale-sink-value:factor=much", "factor: input should be a valid number"),
     ("llama", "scale-sink-value:factor=nan", "factor: input should be a finite number"),
     ("llama", "mean-massive:layers=0,coordinates=3,means=inf", "means: input should be a finite number"),
@@ -992,9 +847,7 @@ WRONG = [
     ("llama", "mask-sink:heads=4", "no query head 4: this model has 4"),
     ("llama", "scale-sink-value:heads=2", "no value head 2: this model has 2"),
     ("llama", "zero-key-columns:heads=2,coordinates=0", "no key head 2: this model has 2"),
-    ("llama", "zero-key-columns:coordinates=32", "no coordinate 32: this model has 32"),
     ("llama", "zero-massive:layers=0,coordinates=40", "no coordinate 40: this model has 32"),
-    ("gpt2", "nullify-query-bias:layers=3", "no layer 3: this model has 3"),
     ("gpt2", "nullify-query-bias:heads=1-9", "no query head 9: this model has 4"),
     ("gpt2", "replace-epe:source=256", "no position 256: the sequences have 256"),
     ("opt", "transplant-epe:target=256", "no position 256: the sequences have 256"),
@@ -1005,11 +858,8 @@ WRONG = [
     ("llama", "scale-sink-value:factor=1", "would change nothing"),
     ("llama", "rescale-norm:layers=1,factor=1", "would change nothing"),
     ("llama", "rescale-norm:layers=1,factor=0", "factor: input should be greater than 0"),
-    ("llama", "rescale-norm:layers=1,factor=-2", "factor: input should be greater than 0"),
-    ("llama", "rescale-norm:layers=3", "no layer 3: this model has 3"),
     ("llama", "rescale-norm", "no massive activations at position 0 are known: name layers"),
     ("llama", "zero-massive", "no massive activations at position 0 are known: name layers and coordinates"),
-    ("llama", "zero-massive:layers=1", "name layers and coordinates"),
     ("llama", "mean-massive:layers=1,coordinates=3", "name the means"),
     ("llama", "mean-sink-value", "name the means"),
     ("llama", "mean-sink-value:layers=1,heads=0,means=1,2", "8 means are needed"),
@@ -1031,30 +881,22 @@ def test_what_cannot_be_done_is_refused_and_leaves_the_model_alone() -> None:
             before.check(text)
 
 
-@pytest.mark.parametrize("text", ["nullify-query-bias", "perturb-query-bias", "zero-key-columns:coordinates=3"])
-def test_what_is_zero_already_is_not_zeroed_again(text: str) -> None:
-    model = without_key_columns("gpt2", without_query_bias(tiny_model("gpt2")), [3])
-    before = Before(model)
-    with pytest.raises(InputError, match="would change nothing"):
-        under(model, text)
-    before.check(text)
-    query_bias(attentions_of(model)[2])[0, 0] = 1.0
-    key_weight("gpt2", attentions_of(model)[2])[0, 0, 3] = 1.0
-    assert not torch.equal(under(model, text), logits(model))
-
-
-def test_a_layer_without_the_query_bias_that_is_asked_for_is_named() -> None:
+def test_weights_that_cannot_be_edited_are_refused() -> None:
+    for text in ("nullify-query-bias", "perturb-query-bias", "zero-key-columns:coordinates=3"):
+        with naming(text):
+            model = without_key_columns("gpt2", without_query_bias(tiny_model("gpt2")), [3])
+            with pytest.raises(InputError, match="would change nothing"):  # they are zero already
+                under(model, text)
+            query_bias(attentions_of(model)[2])[0, 0] = 1.0
+            key_weight("gpt2", attentions_of(model)[2])[0, 0, 3] = 1.0
+            assert not torch.equal(under(model, text), logits(model))
     model = tiny_model("qwen2")
     attentions_of(model)[1].q_proj.bias = None
     with pytest.raises(InputError, match="layer 1 has no query bias"):
         under(model, "nullify-query-bias")
     assert torch.equal(under(model, "nullify-query-bias:layers=0,2"), logits(without_query_bias(model, (0, 2))))
-
-
-def test_offloaded_weights_are_not_edited() -> None:
     model = tiny_model("gpt2")
-    attention = attentions_of(model)[1]
-    attention.c_attn.to("meta")
+    attentions_of(model)[1].c_attn.to("meta")
     for text in ("nullify-query-bias:layers=1", "zero-key-columns:layers=1,coordinates=3"):
         with pytest.raises(InputError, match="offloaded"), intervening(model, text):
             pytest.fail("entered")
@@ -1066,21 +908,22 @@ NEVER_REACHED = (
     "mean-massive:layers=0,positions=9,coordinates=3,means=1",
     "scale-sink-value:positions=9",
     "rescale-norm:layers=2,positions=9",
-    "mask-sink:positions=8",  # there, and no token behind it
+    "mask-sink:positions=8",  # no token follows it
 )
 
 
-@pytest.mark.parametrize("text", NEVER_REACHED)
 @pytest.mark.parametrize("name", ["llama", "bloom"])
-def test_a_position_that_no_pass_held_is_told_at_the_end(name: str, text: str) -> None:
+def test_a_position_that_no_pass_had_is_reported_at_the_end(name: str) -> None:
     model = tiny_model(name)
     before = Before(model)
-    with pytest.raises(SinkscopeError, match=r"changed nothing: no forward pass held .*position (9|8)"):
-        under(model, text)
-    before.check(text)
-    with intervening(model, text):
-        logits(model)
-        logits(model, tiny_tokens(1, 10))  # one is enough
+    for text in NEVER_REACHED:
+        with naming(text):
+            with pytest.raises(SinkscopeError, match=r"changed nothing: no forward pass held .*position (9|8)"):
+                under(model, text)
+            before.check(text)
+            with intervening(model, text):
+                logits(model)
+                logits(model, tiny_tokens(1, 10))  # one is enough
 
 
 # ------------------------------------------------------------------------------------------- as text
@@ -1099,13 +942,10 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_is_read(text: str) -> None:
-    made = parse(text)
-    assert made.name == text.partition(":")[0]
-    given = {key: value for key, value in made if value != type(made).model_fields[key].default}
-    assert {key: getattr(made, key) for key in TEXTS[text]} == TEXTS[text]
-    assert given.keys() <= TEXTS[text].keys()
+def test_text_is_read() -> None:
+    for text, expected in TEXTS.items():
+        with naming(text):
+            assert parse(text) == INTERVENTIONS[text.partition(":")[0]](**expected)
 
 
 AWKWARD = {
@@ -1126,16 +966,16 @@ AWKWARD = {
 }
 
 
-@pytest.mark.parametrize("name", INTERVENTIONS)
-def test_what_an_intervention_is_called_is_read_as_the_same(name: str) -> None:
-    kind = INTERVENTIONS[name]
-    assert str(kind()) == name
-    made = kind(**{key: AWKWARD[key] for key in kind.model_fields})
-    assert all(getattr(made, key) != entry.default for key, entry in kind.model_fields.items())
-    assert parse(str(made)) == made
-    for key in kind.model_fields:  # each alone, the others as they are
-        one = kind(**{key: AWKWARD[key]})
-        assert parse(str(one)) == one
+def test_the_name_of_an_intervention_is_read_as_the_same() -> None:
+    for name, kind in INTERVENTIONS.items():
+        with naming(name):
+            assert str(kind()) == name
+            made = kind(**{key: AWKWARD[key] for key in kind.model_fields})
+            assert all(getattr(made, key) != entry.default for key, entry in kind.model_fields.items())
+            assert parse(str(made)) == made
+            for key in kind.model_fields:  # each alone, the others at their defaults
+                one = kind(**{key: AWKWARD[key]})
+                assert parse(str(one)) == one
 
 
 # ----------------------------------------------------------------------------- defaults and random controls
@@ -1190,7 +1030,8 @@ def test_what_is_massive_at_most_tokens_is_not_the_sinks() -> None:
         assert (found.layers, found.coordinates) == (tuple(range(3, 14)), (163,))
         assert found.elsewhere[:8] == (3, 163, 3000.0, 3001.5, 4, 163, 4000.0, 4001.5)  # at the delimiter
         assert len(found.elsewhere) == 4 * 11
-    assert parse("rescale-norm").resolved(known).layers == (4,)
+    assert parse("rescale-norm:factor=2").resolved(known) == parse("rescale-norm:layers=4,factor=2")
+    assert parse("rescale-norm:layers=0").resolved(known) == parse("rescale-norm:layers=0")
     with pytest.raises(InputError, match="no massive activations"):
         parse("zero-massive:layers=1").resolved(known)
 
@@ -1201,7 +1042,7 @@ def test_what_is_massive_at_most_tokens_is_not_the_sinks() -> None:
 def test_massive_activations_of_other_tokens_are_edited_too(text: str, first: float, others: float) -> None:
     model, ids = tiny_model("llama"), tiny_tokens(2, 9)
     with torch.no_grad():
-        states = model(ids, output_hidden_states=True).hidden_states[2][..., 3]  # behind layer 1
+        states = model(ids, output_hidden_states=True).hidden_states[2][..., 3]  # after layer 1
         least = float(states[:, 1:].abs().median())
 
         def edited(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -1261,7 +1102,7 @@ def test_a_control_is_the_same_at_as_many_random_places_elsewhere(text: str) -> 
     moved = CONTROLLED[text]
     mine = numbers_of(original, moved)
     seen = set()
-    for seed in range(40):
+    for seed in range(20):
         made = original.control(known, torch.Generator().manual_seed(seed))
         assert made is not None
         assert made == original.control(known, torch.Generator().manual_seed(seed))
@@ -1269,19 +1110,17 @@ def test_a_control_is_the_same_at_as_many_random_places_elsewhere(text: str) -> 
         assert len(set(others)) == len(mine)
         assert not set(others) & ({*mine} if "coordinates" in moved else {0, *mine, *original.watched})
         assert max(others) < (known.target.width if "coordinates" in moved else 20)
-        kept = type(original).model_fields.keys() - {*moved, "means"}  # which are measured anew
+        kept = type(original).model_fields.keys() - {*moved, "means"}  # which are measured again
         assert {key: getattr(made, key) for key in kept} == {key: getattr(original, key) for key in kept}
         assert type(made) is type(original)
         seen.add(tuple(others))
-    assert len(seen) > 10
+    assert len(seen) > 5
     draw = torch.Generator().manual_seed(0)
     assert original.control(known, draw) != original.control(known, draw)
-
-
-def test_the_mean_of_a_controls_own_coordinates_is_what_it_puts_there() -> None:
-    known = known_of(tiny_model("llama"), hidden_means=lambda layer, position: torch.arange(32.0))
-    control: Any = parse("mean-massive:layers=1,coordinates=3,17,means=1,2").control(known, torch.Generator())
-    assert control.resolved(known).means == control.coordinates
+    if original.name == "mean-massive":  # it measures the means of its own coordinates
+        known.hidden_means = lambda layer, position: torch.arange(32.0)
+        measured: Any = original.control(known, draw)
+        assert measured.resolved(known).means == measured.coordinates
 
 
 def test_the_control_of_no_query_bias_is_another_one_at_the_same_heads() -> None:
@@ -1323,29 +1162,10 @@ def test_a_hidden_key_of_a_long_text_has_the_statistics_of_a_dense_mask(columns:
             observable = OBSERVABLES["attention"](Settings(positions=columns, window=64, epsilon=0.3))
             tracer.forward(batch, [observable])
         tables[kernel] = observable.tables()
-    with open_tracer(model, find_family(model), "eager", [parse("mask-sink:positions=0,2,heads=0,3")]) as tracer:
-        look = _WholeWeights()
-        tracer.forward(batch, [look])
-    for layer, weights in look.weights.items():
+    for layer, weights in enumerate(traced(model, batch, "mask-sink:positions=0,2,heads=0,3")[0].weights):
         assert weights[:, [0, 3], 3:, 0].abs().max() == 0
         expected = torch.stack([weights[:, :, s : s + 64, s].sum(2) / min(64, 300 - s) for s in range(columns)], dim=-1)
         for table in tables.values():
             rows = table["attention"][table["attention"]["layer"] == layer].sort_values(["head", "position"])
             mine = torch.tensor(rows["window_mass"].to_numpy()).view(4, columns)
             torch.testing.assert_close(mine, expected.mean(0).double(), rtol=1e-4, atol=1e-6)
-
-
-class _WholeWeights(Observable):
-    name = about = "whole-weights"
-    sites = ("attention",)
-
-    def __init__(self) -> None:
-        super().__init__(Settings())
-        self.weights: dict[int, torch.Tensor] = {}
-
-    def see_attention(self, layer, read, batch) -> None:
-        everything = slice(0, read.length)
-        self.weights[layer] = read.weights(everything, everything)[0]
-
-    def tables(self) -> dict:
-        return {}

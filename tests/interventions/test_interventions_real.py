@@ -40,7 +40,7 @@ def mgm_run(mgm: LoadedModel) -> Run:
 
 
 def test_sampled_text_is_natural_to_the_model(mgm: LoadedModel, mgm_text: list[np.ndarray]) -> None:
-    """Its own text has the perplexity that its own uncertainty predicts; text whose end was forbidden has not."""
+    """The loss on its own text equals its entropy, unlike that of text whose end was forbidden."""
     logits = mgm.model(torch.as_tensor(np.stack(mgm_text))).logits[:, :-1].log_softmax(-1)
     ids = torch.as_tensor(np.stack(mgm_text))[:, 1:]
     loss = -logits.gather(-1, ids[..., None]).mean()
@@ -96,7 +96,7 @@ def test_a_page_of_interventions(mgm_run: Run, tmp_path: Path) -> None:
 
 
 def test_smollm_dies_of_one_coordinate_and_not_of_its_mean(smollm: LoadedModel) -> None:
-    """Coordinate 507 of token 0 behind layer 11 (Sun et al. 2024 for Llama 2)."""
+    """Coordinate 507 of token 0 after layer 11 (Sun et al. 2024 for Llama 2)."""
     where = "layers=11,coordinates=507"
     arms = {"zero": f"zero-massive:{where}", "mean": f"mean-massive:{where}"}
     before = {name: tensor.clone() for name, tensor in smollm.model.state_dict().items()}

@@ -1,7 +1,7 @@
-"""What becomes of every model type, and whether what is measured is what plain transformers compute.
+"""The outcome for every model type, and comparison of measurements with plain transformers.
 
-Compared is every column of the tables `attention`, `attention_heads`, `sink_positions`, `activation`, `massive` and
-`gradient`, in float64, of a sequence alone and of a batch that is padded on either side.
+The comparison covers every column of the tables `attention`, `attention_heads`, `sink_positions`, `activation`,
+`massive` and `gradient`, in float64, for a single sequence and for a batch that is padded on either side.
 """
 
 from collections import Counter
@@ -31,14 +31,15 @@ from sinkscope.text.batch import IGNORED, Batch
 from sinkscope.text.inputs import masked
 from support.encoders import word_tokenizer
 from support.every_model import NOT_BUILT, VOCAB, tiny_of
+from support.everything import differences as differences_of_state
+from support.everything import snapshot
 from support.multimodal import TOLD
 from support.plain import Plain, only_float64, run_plainly
-from support.untouched import structure_of
 
 
 @dataclass(frozen=True)
 class Row:
-    """What sinkscope makes of a type.
+    """The outcome for one model type.
 
     outcome: row (of the table of families), wiring (found numerically), refused, or not built.
     layers: how many of which kind.
@@ -80,7 +81,7 @@ def row_of(model_type: str, auto: Any = AutoModelForCausalLM) -> Row:
 
 
 def padding(model_type: str, by_side: Mapping[str, Mapping[str, float]]) -> str:
-    """In words, what differences of a padded batch amount to."""
+    """Describe the differences of a padded batch."""
     if not all(is_equal(model_type, found) for found in by_side.values()):
         return "NO"
     changed = [side for side, found in by_side.items() if found[ALONE] > ROUND_OFF]
@@ -96,7 +97,7 @@ COMPARED = ("attention", "attention_heads", "sink_positions", "activation", "mas
 ROUND_OFF = 1e-10  # relative, in float64
 # Where more is lost: a sum that it keeps in float32 whatever its weights are; code for float32 alone
 LESS_EXACT = {"recurrent_gemma": 1e-6, "mobilebert": 1e-6}
-# Of plain transformers alone: they say nothing of what is measured
+# concern plain transformers only, not the measurement
 ALONE = "bare model, alone and padded"
 UNDEFINED = "entries that are NaN by plain transformers"
 
@@ -104,7 +105,7 @@ Tables = Mapping[str, pd.DataFrame]
 
 
 def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -> dict[str, float]:
-    """Of one sequence in float64: the largest relative difference of each column from plain transformers and autograd.
+    """Return each column's largest relative difference from plain transformers and autograd, for one float64 sequence.
 
     Args:
         model_type: of any model that works.
@@ -114,7 +115,7 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
     model = tiny_of(model_type, torch.float64, auto=auto)
     np.save(file, _sequence(LENGTH).numpy()[None])
     with only_float64(), pytest.MonkeyPatch.context() as patch:
-        before, weights = structure_of(model), [parameter.clone() for parameter in model.parameters()]
+        before = snapshot(model)
         with undisturbed(model):
             found = family_of(model)
         family, _ = found
@@ -126,13 +127,13 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
             observables=[name for name in MEASURED if OBSERVABLES[name].inapplicable(model, family) is None],
             **{"seq_len": LENGTH, "positions": LENGTH, "window": WINDOW, "batch_size": 1, "bos": "never"},
         ).tables
-        left_as_it_was = structure_of(model) == before and all(map(torch.equal, weights, model.parameters()))
+        changed = differences_of_state(before, snapshot(model))
         plain = _run(model, family, _batch([LENGTH], "right", family.causal))
-    return _apart(tables, _expected(plain, family)) | {"model left as it was": 0.0 if left_as_it_was else np.inf}
+    return _apart(tables, _expected(plain, family)) | {"model left as it was": np.inf if changed else 0.0}
 
 
 def padded_differences(model: PreTrainedModel, family: Family, whole: bool) -> dict[str, dict[str, float]]:
-    """As `differences`, of a batch of two sequences that is padded, for each side on which it may be.
+    """Return the differences for a padded batch of two sequences, for each side of the padding.
 
     ALONE is how far the bare model's logits are from those of the shorter sequence alone.
 
@@ -158,7 +159,7 @@ def padded_differences(model: PreTrainedModel, family: Family, whole: bool) -> d
 
 
 def is_equal(model_type: str, found: Mapping[str, float]) -> bool:
-    """Whether what is measured differs from what plain transformers compute by no more than round-off."""
+    """Return whether measurements differ from plain transformers by no more than round-off."""
     largest = max(value for name, value in found.items() if name not in (ALONE, UNDEFINED))
     return largest < LESS_EXACT.get(model_type, ROUND_OFF)
 
@@ -171,7 +172,7 @@ def _sequence(length: int) -> torch.Tensor:
 
 
 def _batch(lengths: Iterable[int], side: str, causal: bool) -> Batch:
-    """Sequences of these lengths, and of an encoder the same with tokens hidden."""
+    """Return sequences of these lengths; for an encoder also with masked tokens."""
     rows = [_sequence(length) for length in lengths]
 
     def padded(rows: Iterable[Any], value: int) -> torch.Tensor:
@@ -191,7 +192,7 @@ def _batch(lengths: Iterable[int], side: str, causal: bool) -> Batch:
 
 
 class Inputs(Activation):
-    """Of each layer no more than what it takes."""
+    """The activation table of layers' inputs only."""
 
     sites = ("layer_in",)
 
@@ -211,13 +212,13 @@ def _traced(tracer: Tracer, batch: Batch, whole: bool) -> Tables:
 
 
 def _run(model: PreTrainedModel, family: Family, batch: Batch, backward: bool = True) -> Plain:
-    """Of an encoder the text as it is, with the gradients of the masked text."""
-    told = TOLD.get(model.config.model_type, {}) | {"first_position": family.first_position, "backward": backward}
+    """Run a batch; an encoder reads the plain text, and its gradients are those of the masked text."""
+    arguments = TOLD.get(model.config.model_type, {}) | {"first_position": family.first_position, "backward": backward}
     ids, mask, hidden = batch.token_ids, batch.attention_mask, batch.masked
     if hidden is None:
-        return run_plainly(model, family.layers, ids, mask, **told)
-    found = run_plainly(model, family.layers, ids, mask, labels=ids, **told)
-    of_hidden = run_plainly(model, family.layers, hidden.token_ids, mask, labels=hidden.labels, **told)
+        return run_plainly(model, family.layers, ids, mask, **arguments)
+    found = run_plainly(model, family.layers, ids, mask, labels=ids, **arguments)
+    of_hidden = run_plainly(model, family.layers, hidden.token_ids, mask, labels=hidden.labels, **arguments)
     for own, other in zip(found.attended, of_hidden.attended, strict=True):
         own.gradients_of = other
     return found
@@ -240,7 +241,7 @@ KEYS = ("layer", "head", "kv_head", "pathway", "site", "sequence", "position", "
 
 
 def _apart(tables: Tables, expected: Tables) -> dict[str, float]:
-    """Of each column the largest difference, relative to the largest entry at the same layer and site, or pathway.
+    """Return each column's largest difference, relative to the largest entry at the same layer and site, or pathway.
 
     Infinite where there are other rows.
     """
@@ -255,7 +256,7 @@ def _apart(tables: Tables, expected: Tables) -> dict[str, float]:
 
 
 def _compared(table: pd.DataFrame) -> pd.DataFrame:
-    """Without the gradient of query 0 as autograd gives it, which is round-off."""
+    """Remove autograd's gradient of query 0, which is round-off."""
     return table[table["pathway"] != "query_measured"] if "pathway" in table else table
 
 

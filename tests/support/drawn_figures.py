@@ -16,7 +16,7 @@ from support.figure_tables import grid, make_run
 
 SEEDS, NAMES = range(3), ("untouched", "none", "vga")
 OF_EXPERIMENTS = {"effects", "effects-by-layer", "arm-maps", "arm-maps-by-layer"}
-# Of these, rows are texts and cells have no axes.
+# figures of text, whose cells have no axes
 TEXTS = {"scorecard", "scorecard-by-model", "routes"}
 
 

@@ -1,7 +1,7 @@
-"""Tiny random encoders, a tokenizer for them, and what their tables must hold by plain transformers.
+"""Tiny random encoders, a tokenizer for them, and their attention by plain transformers.
 
 Every sequence goes through the model alone and unpadded, with eager attention in float64 and `output_attentions=True`.
-Nothing of sinkscope's is used.
+No code of sinkscope is used.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ _COMMON = {
 }
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _COMMON,
-    "roberta": {**_COMMON, "pad_token_id": 1},  # counts positions from behind its padding token
+    "roberta": {**_COMMON, "pad_token_id": 1},  # counts positions from the one after its padding token
     "modernbert": {**_COMMON, "local_attention": 8, "global_attn_every_n_layers": 3},
     "electra": {**_COMMON, "embedding_size": 16},
     "big_bird": {**_COMMON, "attention_type": "original_full"},
@@ -37,7 +37,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def encoder(name: str, dtype: torch.dtype = torch.float64, spread: float = 8.0, **changes: Any) -> PreTrainedModel:
-    """A random encoder in eval mode, its matrices wide enough for attention far from uniform."""
+    """Return a random encoder in eval mode, its matrices wide enough for attention far from uniform."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **ENCODERS[name] | changes)
     model = AutoModelForMaskedLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
@@ -46,7 +46,7 @@ def encoder(name: str, dtype: torch.dtype = torch.float64, spread: float = 8.0, 
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """One word one token, and [CLS] … [SEP] around a text."""
+    """Return a tokenizer with one token per word, and [CLS] … [SEP] around a text."""
     words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.post_processor = processors.TemplateProcessing(
@@ -57,7 +57,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def recorded(model: PreTrainedModel, ids: np.ndarray) -> reference.Sequence:
-    """One sequence's attention weights in every layer."""
+    """Return one sequence's attention weights in every layer."""
     kind, softmax = type(model), F.softmax
     eager = kind._from_config(
         model.config.__class__(**model.config.to_dict()), attn_implementation="eager", dtype=model.dtype

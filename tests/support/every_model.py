@@ -1,4 +1,4 @@
-"""A tiny random model of every type in transformers' mappings: sizes that any configuration may have, made small.
+"""A tiny random model of every type in transformers' mappings, with small values for all sizes of its configuration.
 
 A type whose configuration needs more than that has a line in `OVERRIDES`; one that cannot be built here has a line in
 `NOT_BUILT`, with the reason.
@@ -34,54 +34,23 @@ HEADS = {
 }
 EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "moe_topk": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-}
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "moe_topk": 2,
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+}  # fmt: skip
 MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-    "mamba_dt_rank": 4,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "state_size": 8,
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
+    "mamba_chunk_size": 16, "mamba_dt_rank": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "state_size": 8,
     "ssm_state_size": 8,
-}
-LINEAR = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+}  # fmt: skip
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_head_dim": 16,
-    "index_n_heads": 2,
-    "index_topk": 8,
-}
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8,
+}  # fmt: skip
 REST = {
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
-    "n_positions": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "sliding_window": 6,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 4,
-}
+    "vocab_size": VOCAB, "max_position_embeddings": 256, "n_positions": 256, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "sliding_window": 6, "encoder_layers": 2, "encoder_attention_heads": 4,
+}  # fmt: skip
 SMALL: dict[str, Any] = WIDTH | INNER | DEPTH | HEADS | EXPERTS | MAMBA | LINEAR | LATENT | REST
 _LATENT = {"head_dim": SKIPPED, "num_key_value_heads": 4}
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
@@ -91,96 +60,50 @@ _INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_hea
 # Settings of a type that replace or extend those of SMALL
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        (
-            *("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"),
-            "minicpm3",
-        ),
-        _LATENT,
+        (*("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"), "minicpm3"), _LATENT
     ),
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "bamba": {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1}, "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {
-        "layer_types": ["mamba", "attention"] * 2,
-        "residual_multiplier": 0.22,
-        "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention"] * 2, "residual_multiplier": 0.22, "shared_intermediate_size": 24,
     },
-    "granite": {"residual_multiplier": 0.22},
-    "granitemoe": {"residual_multiplier": 0.22},
+    "granite": {"residual_multiplier": 0.22}, "granitemoe": {"residual_multiplier": 0.22},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "zamba2": {
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "hybrid_layer_ids": [1, 3],
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "mamba_headdim": 8,
-        "n_mamba_heads": 8,
-        "num_mem_blocks": 1,
-        "head_dim": SKIPPED,
-        "kv_channels": 8,
-        "num_query_groups": 4,
-        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
+        "attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8, "n_mamba_heads": 8,
+        "num_mem_blocks": 1, "head_dim": SKIPPED, "kv_channels": 8, "num_query_groups": 4, "num_key_value_heads": 4,
         "adapter_rank": 4,
     },
     "zamba": {
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "head_dim": SKIPPED,
-        "num_key_value_heads": 4,
-        "mamba_dt_rank": 2,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64, "attention_head_dim": 16,
+        "head_dim": SKIPPED, "num_key_value_heads": 4, "mamba_dt_rank": 2,
     },
     "longcat_flash": {
-        "head_dim": 8,
-        "num_key_value_heads": 4,
-        "zero_expert_num": 2,
-        "ffn_hidden_size": 48,
+        "head_dim": 8, "num_key_value_heads": 4, "zero_expert_num": 2, "ffn_hidden_size": 48,
         "expert_ffn_hidden_size": 24,
     },
     "deepseek_v2": {"head_dim": SKIPPED, "num_key_value_heads": 4, "num_experts_per_tok": 2, "topk_method": "greedy"},
     "gemma4_text": {
-        "per_layer_config": {},
-        "head_dim": 8,
-        "layer_types": _WINDOWS,
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 96,
+        "per_layer_config": {}, "head_dim": 8, "layer_types": _WINDOWS, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
     },
     "gemma4_unified_text": {"per_layer_config": {}, "head_dim": 8, "layer_types": _WINDOWS, "num_kv_shared_layers": 0},
     "dots3_note": {
         "vision_config": {
-            "mlp_layer_types": ["dense"],
-            "num_hidden_layers": 1,
-            "adapter_in_dim": 32,
-            "adapter_out_dim": 32,
+            "mlp_layer_types": ["dense"], "num_hidden_layers": 1, "adapter_in_dim": 32, "adapter_out_dim": 32,
         },
         "audio_config": {"num_hidden_layers": 1, "adapter_input_size": 32, "adapter_out_dim": 32},
     },
     "dots3_note_text": {
-        "head_dim": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "shared_experts_intermediate_size": 24,
-        "layer_types": ["indexed_attention", "sliding_attention"] * 2,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 8,
+        "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "shared_experts_intermediate_size": 24,
+        "layer_types": ["indexed_attention", "sliding_attention"] * 2, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },
     "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "indexed_attention"] * 2,
-        "hc_lowrank": 4,
-        "head_dim": 16,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
+        "layer_types": ["linear_attention", "indexed_attention"] * 2, "hc_lowrank": 4, "head_dim": 16,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
     "cohere_compass_text": {
@@ -191,86 +114,54 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "reformer": {
-        "is_decoder": True,
-        "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [4, 6],
-        "attn_layers": ["local", "lsh"] * 2,
-        "num_buckets": 2,
-        "attention_head_size": 8,
-        "feed_forward_size": 48,
+        "is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 6],
+        "attn_layers": ["local", "lsh"] * 2, "num_buckets": 2, "attention_head_size": 8, "feed_forward_size": 48,
     },
     "bailing_hybrid": {"head_dim": 16, "partial_rotary_factor": 0.5, "layer_group_size": 2, "num_key_value_heads": 4},
     "kimi_linear": {
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_head_dim": 8,
-        "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_head_dim": 8, "linear_num_heads": 4,
         "num_key_value_heads": 4,
     },
     "blt": {
-        "encoder_hash_byte_group_vocab": 97,
-        "encoder_hash_byte_group_size": [3],
-        "encoder_config": _BLT | {"hidden_size_global": 64},
-        "decoder_config": _BLT | {"hidden_size_global": 64},
-        "global_config": _BLT | {"hidden_size": 64},
-        "patcher_config": _BLT,
+        "encoder_hash_byte_group_vocab": 97, "encoder_hash_byte_group_size": [3],
+        "encoder_config": _BLT | {"hidden_size_global": 64}, "decoder_config": _BLT | {"hidden_size_global": 64},
+        "global_config": _BLT | {"hidden_size": 64}, "patcher_config": _BLT,
     },
-    "codegen": {"rotary_dim": 4},
-    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4}, "gptj": {"rotary_dim": 4},
     "dbrx": {
-        "num_key_value_heads": SKIPPED,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "num_key_value_heads": SKIPPED, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "falcon": {"head_dim": SKIPPED},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}, "falcon": {"head_dim": SKIPPED},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
-        "layer_types": _WINDOWS,
-        "num_kv_shared_layers": 0,
-        "intermediate_size": [48] * 4,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 96,
+        "layer_types": _WINDOWS, "num_kv_shared_layers": 0, "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
         "laurel_rank": 4,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6, "max_position_embeddings": 256},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
-    "inkling_text": _INKLING,
-    "inkling2_text": _INKLING,
-    "ministral": {"head_dim": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8}, "inkling_text": _INKLING,
+    "inkling2_text": _INKLING, "ministral": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2}, "mamba2": {"num_heads": 8, "head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "prophetnet": {
-        "num_hidden_layers": SKIPPED,
-        "num_encoder_layers": 2,
-        "num_decoder_layers": 4,
-        "num_decoder_attention_heads": 4,
-        "num_encoder_attention_heads": 4,
-        "decoder_ffn_dim": 48,
-        "is_decoder": True,
+        "num_hidden_layers": SKIPPED, "num_encoder_layers": 2, "num_decoder_layers": 4,
+        "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4, "decoder_ffn_dim": 48, "is_decoder": True,
     },
-    "xlnet": {"max_position_embeddings": SKIPPED},
-    "xlstm": {"v_head_dim": SKIPPED},
-    "xmod": {"default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
-}
-OVERRIDES |= {  # encoders
+    "xlnet": {"max_position_embeddings": SKIPPED}, "xlstm": {"v_head_dim": SKIPPED},
+    "xmod": {"default_language": "en_XX"}, "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+OVERRIDES |= {
     "albert": {"inner_group_num": 1},
     "esm": {
-        "vocab_size": VOCAB,
-        "pad_token_id": 0,
-        "token_dropout": False,
-        "mask_token_id": 3,
+        "vocab_size": VOCAB, "pad_token_id": 0, "token_dropout": False, "mask_token_id": 3,
         "position_embedding_type": "rotary",
     },
     "esmc": {"num_key_value_heads": SKIPPED},
     "funnel": {"num_hidden_layers": SKIPPED, "block_sizes": [2, 2], "d_head": 8, "n_head": 4, "d_inner": 48},
-    "luke": {"entity_vocab_size": VOCAB, "entity_emb_size": 32},
-    "modernbert": {"local_attention": 8},
+    "luke": {"entity_vocab_size": VOCAB, "entity_emb_size": 32}, "modernbert": {"local_attention": 8},
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": LAYERS},
-}
+}  # fmt: skip
 OVERRIDES |= multimodal.NEEDED
 # Types without a tiny model here, with the reason
 NOT_BUILT: dict[str, str] = {
@@ -280,13 +171,11 @@ NOT_BUILT: dict[str, str] = {
     "neomme": "the bare model does not build in this size",
     "ultravbert": "its picture tower does not become small; its text model is ultrabert",
 }
-
-
 NOT_BUILT |= multimodal.NOT_BUILT
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Small in all its parts; of a part with a type of its own that type's line counts."""
+    """Return a configuration that is small in all its parts; a part with a type of its own uses that type's entry."""
     return CONFIG_MAPPING[model_type](**_wanted(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {})))
 
 
@@ -303,7 +192,7 @@ def _wanted(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(kind: Any) -> dict[str, Any]:
-    """The classes of a configuration's parts, by default."""
+    """Return the default classes of a configuration's parts."""
     specs = kind.sub_configs_defaults.items()
     return {
         name: CONFIG_MAPPING[spec.model_type] if spec.config_class is AutoConfig else spec.config_class
@@ -312,7 +201,7 @@ def _parts(kind: Any) -> dict[str, Any]:
 
 
 def _small(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
-    """The entries that a default configuration has as numbers."""
+    """Return the entries that are numbers in a default configuration."""
     try:
         default = kind()
     except Exception:

@@ -1,4 +1,4 @@
-"""All that a measurement could leave behind: in a model, in its configuration, and in the process."""
+"""The state that a measurement could change: of a model, its configuration, and the process."""
 
 import random
 from typing import Any
@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:
-    """Everything by name, to be compared with `differences`."""
+    """Return the state by name, for `differences`."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     seen: dict[str, Any] = {}
     for name, tensor in tensors:
@@ -41,9 +41,9 @@ def _process() -> dict[str, Any]:
 
 
 def _of_value(value: Any) -> Any:
-    """Containers by their entries, which hooks are; objects by identity; numbers and text as they are.
+    """Represent containers, such as hooks, by their entries; objects by identity; numbers and text by value.
 
-    The one configuration that all modules hold is written out once, beside them.
+    The configuration that all modules hold is recorded once, separately.
     """
     if isinstance(value, dict):
         return {key: id(entry) for key, entry in value.items()}
@@ -52,7 +52,7 @@ def _of_value(value: Any) -> Any:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names of what is not as it was."""
+    """Return the names of everything that has changed."""
     return [name for name in before | after if not _same(before.get(name), after.get(name))]
 
 

@@ -1,7 +1,7 @@
 """Faults at a chosen moment: before the n-th time that a process changes something on the disk below a folder.
 
-Python tells its audit hooks of every change, whoever makes it; only writes of compiled libraries pass unseen, and the
-renames and opened files around them do not. A hook stays to the end of its process: for forked ones.
+Python's audit hooks see every change except writes of compiled libraries, whose renames and opened files they see.
+A hook stays until its process ends, so use it in forked processes.
 """
 
 import errno
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RENAMES = ("os.rename",)
-WRITES = ("open", "os.mkdir", "os.rename")  # a full disk refuses these; a rename stands for the writing before it
+WRITES = ("open", "os.mkdir", "os.rename")  # a full disk refuses these; a rename represents the writing before it
 CHANGES = (*WRITES, "os.remove", "os.rmdir")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 

@@ -83,8 +83,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
     magnitudes["is_top"] = magnitudes["coordinate"].isin([8, 20])
     magnitudes.loc[(magnitudes["coordinate"] == 20) & (magnitudes["position"] == 0), "magnitude"] = 9e3
     maps = of(
-        grid(layer=[0, layers - 1], head=range(min(heads, 2)), sequence=[0], query=shown, key=shown),
-        weight=(0, 1),
+        grid(layer=[0, layers - 1], head=range(min(heads, 2)), sequence=[0], query=shown, key=shown), weight=(0, 1)
     )
     maps = with_tokens(maps[maps["key"] <= maps["query"]].drop_duplicates(["layer", "head", "query", "key"]), "key")
     metrics = ["sink_rate", "value_drain", "norm_ratio", "massive_count"]

@@ -54,7 +54,7 @@ def forked(work: Callable[[], Any]) -> Iterator[Process]:
 
 
 def work_and_exit(work: Callable[[], Any]) -> None:
-    """In a process that was forked. Never returns: nothing of its parent may run twice."""
+    """Do the work of a forked process and end it, so that no code of its parent runs twice."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)

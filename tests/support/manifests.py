@@ -1,4 +1,4 @@
-"""What run.json holds at least, for runs that are made up."""
+"""The smallest valid run.json, for runs that tests make up."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from sinkscope.results.manifest import FORMAT
 
 
 def run_manifest(**changes: Any) -> dict[str, Any]:
-    """Of a run of `analyze`; `changes` take the place of whole entries."""
+    """Return the manifest of a run of `analyze`; `changes` replace complete entries."""
     return {
         "sinkscope": "0.1.0",
         "format": FORMAT,

@@ -1,15 +1,25 @@
-"""What a model computes, by plain transformers, torch's autograd and nothing of sinkscope: in float64, a padded batch.
+"""Everything that a model computes on a padded batch in float64, by plain transformers and torch's autograd.
 
-Attention is dense: in place of transformers' attention functions stands the eager function of the model's own file, and
-what it takes is kept with its graph. Its weights are those that it mixes values by: of values that are a basis, the mix
-is the weights, with what a model may multiply the mix by afterwards. Of a model that attends in code of its own they
-are what this code takes and makes (own_attention.py). What is added to the residual stream is read off the sums that
-the model makes (residual.py).
+Attention is dense: transformers' attention functions are replaced by the eager function of the model's own file, and
+its inputs are kept with their graph. The weights are those of the mix: if the values are a basis, the mix is the
+weights, times any factor of the model's. If a model attends in code of its own, it is matmul (q, kᵀ) → softmax →
+matmul (weights, v), or F.scaled_dot_product_attention, made dense here; heads of keys and values that this code has
+copied are counted once.
+
+The terms of the residual stream are read off the sums that the model's own code makes. While a layer runs, every sum
+of two tensors as large as the residual stream is kept. The sums, and norms after a sum, that lead from the layer's
+input to its output are the stream; what is added on the way are the branches:
+
+    mid = layer_in + attn_out       if the code of a later branch reads the sum
+    layer_out = mid + mlp_out
+
+Among branches that read the same state, attention's (or that of a module in its place) is the one that depends on other
+tokens. No module is known by its name, and no constant is fitted.
 """
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,16 +34,248 @@ import reference
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from support.own_attention import Attended, OwnAttention
-from support.residual import Additions, Kept, Sums, additions
+from support.dense_attention import dense_attention
+
+# --- the residual stream
+
+ADDED_TO = (torch.Tensor.add_, torch.Tensor.__iadd__)  # the first of the two becomes the sum
+ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, *ADDED_TO)
+
+
+class Kept:
+    """A tensor with its graph, and its values at the time: the model may change it in place."""
+
+    def __init__(self, live: torch.Tensor, x: torch.Tensor) -> None:
+        self.live = live
+        self.x = x  # (B,T,D)
+        self.key = (x + 0.0).numpy().tobytes()  # of -0.0 and 0.0 alike
+
+
+@dataclass
+class Sums:
+    """The sums of one layer. A value is found again bit for bit, whatever tensor holds it."""
+
+    taken: Kept
+    terms: dict[bytes, tuple[Kept, Kept]] = field(default_factory=dict)  # sum → its terms
+    totals: dict[bytes, Kept] = field(default_factory=dict)
+    normed: dict[bytes, Kept] = field(default_factory=dict)  # output of a norm → its input
+
+    def sites(self, given: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return site → (B,T,D); without branches if no sums lead from the layer's input to its output."""
+        out = self.kept(given)
+        steps = self._steps(out.key) or []
+        added = [branch for branch, _ in steps]
+        later = next((at for at in range(1, len(steps)) if self._reads(added[at], steps[:at])), None)
+        if later is None:
+            alone = [part for branch in added for part in self._parts(branch)]
+            mixing = [self._mixes_tokens(part) for part in alone]
+            parts = {
+                "attn_out": [part for part, mixes in zip(alone, mixing, strict=True) if mixes],
+                "mlp_out": [part for part, mixes in zip(alone, mixing, strict=True) if not mixes],
+            }
+        else:
+            parts = {"attn_out": added[:later], "mid": [steps[later - 1][1]], "mlp_out": added[later:]}
+        found = {"layer_in": [self.taken], **parts, "layer_out": [out]}
+        return {site: torch.stack([part.x for part in several]).sum(0) for site, several in found.items() if several}
+
+    def kept(self, x: torch.Tensor, scale: float = 1) -> Kept:
+        return Kept(x, scale * x.detach().double().clone().reshape(self.taken.x.shape))
+
+    def _steps(self, target: bytes, above: frozenset[bytes] = frozenset()) -> list[tuple[Kept, Kept]] | None:
+        """Return the branches added between the layer's input and the target, with the sums; None if no path exists."""
+        if target == self.taken.key:
+            return []
+        if target in above:
+            return None
+        if target in self.normed:
+            return self._steps(self.normed[target].key, above | {target})
+        terms = self.terms.get(target, ())
+        for stream, branch in zip(terms, reversed(terms), strict=True):
+            before = self._steps(stream.key, above | {target})
+            if before is not None:
+                return [*before, (branch, self.totals[target])]
+        return None
+
+    def _parts(self, branch: Kept) -> list[Kept]:
+        terms = self.terms.get(branch.key)
+        return [branch] if terms is None else [part for term in terms for part in self._parts(term)]
+
+    def _reads(self, branch: Kept, before: Sequence[tuple[Kept, Kept]]) -> bool:
+        """Return whether a branch is computed from earlier branches, or from the sums."""
+        sources = [each.live for step in before for each in step]
+        return any(gradient is not None for gradient in _gradients(branch.live.sum(), sources))
+
+    def _mixes_tokens(self, branch: Kept) -> bool:
+        """Return whether a branch at the last token depends on the layer's input at earlier tokens."""
+        last = branch.live.reshape(self.taken.x.shape)[0, -1]
+        (gradient,) = _gradients(last @ torch.linspace(1, 2, len(last), dtype=last.dtype), [self.taken.live])
+        return gradient is not None and bool(gradient.reshape(self.taken.x.shape)[0, :-1].any())
+
+
+def _gradients(of: torch.Tensor, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    return torch.autograd.grad(of, sources, retain_graph=True, allow_unused=True)
+
+
+class Additions(TorchFunctionMode):
+    """Keeps the sums of the current layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Sums | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, layer = kwargs or {}, self.layer
+        if layer is None or func not in ADDITIONS or not all(_is_like(layer.taken.x, x) for x in args[:2]):
+            return func(*args, **kwargs)
+        first = args[0].clone() if func in ADDED_TO else args[0]
+        terms = layer.kept(first), layer.kept(args[1], kwargs.get("alpha", 1))
+        given = func(*args, **kwargs)
+        total = layer.kept(given)
+        layer.terms[total.key], layer.totals[total.key] = terms, total
+        return given
+
+    def see_norm(self, module: nn.Module, args: tuple, given: Any) -> None:
+        """Forward hook of any module: a norm has gains of its channels, and no matrix."""
+        layer = self.layer
+        if layer is None or not args or not all(_is_like(layer.taken.x, x) for x in (args[0], given)):
+            return
+        if {parameter.dim() for parameter in module.parameters()} == {1} and not any(module.children()):
+            layer.normed[layer.kept(given).key] = layer.kept(args[0])
+
+
+def _is_like(stream: torch.Tensor, x: Any) -> bool:
+    is_real = isinstance(x, torch.Tensor) and x.is_floating_point()
+    return is_real and x.numel() == stream.numel() and x.shape[-1] == stream.shape[-1]
+
+
+@contextmanager
+def additions() -> Iterator[Additions]:
+    mode = Additions()
+    with register_module_forward_hook(mode.see_norm), mode:
+        yield mode
+
+
+# --- attention in a model's own code
+
+PRODUCTS = (
+    *(torch.matmul, torch.bmm, torch.baddbmm),
+    *(torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm),
+)
+
+
+@dataclass
+class Attended:
+    """The attention of one layer on a batch of B sequences."""
+
+    query: torch.Tensor  # (B,H,T,d), with gradients where the model was differentiated; so are key and value
+    key: torch.Tensor  # (B,K,T,d)
+    value: torch.Tensor  # (B,K,T,d)
+    weights: torch.Tensor  # (B,H,T,T)
+
+    gradients_of: "Attended | None" = None  # of other tokens, an encoder's masked ones
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, ...]:
+        return self.query, self.key, self.value
+
+    def retain_gradients(self) -> None:
+        for x in self.qkv:
+            if x.requires_grad:
+                x.retain_grad()
+
+    @property
+    def gradients(self) -> tuple[torch.Tensor, ...]:
+        """The gradients of query, key and value; zeros where there are none."""
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in (self.gradients_of or self).qkv)
+
+
+class OwnAttention(TorchFunctionMode):
+    """Keeps the attention that the current layer computes by its own code, for B sequences of T tokens."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape = shape
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a layer."""
+        self.attended: Attended | None = None
+        self.query: torch.Tensor | None = None
+        self.key: torch.Tensor | None = None
+        self.is_softmax = False
+        self.is_known = False  # from an attention function of transformers
+
+    def see(self, attended: Attended) -> None:
+        """Keep the input of an attention function of transformers, which takes precedence over the layer's products."""
+        assert not self.is_known, "a layer attends twice"
+        self.attended, self.is_known = attended, True
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.attended is not None:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._fused(*args, **kwargs)
+        if func in PRODUCTS:
+            return self._product(func, args, kwargs)
+        if func in (F.softmax, torch.softmax, torch.Tensor.softmax) and self.query is not None:
+            self.is_softmax = args[0].shape[-2:] == (self.shape[1],) * 2
+        return func(*args, **kwargs)
+
+    def _product(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        square = (self.shape[1],) * 2
+        factors = args[-2:] if len(args) > 1 else (kwargs["batch1"], kwargs["batch2"])
+        left, right = factors
+        if left.dim() < 3 or right.dim() < 3:
+            return func(*args, **kwargs)
+        if self.query is None and (left.shape[-2], right.shape[-1]) == square:
+            self.query, self.key = self._heads(left), self._one_of_each(self._heads(right.transpose(-1, -2)))
+            left = self.query.reshape(left.shape)
+            right = self._repeated(self.key, right.transpose(-1, -2)).transpose(-1, -2)
+        elif self.is_softmax and left.shape[-2:] == square:
+            value = self._one_of_each(self._heads(right))
+            self.attended = Attended(self.query, self.key, value, self._heads(left).detach())
+            right = self._repeated(value, right)
+        if len(args) > 1:
+            return func(*args[:-2], left, right, **kwargs)
+        return func(*args, **kwargs | {"batch1": left, "batch2": right})
+
+    def _fused(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        key, value = self._one_of_each(key), self._one_of_each(value)
+        attended = dense_attention(query, key, value, *args, **kwargs)
+        self.attended = Attended(query, key, value, attended.weights.detach())
+        return attended.mix
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(B·H,T,d) or (B,H,T,d) → (B,H,T,d)."""
+        return x.reshape(self.shape[0], -1, *x.shape[-2:])
+
+    def _one_of_each(self, x: torch.Tensor) -> torch.Tensor:
+        """(B,H,T,d) → (B,K,T,d): remove the copies that follow each head."""
+        heads = x.shape[1]
+        copies = (n for n in range(heads, 0, -1) if heads % n == 0)
+        copied = next(n for n in copies if torch.equal(x[:, ::n].repeat_interleave(n, 1), x))
+        return x[:, ::copied]
+
+    def _repeated(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """(B,K,T,d) → the shape in the model's own code."""
+        heads = like.numel() // x[:, :1].numel()
+        return x.repeat_interleave(heads // x.shape[1], 1).reshape(like.shape)
+
+
+# --- the model
 
 
 @contextmanager
 def only_float64() -> Iterator[None]:
-    """Modeling code that asks for float32, in a norm or a softmax, gets float64."""
+    """Give float64 to modeling code that asks for float32, in a norm or a softmax."""
     names = dict.fromkeys(("float32", "float"), torch.float64)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -46,7 +288,7 @@ def only_float64() -> Iterator[None]:
 
 @dataclass
 class Layer:
-    """Of a batch of B sequences; one that does not run has no sites."""
+    """One layer on a batch of B sequences; a layer that does not run has no sites."""
 
     sites: dict[str, torch.Tensor] = field(default_factory=dict)  # (B,T,D)
     attended: Attended | None = None
@@ -54,7 +296,7 @@ class Layer:
 
 @dataclass
 class Plain:
-    """Of a batch of B sequences."""
+    """A model on a batch of B sequences."""
 
     ids: torch.Tensor  # (B,T)
     start: torch.Tensor  # (B,): the column of each sequence's first token
@@ -65,11 +307,11 @@ class Plain:
 
     @property
     def attended(self) -> list[Attended]:
-        """Of the layers that attend by a softmax."""
+        """The attention of the layers that attend by a softmax."""
         return [layer.attended for layer in self.layers if layer.attended is not None]
 
     def masses_and_norms(self) -> dict[str, pd.DataFrame]:
-        """Of the tables of a forward pass two columns, quickly: sink masses, and the norms of what layers take."""
+        """Compute two columns of a forward pass's tables, quickly: sink masses, and the norms of the layers' inputs."""
         masses, norms = {}, {}
         for at, layer in enumerate(self.layers):
             if layer.attended is not None:
@@ -81,21 +323,18 @@ class Plain:
         return tables | ({"attention": _long(masses, "sink_mass")} if masses else {})
 
     def sink_mass(self, weights: torch.Tensor) -> torch.Tensor:
-        """(B,H,T,T) → (H,P), the mean weight on each position of the queries that see it, averaged over sequences."""
+        """(B,H,T,T) → (H,P): mean weight of the queries that see a position on it, averaged over sequences."""
         return self._mean(self._sink_mass(row, weights[row]) for row in self._rows())
 
     def grad_norms(self, pathway: str) -> list[torch.Tensor]:
-        """By layer the norm over all heads of each position's gradient, summed over sequences, (1,P)."""
+        """Return by layer the norm over all heads of each position's gradient, summed over sequences, (1,P)."""
         at = ("query", "key", "value").index(pathway)
         return [self._sum_of_gradients(each.gradients[at]) for each in self.attended]
 
     def tables(self, positions: int, window: int, epsilon: float) -> dict[str, pd.DataFrame]:
-        """Every column of the tables of a forward pass and, where there are gradients, of theirs."""
+        """Compute every column of the tables of a forward pass, and of gradients if there are any."""
         sequences = [self._sequence(row) for row in self._rows()]
-        found = {
-            "activation": reference.activation(sequences, positions),
-            "massive": reference.massive(sequences),
-        }
+        found = {"activation": reference.activation(sequences, positions), "massive": reference.massive(sequences)}
         if not self.attended:
             return found
         gradients = [self._gradients(row) for row in self._rows()]
@@ -140,7 +379,7 @@ class Plain:
         return own.sum(-1) / (torch.arange(own.shape[1], 0, -1) if self.causal else own.shape[1])
 
     def _mean(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Of (H,P) by sequence, over those that have the position."""
+        """Average (H,P) over the sequences that have the position."""
         longest = int(self.lengths.max())
         padded = [F.pad(part, (0, longest - part.shape[-1])) for part in parts]
         return torch.stack(padded).sum(0) / (self.lengths[:, None] > torch.arange(longest)).sum(0)
@@ -169,7 +408,7 @@ def _long(by_layer: dict[int, torch.Tensor], name: str) -> pd.DataFrame:
 def padded_inputs(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, first_position: int | None
 ) -> dict[str, Any]:
-    """As one calls a model of transformers: with a mask, and behind padding with positions where it takes them."""
+    """Return the inputs of a model of transformers: with a mask and, after padding, positions if it takes them."""
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters and first_position is not None
     if takes_positions and not mask[:, 0].all():
@@ -185,24 +424,23 @@ def run_plainly(
     labels: torch.Tensor | None = None,
     backward: bool = True,
     first_position: int | None = 0,
-    **told: int,
+    **arguments: int,
 ) -> Plain:
-    """A batch of ids (B,T) forward, and its mean cross-entropy backward, of a float64 model.
+    """Run a float64 model forward on ids (B,T), and differentiate its mean cross-entropy.
 
     Args:
-        model: to run.
-        layers: path of its list of layers.
-        ids: (B,T).
-        mask: (B,T), 0 where there is padding.
-        labels: (B,T) of an encoder, -100 where nothing is predicted; None: each token predicts the next.
-        backward: whether to differentiate, without which there are no branches.
-        first_position: the number that the model gives to a sequence's first position; None: it is not told any.
-        told: arguments of the model that have one value for every token.
+        model: The model to run.
+        layers: The path of its list of layers.
+        mask: (B,T), 0 for padding.
+        labels: (B,T) for an encoder, -100 where nothing is predicted; None: each token predicts the next.
+        backward: Whether to differentiate; without gradients there are no branches.
+        first_position: The number that the model gives to a sequence's first position; None: it takes none.
+        arguments: Arguments of the model that have one value for every token.
     """
     inputs = {"input_ids": ids, "use_cache": False}
     if not mask.all():
         inputs = padded_inputs(model, ids, mask, first_position)
-    inputs |= {name: torch.full_like(ids, value) for name, value in told.items()}
+    inputs |= {name: torch.full_like(ids, value) for name, value in arguments.items()}
     modules = list(model.get_submodule(layers))
     for with_own_attention in (False, True):
         found = Plain(ids, mask.int().argmax(1), mask.sum(1), [Layer() for _ in modules], causal=labels is None)
@@ -210,7 +448,7 @@ def run_plainly(
         with watch.watching(modules, found.layers), _dense(model, watch), torch.set_grad_enabled(backward):
             given = model.get_input_embeddings()(ids)
             embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(backward)
-            with _in_place_of_the_embeddings(model, embedded):
+            with _embeddings_replaced(model, embedded):
                 logits = model(**inputs).logits
             if found.attended or with_own_attention:
                 break
@@ -228,7 +466,7 @@ def _loss(logits: torch.Tensor, ids: torch.Tensor, real: torch.Tensor, labels: t
 
 
 class _Watch:
-    """What the layer under way takes, adds, attends to and gives."""
+    """Records the input, the sums, the attention and the output of the current layer."""
 
     def __init__(
         self, model: PreTrainedModel, shape: torch.Size, with_branches: bool, with_own_attention: bool
@@ -272,13 +510,13 @@ class _Watch:
         self.attention.begin()
 
     def _stream(self, x: torch.Tensor) -> torch.Tensor:
-        """(B,T,D): the mean of its copies where there are several, (B,T,S,D), (B,T,S·D) or (S,B,T,D)."""
+        """Return (B,T,D), the mean if there are several copies: (B,T,S,D), (B,T,S·D) or (S,B,T,D)."""
         x = x.detach().clone()
         if x.shape[:2] == self.shape:
             return x.reshape(*self.shape, -1, self.width or x.shape[-1]).mean(2)
         if x.dim() == 4:
             return x.mean(0)
-        return x.view(*self.shape, -1)  # tokens of all sequences, one behind the other
+        return x.view(*self.shape, -1)  # tokens of all sequences, one after the other
 
 
 def _first_floats(values: Iterable[Any]) -> torch.Tensor:
@@ -286,7 +524,7 @@ def _first_floats(values: Iterable[Any]) -> torch.Tensor:
 
 
 @contextmanager
-def _in_place_of_the_embeddings(model: PreTrainedModel, embedded: torch.Tensor) -> Iterator[None]:
+def _embeddings_replaced(model: PreTrainedModel, embedded: torch.Tensor) -> Iterator[None]:
     def instead(module: nn.Module, args: tuple, given: Any) -> Any:
         return (embedded.clone(), *given[1:]) if isinstance(given, tuple) else embedded.clone()
 

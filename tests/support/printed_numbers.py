@@ -1,4 +1,4 @@
-"""Numbers in texts, found again among numbers to the digits that are printed."""
+"""Finds the numbers of a text among given numbers, up to the printed digits."""
 
 import re
 from collections.abc import Iterable
@@ -31,14 +31,14 @@ def numbers_of(text: str) -> list[Printed]:
 
 
 def stands_in(number: Printed, values: Iterable[float]) -> bool:
-    """Whether one of the values, or of percent also a hundredth of it, is printed like that; signs may be words."""
+    """Return whether a value is printed as this number, also in percent; the sign may be a word."""
     known = np.abs(np.asarray(list(values), float))
     known = np.concatenate([known, 100 * known]) if number.percent else known
     return bool((np.abs(known - abs(number.value)) <= number.half * (1 + 1e-6)).any())
 
 
 def all_numbers(tables: Iterable[pd.DataFrame]) -> np.ndarray:
-    """Every number of tables, without its sign, sorted."""
+    """Return the absolute values of all numbers of tables, sorted."""
     columns = [table[name].to_numpy(float) for table in tables for name in table.select_dtypes("number")]
     known = np.unique(np.abs(np.concatenate(columns)))
     return known[np.isfinite(known)]

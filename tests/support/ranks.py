@@ -1,6 +1,6 @@
-"""Two processes that train together, forked from this one, which has imported everything already.
+"""Two processes that train together, forked from this one, which has imported everything.
 
-What torchrun or `accelerate launch` tells the processes that it starts, these are told, too.
+They have the environment that torchrun or `accelerate launch` sets.
 """
 
 import json
@@ -47,13 +47,13 @@ def on_two_ranks(work: Callable[[], Any], log: Path, **environment: str) -> list
     Args:
         work: what both do.
         log: the file for all that they print.
-        **environment: beside what a launcher sets.
+        **environment: In addition to the variables that a launcher sets.
 
     Returns:
         How they ended, as `subprocess.Popen.returncode`.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=3))
-    told = environment | {
+    variables = environment | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process keeps it, as torchrun does
@@ -62,7 +62,7 @@ def on_two_ranks(work: Callable[[], Any], log: Path, **environment: str) -> list
     }
 
     def begin(rank: int) -> None:
-        os.environ.update(told, RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
         for number in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,4 +1,4 @@
-"""What the tests of `retrofit` and `train` share: a tokenizer of eight words, small settings, the command line."""
+"""Shared by the tests of `retrofit` and `train`: a tokenizer of eight words, small settings, the command line."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every retrofit in every tiny model, its parameters moved away from their start."""
+"""Tiny models with retrofits, their parameters moved away from their start."""
 
 from collections.abc import Collection, Sequence
 from functools import cache
@@ -35,15 +35,14 @@ def each_pair(
     arguments: tuple[str, str] = ("name", "label"),
     whole: Collection[str] = (),
 ) -> pytest.MarkDecorator:
-    """Every method in the first family, and every other family with one method, the next family with the next one.
+    """Parametrize a test by every method in the first family, and by one method in every other family, in turn.
 
-    What a method does to attention and how a family's attention is read meet in one place, the seam: a fault is either
-    the method's, and seen in the first family, or the family's, and seen with any method. The same holds of the ways in
-    which a batch is padded, of commands and of endings.
+    Methods and families meet only in the seam: a fault is either the method's, and seen in the first family, or the
+    family's, and seen with any method. The same holds for the sides of padding, commands and ways to end.
 
     Args:
         names: The families.
-        labels: The methods, or anything else that meets a family in one place.
+        labels: The methods, or anything else that is independent of the family.
         arguments: The test's names for a family and a method.
         whole: Further families that meet every method, because they differ in how the two meet.
     """
@@ -77,12 +76,12 @@ SETTINGS = Settings(positions=8, window=8, epsilon=0.3)
 def plain_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     model = tiny_model(name, dtype=dtype)
     if dtype == torch.float64 and name in EXPERTS:
-        model.set_experts_implementation("eager")  # the grouped product knows no float64
+        model.set_experts_implementation("eager")  # the grouped product does not support float64
     return model
 
 
 def retrofitted(name: str, label: str, dtype: torch.dtype = torch.float64, trained: bool = True) -> PreTrainedModel:
-    """A tiny model with the method in; `trained`: its parameters moved away from their start."""
+    """Return a tiny model with the method; `trained` moves its parameters away from their start."""
     if name == OWN_SINKS and label == "learnable-sink":
         pytest.skip("has learnable sinks of its own")
     method, parameters = METHODS[label]
@@ -94,19 +93,19 @@ def retrofitted(name: str, label: str, dtype: torch.dtype = torch.float64, train
 
 @cache
 def shared(name: str, label: str) -> PreTrainedModel:
-    """As `retrofitted`, one for all the tests that only read it. Not to be changed."""
+    """Return a model of `retrofitted` that tests share and must not change."""
     return retrofitted(name, label)
 
 
 @cache
 def shared_plain(name: str) -> PreTrainedModel:
-    """As `plain_model`, one for all the tests that only read it. Not to be changed."""
+    """Return a model of `plain_model` that tests share and must not change."""
     return plain_model(name)
 
 
 @torch.no_grad()
 def train(model: PreTrainedModel) -> None:
-    """As far as it matters here: every new parameter is moved, and every head's differently."""
+    """Move every new parameter, each head's differently."""
     generator = torch.Generator().manual_seed(1)
     for parameter in new_parameters(model).values():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -114,7 +113,7 @@ def train(model: PreTrainedModel) -> None:
 
 
 def in_double(model: PreTrainedModel) -> Any:
-    """The modelling code is that of the class beneath the retrofitted one."""
+    """Use the modeling code of the class below the retrofitted one."""
     return gradient_reference.in_double(model.base_model)
 
 

@@ -25,7 +25,7 @@ SHORT: dict[str, Any] = {
 
 
 def repetitive(count: int = 10) -> Blocks:
-    """Blocks that all say the same, from another place on."""
+    """Return blocks that repeat one text, each from another offset."""
     words = np.random.default_rng(0).integers(3, VOCAB, 8)
     rows = np.stack([np.roll(np.tile(words, LENGTH // 8), at) for at in range(count + 2)]).astype(np.int64)
     return Blocks(rows[:count], rows[count:], "repetitive")
@@ -40,7 +40,7 @@ def model(kind: str = "llama", method: str = "vga", **parameters: Any) -> Any:
 
 
 def random_blocks(count: int) -> Blocks:
-    """Every block another one, so that it matters which of them a step reads."""
+    """Return different blocks, so that the result shows which of them a step reads."""
     rows = np.random.default_rng(1).integers(3, VOCAB, (count + 2, 16)).astype(np.int64)
     return Blocks(rows[:count], rows[count:], "random")
 
