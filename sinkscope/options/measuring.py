@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, field_validator, model_validator
 
-from sinkscope.errors import unknown
+from sinkscope.errors import InputError, unknown
 from sinkscope.options.files import UserPath, kind_of, names_in, user_path
 from sinkscope.options.option import (
     MOST,
@@ -433,3 +433,10 @@ class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
 
     def folder(self) -> Path:
         return Path("runs", as_folder_name(self.folder_name, "benchmark"))
+
+
+def check_tasks_of_a_file(options: Options) -> None:
+    """Raise InputError if a file, which may come from anywhere, names tasks whose templates and functions run code."""
+    path = getattr(options, "task_path", None)
+    if path is not None and not options.trust_remote_code:  # type: ignore[attr-defined]  # it has one if it has the other
+        raise InputError(f"task-path {path}: tasks can run code. If you trust their author, add --trust-remote-code")

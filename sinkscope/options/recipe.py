@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options import COMMANDS
 from sinkscope.options.files import ENDINGS, kind_of, names_in, read_yaml, user_path
-from sinkscope.options.measuring import PERMISSIONS
+from sinkscope.options.measuring import PERMISSIONS, check_tasks_of_a_file
 from sinkscope.options.option import Options, checked, flag, split_names
 
 COMPARISON = "comparison"  # the folder next to the folders of several runs
@@ -122,7 +122,10 @@ class Recipe:
             for options in runs.values() if given.get("model") is not None else ():
                 options.pop("revision", None)  # these two are of the recipe's own model
                 options.pop("gguf_file", None)
-            return {name: checked(kind, options | replaced) for name, options in runs.items()}
+            found = {name: checked(kind, options | replaced) for name, options in runs.items()}
+            for run in found.values():
+                check_tasks_of_a_file(run)
+            return found
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
 

@@ -45,7 +45,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from sinkscope.errors import InputError, one_line, unknown
 from sinkscope.options import COMMANDS
 from sinkscope.options.files import kind_of, read_yaml, user_path
-from sinkscope.options.measuring import DEMO_NAME, PERMISSIONS
+from sinkscope.options.measuring import DEMO_NAME, PERMISSIONS, check_tasks_of_a_file
 from sinkscope.options.option import as_folder_name, checked
 from sinkscope.options.recipe import find_recipe, named
 
@@ -306,6 +306,7 @@ def _cell(
     draft = Cell("", own, revision, name, label, command, None)
     try:
         resolved: Any = checked(kind, options)
+        check_tasks_of_a_file(resolved)
     except InputError as error:
         raise InputError(f"{path}: {draft.told}: {error}") from None
     if entry is None:

@@ -277,6 +277,7 @@ def test_a_disk_that_refuses(tiny: Path, content: str, monkeypatch: pytest.Monke
         ("title: x\noptions: {input: no}", "--input False: it must be text"),
         ("title: x\noptions: {model: org/name}", "option 'model' belongs beside `options`"),
         ("title: x\noptions: {trust-remote-code: true}", "option 'trust_remote_code' is for you to give"),
+        ("title: x\ncommand: benchmark\noptions: {task-path: tasks}", "task-path tasks: tasks can run code"),
         ("title: x\nruns: {a: {}, b: {allow_pickle: true}}", "option 'allow_pickle' is for you to give"),
         ("title: x\noptions: {5: 6}", "option '5' is unknown"),
         ("title: x\noptions: {revision: 'step0,step512'}\nmodel: a/b", "a recipe measures one model"),

@@ -477,6 +477,7 @@ def test_on_the_command_line(models: Path, whole: SweepRun, tmp_path: Path, monk
             "b × natural (analyze): figure 'gradient-norms' needs the observable 'gradient'",
         ),
         ("models: [a/b]\noptions: {allow-pickle: true}", "option 'allow_pickle' is for you to give"),
+        ("models: [a/b]\ncommands: {benchmark: {options: {task-path: tasks}}}", "task-path tasks: tasks can run code"),
         ("models: [a/b]\ninputs: {a: {input: random}, b: {input: random}}", "is there twice, also as b × a (analyze)"),
         ("models: [a/b]\ncommands: {intervene: {options: {do: mask-snk}}}", "did you mean 'mask-sink'?"),
         ("models: [a/b]\ninputs: [random]\ncommands: [claims]", "claims measures random and repeated tokens besides"),
