@@ -6,7 +6,7 @@ from typing import Any
 
 from sinkscope.errors import InputError, one_line
 from sinkscope.models.files import is_demo
-from sinkscope.options.measuring import PERMISSIONS, check_tasks_of_a_file
+from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag
 from sinkscope.output.comparison import differing_settings
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
@@ -51,9 +51,7 @@ def options_of_run(
             f"{folder / MANIFEST} is of a run with {flags}, by which code that comes with a model may run: "
             f"if you trust the maker of {one_line(getattr(options, 'model', None) or source, 80)}, add {flags}"
         )
-    options = options.model_copy(update={name: name in permitted for name in PERMISSIONS})
-    check_tasks_of_a_file(options)
-    return options
+    return options.model_copy(update={name: name in permitted for name in PERMISSIONS})
 
 
 def differences(path: str | os.PathLike[str] | None, now: dict[str, Any]) -> list[str]:

@@ -10,16 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.manifests import run_manifest
 from support.retrofit_command import WORDS, command_line, words_tokenizer
 from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.benchmark import table_of
-from sinkscope.commands.repeat import options_of_run
 from sinkscope.errors import InputError
-from sinkscope.options.measuring import BenchmarkOptions
-from sinkscope.results.manifest import write_manifest
 from sinkscope.results.scores import COLUMNS, main_scores
 from sinkscope.results.tables import LEADING, names_of, read_table
 
@@ -93,15 +89,6 @@ def test_without_the_harness_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, 
     file.write_text("title: x\nmodels: [no/model]\ncommands: {benchmark: {options: {tasks: [a, b]}}}\n")
     with pytest.raises(InputError, match=rf"model \(benchmark\): {needed}"):
         sinkscope.sweep(file, out=tmp_path / "out")
-
-
-def test_tasks_that_a_file_names_need_trust(tmp_path: Path) -> None:
-    """The templates and functions of a task run as code, and a run.json may come from anywhere."""
-    config = BenchmarkOptions(model="org/model", task_path="tasks").model_dump(mode="json")
-    write_manifest(tmp_path, run_manifest(command="benchmark", config=config))
-    with pytest.raises(InputError, match="task-path tasks: tasks can run code"):
-        options_of_run(tmp_path, "benchmark", BenchmarkOptions)
-    assert options_of_run(tmp_path, "benchmark", BenchmarkOptions, ["trust_remote_code"]).task_path == "tasks"
 
 
 # --- with the harness
@@ -185,7 +172,7 @@ def test_scores_stand_beside_sinks_in_a_sweep(models: Path, tasks: Path, tmp_pat
         "commands": {"analyze": None, "benchmark": {"options": {"tasks": ["drains"], "task-path": str(tasks)}}},
     }
     file.write_text(json.dumps(content))
-    done = sinkscope.sweep(file, out=tmp_path / "out", workers=1, trust_remote_code=True)  # tasks can run code
+    done = sinkscope.sweep(file, out=tmp_path / "out", workers=1, trust_remote_code=True)
     assert done.failure == ""
     assert done.tables is not None
     assert list(done.tables.overview.columns) == ["model", "random", "drains (acc_norm)"]
