@@ -17,9 +17,8 @@ from sinkscope.results.papers import WSE_TRAININGS
 
 TABLE = "sweep_training"
 # metric → its heading
-SHOWN = {
-    "sink_rate": "sink rate in %", "loss": "loss", "bigram_risk": "bigram risk", "backcopy_risk": "backcopy risk"
-}  # fmt: skip
+SHOWN = {"sink_rate": "sink rate in %", "loss": "loss"}
+SHOWN |= {metric: METRICS[metric].short for metric in ("bigram_risk", "backcopy_risk")}
 TOTALS = ("total_weight", "total_weight_at_sink")  # what the sink rate's shares are shares of
 LEVEL = "level"
 SAID_OTHERWISE = ("seed=", "method=")  # settings that are the column `seed` and the arm

@@ -24,7 +24,8 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
         seen[f"{name}: module"] = (id(module), type(module), module.training)
         seen[f"{name}: attributes"] = {key: _of_value(value) for key, value in vars(module).items()}
     seen["configuration"] = repr(model.config.to_dict()), model.config._attn_implementation
-    seen["generation"] = repr(model.generation_config.to_dict()) if model.generation_config else None
+    generation = getattr(model, "generation_config", None)
+    seen["generation"] = repr(generation.to_dict()) if generation else None
     return seen | _process()
 
 
