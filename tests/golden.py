@@ -50,7 +50,7 @@ ARCHITECTURE = {
 # Entries of run.json about the time, the machine and the libraries of a run. They are not compared.
 VOLATILE = {
     "versions", "python", "git_commit", "started", "wall_seconds", "peak_memory_mb", "sinkscope", "measured_seconds",
-    "seconds", "memory_mb", "tokens_per_second",
+    "seconds", "step_seconds", "memory_mb", "tokens_per_second",
 }  # fmt: skip
 TIMED_COLUMNS = r"second|memory"
 TIMED_TEXT = re.compile(r"\b\d[\d:.,]* ?(?:s|ms|min|minutes|seconds|MB|GB|tokens/s)\b|\d{4}-\d\d-\d\dT[\d:+]+")
