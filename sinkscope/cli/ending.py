@@ -65,7 +65,7 @@ def interruption(kind: type[Options]) -> Iterator[None]:
         if not was_interrupted(error):
             raise
         if kind.resumable:
-            left = ": what was reached is kept, and the same command goes on from there"
+            left = ": what was reached is kept, and the same command resumes from there"
         else:
             said = (
                 str(error) if isinstance(error, KeyboardInterrupt) else ""
@@ -76,12 +76,7 @@ def interruption(kind: type[Options]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def printing(folder: Path | None = None) -> Iterator[None]:
-    """Report output that cannot be printed, as on a full disk; the result was written to `folder` before.
-
-    Raises:
-        SinkscopeError: not all was printed.
-        BrokenPipeError: the reader has ended.
-    """
+    """Raise SinkscopeError if output cannot be printed, as on a full disk; the result is already in `folder`."""
     try:
         yield
         sys.stdout.flush()

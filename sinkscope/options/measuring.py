@@ -36,8 +36,8 @@ def check_device_map(name: str) -> str:
 POSITIONS, WINDOW = 16, 64  # if the sequences are long enough; GS fig. 1 and WSE
 PROMPT = "prompt"  # the condition of a run on --prompt
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
-# Options that permit code from elsewhere to run. Only the person who types the command or calls Python gives them, and
-# no file does. They do not affect results.
+# Options that permit code from elsewhere to run. Only a command line or a Python call can give
+# them, never a file. They do not affect results.
 PERMISSIONS = ("trust_remote_code", "allow_pickle")
 
 
@@ -91,7 +91,7 @@ class DeviceOptions(Options):
     device_map: Annotated[str, AfterValidator(check_device_map)] | None = option(
         None,
         "Model",
-        "cpu, cuda, cuda:1, xpu, …, or auto: over all devices there are (also balanced, balanced_low_0, sequential).",
+        "cpu, cuda, cuda:1, xpu, …, or auto: over all available devices (also balanced, balanced_low_0, sequential).",
         metavar="MAP",
         shown="cuda if there is one",
     )
@@ -116,8 +116,8 @@ class TextOptions(Options):
         "auto",
         "Input",
         "BOS before every sequence, random and repeated tokens included: always, never, or auto: where the "
-        "tokenizer puts one before text. An encoder's texts also keep what its tokenizer puts after them, except with "
-        "never.",
+        "tokenizer puts one before text. An encoder's texts also keep the tokens that its tokenizer adds after them, "
+        "except with never.",
         metavar="B",
     )
 
@@ -180,7 +180,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
         "auto", "Measuring", "Sequences at once; halved where memory runs out.", metavar="N"
     )
     skip_parity: bool = option(
-        False, "Measuring", "Measure also where the first batch differs from what the model computes by itself."
+        False, "Measuring", "Measure even if the first batch differs from the output of the unpatched model."
     )
 
     @model_validator(mode="before")
@@ -253,8 +253,8 @@ class ControlOptions(Options):
 
 
 class InterveneOptions(ControlOptions, RunConfig):
-    about: ClassVar[str] = """Take away, move or replace what may make the sink, and measure before, after, and under
-    random controls.
+    about: ClassVar[str] = """Remove, move or replace parts that may cause the sink, and measure before, after, and
+    under random controls.
 
     An intervention is NAME or NAME:key=value,… as in zero-massive:layers=11,coordinates=138,447 (lists) or
     nullify-query-bias:layers=1-3 (ranges); several are stacked. --do all tries each by itself.
@@ -267,7 +267,7 @@ class InterveneOptions(ControlOptions, RunConfig):
     hidden: ClassVar = ("arms",)  # for Python and recipes
 
     do: Annotated[tuple[str, ...], text_as_tuple] = option(
-        (), "Intervening", "An intervention; more are stacked in their order. Or all.", metavar="NAME[:K=V,…]"
+        (), "Intervening", "An intervention, or all; several are stacked in their order.", metavar="NAME[:K=V,…]"
     )
     arms: dict[str, Annotated[tuple[str, ...], text_as_tuple]] = option(
         {}, "Intervening", "Label → the stack of interventions of that arm."
@@ -283,12 +283,12 @@ class InterveneOptions(ControlOptions, RunConfig):
         if bool(self.do) == bool(self.arms):
             raise ValueError("name what to do: --do NAME[:key=value,…]; `sinkscope list interventions` shows the names")
         if "all" in self.do and len(self.do) > 1:
-            raise ValueError("--do all tries every intervention by itself, so no other goes with it")
+            raise ValueError("--do all tries every intervention by itself, so no other can be given")
         return self
 
     @property
     def stacks(self) -> "dict[str, tuple[str, ...]] | Literal['all']":
-        """Label → the interventions of that arm; or "all", for each as an arm of its own."""
+        """The interventions of each arm by label; or "all", if each intervention is an arm."""
         if self.do == ("all",):
             return "all"
         return self.arms or {"+".join(part.partition(":")[0] for part in self.do): self.do}
@@ -351,8 +351,8 @@ class QuantizeOptions(RunConfig):
 
 
 class DoctorOptions(DeviceOptions, ModelOptions):
-    about: ClassVar[str] = """Look at a model before a long run: family, sites, kernel, parity with eager on 64 tokens,
-    what applies.
+    about: ClassVar[str] = """Check a model before a long run: family, sites, kernel, parity with eager on 64 tokens,
+    and the observables that apply.
 
     Exit status 1 if a check fails."""
     refused: ClassVar = {"attn": "`doctor` tries both kernels"}
@@ -364,7 +364,7 @@ def make_config(**options: Any) -> RunConfig:
 
 
 class ClaimsOptions(ControlOptions, RunConfig):
-    about: ClassVar[str] = """Test on a model what five papers say happens: a scorecard with intervals.
+    about: ClassVar[str] = """Test the claims of five papers on a model: a scorecard with intervals.
 
     Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
     architecture, interventions), and judges each by its 95 % interval. After an interruption, the same command resumes.
@@ -374,7 +374,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     writes: ClassVar = "runs/MODEL-claims"
     in_memory: ClassVar = True
     resumable: ClassVar = True
-    # arms are half of the time; on the models of reports/claims no outcome differs from that of five controls
+    # arms take half of the time; on the models of reports/claims five controls give the same outcomes
     defaults: ClassVar = {"draws": 3}
     refused: ClassVar = {"observables": "each claim names what it needs"}
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
@@ -415,7 +415,7 @@ HELLASWAG = "hellaswag"  # WSE figure 10
 class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     about: ClassVar[str] = """Score one model on tasks of lm-evaluation-harness: pip install 'sinkscope[lm-eval]'.
 
-    Any task that it knows by name, or one of your own with --task-path. Sweeps show scores next to sinks."""
+    Any of its tasks by name, or your own with --task-path. Sweeps show scores next to sinks."""
     writes: ClassVar = "runs/MODEL-benchmark"
     refused: ClassVar = {"attn": "the harness runs the model as it is"}
 

@@ -1,7 +1,7 @@
 """The result of a command, and how it is written: first tables, texts and run.json, then figures and the page.
 
 The first part appears at once and complete, or not at all. Figures and the page are drawn into the finished folder, so
-that one that fails costs nothing else: it is named in a warning and in run.json under `failed_figures`. Until they are
+that a failure affects nothing else: the figure is named in a warning and in run.json under `failed_figures`. Until they are
 drawn, run.json has `"drawn": false`.
 """
 
@@ -99,7 +99,7 @@ def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, file
 
     Raises:
         SinkscopeError: Writing failed. The tables are complete.
-        KeyboardInterrupt: An interrupt, with a message which says that the tables are complete.
+        KeyboardInterrupt: Drawing was interrupted; the message says that the tables are complete.
     """
     folder = result.folder
     assert folder is not None
@@ -137,7 +137,7 @@ def _write_page(result: Result, files: FileList, wanted: bool) -> dict[str, str]
             remove(path)
         return {}
     if path.exists() and not is_ours:
-        raise SinkscopeError(f"{path} was written by somebody else meanwhile: move it away, and repeat the command")
+        raise SinkscopeError(f"another process wrote {path} in the meantime: move it away, and repeat the command")
     try:
         text = page_of(result.contents).html
     except Exception as error:

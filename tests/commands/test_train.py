@@ -57,7 +57,7 @@ def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Res
         ), out  # fmt: skip
 
 
-# --- the whole
+# --- results
 
 
 def test_its_folder(finished: tuple[Result, Path]) -> None:
@@ -226,7 +226,7 @@ def test_named_architectures_can_be_measured() -> None:
             assert not any(dropout.values()), dropout  # trainings are repeated bit by bit
 
 
-# --- what is refused
+# --- refused options
 
 
 @pytest.mark.parametrize(
