@@ -1,8 +1,8 @@
 """The result of a command, and how it is written: first tables, texts and run.json, then figures and the page.
 
 The first part appears at once and complete, or not at all. Figures and the page are drawn into the finished folder, so
-that a failure affects nothing else: the figure is named in a warning and in run.json under `failed_figures`. Until they are
-drawn, run.json has `"drawn": false`.
+that a failure affects nothing else: a warning and `failed_figures` in run.json name the figure. Until they are drawn,
+run.json has `"drawn": false`.
 """
 
 import warnings

@@ -181,7 +181,7 @@ class FarMass(Observable):
 
 @pytest.fixture(scope="module")
 def gemma_run(gemma: LoadedModel) -> Run:
-    # longer than the window; without gradients, whose logits are 300 × 262,144 numbers
+    # longer than a chunk of rows; without gradients, whose logits are 300 × 262,144 numbers
     return sinkscope.analyze(gemma, input="natural", num_seqs=1, seq_len=300, observables=TABLES)
 
 

@@ -3,7 +3,7 @@
     python tests/torture/kills.py --kills 200 --seed 0
 
 Each trial kills a command once or several times in a row, at a random moment or before a random change that it makes
-on the disk, and then runs it to its end: alone, or with a second process that writes the same folder. It prints how each
+on the disk, and then runs it to its end: alone, or with a second process for the same folder. It prints how each
 command fared, and ends with status 1 if anything was wrong, lost or left over.
 """
 
@@ -125,7 +125,7 @@ def killed(command: Command, out: Path, errors: Path, overwrite: bool, unbroken:
 
 
 def finished(command: Command, out: Path, errors: Path, overwrite: bool) -> int:
-    """Run the command to its end, sometimes in two processes. Return the number of failed processes; one must succeed."""
+    """Run the command to its end, sometimes in two processes. Return how many failed; one must succeed."""
     rival = errors.with_name("rival")
     with started(command, out, errors, overwrite) as process:
         if random.random() < TWICE:
