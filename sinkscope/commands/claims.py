@@ -95,7 +95,7 @@ def claims(
     page: bool = True,
     **options: Any,
 ) -> Scorecard:
-    """Test the claims of papers on one model, or on the runs of several.
+    """Test the claims of papers on one model, or on the runs of several models.
 
     Args:
         model: as for `analyze`; with `runs` or `from_` and no model, nothing is measured.

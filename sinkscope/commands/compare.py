@@ -1,6 +1,6 @@
 """The command `compare`: puts runs or scorecards side by side. It reads only their folders, and loads no model.
 
-For a single folder that is a comparison, such as the folder of a sweep or of interventions, it prints the own tables.
+For a single folder that is a comparison, such as the folder of a sweep, it prints the folder's own tables.
 """
 
 from collections.abc import Callable, Mapping

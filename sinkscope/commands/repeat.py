@@ -17,14 +17,8 @@ def options_of_run(
 ) -> Options:
     """Return the options of a run, without its permissions: run.json may come from anywhere.
 
-    Args:
-        path: the run's folder or its run.json.
-        command: the command that must have made it.
-        permitted: the PERMISSIONS that the user gives.
-
-    Raises:
-        InputError: it is not a run, another command made it, its model was passed as an object in Python, or it was
-            made with a permission that is not given.
+    InputError if it is not a run of `command`, its model was passed as an object in Python, or it was made with
+    PERMISSIONS that are not in `permitted`.
     """
     folder = folder_of(path)
     manifest = read_manifest(folder)

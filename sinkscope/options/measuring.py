@@ -93,7 +93,7 @@ class DeviceOptions(Options):
         "Model",
         "cpu, cuda, cuda:1, xpu, …, or auto: over all available devices (also balanced, balanced_low_0, sequential).",
         metavar="MAP",
-        shown="cuda if there is one",
+        shown="cuda if available",
     )
     attn: Literal["sdpa", "eager"] = option(
         "sdpa", "Model", "sdpa (fused) or eager (the slow reference).", metavar="KERNEL"
@@ -220,7 +220,7 @@ class AnalyzeOptions(RunConfig):
 
     Steps of training (--revision step0,step512,… or a folder of checkpoint-…): a run folder each, figures by step.
 
-    `accelerate launch -m sinkscope.cli analyze …` shares the sequences out among several GPUs."""
+    `accelerate launch -m sinkscope.cli analyze …` distributes the sequences over several GPUs."""
     writes: ClassVar = "runs/MODEL-INPUT"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -359,7 +359,7 @@ class DoctorOptions(DeviceOptions, ModelOptions):
 
 
 def make_config(**options: Any) -> RunConfig:
-    """Return the RunConfig with these options. Raises InputError with one line on the first that is wrong."""
+    """Return the RunConfig with these options. Raises InputError with one line on the first wrong option."""
     return checked(RunConfig, options)
 
 

@@ -148,11 +148,9 @@ def checked(kind: type[Model], options: Mapping[str, Any]) -> Model:
 
 
 def filled_in(kind: type[Model], parameters: Mapping[str, Any], what: str, whole: str = "") -> Model:
-    """Make an intervention or a retrofit from its parameters, as numbers or as text from the command line.
+    """Make an intervention or a retrofit from its parameters, as numbers or as text; InputError if one is wrong.
 
-    Raises:
-        InputError: a parameter is unknown, or its value is not allowed. The message begins with `what`; `whole`
-            replaces the parameter's name in a message about all parameters together.
+    The message begins with `what`; `whole` replaces the parameter's name in a message about all parameters together.
     """
     for key in parameters:
         if key not in kind.model_fields:

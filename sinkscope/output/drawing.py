@@ -29,11 +29,7 @@ def drawings_of(specs: Mapping[str, FigureSpec[Any]], data: Any) -> Drawings:
 
 
 def save_figures(drawings: Drawings, folder: Path) -> dict[str, str]:
-    """Draw figures and save each as NAME.png and NAME.pdf; OSError if writing fails.
-
-    Returns:
-        The figures that could not be drawn, each with the reason.
-    """
+    """Draw figures, save them as NAME.png and NAME.pdf, and return why some failed; OSError if writing fails."""
     folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     here = os.getpid()

@@ -88,14 +88,11 @@ def written(result: Kind, page: bool = True) -> Kind:
 def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, files: FileList | None = None) -> Kind:
     """Draw figures and the page into the folder that `write_data` has finished.
 
-    Args:
-        result: The result that was written.
-        drawings: The figures; None: all that the result has; empty: figures are left as they are.
-        page: Whether to write index.html.
-        files: The list of the folder's files, if it was written step by step.
+    The manifest of the returned result, and a warning, name the figures that could not be drawn, with the reasons.
 
-    Returns:
-        The result. Its manifest, and a warning, name the figures that could not be drawn, with the reasons.
+    Args:
+        drawings: The figures; None: all that the result has; empty: figures are left as they are.
+        files: The list of the folder's files, if it was written step by step.
 
     Raises:
         SinkscopeError: Writing failed. The tables are complete.

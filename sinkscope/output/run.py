@@ -44,11 +44,7 @@ class Run(RunData, Result):
         return run
 
     def figure(self, name: str) -> Figure:
-        """Draw one figure from the tables.
-
-        Raises:
-            InputError: The figure is unknown, or this run has no data for it.
-        """
+        """Draw one figure from the tables; InputError if it is unknown, or this run has no data for it."""
         return figures.draw(name, self)
 
     @property

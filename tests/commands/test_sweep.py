@@ -1,4 +1,4 @@
-"""`sweep`: the whole grid is checked, cells equal the runs of their commands, and a failure affects only its cell."""
+"""`sweep`: all cells are checked first, cells equal the runs of their commands, and a failure affects only its cell."""
 
 import json
 import multiprocessing

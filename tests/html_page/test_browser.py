@@ -1,4 +1,4 @@
-"""The page in Chromium: no errors or requests, every control works, numbers are the tables', axe finds nothing."""
+"""The page in Chromium: no errors or requests, every control works, numbers equal the tables, axe finds nothing."""
 
 import re
 from collections.abc import Callable, Iterator

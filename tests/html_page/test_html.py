@@ -1,4 +1,4 @@
-"""index.html as a file: its numbers are those of the tables, and a browser runs only the page's own scripts."""
+"""index.html as a file: its numbers equal the tables, and a browser runs only the page's own scripts."""
 
 import base64
 import hashlib

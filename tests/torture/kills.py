@@ -3,8 +3,8 @@
     python tests/torture/kills.py --kills 200 --seed 0
 
 Each trial kills a command once or several times in a row, at a random moment or before a random change that it makes
-on the disk, and then runs it to its end: alone, or with a second process for the same folder. It prints how each
-command fared, and ends with status 1 if anything was wrong, lost or left over.
+on the disk, and then runs it to its end: alone, or with a second process for the same folder. It prints the
+outcomes of each command, and ends with status 1 if anything was wrong, lost or left over.
 """
 
 import argparse

@@ -49,7 +49,7 @@ class Pool(Protocol):
 def run_groups(groups: Iterable[Group], pool: Pool) -> Iterator[Event]:
     """Run all groups, and yield the events of their cells as they occur."""
     waiting = deque(groups)
-    running: dict[int, Group] = {}  # the cells that each worker has not finished
+    running: dict[int, Group] = {}  # the unfinished cells of each worker
     current: dict[int, str] = {}  # the cell that each worker is measuring
     try:
         while waiting or running:
@@ -227,9 +227,7 @@ class RayTasks:
     The machines of the cluster share the folder of the sweep. Each task is a generator that yields its events:
     https://docs.ray.io/en/latest/ray-core/ray-generators.html
 
-    Args:
-        address: the address of a running cluster; None: start one here, and end it with the pool.
-        cpus: number of cores of the cluster that is started; None: all.
+    `address` names a running cluster; None: start one here with `cpus` cores (None: all), and end it with the pool.
     """
 
     share = 0.0  # Ray finds the machine that has room for a group
