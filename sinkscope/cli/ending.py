@@ -1,4 +1,4 @@
-"""The end of commands: an exit status, and one or two lines on stderr if they fail."""
+"""How commands end: with an exit status, and with one or two lines on stderr if they fail."""
 
 import contextlib
 import logging
@@ -89,7 +89,7 @@ def printing(folder: Path | None = None) -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discard the buffer of a stream: Python would complain when it flushes it at the end."""
+    """Discard the buffer of a stream, since Python would report an error when it flushes the buffer at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -216,10 +216,7 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- arm by arm
 
     def _train(self, arm: Arm) -> None:
-        folder, keeps_all = (
-            self.folder / arm.label,
-            self.command == "train",
-        )  # for `analyze` over the steps of a training
+        folder, keeps_all = self.folder / arm.label, self.command == "train"  # for `analyze` over its steps
         model = arm.method.built_into(self.begin(arm), self.family, arm.seed)
         if self.is_main:
             self.files.add(f"{arm.label}/training/")

@@ -62,9 +62,7 @@ def _looked_up(path: Path) -> Path:
     return path
 
 
-UserPath = Annotated[
-    Path, AfterValidator(_looked_up)
-]  # the type of an option: the path of a file, of a folder, or of nothing
+UserPath = Annotated[Path, AfterValidator(_looked_up)]  # the type of an option: a path that may or may not exist
 
 
 def names_in(folder: Path) -> list[str]:
@@ -103,7 +101,7 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. InputError if it is unreadable, not JSON, or too deep."""
+    """Return the content of a JSON file; InputError if it is unreadable, not JSON, or too deep."""
     try:
         content = json.loads(read_text(path))
         json.dumps(content, ensure_ascii=False).encode()  # JSON can hold half of a surrogate pair, which is not text

@@ -36,8 +36,8 @@ def check_device_map(name: str) -> str:
 POSITIONS, WINDOW = 16, 64  # if the sequences are long enough; GS fig. 1 and WSE
 PROMPT = "prompt"  # the condition of a run on --prompt
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
-# Options that permit code from elsewhere to run. Only a command line or a Python call can give
-# them, never a file. They do not affect results.
+# Options that permit code from elsewhere to run. Only a command line or a Python call can give them,
+# never a file. They do not affect results.
 PERMISSIONS = ("trust_remote_code", "allow_pickle")
 
 

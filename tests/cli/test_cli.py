@@ -1,4 +1,4 @@
-"""The command line: its output and its files, and that every wrong input ends clearly and writes nothing."""
+"""The command line: its output and files, and its errors for wrong input, which write nothing."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without a tokenizer. Not to be changed."""
+    """A model without a tokenizer. Tests must not change it."""
     folder = tmp_path_factory.mktemp("models") / "bare"
     tiny_model("llama").save_pretrained(folder)
     return folder
@@ -51,7 +51,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(bare: Path) -> Path:
-    """The same model with a tokenizer. Not to be changed."""
+    """The same model with a tokenizer. Tests must not change it."""
     folder = Path(shutil.copytree(bare, bare.with_name("tiny")))
     core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -61,7 +61,7 @@ def tiny(bare: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """A complete analysis from the command line, and its folder. Not to be changed."""
+    """A complete analysis from the command line, and its folder. Tests must not change it."""
     out = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patched:
         rough_figures(patched)
@@ -579,7 +579,7 @@ def test_from_runs_no_code_that_a_file_allows(
 
 
 def test_two_processes_on_one_folder(bare: Path, failing: Any) -> None:
-    """The second is refused before it computes anything, and the first is not disturbed."""
+    """The second process is refused before it computes anything, and the first one is not disturbed."""
     failing("measuring", ZeroDivisionError())
     with alone_in("run"):
         message = refused(2, "analyze", bare, *RANDOM[:-1], "run")

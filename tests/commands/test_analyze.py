@@ -253,9 +253,7 @@ def test_the_automatic_batch_size_is_a_number_of_tokens(
     monkeypatch.setattr(passes, "TOKENS_PER_BATCH", {"cpu": 60})
     assert forward_of(model, seq_len=20, num_seqs=9).manifest["batch_size"] == 3
     assert forward_of(model, seq_len=100, num_seqs=2).manifest["batch_size"] == 1
-    assert (
-        forward_of(model, seq_len=20, num_seqs=2).manifest["batch_size"] == 2
-    )  # no larger than the number of sequences
+    assert forward_of(model, seq_len=20, num_seqs=2).manifest["batch_size"] == 2  # at most all sequences
     assert run_of(model, seq_len=20, num_seqs=9).manifest["batch_size"] == 1  # a backward pass takes more
 
 
@@ -265,9 +263,7 @@ def test_the_automatic_batch_size_is_a_number_of_tokens(
 def test_a_run_folder_holds_what_was_measured(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "sinkscope.figures.applicable", lambda run: ["sink-map"]
-    )  # drawing all of them takes ten seconds
+    monkeypatch.setattr("sinkscope.figures.applicable", lambda run: ["sink-map"])  # drawing all takes ten seconds
     run = run_of(model, out=tmp_path / "run")
     again = Run.open(tmp_path / "run")
     assert {**again.manifest, "files": None} == {**json.loads(json.dumps(run.manifest)), "files": None}

@@ -554,7 +554,7 @@ options: {num-seqs: 9, seed: 1}
 
 
 def test_names_of_cells_are_stable(tmp_path: Path) -> None:
-    """If they changed, everything would be measured again."""
+    """If the names changed, every cell would be measured again."""
     path = written(tmp_path, "models: [org/Some-Model-1B]\ninputs: [random]\nsettings: {seq-len: [16]}")
     assert [cell.name for cell in read_sweep(str(path), {"allow_pickle": True}).cells] == [
         "Some-Model-1B-random-seq-len=16-2bc4a619a3"

@@ -208,10 +208,7 @@ def test_training_in_a_file(changed: dict[str, Any], message: str | None, folder
     path = written(tmp_path / "sweep.yaml", content(folder) | changed)
     if message is None:
         (only,) = sinkscope.sweep(path, out=tmp_path / "out", dry_run=True).plan
-        assert (only.cell.model, only.cell.options.num_seqs) == (
-            "tiny-llama",
-            4,
-        )  # it takes the shared options that it has
+        assert (only.cell.model, only.cell.options.num_seqs) == ("tiny-llama", 4)  # its shared options
         return
     with pytest.raises(InputError, match=message):
         sinkscope.sweep(path, out=tmp_path / "out")

@@ -151,9 +151,7 @@ def test_models_leave_when_their_cells_are_done(models: Hub, folder: Path, tmp_p
     assert done.failure == ""
     assert snapshots() == {"models--org--kept"}
     assert fetched(models) == 4
-    assert (
-        swept(tmp_path, asked, workers=1, evict=True).failure == ""
-    )  # nothing is left to measure, and nothing is fetched
+    assert swept(tmp_path, asked, workers=1, evict=True).failure == ""  # nothing is left to do or to fetch
     assert fetched(models) == 4
 
 
@@ -162,9 +160,7 @@ def test_a_model_stays_while_its_cells_are_tried_again(models: Hub, tmp_path: Pa
     asked = "models: [org/one]\nsettings: {seed: [0, 1]}"
     assert "2 of 2 cells failed" in swept(tmp_path, asked, workers=1, evict=True).failure
     models.faults.clear()
-    models.repos["org/one"] = Repo(
-        models.repos["org/one"].revisions, gate="token"
-    )  # a refused download is not repeated
+    models.repos["org/one"] = Repo(models.repos["org/one"].revisions, gate="token")  # a refusal is not repeated
     assert "org/one is gated" in swept(tmp_path, asked, workers=1, evict=True, retry=True).failure
     assert fetched(models) == 0
     models.repos["org/one"] = Repo(models.repos["org/one"].revisions)

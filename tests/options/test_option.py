@@ -124,6 +124,4 @@ def test_arms_are_measured_on_blocks() -> None:
 
 def test_output_decides_no_number() -> None:
     deciding = {name for kind in COMMANDS.values() for name in kind.model_fields}
-    assert OutputOptions.model_fields.keys() & deciding == {
-        "from_"
-    }  # in `claims`, --from names runs to judge; elsewhere, the run to repeat
+    assert OutputOptions.model_fields.keys() & deciding == {"from_"}  # `claims` judges these runs
