@@ -1,4 +1,4 @@
-"""All data that claims are judged by, grouped by model: runs, arms of trainings, their steps, and related models.
+"""All data for judging claims, grouped by model: runs, arms of trainings, their steps, and related models.
 
 A training is judged under the name of its model, which is the pretrained model for `retrofit` and the configuration
 for `train`. Its seeds are judged together. If a method has several arms with different parameters, the first is judged

@@ -1,4 +1,4 @@
-"""The command `retrofit`: trains a model with each method and without, and measures the results on held-out text.
+"""The command `retrofit`: trains a model with and without each method, and measures the results on held-out text.
 
 training_arms.py describes the folder.
 """

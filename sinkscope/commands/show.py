@@ -31,7 +31,7 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
 
     Args:
         run: the folder of any command, or its run.json. For a folder of runs, such as the folder of `sweep`,
-            the page is that of their comparison.
+            this is the page of their comparison.
         anew: make the page again.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The options of the output, and the options of commands that measure nothing themselves."""
+"""The options for output, and the options of commands that do not measure."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal

@@ -13,7 +13,7 @@
       natural:
       chats: {input: chats.jsonl, bos: never}
     settings:                      # option → its values; all combinations
-      seq-len: [16, 64]            # the window is as long
+      seq-len: [16, 64]            # the window has the same length
       seed: [0, 1]
     commands:                      # the default is analyze
       analyze: {options: {observables: [attention, gradient]}}
@@ -21,8 +21,8 @@
       retrofit: {options: {method: [vga, none], steps: 500}, settings: {seed: [0, 1]}}
       train: {settings: {config: [tiny-llama, tiny-gpt2], method: [none, {sigmoid: "operation:kind=sigmoid"}]}}
       benchmark: {options: {tasks: [hellaswag], limit: 1000}}
-    options: {num-seqs: 100}       # for all of them
-    quick: {num-seqs: 8, seed: 0}  # with --quick, in place of all other options; equal cells are then one
+    options: {num-seqs: 100}       # for all cells
+    quick: {num-seqs: 8, seed: 0}  # with --quick, in place of all other options; equal cells are merged
     figures: [sink-map]            # for every cell; without it, no figure is drawn
 
 Each combination is a cell: an ordinary command with its options. More specific options override others, in this order:
@@ -55,7 +55,7 @@ TRAIN = "train"
 BY_THEMSELVES = (*TRAINING, "benchmark")  # commands that do not read the inputs
 CELLS = (*MEASURING, *BY_THEMSELVES)  # commands that a cell may run
 LONGEST_NAME = 120  # characters of a cell's name in front of its checksum
-CHECKSUM = 10  # characters
+CHECKSUM = 10  # characters of the checksum
 MOST_CELLS = 100_000
 
 Named = dict[str, Any]  # options by the names of their fields

@@ -126,7 +126,7 @@ def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, file
 
 
 def _write_page(result: Result, files: FileList, wanted: bool) -> dict[str, str]:
-    """Write index.html if it is wanted, else remove an earlier one of the command; return the failure, if any."""
+    """Write index.html if `wanted`, else remove an earlier page of the command; return the failure, if any."""
     path = files.folder / PAGE
     is_ours = files.names is None or PAGE in files.names
     if not wanted:

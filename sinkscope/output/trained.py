@@ -103,7 +103,7 @@ class Trained(Result):
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that prints, if there are several."""
+        """Whether this process prints; only one of several does."""
         return PartialState().is_main_process
 
     def model(self, label: str) -> Path:

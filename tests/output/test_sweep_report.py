@@ -146,7 +146,7 @@ def test_published_rates_are_next_to_those_of_the_same_setting() -> None:
 
 
 def test_scores_are_drawn_against_sink_rates() -> None:
-    """A panel for each task; a family's models by size, and the others by name; on the first input."""
+    """Each task has a panel, with a family's models by size and other models by name, on the first input."""
     cells = [
         {"family": "F", "parameters": 2 * 10**6},
         RANDOM,
