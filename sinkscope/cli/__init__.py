@@ -1,1 +1,1 @@
-"""The command line: typer's options made from the pydantic fields of `options/`, how commands end, what is printed."""
+"""The command line: typer's options, made from the pydantic fields of `options/`, exit statuses, and printing."""

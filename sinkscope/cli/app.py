@@ -1,6 +1,6 @@
 """The typer application: one command for each row of `options.COMMANDS`.
 
-A command's module is imported when it runs, so that `--help` and a mistyped option answer without torch.
+A command's module is imported when it runs, so that `--help` and errors in options do not wait for torch.
 """
 
 import inspect
@@ -31,7 +31,7 @@ _DEBUG = typer.Option(
 
 
 def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
-    """Return the parameters of a command: its arguments, its own options, those that it shares, and those of output."""
+    """Return a command's parameters: its arguments, its own options, shared options, and options of output."""
     first = [name for name in kind.arguments if name in kind.model_fields]
     own = [name for name in kind.model_fields if name in kind.__annotations__ and name not in first]
     rest = [name for name in kind.model_fields if name not in (*first, *own)]
@@ -112,7 +112,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
     """Return the function that typer calls for a command."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        # the model chooses the defaults of options that were not typed
+        # the pydantic model has the defaults of options that were not typed
         sources = {option: ctx.get_parameter_source(option) for option in values}
         typed = {
             option: values[option] for option, source in sources.items() if source and source.name == "COMMANDLINE"
@@ -141,11 +141,11 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
 
 
 def _repeated(name: str, kind: type[Options], output: OutputOptions, typed: dict[str, Any]) -> Options:
-    """Return the options of the run that --from names, except its permissions: those must be typed."""
+    """Return the options of the run that --from names, except its permissions, which must be typed."""
     for given in [name for name in typed if name not in PERMISSIONS]:
         what = f"{given.upper()} {typed[given]}" if given in kind.arguments else flag(given)
         raise InputError(
-            f"--from repeats a run with all its options, so {what} does not go with it: "
+            f"--from repeats a run with all its options, so {what} cannot be given with it: "
             f"leave one of the two out (--out, --overwrite, --quiet, {', '.join(map(flag, PERMISSIONS))} may stay)"
         )
     from sinkscope.commands.repeat import options_of_run  # imports torch

@@ -1,4 +1,4 @@
-"""The end of commands: an exit status, and one or two lines on stderr if they fail."""
+"""How commands end: with an exit status, and with one or two lines on stderr if they fail."""
 
 import contextlib
 import logging
@@ -65,7 +65,7 @@ def interruption(kind: type[Options]) -> Iterator[None]:
         if not was_interrupted(error):
             raise
         if kind.resumable:
-            left = ": what was reached is kept, and the same command goes on from there"
+            left = ": what was reached is kept, and the same command resumes from there"
         else:
             said = (
                 str(error) if isinstance(error, KeyboardInterrupt) else ""
@@ -76,12 +76,7 @@ def interruption(kind: type[Options]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def printing(folder: Path | None = None) -> Iterator[None]:
-    """Report output that cannot be printed, as on a full disk; the result was written to `folder` before.
-
-    Raises:
-        SinkscopeError: not all was printed.
-        BrokenPipeError: the reader has ended.
-    """
+    """Raise SinkscopeError if output cannot be printed, as on a full disk; the result is already in `folder`."""
     try:
         yield
         sys.stdout.flush()
@@ -94,7 +89,7 @@ def printing(folder: Path | None = None) -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discard the buffer of a stream: Python would complain when it flushes it at the end."""
+    """Discard the buffer of a stream, since Python would report an error when it flushes the buffer at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -1,1 +1,1 @@
-"""One file per command, named as it is typed: the only place that joins the rooms."""
+"""The commands, one file for each, named as it is typed. Only this folder combines all the others."""

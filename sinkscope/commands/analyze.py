@@ -1,4 +1,4 @@
-"""`analyze`: from a model's name to a Run. Read this file to see a run from end to end."""
+"""The command `analyze`: measures a model and returns a Run. Read this file to follow a run from end to end."""
 
 import os
 import time
@@ -42,7 +42,7 @@ def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
 def check(options: AnalyzeOptions) -> None:
     """Raise InputError for wrong options of a recipe, before a model is loaded."""
     if options.has_steps:
-        raise InputError("a recipe measures one model: of several steps, name one revision or checkpoint")
+        raise InputError("a recipe measures one model: name a single revision or checkpoint")
     check_config(options)
 
 
@@ -101,7 +101,7 @@ def analyze_steps(
     page: bool = True,
     **options: Any,
 ) -> Series:
-    """Measure a model at several steps of its training; with `out`, also write a run folder each and the figures.
+    """Measure a model at several steps of its training; with `out`, also write a run folder per step and the figures.
 
     Args:
         model: a hub id, or a folder with a checkpoint in each subfolder.
@@ -112,7 +112,7 @@ def analyze_steps(
         quiet, page, **options: as for `analyze`.
 
     Raises:
-        InputError: as `analyze` does; or a name has no step, or two names have the same one.
+        InputError: an option or the input is wrong, a name has no step, or two names have the same step.
         SinkscopeError: a run failed; nothing is written.
     """
     start = time.time()

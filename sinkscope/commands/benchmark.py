@@ -1,4 +1,4 @@
-"""`benchmark`: a model's scores on tasks of lm-evaluation-harness (WSE figure 10), through its Python API."""
+"""The command `benchmark`: scores a model on tasks of lm-evaluation-harness (WSE figure 10), through its Python API."""
 
 import importlib.metadata
 import importlib.util
@@ -34,7 +34,7 @@ from sinkscope.results.scores import COLUMNS, COMMAND, TABLE, Scores
 from sinkscope.results.tables import LEADING, names_of
 
 PACKAGE = "lm_eval"
-DIFFERING = -1  # shots of a group
+DIFFERING = -1  # shots of a group whose tasks differ in them
 
 
 def command(options: BenchmarkOptions, output: OutputOptions) -> Result:
@@ -69,10 +69,10 @@ def benchmark(
 
     Args:
         model, tokenizer, out, overwrite, quiet, config, page: as for `analyze`.
-        **options: `tasks`, `task_path`, `shots`, `limit`, and those for loading the model.
+        **options: `tasks`, `task_path`, `shots`, `limit`, and the options for loading the model.
 
     Raises:
-        InputError: an option is wrong, the harness is not installed, or it does not know a task; nothing was written.
+        InputError: an option is wrong, the harness is not installed, or it lacks a task; nothing was written.
         SinkscopeError: the harness fails.
     """
     start = time.time()
@@ -109,9 +109,7 @@ def benchmark(
 
 
 def _known_tasks(config: BenchmarkOptions) -> Any:
-    """Return the tasks of the user and the harness, or of the user alone if they suffice. Raises InputError if one is
-    unknown.
-    """
+    """Return the user's tasks, with the harness's tasks if needed; InputError for an unknown task."""
     from lm_eval.tasks import TaskManager
 
     own = None if config.task_path is None else str(user_path(config.task_path))
@@ -120,7 +118,7 @@ def _known_tasks(config: BenchmarkOptions) -> Any:
         unknown = [name for name in config.tasks if name not in manager.all_tasks]
         if not unknown:
             return manager
-    raise InputError(f"lm-evaluation-harness knows no task '{unknown[0]}': `lm-eval ls tasks` shows the names")
+    raise InputError(f"lm-evaluation-harness has no task '{unknown[0]}': `lm-eval ls tasks` shows the names")
 
 
 def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[st
 
     if loaded.tokenizer is None:
         raise InputError(f"{loaded.name} has no tokenizer, and tasks are texts")
-    seed = config.seed % 2**32  # numpy's largest
+    seed = config.seed % 2**32  # numpy's seeds are below 2**32
     try:
         with silent(), _own_random_numbers():
             network = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=config.batch_size)
@@ -169,13 +167,7 @@ def _own_random_numbers() -> Iterator[None]:
 
 
 def table_of(results: Mapping[str, Any], model: str, asked: tuple[str, ...]) -> pd.DataFrame:
-    """Return the table `benchmark`.
-
-    Args:
-        results: of the harness; its `results` has "METRIC,FILTER" → score for each task.
-        model: the model's name.
-        asked: the tasks that were named.
-    """
+    """Return the table `benchmark`; for each task, the harness's `results` have "METRIC,FILTER" → score."""
     rows = []
     for task, scores in {**results["results"], **results["groups"]}.items():
         questions = int(results["n-samples"].get(task, {}).get("effective", 0))

@@ -1,4 +1,4 @@
-"""`claims`: statements of papers are tested on a model: what runs lack is measured, and their tables are judged.
+"""The command `claims`: tests statements of papers on a model. It measures the missing runs, and judges all tables.
 
 Each run is written into the folder as soon as it is measured, and the scorecard at the end. The same command resumes an
 interrupted one.
@@ -60,12 +60,12 @@ from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.verdict.scorecard import Scorecard
 
 STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
-STREAM = 512  # tokens of a text that is streamed, or as many as the model takes
+STREAM = 512  # tokens of a streamed text, or the most that the model can read
 STREAMS = 8  # number of these texts, over which intervals are computed
-# observables that claims read of each input; of equal tokens more if there is no BOS
+# observables that claims read from each input; from equal tokens more if there is no BOS
 OF_INPUTS = {NATURAL: ("attention", "activation", "massive"), RANDOM: ("attention",), REPEATED: ("attention",)}
 OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
-# observables that claims read of random weights
+# observables that claims read from random weights
 OF_NULL = (
     "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
     "window-edge",
@@ -80,7 +80,7 @@ def command(options: ClaimsOptions, output: OutputOptions) -> Result:
     return Result(card, card.markdown, folder=output.out, failure=failure)
 
 
-check = check_config  # of the options of a sweep, before a model is loaded
+check = check_config  # checks the options of a sweep before a model is loaded
 
 
 def claims(
@@ -95,21 +95,21 @@ def claims(
     page: bool = True,
     **options: Any,
 ) -> Scorecard:
-    """Test the claims of papers on one model, or on the runs of several.
+    """Test the claims of papers on one model, or on the runs of several models.
 
     Args:
         model: as for `analyze`; with `runs` or `from_` and no model, nothing is measured.
         runs: runs that were measured before, in addition to the folders in the option `from_`.
         tokenizer, quiet: as for `analyze`.
-        out: the folder to write. The same call resumes an interrupted one; other options are refused.
-        overwrite: start again, and replace what is in `out`.
+        out: the folder to write. The same call resumes an interrupted one; a call with other options is refused.
+        overwrite: start again, and replace the content of `out`.
         config: all options at once, in place of `options`.
         page: also write index.html.
         **options: `from_`, `draws` (random controls of each intervention), and those of `analyze`.
 
     Raises:
         InputError: an option or the input is wrong, or there is nothing to judge; nothing was written.
-        SinkscopeError: the model as it is could not be measured.
+        SinkscopeError: the unchanged model could not be measured.
     """
     start = time.time()
     config = config or options_of(ClaimsOptions, model, options)
@@ -132,7 +132,7 @@ def claims(
                 name = subject.loaded.name
                 models = models_of(known.runs)
                 if models and name not in models:
-                    notice = f"the runs given are of {', '.join(models)}: none is of {name}, and all is measured"
+                    notice = f"the given runs are of {', '.join(models)}, not of {name}: everything is measured"
                     print_notices(console, [notice])
 
                 def earlier() -> tuple[list[Run], dict[str, dict[str, str]]]:
@@ -173,21 +173,21 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
 
 @dataclass
 class Bench:
-    """One model, and the runs that its claims need: those that are known, and the others, which are measured."""
+    """One model with the runs that its claims need: the given ones, and the missing ones, which it measures."""
 
     subject: Subject
     config: ClaimsOptions
     console: Console
     known: Sequence[RunData]
-    earlier: Sequence[RunData] = ()  # those of them that the same call measured before it was interrupted
+    earlier: Sequence[RunData] = ()  # runs that the same call measured before it was interrupted
     kept: "ScorecardFolder | None" = None  # where runs are written as soon as they are measured
-    analyzed: RunData | None = None  # the model as it is, if this call has measured it
-    interrupt: BaseException | None = None  # it ended an experiment of which some arms were finished
+    analyzed: RunData | None = None  # the run of the unchanged model, if this call has measured it
+    interrupt: BaseException | None = None  # ended an experiment after some of its arms were finished
     skipped: dict[str, str] = field(default_factory=dict)  # role → why it does not apply
     failed: dict[str, str] = field(default_factory=dict)  # role → why its run failed
 
     def evidence(self, skipped: Mapping[str, Mapping[str, str]]) -> Evidence:
-        """Measure what is missing, first the model as it is, whose run decides which claims apply to it."""
+        """Measure the missing runs, first the unchanged model, whose run decides which claims apply."""
         name = self.config.model or self.subject.loaded.name
         runs: list[RunData] = list(models_of(self.known).get(self.subject.loaded.name, ()))
         main = evidence_of(runs, name).runs.get(MAIN)
@@ -198,7 +198,7 @@ class Bench:
         elif any(main is run for run in self.earlier):
             self.analyzed = main
         if self.subject.family.has_attention:
-            # reasons against interventions, which are known before a text is made for them
+            # find the interventions that do not apply before a text is made for them
             target = Target(self.subject.loaded.model, self.subject.family, seams={})
             needs = {need for each in CLAIMS.values() for need in each.reads} | set(ROUTE_ROLES)
             done = {need.name: parse(need.of) for need in needs if need.is_intervention}
@@ -211,7 +211,7 @@ class Bench:
                 names = [role.name for role in roles]
                 try:
                     runs.append(self._keep(WAYS[kind](self, roles), names[0]))
-                except InputError as error:  # it does not apply to this model
+                except InputError as error:  # the run does not apply to this model
                     self._skip(dict.fromkeys(names, one_line(error)))
                 except SinkscopeError as error:  # the other runs are still measured
                     self.failed |= dict.fromkeys(names, one_line(error))
@@ -230,7 +230,7 @@ class Bench:
             self.kept.skip(self.subject.loaded.name, reasons)
 
     def _wanted(self, evidence: Evidence) -> dict[str, list[Need]]:
-        """Map each way to the roles without a run that routes, or claims about this model, need."""
+        """Map each way to its roles that have no run, and that routes or claims about this model need."""
         applying = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
         found: dict[str, list[Need]] = defaultdict(list)
         needs = dict.fromkeys(need for claim in applying for need in claim.reads)
@@ -244,19 +244,16 @@ class Bench:
     # --- the runs
 
     def input(self, given: Mapping[str, Any], observables: tuple[str, ...] = ("attention",)) -> Run:
-        """Measure the same model on another input, with those of the observables that apply to it. The parity check is
-        skipped if it was done on the text, whose batches have the same shape.
+        """Measure the same model on another input, with the observables that apply to it.
+
+        The parity check is skipped if it was done on the text, because its batches have the same shape.
         """
         checked = self.config.skip_parity or self.analyzed is not None
         other = {"dataset": None, "prompt": None, "observables": self._applying(observables), "skip_parity": checked}
         return self._analyzed(None, {**other, **given})
 
     def under_policy(self, roles: Sequence[Need], policy: str) -> Run:
-        """Measure the model's own text, or drawn tokens, with or without a BOS before every sequence.
-
-        Raises:
-            InputError: there is no BOS, or the text is token ids, which are taken as they are.
-        """
+        """Measure with or without a BOS before each sequence; InputError for token ids, or if there is no BOS."""
         name = roles[0].of
         of_text = {key: getattr(self.config, key) for key in ("input", "dataset", "prompt")}
         given = {**(of_text if name == NATURAL else {"input": name}), "bos": BOS_OPTIONS[policy]}
@@ -290,10 +287,10 @@ class Bench:
         return self._experiment(subject, {"arms": {name: (name,) for name in kinds}, **given}, alone, without_loss)
 
     def streamed(self, roles: Sequence[Need]) -> Run:
-        """Measure long texts with a streaming window. Raises InputError if the model takes no text of that length."""
+        """Measure long texts with a streaming window; InputError if the model cannot read them."""
         length = min(STREAM, position_limit(self.subject.loaded.model, self.subject.family) or STREAM)
         if length < LONG:
-            raise InputError(f"it takes {length} tokens at most, and a text of {LONG} is streamed")
+            raise InputError(f"it takes at most {length} tokens, and the streamed text has {LONG}")
         registers = registers_before(self.subject.loaded.model)
         keep = sorted({*KEPT, *((registers, registers + 3) if registers else ())})
         do = f"{STREAMED},keep={','.join(map(str, keep))}"
@@ -341,7 +338,7 @@ class Bench:
         return Subject(self.subject.loaded, self.subject.family, inputs)
 
 
-# kind of role → measures its run; roles of other kinds need models that are trained for them
+# kind of role → the method that measures its run; roles of other kinds need models that are trained for them
 WAYS: dict[str, Callable[[Bench, list[Need]], Run]] = {
     **{kind: partial(Bench.under_policy, policy=policy) for policy, kind in POLICIES.items()},
     NULL.kind: Bench.null,
@@ -369,11 +366,7 @@ def _own_folder(
     reads: Iterable[str | os.PathLike[str] | None],
     page: bool,
 ) -> Iterator["ScorecardFolder | None"]:
-    """Lock the folder, and check it before anything is computed; None: the scorecard stays in memory.
-
-    Raises:
-        InputError: it cannot be written, or was made with other options.
-    """
+    """Lock the folder, and check it before anything is computed; None if the scorecard stays in memory."""
     if folder is None:
         yield None
         return
@@ -392,18 +385,11 @@ class ScorecardFolder:
     start: float
     overwrite: bool
     page: bool
-    runs: list[Run] = field(default_factory=list)  # of an earlier session
+    runs: list[Run] = field(default_factory=list)  # runs that an earlier session measured
     skipped: dict[str, dict[str, str]] = field(default_factory=dict)  # model → role → why it does not apply
 
     def begin(self, **facts: str) -> None:
-        """Claim the folder, and find what an earlier session has measured.
-
-        Args:
-            **facts: further entries of run.json that affect results.
-
-        Raises:
-            InputError: it was measured on another model or text.
-        """
+        """Claim the folder, and find the runs of an earlier session; InputError if their `facts` differ."""
         self._facts = facts
         self._files = FileList(self.folder, [], lambda: write_manifest(self.folder, self._manifest()))
         options = {"config": dict(self.config), **facts}

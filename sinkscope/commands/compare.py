@@ -1,6 +1,6 @@
-"""`compare`: runs or scorecards side by side, from their folders alone: no model is loaded.
+"""The command `compare`: puts runs or scorecards side by side. It reads only their folders, and loads no model.
 
-For a single folder that is a comparison, such as that of a sweep or of interventions, its own tables are printed.
+For a single folder that is a comparison, such as the folder of a sweep, it prints the folder's own tables.
 """
 
 from collections.abc import Callable, Mapping

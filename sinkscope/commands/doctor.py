@@ -1,4 +1,4 @@
-"""`doctor`: how sinkscope sees a model, and whether its measurements would be right, before a long run."""
+"""The command `doctor`: shows the wiring of a model, and checks before a long run that measurements would be right."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from sinkscope.text.batch import Batch
 from sinkscope.verdict.report import layers_text
 
 TOKENS = 64
-Check = tuple[str, bool, str]  # what was checked, whether it passed, a detail
+Check = tuple[str, bool, str]  # the check, whether it passed, a detail
 
 
 @dataclass
@@ -65,7 +65,7 @@ def doctor(model: ModelLike = None, **options: Any) -> Report:
 
     Args:
         model: as for `analyze`.
-        **options: those of `load`.
+        **options: the options of `load`.
 
     Returns:
         A Report whose `ok` is True if every check passed.
@@ -98,17 +98,19 @@ def _examined(loaded: LoadedModel) -> Report:
     report.checks = [("residual stream", worst < tolerance, detail)]
     report.checks += [_output(model, family, batch, kernel, bare, own.tolerance) for kernel in ("sdpa", "eager")]
     if own.attention:
-        report.checks.append(_attention("each layer attends as the bare model's does", own.attention))
+        report.checks.append(_attention("each layer's attention equals the bare model's", own.attention))
     if any(map(attends_by_us, model.modules())):
-        report.notes.append("attention weights: transformers' eager attention knows nothing of what is built in")
+        report.notes.append(
+            "attention weights: transformers' eager attention lacks the retrofit, so there is nothing to compare with"
+        )
     elif not family.has_attention:
         report.notes.append(f"attention weights: {NO_ATTENTION}")
-    elif family.door == "interface":  # our weights are compared with those of transformers' eager attention
+    elif family.door == "interface":  # compare our weights with the weights of transformers' eager attention
         with torch.no_grad(), attention_implementation(model, "eager"), comparing(model, family, batch) as found:
             model(batch.token_ids.to(input_device(model)), use_cache=False)
-        report.checks.append(_attention("attention to position 0 is transformers' eager", found))
+        report.checks.append(_attention("attention to position 0 equals transformers' eager attention", found))
     else:
-        report.notes.append("attention weights are those that the model's own code computes; there is no second way")
+        report.notes.append("attention weights come from the model's own code: there is nothing to compare them with")
     return report
 
 
@@ -130,7 +132,7 @@ def _calibrated(family: Family) -> list[str]:
 
 
 def _not_applicable(model: PreTrainedModel, family: Family) -> list[str]:
-    """Return what is expected of any model and does not apply to this one, with the reasons."""
+    """Return the sites, gradients and observables that do not apply to this model, with the reasons."""
     notes = [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
     notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
     target = Target(model, family, seams={})
@@ -187,7 +189,7 @@ def _output(
         tracer.forward(batch, [parity])
     assert parity.error is not None
     detail = "bit for bit" if parity.error == 0 else f"within {parity.error:.1e}, by round-off at most {tolerance:.1e}"
-    what = f"the last layer's output through the seam ({kernel}) is the bare model's"
+    what = f"the last layer's output through the seam ({kernel}) equals the bare model's"
     return (what, parity.error <= tolerance, detail)
 
 

@@ -1,4 +1,4 @@
-"""All data that claims are judged by, grouped by model: runs, arms of trainings, their steps, and related models.
+"""All data for judging claims, grouped by model: runs, arms of trainings, their steps, and related models.
 
 A training is judged under the name of its model, which is the pretrained model for `retrofit` and the configuration
 for `train`. Its seeds are judged together. If a method has several arms with different parameters, the first is judged
@@ -61,8 +61,8 @@ class Collection:
         return found
 
     def completed(self, evidence: Evidence, name: str) -> dict[str, Evidence]:
-        """Add its studies to the evidence of a model, and return it together with that of further variants of its arms,
-        without the runs, which do not depend on the variant.
+        """Add a model's studies to its evidence. Return it with the evidence of further variants of the model's arms,
+        which lacks the runs, because these do not depend on the variant.
         """
         found = {name: self._complete(evidence, name, 0)}
         named_by_claims = {
@@ -105,7 +105,7 @@ class Collection:
         return found
 
     def _trained_model(self, series: Steps) -> str:
-        """Return the name of the model whose training has these steps: that of an arm, if its training was given."""
+        """Return the name of the model that was trained: the name of an arm, if its training was given."""
         if series.of.name != CHECKPOINTS:
             return series.manifest["model"]
         arm, folder = series.of.parent.name, series.of.resolve().parent.parent
@@ -139,16 +139,12 @@ def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
         elif (folder / "runs").is_dir():
             every += [Run.open(each) for each in sorted((folder / "runs").iterdir())]
         else:
-            raise InputError(f"--from {folder} judged runs of other folders: name those")
+            raise InputError(f"--from {folder} judged runs of other folders: name those folders")
     return Collection(every, tuple(trainings), tuple(series), tuple(scores))
 
 
 def judged_folders(folders: Iterable[Path]) -> list[Path]:
-    """Return the folders without repetitions; for a sweep, those of its finished cells that can be judged.
-
-    Raises:
-        InputError: another command wrote a folder, or a sweep has no finished cell.
-    """
+    """Return each folder once, with the finished cells in place of a sweep; InputError if nothing can be judged."""
     found: dict[Path, None] = {}
     for folder in folders:
         manifest = read_manifest(folder, (*JUDGED, SWEEP))
@@ -163,7 +159,7 @@ def judged_folders(folders: Iterable[Path]) -> list[Path]:
         # resumable commands write their tables last
         done = [cell for cell, own in manifests.items() if own["command"] in JUDGED and own["tables"]]
         if not done:
-            raise InputError(f"--from {folder}: none of its cells is done that claims could judge")
+            raise InputError(f"--from {folder}: no cell that claims can judge is done")
         found |= dict.fromkeys(done)
     return list(found)
 
@@ -180,7 +176,7 @@ def _training(folder: Path) -> Training:
 
 
 def skipped_in(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
-    """Map each model to its roles that do not apply, with the reasons, as folders of `claims` have them."""
+    """Map each model to its roles that do not apply, with the reasons, from folders of `claims`."""
     return merged(*(read_manifest(folder, JUDGED).get("skipped_roles", {}) for folder in folders))
 
 

@@ -1,4 +1,4 @@
-"""`intervene`: a model before and after interventions, and under random controls of the same kind."""
+"""The command `intervene`: measures a model before and after interventions, and under random controls."""
 
 import os
 import time
@@ -67,17 +67,17 @@ def intervene(
         model: as for `analyze`.
         do: one intervention or several, applied in their order: "zero-massive:layers=11,coordinates=507".
         arms: several experiments by name; "all": every intervention that applies. The manifest's `skipped` has the
-            reasons against the others.
+            reasons why others do not apply.
         tokenizer, out, overwrite, quiet, config, figures, page: as for `analyze`.
         **options: `draws`, the number of random controls of each arm, and those of `analyze`.
 
     Returns:
         A Run with the tables `effect`, `attention`, `attention_by_sequence`, `loss_by_sequence`, `massive`, `arm_maps`
-        and those of further `observables`, whose `condition` is the arm, and `streaming` if that was asked for.
+        and those of further `observables`, whose `condition` is the arm, and `streaming` if requested.
 
     Raises:
-        InputError: something does not exist, does not apply, or would change nothing; nothing was written.
-        SinkscopeError: the run failed, or every arm of it.
+        InputError: an option is wrong, or an intervention does not apply or would change nothing; nothing was written.
+        SinkscopeError: the run or every arm of it failed.
     """
     start = time.time()
     config = config or options_of(InterveneOptions, model, _named(do, arms) | options)
@@ -107,7 +107,7 @@ def intervene(
 def _named(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, Any]:
     """Return the options `do` and `arms` as texts."""
     if (do is None) == (arms is None):
-        raise InputError("name what to do: `sinkscope list interventions` shows what there is")
+        raise InputError("name what to do: `sinkscope list interventions` shows the names")
     if do is not None:
         return {"do": [str(part) for part in parse_all(do)]}
     if arms == "all":
@@ -124,7 +124,7 @@ def wanted_arms(stacks: Mapping[str, Do] | Literal["all"]) -> dict[str, tuple[In
         if not stack:
             raise InputError(f"arm '{label}' does nothing: name an intervention")
         if label == BEFORE:
-            raise InputError(f"an arm cannot be called '{BEFORE}', which is the model as it is")
+            raise InputError(f"an arm cannot be called '{BEFORE}', which is the unchanged model")
         alone = next((part.name for part in stack if part.measured_by != "pass"), None)
         if alone and len(stack) > 1:
             raise InputError(f"{alone} needs an arm of its own: it is measured by perplexity only")

@@ -1,4 +1,4 @@
-"""`list`: everything that can be named on the command line. Each kind is a table, made from its register.
+"""The command `list`: prints all names for the command line. Each kind of names is a table, made from its register.
 
 The registers are imported when they are shown.
 """
@@ -84,7 +84,7 @@ def _families() -> Rows:
 
 
 def _recipes() -> Rows:
-    """List the recipes here and of the checkout that sinkscope runs from, with errors of other YAML files."""
+    """List the recipes of the working directory and of sinkscope, with the errors of invalid YAML files."""
     from sinkscope.options.recipe import known_recipes, read_recipe
 
     rows = []
@@ -150,6 +150,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "tables": (_tables, "table", "column", "what it holds", "unit"),
     "metrics": (_metrics, "metric", "label", "unit", "definition", "source"),
     "claims": (
-        _claims, "claim", "paper", "where", "what it says", "what is measured", "holds if (‡ threshold of ours)",
+        _claims, "claim", "paper", "where", "what it says", "what is measured", "holds if (‡ our threshold)",
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`quantize`: the cost of simulated W8A8, and the sites whose outliers cause it (quantization/sites.py)."""
+"""The command `quantize`: measures the cost of simulated W8A8, and finds the sites whose outliers cause it."""
 
 import os
 import time
@@ -37,7 +37,7 @@ def command(options: QuantizeOptions, output: OutputOptions) -> Result:
     return Result(run, run.verdict, notes=notes, folder=output.out, failure=failure)
 
 
-check = check_config  # of the options of a recipe, before a model is loaded
+check = check_config  # checks the options of a recipe before a model is loaded
 
 
 def quantize(
@@ -98,7 +98,7 @@ def quantize(
             **{name: getattr(config, name) for name in PRECISION},
             "calibration": len(held_out),
             "calibration_sha256": held_out.sha256,
-            "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, those behind them calibrated by",
+            "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, the following ones calibrate",
             "linear_layers": sum(site.part == INPUT for site in ranges),
             "not_quantized": not_quantized(subject.loaded.model, subject.family),
             "full_precision_modules": full_precision_modules(subject.loaded.model, ranges),
@@ -114,7 +114,7 @@ def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInp
         what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"
         raise InputError(
             f"{what} holds {counted(len(inputs), 'sequence')}, fewer than the {config.num_seqs} to evaluate and "
-            f"{config.calibration} to calibrate by: take a smaller --num-seqs or --calibration"
+            f"{config.calibration} to calibrate with: take a smaller --num-seqs or --calibration"
         )
     evaluated = Subject(subject.loaded, subject.family, inputs.part(0, config.num_seqs))
     return evaluated, inputs.part(config.num_seqs, wanted)

@@ -1,4 +1,4 @@
-"""--from RUN: read the options of a run from its run.json."""
+"""The option --from RUN: reads the options of a run from its run.json."""
 
 import os
 from collections.abc import Collection
@@ -17,15 +17,8 @@ def options_of_run(
 ) -> Options:
     """Return the options of a run, without its permissions: run.json may come from anywhere.
 
-    Args:
-        path: the run's folder or its run.json.
-        command: the command that must have made it.
-        kind: the command's options.
-        permitted: the PERMISSIONS that the user gives.
-
-    Raises:
-        InputError: it is not a run, another command made it, its model was passed as an object in Python, or it was
-            made with a permission that is not given.
+    InputError if it is not a run of `command`, its model was passed as an object in Python, or it was made with
+    PERMISSIONS that are not in `permitted`.
     """
     folder = folder_of(path)
     manifest = read_manifest(folder)
@@ -42,24 +35,24 @@ def options_of_run(
     if getattr(options, "model", None) is None and not is_demo(source):
         raise InputError(
             f"{folder / MANIFEST} cannot be repeated: its model was passed as an object in Python, not by name. "
-            f"Analyze that again, or name a model instead of --from (it called itself {source})"
+            f"Analyze that again, or name a model instead of --from (its name was {source})"
         )
     lacking = [flag(name) for name in PERMISSIONS if getattr(options, name) and name not in permitted]
     if lacking:
         flags = " and ".join(lacking)
         raise InputError(
-            f"{folder / MANIFEST} is of a run with {flags}, by which code that comes with a model may run: "
+            f"{folder / MANIFEST} is of a run with {flags}, which lets code that comes with a model run: "
             f"if you trust the maker of {one_line(getattr(options, 'model', None) or source, 80)}, add {flags}"
         )
     return options.model_copy(update={name: name in permitted for name in PERMISSIONS})
 
 
 def differences(path: str | os.PathLike[str] | None, now: dict[str, Any]) -> list[str]:
-    """Describe how the manifest of a repetition differs from that of the original run: files and models may change."""
+    """Describe how a repetition's manifest differs from the original run's: files and models may change."""
     if path is None:
         return []
     rows = differing_settings([read_manifest(folder_of(path)), now], ["then", "now"])
     return [
-        f"unlike in the run repeated, {setting} was {row['then']} and is now {row['now']}"
+        f"unlike in the original run, {setting} was {row['then']} and is now {row['now']}"
         for setting, row in rows.iterrows()
     ]

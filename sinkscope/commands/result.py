@@ -10,24 +10,13 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Result:
-    """The output of a command for the terminal, with the Python object that it returns.
+    """The output of a command for the terminal, with the Python object that it returns."""
 
-    Attributes:
-        value: the Run, Series, Comparison, … that the Python function of the command returns.
-        markdown: findings in words.
-        text: plain lines.
-        numbers: a table of numbers, its index the first column.
-        tables: tables of text by title.
-        notes: one line each, for stderr.
-        folder: where it was written.
-        failure: a message with which the command ends, its exit status then being 1.
-    """
-
-    value: Any = None
-    markdown: str = ""
-    text: str = ""
-    numbers: pd.DataFrame | None = None
-    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    folder: Path | None = None
-    failure: str = ""
+    value: Any = None  # the Run, Series, Comparison, … that the Python function of the command returns
+    markdown: str = ""  # findings in words
+    text: str = ""  # plain lines
+    numbers: pd.DataFrame | None = None  # a table of numbers, whose index is the first column
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # tables of text by title
+    notes: Sequence[str] = ()  # one line each, for stderr
+    folder: Path | None = None  # the folder that was written
+    failure: str = ""  # the message with which the command ends, with exit status 1

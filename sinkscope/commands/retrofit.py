@@ -1,4 +1,4 @@
-"""`retrofit`: a model is trained with each method, and plainly; all are measured by the same code on held-out text.
+"""The command `retrofit`: trains a model with and without each method, and measures the results on held-out text.
 
 training_arms.py describes the folder.
 """
@@ -55,23 +55,23 @@ def retrofit(
     figures: bool = True,
     **options: Any,
 ) -> Trained:
-    """Retrofit and train a model with each method, and measure all of them and the model itself on held-out text.
+    """Retrofit and train a model with each method, and measure the results and the unchanged model on held-out text.
 
-    Every method starts from the model as it is. Under `accelerate launch` this trains on all processes, and measures
-    on the first. The same call resumes an interrupted one.
+    Every method starts from the unchanged model. Under `accelerate launch`, all processes train, and the first one
+    measures. The same call resumes an interrupted one.
 
     Args:
         model: a hub id, a folder, a .gguf file, or a model already loaded; None for the demo model.
         methods: "vga,none", "vga:placement=output", a list of these, or label → method.
         out: the folder to write.
-        tokenizer: of a model already loaded.
-        overwrite: start again, and replace what is in `out`.
+        tokenizer: the tokenizer of a model already loaded.
+        overwrite: start again, and replace the content of `out`.
         quiet: print no progress.
         config: all options at once, in place of `options`.
-        record: of a recipe, for run.json.
+        record: the content of a recipe, for run.json.
         page: also write index.html.
-        figures: also draw the figures of the arms, each by itself and all together.
-        **options: those of the command line, with underscores: see `RetrofitOptions`.
+        figures: also draw figures of each arm and of all arms together.
+        **options: the options of the command line, with underscores: see `RetrofitOptions`.
 
     Returns:
         The runs, their comparison, tables and figures.
@@ -79,7 +79,7 @@ def retrofit(
     Raises:
         InputError: wrong options, a method that does not apply, a text that is too short, or a folder made with other
             options; nothing has been trained.
-        SinkscopeError: a training failed. What was reached stays in `out`.
+        SinkscopeError: a training failed. Finished arms and checkpoints stay in `out`.
     """
     given = options if methods is None else options | {"method": methods}
     config = config or options_of(RetrofitOptions, model, given)

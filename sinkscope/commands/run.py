@@ -1,4 +1,4 @@
-"""`run`: a recipe (options/recipe.py) on any model.
+"""The command `run`: runs a recipe (options/recipe.py) on any model.
 
 OUT/ is the folder of the recipe's command, with the recipe in its run.json. A recipe with several `runs` writes a
 folder for each, their comparison, and its own run.json.
@@ -38,9 +38,9 @@ class RecipeRun:
 
     recipe: Recipe  # as read from its file
     runs: Mapping[str, Run]  # by name, if its command measures runs; the name of a single run is ""
-    comparison: Comparison | None  # of several runs
+    comparison: Comparison | None  # if there are several runs
     folder: Path
-    result: Result | None = None  # of the command, if it measures no runs
+    result: Result | None = None  # the command's result, if it measures no runs
     failure: str = ""  # the parts of the runs that failed, although the runs were written
 
 
@@ -74,12 +74,12 @@ def run_recipe(
 
     Args:
         recipe: a YAML file, or the name of a recipe.
-        model: the model, in place of that of the recipe.
-        out: the folder; runs/RECIPE-MODEL if None and the recipe names none.
+        model: the model, in place of the recipe's model.
+        out: the folder; runs/RECIPE-MODEL if None and the recipe names no folder.
         overwrite: replace an earlier run.
         quiet: print no progress.
         page: also write index.html.
-        **options: options of the recipe's command, in place of those of the recipe.
+        **options: options of the recipe's command, which replace the recipe's options.
 
     Raises:
         InputError: the recipe does not exist or is faulty, or an option is wrong.
@@ -90,7 +90,7 @@ def run_recipe(
     given = options if model is None else options | {"model": text_of(model)}
     runs = found.options(given)
     module = import_module(f"sinkscope.commands.{found.content.command}")
-    check = getattr(module, "check", None)  # only commands that take long have one
+    check = getattr(module, "check", None)  # only long commands have this check
     try:
         for asked in runs.values():
             if check is not None:
@@ -135,9 +135,7 @@ def run_recipe(
 
 
 def _own_out(recipe: Recipe) -> str | None:
-    """Return the folder that a recipe names. Raises InputError unless it is below the working directory: recipes may
-    come from anywhere.
-    """
+    """Return a recipe's folder; InputError unless it is below the working directory: recipes may come from anywhere."""
     out = recipe.content.out
     try:
         is_below = out is None or Path.cwd() in Path(out).resolve().parents

@@ -1,6 +1,6 @@
-"""`show`: the page of a folder, in the browser. A missing page is made from the folder's tables alone.
+"""The command `show`: opens the page of a folder in the browser, and makes a missing page from the folder's tables.
 
-`page` is the same for notebooks: the page of a folder, or of the object that a command's Python function returned.
+`page` does the same in notebooks, for a folder or for the object that a command's Python function returned.
 """
 
 import os
@@ -30,8 +30,8 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
     """Return the page of a folder. It is made if it is missing; figures of a run that failed are drawn again.
 
     Args:
-        run: the folder of any command, or its run.json. For a folder of runs, such as that of `sweep`, the page of
-            their comparison is shown.
+        run: the folder of any command, or its run.json. For a folder of runs, such as the folder of `sweep`,
+            this is the page of their comparison.
         anew: make the page again.
 
     Raises:

@@ -1,6 +1,7 @@
-"""`sweep`: a grid of models × revisions × inputs × settings × commands (options/sweep_file.py), cell by cell.
+"""The command `sweep`: measures a grid of models × revisions × inputs × settings × commands, cell by cell.
 
-results/cells.py describes the folder, output/sweep.py the comparison. The same command resumes an interrupted sweep.
+options/sweep_file.py describes the file, results/cells.py the folder, output/sweep.py the comparison. The same command
+resumes an interrupted sweep.
 """
 
 import os
@@ -54,26 +55,18 @@ from sinkscope.verdict.table_formats import Tabular
 
 # options that do not affect results
 IGNORED_OPTIONS = {"file", "quick", "dry_run", "engine", "address", "workers", "shard", "retry", "evict"}
-MOST_FAILURES = 5  # that the last message names
+MOST_FAILURES = 5  # failures that the final message names
 
 
 @dataclass(frozen=True)
 class SweepRun(Paged, Tabular):
-    """The result of a sweep.
+    """The result of a sweep."""
 
-    Attributes:
-        sweep: the sweep as read from its file.
-        plan: the cells of this shard in their final states.
-        tables: the tables of all cells that are done; None after a dry run.
-        folder: the folder of the sweep.
-        failed_figures: the figures of the comparison that could not be drawn, with the reasons.
-    """
-
-    sweep: Sweep
-    plan: Sequence[Planned]
-    tables: SweepTables | None
+    sweep: Sweep  # as read from its file
+    plan: Sequence[Planned]  # the cells of this shard in their final states
+    tables: SweepTables | None  # the tables of all cells that are done; None after a dry run
     folder: Path
-    failed_figures: Mapping[str, str] = field(default_factory=dict)
+    failed_figures: Mapping[str, str] = field(default_factory=dict)  # figure that could not be drawn → reason
 
     @property
     def failure(self) -> str:
@@ -121,11 +114,7 @@ def command(options: SweepOptions, output: OutputOptions) -> Result:
 
 
 def check(found: Sweep) -> None:
-    """Check the options and figures of all cells before a model is loaded.
-
-    Raises:
-        InputError: something is wrong in the sweep.
-    """
+    """Check the options and figures of all cells before a model is loaded."""
     commands = found.content.commands
     for name in found.content.figures:
         if name not in FIGURES:
@@ -154,7 +143,7 @@ def sweep(
     page: bool = True,
     **options: Any,
 ) -> SweepRun:
-    """Measure all cells of a sweep that are not done yet, and compare those that are.
+    """Measure the cells of a sweep that are not done yet, and compare all cells that are done.
 
     A script must call it under `if __name__ == "__main__":`, since it starts processes. Under `accelerate launch`, all
     launched processes measure each cell together.
@@ -164,11 +153,11 @@ def sweep(
         out: the folder; runs/FILE if None.
         overwrite: measure everything again.
         quiet: print nothing.
-        page: also write index.html of the comparison; `show` makes that of a cell.
-        **options: those of the command line, with underscores: see `SweepOptions`.
+        page: also write index.html of the comparison; `show` makes the page of a cell.
+        **options: the options of the command line, with underscores: see `SweepOptions`.
 
     Raises:
-        InputError: the file or an option is wrong, or the folder is another's; nothing was measured.
+        InputError: the file or an option is wrong, or the folder holds something else; nothing was measured.
         SinkscopeError: the comparison cannot be written.
     """
     start = time.time()
@@ -202,7 +191,7 @@ def _swept(
 ) -> SweepRun:
     """Measure the cells of this shard that are not done yet, and write the comparison."""
     if team().count > 1 and (trained := [cell for cell in mine if cell.command in TRAINING]):
-        raise InputError(f"{trained[0].told}: under `accelerate launch`, train by the command itself")
+        raise InputError(f"{trained[0].told}: under `accelerate launch`, train with the command itself")
     manifest = make_manifest(COMMAND, _record(found), start, cells=[cell.name for cell in found.cells])
     # the pool is opened before anything is written: Ray may be missing
     with (
@@ -215,7 +204,7 @@ def _swept(
             if why:
                 print_line(console, f"{counted(count, 'cell')} measured again: {why}")
         for each in plan:
-            if each.state == State.DONE:  # a sweep may be killed before it forgets an earlier failure
+            if each.state == State.DONE:  # a sweep may be killed before it deletes an earlier failure
                 folders.forget(each.cell.name)
         todo = sized((each for each in plan if each.is_wanted(asked.retry)), pool.share)
         if asked.address is None:  # other machines have other disks
@@ -252,7 +241,7 @@ def _swept(
 def compared(
     found: Sweep, folders: CellFolders, start: float, page: bool = True, reads: Reads | None = None
 ) -> SweepComparison:
-    """Compare all cells of the sweep that are done, of all shards, and write the comparison."""
+    """Compare the finished cells of all shards, and write the comparison."""
     reads = reads or Reads()
     measured = [
         Measured(cell, folders.run(cell.name), manifest)
@@ -284,17 +273,11 @@ def _task(found: Sweep, cell: Cell, folders: CellFolders, reads: Reads) -> Task:
 
 @dataclass
 class Progress:
-    """The progress of the cells that are to be measured: a live table on a terminal, lines elsewhere.
+    """The progress of the cells that are to be measured: a live table on a terminal, lines elsewhere."""
 
-    Attributes:
-        total: their number.
-        running: name → start time.
-        ended: state → number of cells that ended in it.
-    """
-
-    total: int
-    running: dict[str, float] = field(default_factory=dict)
-    ended: Counter[State] = field(default_factory=Counter)
+    total: int  # number of cells
+    running: dict[str, float] = field(default_factory=dict)  # name → start time
+    ended: Counter[State] = field(default_factory=Counter)  # state → number of cells that ended in it
     start: float = field(default_factory=time.monotonic)
 
     def hear(self, event: Event, console: Console) -> None:
@@ -311,7 +294,7 @@ class Progress:
 
     @property
     def summary(self) -> str:
-        """«12 of 40 done, 1 failed · 3.1 cells a minute · 9 min left»."""
+        """Return for example «12 of 40 done, 1 failed · 3.1 cells a minute · 9 min left»."""
         text = f"{self.ended[State.DONE]} of {self.total} done"
         text += f", {self.ended[State.FAILED]} failed" if self.ended[State.FAILED] else ""
         count, seconds = self.ended.total(), time.monotonic() - self.start
@@ -337,7 +320,7 @@ class Progress:
 
 
 def lasting(seconds: float) -> str:
-    """«45 s», «12 min», «3.5 h»."""
+    """Return a duration as text, for example «45 s», «12 min» or «3.5 h»."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""`train`: a small model is trained from random weights, plainly and with each method, as GS and VGA do.
+"""The command `train`: trains a small model from random weights, plainly and with each method, as GS and VGA do.
 
 training_arms.py describes the folder. `sinkscope analyze OUT/ARM/checkpoints` measures an arm's model at its saved
 steps. With several seeds the arms are none-seed0, none-seed1, …; all methods start from the same weights of each seed,
@@ -45,7 +45,7 @@ def check(options: TrainOptions) -> None:
     parse_methods(options.method)
     check_names(options.observables)
     if options.text == "sampled":
-        raise InputError("--text sampled: a model with random weights has nothing to say; name a text file")
+        raise InputError("--text sampled: a model with random weights cannot write a text; name a text file")
     if options.text not in TASKS:
         check_text(options.text)
     check_starts(options, options.text if options.text in TASKS else None)
@@ -69,22 +69,22 @@ def train(
     """Train a model from random weights with each method, and measure all of them on held-out text.
 
     Args:
-        config: a name of ARCHITECTURES, or a config.json.
+        config: a name in ARCHITECTURES, or a config.json.
         methods: as for `retrofit`.
         out: the folder to write.
         tokenizer: a hub id, a folder, or one already loaded; None: made from the text, with as many tokens as the
             configuration has.
-        overwrite: start again, and replace what is in `out`.
+        overwrite: start again, and replace the content of `out`.
         quiet: print no progress.
         options: all options at once, in place of `given`.
-        record: of a recipe, for run.json.
+        record: the content of a recipe, for run.json.
         page: also write index.html.
-        figures: also draw the figures of the arms, each by itself and all together.
+        figures: also draw figures of each arm and of all arms together.
         **given: the options of the command line, with underscores: see `TrainOptions`.
 
     Raises:
-        InputError: as `retrofit` does, and for a configuration or tokenizer that does not exist.
-        SinkscopeError: as `retrofit` does.
+        InputError: as for `retrofit`, or a configuration or tokenizer does not exist.
+        SinkscopeError: as for `retrofit`.
     """
     if options is None:
         named = getattr(tokenizer, "name_or_path", tokenizer)
@@ -123,7 +123,7 @@ def train(
 
 
 def _task(options: TrainOptions, tokenizer: object) -> Task | None:
-    """Return the task that `text` names, if it names one."""
+    """Return the task that `text` names; None for a text."""
     if options.text not in TASKS:
         return None
     for name, given in (("dataset", options.dataset), ("tokenizer", tokenizer or options.tokenizer)):

@@ -1,20 +1,20 @@
 """Arms of `retrofit` and `train`: each is trained, measured on held-out text, and compared with the others.
 
-OUT/run.json                      all options, and which arms there are
-OUT/held-out.npy                  the blocks that nothing is trained on
+OUT/run.json                      all options, and the arms
+OUT/held-out.npy                  the held-out blocks
 OUT/vga/model/                    the trained model, which AutoModelForCausalLM loads after `import sinkscope.retrofits`
 OUT/vga/run/                      its run folder
 OUT/vga/tables/training.parquet   loss and gates by step
-OUT/vga/tables/gates.parquet      how far each head's gate is from its start
+OUT/vga/tables/gates.parquet      how far each head's gate has moved
 OUT/vga/training/                 checkpoints to resume from, until the arm is finished
-OUT/vga/checkpoints/              of `train`: the model at regular steps, from 0 on
-OUT/untouched/run/                of `retrofit`: a run folder of the model as it is
-OUT/tables/                       of all arms together: training, gates, retrofit, and those of a task
+OUT/vga/checkpoints/              the model at regular steps, from step 0 on (`train`)
+OUT/untouched/run/                a run folder of the unchanged model (`retrofit`)
+OUT/tables/                       tables of all arms: training, gates, retrofit, and the task's own
 OUT/retrofit.md                   the table `retrofit` as Markdown
-OUT/figures/                      of all arms together
+OUT/figures/                      figures of all arms
 OUT/comparison/                   the runs side by side
 
-The same command resumes an interrupted one, and adds arms to those that are there.
+The same command resumes an interrupted one, and adds arms to the existing ones.
 """
 
 import copy
@@ -67,25 +67,16 @@ from sinkscope.training.tasks import Task
 from sinkscope.training.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train
 
 RENEWED = ("figures", "comparison")  # folders of all arms together, written again whenever the command resumes
-OWN_TABLES = ("training", "gates")  # of every arm; a task has more
+OWN_TABLES = ("training", "gates")  # tables of every arm; a task has more
 CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms
 
 
 class TrainingArms:
     """One call of `retrofit` or `train`, which finishes what its folder lacks.
 
-    The command enters `own_folder`, loads its model and text, calls `check_methods`, and then `finish`.
-
-    Args:
-        command: the name of the command.
-        asked: its options. The folder is resumed only with identical ones; methods may be added later.
-        out: the folder to write.
-        overwrite: replace an earlier result instead of resuming it.
-        quiet: print no progress.
-        record: of a recipe, for run.json.
-        page: write index.html.
-        figures: draw the figures of the arms, each by itself and all together.
-        **facts: further entries of run.json that affect results.
+    The command enters `own_folder`, loads its model and text, calls `check_methods`, and then `finish`. The folder
+    is resumed only with identical options and `facts` (further entries of run.json that affect results); methods may be
+    added later.
     """
 
     def __init__(
@@ -116,14 +107,7 @@ class TrainingArms:
 
     @contextmanager
     def own_folder(self, *reads: str | None) -> Iterator[None]:
-        """Lock the folder for this command, which may be several processes.
-
-        Args:
-            reads: as for `check_output`.
-
-        Raises:
-            InputError: it cannot be written, was made with other options, or another command is writing it.
-        """
+        """Lock the folder for this command, which may be several processes; `reads` as for `check_output`."""
         with ExitStack() as stack:
 
             def take() -> None:
@@ -134,9 +118,9 @@ class TrainingArms:
             yield
 
     def check_methods(self, methods: Iterable[Method], model: PreTrainedModel, family: Family) -> None:
-        """Raise InputError for a method that cannot be trained on this model, before hours of training another."""
+        """Raise InputError for a method that cannot be trained on this model, before another trains for hours."""
         if not family.causal:
-            raise InputError(f"'{family.name}' attends both ways, and training here predicts each token's successor")
+            raise InputError(f"'{family.name}' attends both ways, and training predicts the next token")
         limit, length = known_positions(model, family), self.training.block_length
         for method in methods:
             trial = method.built_into(copy.deepcopy(model), family, self.training.seed)
@@ -160,15 +144,10 @@ class TrainingArms:
         begin: Callable[[Arm], PreTrainedModel],
         task: Task | None = None,
     ) -> Trained:
-        """Train and measure everything that is not done yet.
+        """Train and measure everything that is not done yet; arms of earlier calls stay.
 
-        Args:
-            arms: the arms to train and measure; those of earlier calls stay.
-            loaded: the model as it is, on the CPU, with its tokenizer. `retrofit` measures it, too.
-            family: its family.
-            blocks: the text.
-            begin: returns the model of an arm before the method is built in.
-            task: the task that made the blocks; None for a text.
+        `loaded` is the unchanged model on the CPU, which `retrofit` measures, too. `begin` returns the model of an arm
+        before the method is built in. `task` made the blocks; None for a text.
         """
         self.loaded, self.family, self.blocks, self.begin, self.task = loaded, family, blocks, begin, task
         self._claim(arms)
@@ -237,7 +216,7 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- arm by arm
 
     def _train(self, arm: Arm) -> None:
-        folder, keeps_all = self.folder / arm.label, self.command == "train"  # for `analyze` over a training
+        folder, keeps_all = self.folder / arm.label, self.command == "train"  # for `analyze` over its steps
         model = arm.method.built_into(self.begin(arm), self.family, arm.seed)
         if self.is_main:
             self.files.add(f"{arm.label}/training/")
@@ -272,10 +251,10 @@ class TrainingArms:
             self.files.add(*(f"{arm.label}/tables/{name}.parquet" for name in tables))
             write_tables(tables, folder)
             write_manifest(self.folder, self._manifest())
-            self._save(model, folder / "model")  # last: an arm with a model is trained
+            self._save(model, folder / "model")  # saved last, since it marks the arm as trained
 
     def _measure_arm(self, label: str) -> None:
-        """Measure a trained arm if that is not done yet, and remove what its training needed."""
+        """Measure a trained arm if that is not done yet, and remove its files for resuming."""
         folder = self.folder / label
         if not self._is_measured(label):
             initial = {"revision": None, "gguf_file": None, "adapter": None}  # options of the initial model
@@ -319,7 +298,7 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- all arms together
 
     def _conclude(self) -> Trained:
-        """Compare all arms that are measured, also those of earlier calls."""
+        """Compare all measured arms, also the arms of earlier calls."""
         labels = [label for label in (UNTOUCHED, *self.arms) if self._is_measured(label)]
         if self.is_main:
             for label in labels:

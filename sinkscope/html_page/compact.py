@@ -10,7 +10,7 @@ import pandas as pd
 
 from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, Kind
 
-DIGITS = 6  # significant ones of a number: tables hold float32, which has seven
+DIGITS = 6  # significant digits: tables hold float32, which has seven
 LARGEST = 4_000_000  # bytes of all tables together
 # columns of tables with rows for each sequence: such a table keeps all rows of the first sequences
 BY_SEQUENCE = ("sequence", "group")
@@ -39,7 +39,7 @@ LIMITS = (Limit(250_000, 10_000), Limit(60_000, 10_000), Limit(60_000, 4_000), L
 def as_json(value: Any) -> str:
     """Return JSON for a <script> element: ASCII, and without a character that could end the element.
 
-    Token texts may hold `</script>`, and halves of surrogate pairs, which UTF-8 cannot write.
+    Token texts may hold `</script>`, and halves of surrogate pairs, which UTF-8 cannot encode.
     """
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -64,13 +64,8 @@ def compact_table(name: str, kept: pd.DataFrame, columns: Columns, rows: int, le
     """Return one table as a JSON object: name, rows, left_out and columns.
 
     Each column has its name, meaning, unit, kind and values. A column that is not declared (a comparison has one for
-    each run) is described by its type.
-
-    Args:
-        kept: The rows that are shown.
-        columns: The columns after the leading ones.
-        rows: The number of rows of the complete table.
-        left_out: A description of the rows that are not in `kept`.
+    each run) is described by its type. `rows` is the number of rows of the complete table, and `left_out` describes the
+    rows that are not in `kept`.
     """
     described = {column.name: column for column in (*LEADING_COLUMNS, *columns)}
     parts = []
@@ -123,7 +118,7 @@ def cut(table: pd.DataFrame, limit: Limit) -> tuple[pd.DataFrame, str]:
             kept = counts.index[: max(1, int((counts <= most).sum()))]
             rows = table[table[name].isin(kept)]
             if name in BY_SEQUENCE or len(rows) <= most:
-                return rows, f"only those of {name} {kept[0]} to {kept[-1]} are here, {len(kept)} of {len(counts)}"
+                return rows, f"only the rows of {name} {kept[0]} to {kept[-1]} are here, {len(kept)} of {len(counts)}"
     if len(table) > limit.rows:
         return table.head(limit.rows), f"only the first {limit.rows:,} rows are here"
     return table, ""

@@ -36,34 +36,20 @@ class _Part(RunData):
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a page.
+    """The contents of a page."""
 
-    Attributes:
-        manifest: The content of run.json.
-        tables: Name → table, of the folder itself.
-        parts: Name → run, for runs that are shown side by side.
-        findings: Those of the verdict; empty for a folder without a verdict.
-        folder: The folder of the page; None for a page in a notebook.
-        absent: Tables and runs that run.json lists and the folder lacks, and columns (TABLE.COLUMN) that are newer than
-            the folder's format.
-        named_by: The column that names the parts in their tables.
-    """
-
-    manifest: Mapping[str, Any]
-    tables: Mapping[str, pd.DataFrame]
-    parts: Mapping[Any, RunData] = field(default_factory=dict)
-    findings: Sequence[Finding] = ()
-    folder: Path | None = None
+    manifest: Mapping[str, Any]  # the content of run.json
+    tables: Mapping[str, pd.DataFrame]  # name → table of the folder itself
+    parts: Mapping[Any, RunData] = field(default_factory=dict)  # name → run, for runs that are shown side by side
+    findings: Sequence[Finding] = ()  # of the verdict; empty for a folder without a verdict
+    folder: Path | None = None  # None for a page in a notebook
+    # tables and runs that the folder lacks, and columns (TABLE.COLUMN) that are newer than the folder's format
     absent: tuple[str, ...] = ()
-    named_by: Column = RUN
+    named_by: Column = RUN  # the column that names the parts in their tables
 
     @classmethod
     def of_folder(cls, path: str | os.PathLike[str]) -> "Contents":
-        """Open a folder of any command, without the tables and runs that are missing.
-
-        Raises:
-            InputError: The folder is not one of sinkscope's, or a table is damaged.
-        """
+        """Open a folder of any command without its missing tables and runs; InputError for other or damaged ones."""
         folder = folder_of(path)
         manifest = read_manifest(folder, None)
         form = format_of(manifest)
@@ -90,7 +76,7 @@ class Contents:
 
     @cached_property
     def all_tables(self) -> dict[str, pd.DataFrame]:
-        """The tables of the folder and of the runs side by side, whose names are the first column, by name.
+        """The tables of the folder and of its runs by name; the first column names the run.
 
         Tables with rows for each sequence are only on the page of their own run, except for maps.
         """
@@ -155,7 +141,7 @@ class Contents:
             return {}
         pages = {label: place / PAGE for label, place in _places(self.folder, self.manifest, linked=True).items()}
         return {
-            # begins with `./`, because a name may look like another scheme
+            # begins with `./`, because a name may look like a URL's scheme
             label: "./" + quote(Path(os.path.relpath(page.absolute(), self.folder.absolute())).as_posix())
             for label, page in pages.items()
             if page.is_file()
@@ -171,7 +157,7 @@ def _spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
 
 
 def _places(folder: Path, manifest: Mapping[str, Any], linked: bool = False) -> dict[Any, Path]:
-    """Return the folders of the runs that a page shows side by side, or with `linked` those that it links to, by name.
+    """Return the folders of the runs that a page shows side by side, or with `linked` only links to, by name.
 
     The pages of claims and sweeps only link to their runs, which may be hundreds.
     """

@@ -59,7 +59,7 @@ def page_of(contents: Contents) -> Page:
     scripts = [_asset(name) for name in SCRIPTS]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    # the browser runs only these scripts and uses no network, for any text in the data
+    # whatever text the data contain, the browser runs only these scripts and uses no network
     policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
     return Page(
         "<!doctype html>\n"

@@ -1,6 +1,6 @@
 """Files and folders that a user names: look up, open and parse them (text, JSON, YAML).
 
-Opening a pipe waits for a writer that may never come; a name may be too long, in a circle of links, or not permitted;
+Opening a pipe waits for a writer that may never come; a name may be too long, in a loop of links, or not permitted;
 a file may be so large that it fills the memory. Each of these is an `InputError` here, so that readers need no checks
 of their own.
 """
@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 from sinkscope.errors import InputError, closest, one_line, unknown
 
-LARGEST = 1 << 26  # bytes of a file that is read completely to be parsed
-DEEPEST = 100  # nesting of its content; real ones have ten
+LARGEST = 1 << 26  # bytes of a file that is read completely and parsed
+DEEPEST = 100  # levels of nesting; real files have about ten
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:
@@ -62,11 +62,11 @@ def _looked_up(path: Path) -> Path:
     return path
 
 
-UserPath = Annotated[Path, AfterValidator(_looked_up)]  # the type of an option: there is nothing, a file or a folder
+UserPath = Annotated[Path, AfterValidator(_looked_up)]  # the type of an option: a path that may or may not exist
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the sorted names of all entries of a folder. Raises: InputError."""
+    """Return the sorted names of all entries of a folder; InputError if it cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
@@ -90,10 +90,7 @@ def _first_bytes(path: Path, count: int) -> bytes:
 
 
 def read_text(path: Path, largest: int = LARGEST) -> str:
-    """Return the text of a file without a byte order mark.
-
-    Raises InputError if there is no such file, or it cannot be read, is too large, or is not UTF-8.
-    """
+    """Return the text of a file without a byte order mark; InputError if it is unreadable, too large or not UTF-8."""
     content = _first_bytes(path, largest + 1)
     if len(content) > largest:
         raise InputError(f"{one_line(path)} has more than {largest >> 20} MB: it is another kind of file")
@@ -104,10 +101,10 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises InputError as `read_text`, or if it is no JSON or nested too deeply."""
+    """Return the content of a JSON file; InputError if it is unreadable, not JSON, or too deep."""
     try:
         content = json.loads(read_text(path))
-        json.dumps(content, ensure_ascii=False).encode()  # half a character, which JSON can write, is no text
+        json.dumps(content, ensure_ascii=False).encode()  # JSON can hold half of a surrogate pair, which is not text
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         raise InputError(f"{one_line(path)} is not readable JSON: {why}") from None
@@ -130,28 +127,21 @@ def check_depth(path: Path, content: Any) -> None:
 
 ENDINGS = (".yaml", ".yml")
 LARGEST_YAML = 1 << 20  # bytes
-MOST_VALUES = 10_000  # in a file, repetitions by aliases included
-ALIKE = 0.85  # a key that is so close to a known one is its misspelling
+MOST_VALUES = 10_000  # values in a file, including repetitions by aliases
+ALIKE = 0.85  # similarity from which on an unknown key is a misspelling of a known one
 
 Content = TypeVar("Content", bound=BaseModel)
 
 
 def read_yaml(path: Path, kind: type[Content], what: str, options: Collection[str]) -> Content:
-    """Read a YAML file.
+    """Read a YAML file into the model `kind` of its content; InputError if it is unreadable, not YAML, or another kind.
 
-    Args:
-        path: the file.
-        kind: the model of its content.
-        what: the name of the kind of file in messages, such as "recipe".
-        options: keys that belong under `options`; the message says so if they are next to it.
-
-    Raises:
-        InputError: the file cannot be read, is no YAML, or holds something else.
+    Messages call the file a `what`, and say which keys belong under `options`.
     """
     try:
         return kind.model_validate(_parse(path, what))
     except ValidationError as error:
-        # an unknown key first: it may be the misspelling of one that is missing
+        # an unknown key first: it may be the misspelling of a missing key
         worst = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
         raise InputError(f"{path}: {_complaint(worst, kind, options)}") from None
 
@@ -167,7 +157,7 @@ def _parse(path: Path, what: str) -> dict[str, Any]:
     try:  # run.json will hold it
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError) as error:
-        raise InputError(f"{path} holds what JSON, and so run.json, cannot: {one_line(error)}") from None
+        raise InputError(f"{path} cannot be written into run.json as JSON: {one_line(error)}") from None
     if content is None:
         raise InputError(f"{path} is empty: a {what} has at least a title")
     if not isinstance(content, dict):
@@ -177,7 +167,7 @@ def _parse(path: Path, what: str) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader for files of a bounded size: aliases of aliases double it with every line."""
+    """YAML's safe loader with a limit on values, since aliases of aliases double their number with every line."""
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()

@@ -33,11 +33,12 @@ def check_device_map(name: str) -> str:
     raise ValueError(unknown(name, (*DEVICES, *POLICIES)))
 
 
+NUM_SEQS, SEQ_LEN = 100, 64  # WSE
 POSITIONS, WINDOW = 16, 64  # if the sequences are long enough; GS fig. 1 and WSE
 PROMPT = "prompt"  # the condition of a run on --prompt
 DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
-# Options that permit code from elsewhere to run. Only the person who types the command or calls Python gives them, and
-# no file does. They do not affect results.
+# Options that permit code from elsewhere to run. Only a command line or a Python call can give them,
+# never a file. They do not affect results.
 PERMISSIONS = ("trust_remote_code", "allow_pickle")
 
 
@@ -91,9 +92,9 @@ class DeviceOptions(Options):
     device_map: Annotated[str, AfterValidator(check_device_map)] | None = option(
         None,
         "Model",
-        "cpu, cuda, cuda:1, xpu, …, or auto: over all devices there are (also balanced, balanced_low_0, sequential).",
+        "cpu, cuda, cuda:1, xpu, …, or auto: over all available devices (also balanced, balanced_low_0, sequential).",
         metavar="MAP",
-        shown="cuda if there is one",
+        shown="cuda if available",
     )
     attn: Literal["sdpa", "eager"] = option(
         "sdpa", "Model", "sdpa (fused) or eager (the slow reference).", metavar="KERNEL"
@@ -116,8 +117,8 @@ class TextOptions(Options):
         "auto",
         "Input",
         "BOS before every sequence, random and repeated tokens included: always, never, or auto: where the "
-        "tokenizer puts one before text. An encoder's texts also keep what its tokenizer puts after them, except with "
-        "never.",
+        "tokenizer puts one before text. An encoder's texts also keep the tokens that its tokenizer adds after them, "
+        "except with never.",
         metavar="B",
     )
 
@@ -137,7 +138,7 @@ class SequenceOptions(Options):
         "A HuggingFace dataset instead of a text: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.",
         metavar="NAME",
     )
-    num_seqs: int = option(100, "Input", "Largest number of measured sequences.", metavar="N", ge=1)
+    num_seqs: int = option(NUM_SEQS, "Input", "Largest number of measured sequences.", metavar="N", ge=1)
 
 
 class InputOptions(SeedOptions, SequenceOptions, TextOptions):
@@ -180,7 +181,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
         "auto", "Measuring", "Sequences at once; halved where memory runs out.", metavar="N"
     )
     skip_parity: bool = option(
-        False, "Measuring", "Measure also where the first batch differs from what the model computes by itself."
+        False, "Measuring", "Measure even if the first batch differs from the output of the unpatched model."
     )
 
     @model_validator(mode="before")
@@ -220,7 +221,7 @@ class AnalyzeOptions(RunConfig):
 
     Steps of training (--revision step0,step512,… or a folder of checkpoint-…): a run folder each, figures by step.
 
-    `accelerate launch -m sinkscope.cli analyze …` shares the sequences out among several GPUs."""
+    `accelerate launch -m sinkscope.cli analyze …` distributes the sequences over several GPUs."""
     writes: ClassVar = "runs/MODEL-INPUT"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -253,8 +254,8 @@ class ControlOptions(Options):
 
 
 class InterveneOptions(ControlOptions, RunConfig):
-    about: ClassVar[str] = """Take away, move or replace what may make the sink, and measure before, after, and under
-    random controls.
+    about: ClassVar[str] = """Remove, move or replace parts that may cause the sink, and measure before, after, and
+    under random controls.
 
     An intervention is NAME or NAME:key=value,… as in zero-massive:layers=11,coordinates=138,447 (lists) or
     nullify-query-bias:layers=1-3 (ranges); several are stacked. --do all tries each by itself.
@@ -267,7 +268,7 @@ class InterveneOptions(ControlOptions, RunConfig):
     hidden: ClassVar = ("arms",)  # for Python and recipes
 
     do: Annotated[tuple[str, ...], text_as_tuple] = option(
-        (), "Intervening", "An intervention; more are stacked in their order. Or all.", metavar="NAME[:K=V,…]"
+        (), "Intervening", "An intervention, or all; several are stacked in their order.", metavar="NAME[:K=V,…]"
     )
     arms: dict[str, Annotated[tuple[str, ...], text_as_tuple]] = option(
         {}, "Intervening", "Label → the stack of interventions of that arm."
@@ -283,12 +284,12 @@ class InterveneOptions(ControlOptions, RunConfig):
         if bool(self.do) == bool(self.arms):
             raise ValueError("name what to do: --do NAME[:key=value,…]; `sinkscope list interventions` shows the names")
         if "all" in self.do and len(self.do) > 1:
-            raise ValueError("--do all tries every intervention by itself, so no other goes with it")
+            raise ValueError("--do all tries every intervention by itself, so no other can be given")
         return self
 
     @property
     def stacks(self) -> "dict[str, tuple[str, ...]] | Literal['all']":
-        """Label → the interventions of that arm; or "all", for each as an arm of its own."""
+        """The interventions of each arm by label; or "all", if each intervention is an arm."""
         if self.do == ("all",):
             return "all"
         return self.arms or {"+".join(part.partition(":")[0] for part in self.do): self.do}
@@ -351,20 +352,20 @@ class QuantizeOptions(RunConfig):
 
 
 class DoctorOptions(DeviceOptions, ModelOptions):
-    about: ClassVar[str] = """Look at a model before a long run: family, sites, kernel, parity with eager on 64 tokens,
-    what applies.
+    about: ClassVar[str] = """Check a model before a long run: family, sites, kernel, parity with eager on 64 tokens,
+    and the observables that apply.
 
     Exit status 1 if a check fails."""
     refused: ClassVar = {"attn": "`doctor` tries both kernels"}
 
 
 def make_config(**options: Any) -> RunConfig:
-    """Return the RunConfig with these options. Raises InputError with one line on the first that is wrong."""
+    """Return the RunConfig with these options. Raises InputError with one line on the first wrong option."""
     return checked(RunConfig, options)
 
 
 class ClaimsOptions(ControlOptions, RunConfig):
-    about: ClassVar[str] = """Test on a model what five papers say happens: a scorecard with intervals.
+    about: ClassVar[str] = """Test the claims of five papers on a model: a scorecard with intervals.
 
     Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
     architecture, interventions), and judges each by its 95 % interval. After an interruption, the same command resumes.
@@ -374,7 +375,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     writes: ClassVar = "runs/MODEL-claims"
     in_memory: ClassVar = True
     resumable: ClassVar = True
-    # arms are half of the time; on the models of reports/claims no outcome differs from that of five controls
+    # arms take half of the time; on the models of reports/claims five controls give the same outcomes
     defaults: ClassVar = {"draws": 3}
     refused: ClassVar = {"observables": "each claim names what it needs"}
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
@@ -415,7 +416,7 @@ HELLASWAG = "hellaswag"  # WSE figure 10
 class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     about: ClassVar[str] = """Score one model on tasks of lm-evaluation-harness: pip install 'sinkscope[lm-eval]'.
 
-    Any task that it knows by name, or one of your own with --task-path. Sweeps show scores next to sinks."""
+    Any of its tasks by name, or your own with --task-path. Sweeps show scores next to sinks."""
     writes: ClassVar = "runs/MODEL-benchmark"
     refused: ClassVar = {"attn": "the harness runs the model as it is"}
 

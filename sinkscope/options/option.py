@@ -68,7 +68,7 @@ def option(
     """Declare an option.
 
     Args:
-        default: its default. Options with whole numbers are at most MOST, those with other numbers are finite.
+        default: its default. Whole numbers are at most MOST, and other numbers are finite.
         panel: the group in which `--help` lists it.
         about: one line for `--help`.
         metavar: the name of its value in `--help`.
@@ -106,7 +106,7 @@ split_at_commas = BeforeValidator(split_all_names)
 
 
 def distinct(complaint: str) -> AfterValidator:
-    """Return the check of a list of names, without its repetitions; the complaint is about an empty list."""
+    """Return a validator that removes repetitions from a list of names; `complaint` is its error for an empty list."""
 
     def check(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if names is not None and not names:
@@ -117,7 +117,7 @@ def distinct(complaint: str) -> AfterValidator:
 
 
 def from_one(complaint: str) -> AfterValidator:
-    """Return the check of a number from 1 on, or the word auto; the complaint is about a smaller number."""
+    """Return a validator of a number from 1 on, or of the word auto; `complaint` is its error for a smaller number."""
 
     def check(number: int | str) -> int | str:
         if isinstance(number, int) and not 1 <= number <= MOST:
@@ -148,11 +148,9 @@ def checked(kind: type[Model], options: Mapping[str, Any]) -> Model:
 
 
 def filled_in(kind: type[Model], parameters: Mapping[str, Any], what: str, whole: str = "") -> Model:
-    """Make an intervention or a retrofit from its parameters, as numbers or as text from the command line.
+    """Make an intervention or a retrofit from its parameters, as numbers or as text; InputError if one is wrong.
 
-    Raises:
-        InputError: a parameter is unknown, or its value is not allowed. The message begins with `what`; `whole` is in
-            place of the parameter's name in a message about all parameters together.
+    The message begins with `what`; `whole` replaces the parameter's name in a message about all parameters together.
     """
     for key in parameters:
         if key not in kind.model_fields:
@@ -167,7 +165,7 @@ def filled_in(kind: type[Model], parameters: Mapping[str, Any], what: str, whole
         raise InputError(f"{what}: {where and where + ': '}{message[0].lower() + message[1:]}") from None
 
 
-# pydantic's kind of error → the message about the value; other kinds keep pydantic's words
+# pydantic's kind of error → the message about the value; other kinds keep pydantic's message
 _NEEDED = {
     "greater_than_equal": "it must be at least {ge}",
     "greater_than": "it must be more than {gt}",

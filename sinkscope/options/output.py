@@ -1,4 +1,4 @@
-"""The options of the output, and the options of commands that measure nothing themselves."""
+"""The options for output, and the options of commands that do not measure."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,7 +23,7 @@ class OutputOptions(Options):
     )
     quiet: bool = option(False, "Output", "Print nothing but errors.")
     no_page: bool = option(False, "Output", "Write no index.html, the page to look at in a browser.")
-    record: dict[str, Any] | None = option(None, "Output", "The recipe by which the command runs, for its run.json.")
+    record: dict[str, Any] | None = option(None, "Output", "The recipe that runs the command, for its run.json.")
 
     @property
     def where(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class CompareOptions(Options):
     writes: ClassVar = "nothing"
 
     runs: tuple[UserPath, ...] = option(
-        (), "Input", "Run folders, two or more, of one command; or one that holds several.", metavar="RUN"
+        (), "Input", "Two or more run folders of one command, or one folder that holds several.", metavar="RUN"
     )
     format: Literal["text", "markdown", "latex"] = option(
         "text", "Output", "How the tables are printed: text, markdown, or latex with booktabs.", metavar="FORMAT"
@@ -66,7 +66,7 @@ class RunOptions(InputOptions, DeviceOptions, ModelOptions):
 class ShowOptions(Options):
     about: ClassVar[
         str
-    ] = """Open the page of a folder in the browser: index.html, which commands leave in their folders.
+    ] = """Open the page of a folder in the browser: index.html, which commands write into their folders.
 
     If it is missing, it is made from the folder's tables. --print names the file and opens nothing."""
     arguments: ClassVar = ("run",)

@@ -31,14 +31,14 @@ from sinkscope.options.measuring import PERMISSIONS, check_tasks_of_a_file
 from sinkscope.options.option import Options, checked, flag, split_names
 
 COMPARISON = "comparison"  # the folder next to the folders of several runs
-RESERVED = (COMPARISON, "run.json")  # the names of runs that are taken
+RESERVED = (COMPARISON, "run.json")  # names that a run cannot have
 SWEEPS = "sweeps"  # the folder of sweeps in recipes/
 KINDS = {"run": ("recipe", ""), "sweep": ("sweep", SWEEPS)}  # command → its kind of file, and their folder in recipes/
 LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
 # options that a recipe, which may come from anywhere, must not set, and the reasons
 NOT_OPTIONS = {
-    "model": "belongs beside `options`, not among them",
+    "model": "belongs next to `options`, not under it",
     **{name: f"is for you to give, on the command line: {flag(name)}" for name in PERMISSIONS},
 }
 
@@ -87,7 +87,7 @@ class Content(BaseModel):
                 shown = one_line(name, 40)
                 raise ValueError(f"'{shown}' cannot be the name of a run, which is also its folder's: choose another")
         if len({name.casefold() for name in runs}) < len(runs):
-            raise ValueError("two runs are called alike but for upper and lower case: choose another name for one")
+            raise ValueError("two names differ only in upper and lower case: choose another name for one run")
         return runs
 
 
@@ -105,7 +105,7 @@ class Recipe:
         return {"name": self.name, "content": self.content.model_dump(mode="json", exclude_unset=True)}
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Options]:
-        """Return the options of each run by name, with those `given` in place of the recipe's.
+        """Return the options of each run by name; the options `given` replace the recipe's.
 
         The name of a single run is "". Raises InputError, with the file, if an option is unknown or not allowed.
         """
@@ -116,11 +116,11 @@ class Recipe:
         replaced = {renames.get(name, name): value for name, value in given.items()}
         try:
             if content.runs and not kind.in_memory:
-                raise InputError(f"`runs` are of commands that measure one run; `{content.command}` is none")
+                raise InputError(f"`runs` are for commands that measure one run, and `{content.command}` does not")
             shared = own | named(content.options)
             runs = {name: shared | named(options) for name, options in (content.runs or {"": {}}).items()}
             for options in runs.values() if given.get("model") is not None else ():
-                options.pop("revision", None)  # these two are of the recipe's own model
+                options.pop("revision", None)  # these two belong to the recipe's own model
                 options.pop("gguf_file", None)
             found = {name: checked(kind, options | replaced) for name, options in runs.items()}
             for run in found.values():
@@ -140,7 +140,7 @@ def named(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_recipes(folder_name: str = "") -> dict[str, Path]:
-    """Return name → file of the recipes in recipes/ (or a folder in it) here and in those that come with sinkscope."""
+    """Return name → file of the recipes in ./recipes/ and of sinkscope's own, or of `folder_name` in both."""
     found: dict[str, Path] = {}
     for folder in (Path("recipes", folder_name), shipped_recipes() / folder_name):
         for path in [folder / name for name in names_in(folder)] if kind_of(folder) == "folder" else ():
@@ -157,11 +157,7 @@ def shipped_recipes() -> Path:
 
 
 def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:
-    """Return the file of a recipe, given by its path or its name; the command is `run`, or `sweep` for a sweep.
-
-    Raises:
-        InputError: there is neither.
-    """
+    """Return the file of a recipe (or of a sweep, if the command is `sweep`) by its path or name, or InputError."""
     path = user_path(recipe)
     kind = kind_of(path)
     if kind == "file":

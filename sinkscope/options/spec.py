@@ -14,10 +14,9 @@ def assignments(text: str) -> list[tuple[str, str | None]]:
 
 
 def parse_spec(text: str, option: str) -> tuple[str, dict[str, str]]:
-    """Split NAME:key=value,… into the name and its parameters, whose values may be lists, as in `coordinates=138,447`.
+    """Split NAME:key=value,… into the name and its parameters, whose values may be lists (`coordinates=138,447`).
 
-    Raises:
-        InputError: a parameter is given twice, or the first part is no key=value. `option` begins the message.
+    InputError, whose message begins with `option`, if a parameter is given twice or a part is not key=value.
     """
     name, _, rest = text.partition(":")
     parameters: dict[str, str] = {}

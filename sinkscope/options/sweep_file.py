@@ -13,7 +13,7 @@
       natural:
       chats: {input: chats.jsonl, bos: never}
     settings:                      # option → its values; all combinations
-      seq-len: [16, 64]            # the window is as long
+      seq-len: [16, 64]            # the window has the same length
       seed: [0, 1]
     commands:                      # the default is analyze
       analyze: {options: {observables: [attention, gradient]}}
@@ -21,8 +21,8 @@
       retrofit: {options: {method: [vga, none], steps: 500}, settings: {seed: [0, 1]}}
       train: {settings: {config: [tiny-llama, tiny-gpt2], method: [none, {sigmoid: "operation:kind=sigmoid"}]}}
       benchmark: {options: {tasks: [hellaswag], limit: 1000}}
-    options: {num-seqs: 100}       # for all of them
-    quick: {num-seqs: 8, seed: 0}  # with --quick, in place of all other options; equal cells are then one
+    options: {num-seqs: 100}       # for all cells
+    quick: {num-seqs: 8, seed: 0}  # with --quick, in place of all other options; equal cells are merged
     figures: [sink-map]            # for every cell; without it, no figure is drawn
 
 Each combination is a cell: an ordinary command with its options. More specific options override others, in this order:
@@ -53,12 +53,12 @@ MEASURING = ("analyze", "intervene", "quantize", "claims")
 TRAINING = ("retrofit", "train")
 TRAIN = "train"
 BY_THEMSELVES = (*TRAINING, "benchmark")  # commands that do not read the inputs
-CELLS = (*MEASURING, *BY_THEMSELVES)  # commands that a cell may be of
+CELLS = (*MEASURING, *BY_THEMSELVES)  # commands that a cell may run
 LONGEST_NAME = 120  # characters of a cell's name in front of its checksum
-CHECKSUM = 10  # its characters
+CHECKSUM = 10  # characters of the checksum
 MOST_CELLS = 100_000
 
-Named = dict[str, Any]  # options, as their fields are named
+Named = dict[str, Any]  # options by the names of their fields
 
 
 class Part(BaseModel):
@@ -78,7 +78,7 @@ class ModelEntry(Part):
     """One model; the demo model if `model` is missing."""
 
     model: str | None = None
-    name: str = ""  # in tables and figures
+    name: str = ""  # its name in tables and figures
     revisions: tuple[str, ...] = ()  # branches or tags of the hub, or subfolders of a folder
     instead: dict[str, str | None] = {}
     options: dict[str, Any] = {}
@@ -179,7 +179,7 @@ class Cell:
 
     name: str  # the name of its folder, which is the same for the same options and differs for others
     entry: ModelEntry  # its model in the file
-    revision: str | None  # this and the next three are its coordinates in the grid, for people
+    revision: str | None  # this and the next three are its coordinates in the grid, for tables and messages
     input: str
     setting: str
     command: str
@@ -220,10 +220,7 @@ class Sweep:
 def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Sweep:
     """Read a sweep (a YAML file, or a name), and make the options of all its cells.
 
-    Options that are `given` replace those of the file; if `quick`, the options under `quick` do, too.
-
-    Raises:
-        InputError: the file does not exist or is faulty, or the options of a cell are.
+    The options `given` replace those of the file, and with `quick` so do the options under `quick` in the file.
     """
     path = find_recipe(file, "sweep")
     options = {name for command in CELLS for name in COMMANDS[command].model_fields}
@@ -237,7 +234,7 @@ def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Swee
         if checksum in found:
             if quick:  # cells that differed only in a replaced option
                 continue
-            raise InputError(f"{path}: {cell.told} is there twice, also as {found[checksum].told}")
+            raise InputError(f"{path}: {cell.told} occurs twice, also as {found[checksum].told}")
         found[checksum] = cell
         if len(found) > MOST_CELLS:
             raise InputError(f"{path}: more than {MOST_CELLS} combinations")
@@ -247,7 +244,7 @@ def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Swee
 
 
 def _cells(path: Path, content: SweepContent, given: Mapping[str, Any]) -> Iterator[Cell]:
-    """Yield the cells model by model, and then those of `train`, which need no model."""
+    """Yield the cells model by model, and then the cells of `train`, which need no model."""
     models = [(entry, revision) for entry in content.models for revision in entry.revisions or (None,)]
     for entry, revision in (*models, (None, None)):
         for command, asked in content.commands.items():
@@ -278,7 +275,7 @@ def _cell(
     setting: Named,
     given: Mapping[str, Any],
 ) -> Cell:
-    """Return one cell; the options of `train`, whose `entry` is None, make its model."""
+    """Return one cell; for `train`, whose options make its model, `entry` is None."""
     kind, own = COMMANDS[command], entry or ModelEntry()
     known = kind.model_fields.keys() - kind.refused.keys()
     reads = (content.inputs.get(name) or {}) if command in MEASURING else {}

@@ -1,4 +1,4 @@
-"""The options of a training. Nothing here imports torch: the command line shows their defaults."""
+"""The options of a training. Nothing here imports torch, because the command line shows their defaults."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,11 +56,11 @@ class TrainingConfig(SeedOptions):
     save_every: int = option(500, "Training", "Steps between checkpoints.", metavar="N", ge=1)
     log_every: int = option(10, "Training", "Steps between logs of loss and gates.", metavar="N", ge=1)
     eval_share: float = option(
-        0.1, "Training", "Share of the text, its end, that is held out to measure by.", metavar="SHARE", gt=0, lt=1
+        0.1, "Training", "Share of the text, at its end, that is held out for measuring.", metavar="SHARE", gt=0, lt=1
     )
 
     def blocks_wanted(self, processes: int = 1) -> int:
-        """Return the number of blocks with which no block is read twice."""
+        """Return the number of blocks with which training reads no block twice."""
         return self.steps * self.batch_size * self.accumulation * processes
 
 
@@ -139,7 +139,7 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
         return RunConfig(**{name: value for name, value in own.items() if name not in ("batch_size", "dataset")})
 
     def _of(self, kind: type[Options]) -> dict[str, Any]:
-        """Return the options that another model has, too, and that were given here."""
+        """Return the given options that another options model also has."""
         shared = self.model_fields_set & kind.model_fields.keys() | (kind.model_fields.keys() & self.defaults.keys())
         return {name: getattr(self, name) for name in shared}
 

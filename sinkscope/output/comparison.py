@@ -23,7 +23,7 @@ from sinkscope.verdict.report import span
 
 # the settings that two runs must share for their numbers to be comparable, and where run.json has them
 SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    # the arms of a retrofit have their method for a condition
+    # the condition of a retrofit's arm is its method
     "input": lambda manifest: manifest["input"].get("text", manifest["condition"]),
     "input tokens": lambda manifest: str(manifest["input"]["sha256"])[:12],
     "BOS": lambda manifest: policy_of(manifest["input"]["token_zero"]),
@@ -41,24 +41,15 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @dataclass(frozen=True)
 class Comparison(Result):
-    """Runs of `analyze` side by side.
-
-    Attributes:
-        runs: The runs.
-        table: Rows metrics of the whole model, columns runs; of two runs also `difference` (second − first) and `ratio`
-            (second ÷ first).
-        by_layer: model, condition, layer, run, metric, value.
-        differing: Rows settings in which the runs differ, columns runs: these make numbers hard to compare.
-        manifest: The content of run.json.
-        folder: Where it is written; None if it is in memory only.
-    """
+    """Runs of `analyze` side by side. Settings in which the runs differ make their numbers hard to compare."""
 
     runs: tuple[Run, ...]
+    # metrics of the complete model by run; for two runs also `difference` (second − first) and `ratio` (second ÷ first)
     table: pd.DataFrame
-    by_layer: pd.DataFrame = field(repr=False)
-    differing: pd.DataFrame
-    manifest: dict[str, Any] = field(repr=False)
-    folder: Path | None = None
+    by_layer: pd.DataFrame = field(repr=False)  # model, condition, layer, run, metric, value
+    differing: pd.DataFrame  # settings in which the runs differ, a column for each run
+    manifest: dict[str, Any] = field(repr=False)  # the content of run.json
+    folder: Path | None = None  # None if it is in memory only
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
@@ -93,7 +84,7 @@ def compared(given: Sequence[Run | str | os.PathLike[str]], start: float) -> Com
     for run in runs:
         if run.command != "analyze":
             raise InputError(
-                f"{run.folder or run.model} is a run of `{run.command}`: what it compares is in its own tables"
+                f"{run.folder or run.model} is a run of `{run.command}`: its own tables hold its comparison"
             )
     names = labels(runs)[0]
     differing = differing_settings([run.manifest for run in runs], names)
@@ -130,7 +121,7 @@ def comparison_manifest(
 
 
 def differing_settings(manifests: Sequence[dict[str, Any]], names: Sequence[str]) -> pd.DataFrame:
-    """Return a row for each setting in which runs are not all alike, by their manifests; columns are the runs."""
+    """Return a row for each setting of the manifests in which the runs differ, and a column for each run."""
 
     def setting(read: Callable[[dict[str, Any]], Any], manifest: dict[str, Any]) -> str:
         try:

@@ -1,4 +1,4 @@
-"""Figures are drawn and saved, every other one in a second process where there is a core for it."""
+"""Drawing and saving of figures, every other one in a second process if there is a second core."""
 
 import os
 import sys
@@ -15,8 +15,8 @@ from sinkscope.figures.style import Figure
 
 Drawings = Mapping[str, Callable[[], Figure]]  # name → draws the figure
 
-FEWEST = 4  # pieces of work for which a process is started
-PATIENCE = 20.0  # seconds, in addition to four times what half of the work took here, until the process is given up
+FEWEST = 4  # pieces of work from which on a second process is started
+PATIENCE = 20.0  # seconds that it may take in addition to four times the duration of this process's half
 
 
 class _FailedFigure(Exception):
@@ -29,14 +29,7 @@ def drawings_of(specs: Mapping[str, FigureSpec[Any]], data: Any) -> Drawings:
 
 
 def save_figures(drawings: Drawings, folder: Path) -> dict[str, str]:
-    """Draw figures and save each as NAME.png and NAME.pdf, one at a time, or two by two processes.
-
-    Returns:
-        The figures that could not be drawn, each with the reason.
-
-    Raises:
-        OSError: Writing failed.
-    """
+    """Draw figures, save them as NAME.png and NAME.pdf, and return why some failed; OSError if writing fails."""
     folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     here = os.getpid()
@@ -62,7 +55,7 @@ def _save(name: str, draw: Callable[[], Figure], folder: Path) -> None:
         drawn = True
         for path in paths:
             figure.savefig(path)
-    except Exception as error:  # a mistake in one figure must not cost the others
+    except Exception as error:  # a mistake in one figure must not prevent the others
         if drawn and isinstance(error, OSError):
             raise
         for path in paths:
@@ -98,12 +91,12 @@ def shared_out(work: Callable[[str], object], names: Sequence[str]) -> None:
 
 
 def _has_second_core() -> bool:
-    """Return whether a second process may draw: other systems than Linux have no safe fork, and a daemon may not."""
+    """Return whether a second process may draw: only Linux has a safe fork, and a daemon may not fork."""
     return sys.platform == "linux" and (os.cpu_count() or 1) > 1 and not current_process().daemon
 
 
 def _work_and_exit(work: Callable[[str], object], names: Sequence[str], parent: int) -> NoReturn:
-    """Do the work silently, and end when the process that waits for it has ended."""
+    """Do the work silently, and exit if the parent process has ended."""
     try:
         for name in names:
             if os.getppid() != parent:

@@ -52,7 +52,7 @@ def write_run(run: Run, folder: Path, is_drawn: bool = True) -> None:
 
 
 def draw_run(run: Run, figures: Iterable[str] | None = None, page: bool = True) -> Run:
-    """Draw figures, all that apply or those named, and the page into the folder of a run that is written.
+    """Draw the figures (all that apply, or the named ones) and the page into the folder of a written run.
 
     The manifest of the returned run names the figures that could not be drawn.
     """
@@ -60,7 +60,7 @@ def draw_run(run: Run, figures: Iterable[str] | None = None, page: bool = True) 
 
 
 def redrawn(run: Run, figures: Iterable[str] | None = None, page: bool = True) -> Run:
-    """Draw what a run folder lacks because the command was killed, or a figure failed."""
+    """Draw the figures and the page that a run folder lacks, because the command was killed or a figure failed."""
     return draw_run(run, figures, page) if is_undrawn(run.manifest) else run
 
 

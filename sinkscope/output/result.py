@@ -1,8 +1,8 @@
 """The result of a command, and how it is written: first tables, texts and run.json, then figures and the page.
 
 The first part appears at once and complete, or not at all. Figures and the page are drawn into the finished folder, so
-that one that fails costs nothing else: it is named in a warning and in run.json under `failed_figures`. Until they are
-drawn, run.json has `"drawn": false`.
+that a failure affects nothing else: a warning and `failed_figures` in run.json name the figure. Until they are drawn,
+run.json has `"drawn": false`.
 """
 
 import warnings
@@ -88,18 +88,15 @@ def written(result: Kind, page: bool = True) -> Kind:
 def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, files: FileList | None = None) -> Kind:
     """Draw figures and the page into the folder that `write_data` has finished.
 
-    Args:
-        result: The result that was written.
-        drawings: The figures; None: all that the result has; empty: figures are left as they are.
-        page: Whether to write index.html.
-        files: The list of the folder's files, if it was written step by step.
+    The manifest of the returned result, and a warning, name the figures that could not be drawn, with the reasons.
 
-    Returns:
-        The result. Its manifest, and a warning, name the figures that could not be drawn, with the reasons.
+    Args:
+        drawings: The figures; None: all that the result has; empty: figures are left as they are.
+        files: The list of the folder's files, if it was written step by step.
 
     Raises:
         SinkscopeError: Writing failed. The tables are complete.
-        KeyboardInterrupt: An interrupt, with a message which says that the tables are complete.
+        KeyboardInterrupt: Drawing was interrupted; the message says that the tables are complete.
     """
     folder = result.folder
     assert folder is not None
@@ -129,7 +126,7 @@ def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, file
 
 
 def _write_page(result: Result, files: FileList, wanted: bool) -> dict[str, str]:
-    """Write index.html if it is wanted, else remove an earlier one of the command; return the failure, if any."""
+    """Write index.html if `wanted`, else remove an earlier page of the command; return the failure, if any."""
     path = files.folder / PAGE
     is_ours = files.names is None or PAGE in files.names
     if not wanted:
@@ -137,7 +134,7 @@ def _write_page(result: Result, files: FileList, wanted: bool) -> dict[str, str]
             remove(path)
         return {}
     if path.exists() and not is_ours:
-        raise SinkscopeError(f"{path} was written by somebody else meanwhile: move it away, and repeat the command")
+        raise SinkscopeError(f"another process wrote {path} in the meantime: move it away, and repeat the command")
     try:
         text = page_of(result.contents).html
     except Exception as error:

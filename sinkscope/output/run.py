@@ -44,11 +44,7 @@ class Run(RunData, Result):
         return run
 
     def figure(self, name: str) -> Figure:
-        """Draw one figure from the tables.
-
-        Raises:
-            InputError: The figure is unknown, or this run has no data for it.
-        """
+        """Draw one figure from the tables; InputError if it is unknown, or this run has no data for it."""
         return figures.draw(name, self)
 
     @property
@@ -74,7 +70,7 @@ class Run(RunData, Result):
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
-        """The table of the verdict, and those that papers print."""
+        """The table of the verdict, and the tables that papers print."""
         return {"": self.report.table, **paper_tables(self)}
 
     def _repr_markdown_(self) -> str:  # for notebooks
@@ -89,9 +85,9 @@ def _files(run: RunData, folder: Path) -> str:
         rows = [names[first : first + ACROSS] for first in range(0, len(names), ACROSS)]
         return [(indent + "".join(name.ljust(width) for name in row)).rstrip() for row in rows]
 
-    recipe = run.manifest.get("recipe")  # which draws its own figures only
+    recipe = run.manifest.get("recipe")  # a recipe draws only its own figures
     drawn = recipe["content"].get("figures", []) if recipe else figures.applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
-    first = ("run.json", "verdict.md", "index.html (but with --no-page)", *spared_files(run))
+    first = ("run.json", "verdict.md", "index.html (except with --no-page)", *spared_files(run))
     lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *columns(tables, "│   ")]
     return "\n".join([*lines, "└── figures/ (each as .png and .pdf)", *columns(drawn, "    ")])

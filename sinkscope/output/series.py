@@ -1,6 +1,6 @@
 """A model while it was trained: the runs of its checkpoints, and the same quantities against the step.
 
-OUT/run.json                  which steps, and the options that they share
+OUT/run.json                  the steps, and their common options
 OUT/step512/                  the run folder of a step
 OUT/tables/series.parquet     the summaries of all steps, a row for each value
 OUT/figures/training-*.png|pdf
@@ -41,7 +41,7 @@ class Series(Result):
     Attributes:
         manifest: The content of run.json.
         runs: step → Run.
-        table: The runs' summaries: model, condition, step, layer (−1: the whole model), metric, value.
+        table: The runs' summaries: model, condition, step, layer (−1: the complete model), metric, value.
         folder: Where it is written; None if it is in memory only.
     """
 
@@ -57,7 +57,7 @@ class Series(Result):
     def of(
         cls, model: str, checkpoints: list[Checkpoint], options: Options, runs: Mapping[int, Run], start: float
     ) -> "Series":
-        """Return the series of these runs in memory; `options` are those of one of them."""
+        """Return the series of these runs in memory; `options` are the options of one run."""
         path = Path(model).expanduser()
         name = path.resolve().name if path.is_dir() else model  # as in a run's tables
         parts = [run.tables["summary"].assign(model=name, step=step) for step, run in runs.items()]
@@ -86,7 +86,7 @@ class Series(Result):
         return cls(manifest, runs, table, folder)
 
     def figure(self, name: str) -> Figure:
-        """Draw one of them; InputError if it is unknown."""
+        """Draw one figure; InputError if it is unknown."""
         return self.figures()[name]
 
     @property
@@ -99,7 +99,7 @@ class Series(Result):
 
     @property
     def headlines(self) -> pd.DataFrame:
-        """The best-known metrics of the whole model: rows steps, columns metrics."""
+        """The best-known metrics of the complete model: a row for each step, a column for each metric."""
         whole = self.table[(self.table["layer"] == WHOLE_MODEL) & self.table["metric"].isin(HEADLINES)]
         wide = whole.pivot(index="step", columns="metric", values="value")
         return wide.reindex(index=list(self.runs), columns=[name for name in HEADLINES if name in wide])

@@ -2,11 +2,11 @@
 
 No model is loaded.
 
-OUT/run.json                             what was compared, and the settings in which it differs
-OUT/tables/comparison.parquet            of analyses: a row for each metric of the whole model, a column for each run
+OUT/run.json                             the names of the runs, and the settings in which they differ
+OUT/tables/comparison.parquet            analyses: a row for each metric of the complete model, a column for each run
 OUT/tables/comparison_by_layer.parquet   the same metrics by layer, a row for each value
-OUT/tables/route.parquet                 of interventions and scorecards: a row for each route of a model
-OUT/tables/claim.parquet                 of scorecards: a row for each number of a claim
+OUT/tables/route.parquet                 interventions and scorecards: a row for each route of a model
+OUT/tables/claim.parquet                 scorecards: a row for each number of a claim
 OUT/figures/*.png|pdf
 OUT/routes.md, OUT/scorecard.md
 """
@@ -44,19 +44,12 @@ OF_SCORECARDS = ("input", "dataset", "num_seqs", "seq_len", "window", "epsilon",
 
 @dataclass(frozen=True)
 class Routes(Result):
-    """Interventions on several models side by side.
+    """Interventions on several models side by side."""
 
-    Attributes:
-        manifest: The content of run.json.
-        table: A row for each route of a model (`paper_claims/routes.py`).
-        differing: Rows settings in which the runs differ, columns runs.
-        folder: Where it is written; None if it is in memory only.
-    """
-
-    manifest: dict[str, Any]
-    table: pd.DataFrame = field(repr=False)
-    differing: pd.DataFrame
-    folder: Path | None = None
+    manifest: dict[str, Any]  # the content of run.json
+    table: pd.DataFrame = field(repr=False)  # a row for each route of a model (`paper_claims/routes.py`)
+    differing: pd.DataFrame  # settings in which the runs differ, a column for each run
+    folder: Path | None = None  # None if it is in memory only
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
@@ -139,7 +132,7 @@ def _routes(given: Sequence[Any], start: float) -> Routes:
 
 
 def _scorecards(given: Sequence[Any], start: float) -> DrawnScorecard:
-    """Return one scorecard of all their models; those of one model are distinguished by their folders."""
+    """Return one scorecard of all models; scorecards of the same model are distinguished by their folders."""
     cards = [one if isinstance(one, Scorecard) else Scorecard.open(one) for one in given]
     if empty := [card.folder for card in cards if not card.models]:
         raise InputError(f"{empty[0]} has no claims to compare")
@@ -165,7 +158,7 @@ def _scorecards(given: Sequence[Any], start: float) -> DrawnScorecard:
 
 
 def _distinct(models: Sequence[str], folders: Sequence[Path | None]) -> list[str]:
-    """Return names of models; where one occurs several times, with its folder's name, or with its number."""
+    """Return the names of the models; a repeated name gets the name of its folder, or a number."""
     counts = Counter(models)
     names = [
         f"{model} ({folder.name})" if counts[model] > 1 and folder is not None else model

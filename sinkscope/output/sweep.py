@@ -45,7 +45,7 @@ TRAININGS = (
 )
 TOTAL_WEIGHT = (
     " The total weight is Σ|sim ÷ Z| over the tokens that a query sees, which is 1 for softmax: its median over the "
-    "queries after that token, and over those of them whose share on it is above ε. Where that is close to 0, the "
+    "queries after that token, and over the queries whose share on it is above ε. Where that is close to 0, the "
     "proxy is a share of almost no weight."
 )
 MARKED = f" {TRANSCRIBED}: from a transcription of the paper."
@@ -53,15 +53,9 @@ MARKED = f" {TRANSCRIBED}: from a transcription of the paper."
 
 @dataclass(frozen=True)
 class SweepComparison(Result):
-    """All cells of a sweep that are done.
+    """All cells of a sweep that are done."""
 
-    Attributes:
-        manifest: The content of run.json.
-        compared: The tables, with what is needed to show them.
-        folder: Where it is written.
-    """
-
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # the content of run.json
     compared: SweepTables
     folder: Path | None = None
 
@@ -106,7 +100,7 @@ def open_comparison(folder: str | os.PathLike[str]) -> SweepTables:
 
 
 def summary_tables(tables: SweepTables) -> dict[str, pd.DataFrame]:
-    """Return title → trainings by level, and WSE table 1 of these models; those for which there are cells."""
+    """Return by title the trainings by level, and WSE table 1 of these models, if there are cells for them."""
     found = {TRAININGS_TITLE: summary(tables.tables[STUDY])} if STUDY in tables.tables else {}
     if not tables.main.empty:
         found[f"Sink rate at position 0 ({_measured_at(tables)})"] = _with_published(tables)

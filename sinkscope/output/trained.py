@@ -30,20 +30,13 @@ COMMANDS = ("retrofit", "train")
 
 @dataclass(frozen=True)
 class Trained(Result):
-    """The result of `retrofit` or `train`.
-
-    Attributes:
-        folder: Where it was written.
-        manifest: Its whole configuration, and its arms.
-        runs: Arm → its run on held-out text; for `retrofit` also "untouched", the model as it was.
-        comparison: The comparison of the runs of the first seed; None where there is only one.
-        tables: `training`, `gates` and `retrofit`, whose condition is the method; a task adds its own.
-    """
+    """The result of `retrofit` or `train`."""
 
     folder: Path
-    manifest: dict[str, Any]
-    runs: dict[str, Run] = field(repr=False)
-    comparison: Comparison | None
+    manifest: dict[str, Any]  # the complete configuration, and the arms
+    runs: dict[str, Run] = field(repr=False)  # arm → run on held-out text; with `retrofit` also "untouched"
+    comparison: Comparison | None  # of the runs of the first seed; None if there is only one
+    # `training`, `gates` and `retrofit`, whose condition is the method; a task adds its own
     tables: Mapping[str, pd.DataFrame] = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -110,7 +103,7 @@ class Trained(Result):
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that prints, if there are several."""
+        """Whether this process prints; only one of several does."""
         return PartialState().is_main_process
 
     def model(self, label: str) -> Path:
@@ -124,14 +117,10 @@ class Trained(Result):
 
 
 def tables_of_arms(folder: Path) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
-    """Return the manifest and the tables that `retrofit` or `train` wrote for all arms together.
-
-    Raises:
-        InputError: The folder is another kind, unfinished, or damaged.
-    """
+    """Return the manifest and the tables of all arms; InputError for another folder, an unfinished or a damaged one."""
     manifest = read_manifest(folder, COMMANDS)
     if not manifest["tables"]:
-        raise InputError(f"{folder} is not finished: the same `sinkscope {manifest['command']}` goes on with it")
+        raise InputError(f"{folder} is not finished: the same `sinkscope {manifest['command']}` resumes it")
     lacking = [name for name in ("training", "gates", "retrofit") if name not in manifest["tables"]]
     if lacking:
         raise InputError(f"{folder} is damaged: it has no {lacking[0]}")

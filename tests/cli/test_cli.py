@@ -1,4 +1,4 @@
-"""The command line: its output and its files, and that every wrong input ends clearly and writes nothing."""
+"""The command line: its output and files, and its errors for wrong input, which write nothing."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without a tokenizer. Not to be changed."""
+    """A model without a tokenizer. Tests must not change it."""
     folder = tmp_path_factory.mktemp("models") / "bare"
     tiny_model("llama").save_pretrained(folder)
     return folder
@@ -51,7 +51,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(bare: Path) -> Path:
-    """The same model with a tokenizer. Not to be changed."""
+    """The same model with a tokenizer. Tests must not change it."""
     folder = Path(shutil.copytree(bare, bare.with_name("tiny")))
     core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -61,7 +61,7 @@ def tiny(bare: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """A complete analysis from the command line, and its folder. Not to be changed."""
+    """A complete analysis from the command line, and its folder. Tests must not change it."""
     out = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patched:
         rough_figures(patched)
@@ -82,7 +82,7 @@ def command_line(*args: object) -> Result:
 
 
 def refused(status: int, *args: object) -> str:
-    """Return the one or two lines with which a command ends, with this status and every file left as it was."""
+    """Return the one or two lines of a command that ends with this status and changes no file."""
     before = tree(Path.cwd().parent)
     result = command_line(*args)
     assert result.exit_code == status, result.output
@@ -96,7 +96,7 @@ def refused(status: int, *args: object) -> str:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Every path in a folder, including temporary ones, with the content of files."""
+    """Return every path in a folder, including temporary ones, with the content of files."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
@@ -151,7 +151,7 @@ def test_from_says_what_has_changed_since(tiny: Path) -> None:
     Path("words.txt").write_text("and drain the of " * 100)
     result = command_line("analyze", "--from", "first")
     assert result.exit_code == 0, result.output
-    assert "note: unlike in the run repeated, input tokens was" in result.stderr
+    assert "note: unlike in the original run, input tokens was" in result.stderr
     assert Run.open("runs/tiny-words-repeated").condition == "words"
 
 
@@ -206,8 +206,8 @@ def test_wrong_options(tiny: Path) -> None:
         (("--out", "loop"), "loop cannot be used: Too many levels of symbolic links"),
         (("--out", "a\0b"), "characters that no path has"),
         (("--out", "x" * 300), "cannot be used: File name too long"),
-        (("--from", ".", "--seed", "0"), "so --seed does not go with it"),
-        (("--from", "."), f"so MODEL {tiny} does not go with it"),
+        (("--from", ".", "--seed", "0"), "so --seed cannot be given with it"),
+        (("--from", "."), f"so MODEL {tiny} cannot be given with it"),
     ):
         given = () if "--seed" in options and "--from" in options else (tiny,)
         assert message in refused(2, "analyze", *given, *options)
@@ -349,7 +349,7 @@ def test_nan_weights(tiny: Path) -> None:
 
 
 def test_inputs_that_cannot_be_read(tiny: Path, bare: Path) -> None:
-    """tests/text has more of them."""
+    """tests/text has more invalid inputs."""
     Path("words.txt").write_bytes("the café of".encode("latin-1"))
     assert "words.txt is not UTF-8" in refused(2, "analyze", tiny, *SMALL, "--input", "words.txt")
     Path("words.txt").write_bytes(b"the of and")
@@ -395,7 +395,7 @@ def test_a_vocabulary_of_one(bare: Path) -> None:
 
 @pytest.mark.usefixtures("no_figures")
 def test_a_vocabulary_of_one_in_an_unknown_family() -> None:
-    """Its wiring is found with a few tokens, which must be its own."""
+    """The wiring is found with a few tokens, which must be in the vocabulary."""
     config = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo", **config, **sizes))
@@ -550,7 +550,7 @@ def test_from_a_run_that_cannot_be_repeated(finished: tuple[Result, Path], monke
 
 @pytest.mark.usefixtures("no_figures")
 def test_from_takes_no_permission_out_of_a_file(finished: tuple[Result, Path]) -> None:
-    """Code that comes with a model runs only if the person says so, and never because a run.json does."""
+    """Code that comes with a model runs only if the user permits it, never because run.json says so."""
     manifest_in_old(finished, {"trust_remote_code": True, "allow_pickle": True, "observables": ["massive"]})
     flags = ["--trust-remote-code", "--allow-pickle"]
     assert refused(2, "analyze", "--from", "old").endswith(f"add {' and '.join(flags)}")
@@ -579,7 +579,7 @@ def test_from_runs_no_code_that_a_file_allows(
 
 
 def test_two_processes_on_one_folder(bare: Path, failing: Any) -> None:
-    """The second is refused before it computes anything, and the first is not disturbed."""
+    """The second process is refused before it computes anything, and the first one is not disturbed."""
     failing("measuring", ZeroDivisionError())
     with alone_in("run"):
         message = refused(2, "analyze", bare, *RANDOM[:-1], "run")
@@ -592,7 +592,7 @@ def test_two_processes_on_one_folder(bare: Path, failing: Any) -> None:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """failing(where, error): raise it there, after half of the work."""
+    """failing(where, error) raises the error there, after half of the work."""
 
     def fail(where: str, error: BaseException) -> None:
         if where == "measuring":
@@ -684,7 +684,7 @@ def test_a_rename_that_fails_leaves_the_old_one(
 
 
 def test_ended_from_outside(bare: Path, here: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """It waits in the third batch, so that the interrupt never meets a library in which it becomes another error."""
+    """The process waits in the third batch, so that no library can turn the interrupt into another error."""
     plain, calls, printed = Tracer.forward_backward, count(1), tmp_path_factory.mktemp("printed") / "stderr"
     reading, writing = os.pipe()
 

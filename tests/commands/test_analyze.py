@@ -90,7 +90,7 @@ def test_neither_kernel_nor_repetition_changes_a_table(model: PreTrainedModel, l
     assert len(hashes) == 2
 
 
-# ------------------------------------------------------------------------------- what is measured of what
+# ------------------------------------------------------------------------------- tables and sites
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_only_the_chosen_observables_are_measured(
 
 
 def test_a_subset_reads_only_its_sites(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other address is invalid here."""
+    """All other addresses are invalid, so that reading one would fail."""
     (row,) = FAMILIES["llama"]
     nowhere = dict.fromkeys(row.sites, "no.such.module.output") | {"layer_out": "output"}
     whole = run_of(model, observables=("attention", "massive"))
@@ -211,7 +211,7 @@ def test_out_of_memory_halves_the_batch(kind: str, where: str, lines: Path, monk
     ("error", "kind", "message"),
     [
         (torch.OutOfMemoryError("CUDA out of memory."), SinkscopeError, r"even with one sequence.*--seq-len"),
-        (RuntimeError("size mismatch"), RuntimeError, "size mismatch"),  # it is not taken for want of memory
+        (RuntimeError("size mismatch"), RuntimeError, "size mismatch"),  # this is not taken for a lack of memory
     ],
 )
 def test_errors_that_no_smaller_batch_prevents(
@@ -253,7 +253,7 @@ def test_the_automatic_batch_size_is_a_number_of_tokens(
     monkeypatch.setattr(passes, "TOKENS_PER_BATCH", {"cpu": 60})
     assert forward_of(model, seq_len=20, num_seqs=9).manifest["batch_size"] == 3
     assert forward_of(model, seq_len=100, num_seqs=2).manifest["batch_size"] == 1
-    assert forward_of(model, seq_len=20, num_seqs=2).manifest["batch_size"] == 2  # no more than there are
+    assert forward_of(model, seq_len=20, num_seqs=2).manifest["batch_size"] == 2  # at most all sequences
     assert run_of(model, seq_len=20, num_seqs=9).manifest["batch_size"] == 1  # a backward pass takes more
 
 
@@ -263,7 +263,7 @@ def test_the_automatic_batch_size_is_a_number_of_tokens(
 def test_a_run_folder_holds_what_was_measured(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sinkscope.figures.applicable", lambda run: ["sink-map"])  # all take ten seconds
+    monkeypatch.setattr("sinkscope.figures.applicable", lambda run: ["sink-map"])  # drawing all takes ten seconds
     run = run_of(model, out=tmp_path / "run")
     again = Run.open(tmp_path / "run")
     assert {**again.manifest, "files": None} == {**json.loads(json.dumps(run.manifest)), "files": None}
@@ -284,7 +284,7 @@ def test_the_manifest_says_how_to_read_the_numbers(model: PreTrainedModel) -> No
     assert manifest["input"]["sequences"] == 5
     assert manifest["input"]["tokens"] == 100
     assert manifest["model"]["parameters"] == sum(p.numel() for p in model.parameters())
-    assert json.loads(json.dumps(manifest, allow_nan=False)) == manifest  # JSON knows no NaN
+    assert json.loads(json.dumps(manifest, allow_nan=False)) == manifest  # JSON has no NaN
     assert AnalyzeOptions(**manifest["config"]).positions == POSITIONS
     parallel = run_of(tiny_model("phi"), observables=("attention",)).manifest
     assert set(parallel["absent"]) == {"mid", "mlp_norm"}

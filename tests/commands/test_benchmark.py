@@ -42,7 +42,7 @@ doc_to_target: "{{{{right}}}}"
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 metadata: {{version: 2.0}}
 """
-# as the harness gives it: a group, its two tasks, and one that is named by itself
+# as the harness returns it: a group, its two tasks, and a task outside the group
 RESULTS: dict[str, Any] = {
     "results": {
         "both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": 0.1},
@@ -134,7 +134,7 @@ def accuracy(model: Path) -> float:
         ({"limit": 0}, "--limit 0: it must be at least 1"),
         ({"attn": "eager"}, "--attn does not apply: the harness runs the model as it is"),
         ({"task": "hellaswag"}, "option 'task' is unknown; did you mean 'tasks'"),
-        pytest.param({"tasks": "drains,drain"}, "knows no task 'drain'", marks=needs_harness),
+        pytest.param({"tasks": "drains,drain"}, "has no task 'drain'", marks=needs_harness),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str, models: Path, tasks: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) ->
     assert measured.outcome("W-1") == Outcome.FAILS
     assert measured.outcome("W-3") == Outcome.DOES_NOT_APPLY  # there is no sink that could vanish
     assert measured.outcome("W-5") == Outcome.HOLDS
-    found = measured.routes.set_index("route")["effect"]  # all are cut, also if no claim applies to the model
+    found = measured.routes.set_index("route")["effect"]  # every route is cut, also if no claim applies to the model
     assert found["query bias"] == found["position vector"] == found["effective position"] == "does not apply"
     assert found["first embedding"] == "no sink"
 
@@ -117,7 +117,7 @@ def test_what_is_there_is_not_measured_again(measured: Scorecard, text: Path, ca
     with pytest.MonkeyPatch.context() as patch:
         only(patch, "W-1")
         sinkscope.claims(tiny_model("gpt2"), runs=known, quiet=False, nulls=1, **given)
-    assert "note: the runs given are of LlamaForCausalLM: none is of GPT2LMHeadModel" in capsys.readouterr().err
+    assert "note: the given runs are of LlamaForCausalLM, not of GPT2LMHeadModel" in capsys.readouterr().err
 
 
 def test_runs_that_lack_something_are_judged(text: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_run_that_breaks_off_takes_no_other_with_it(text: Path, measured: Scor
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("bloom", "ALiBi"), ("gpt2", "takes 128 tokens at most, and a text of 256 is streamed")]
+    ("name", "reason"), [("bloom", "ALiBi"), ("gpt2", "takes at most 128 tokens, and the streamed text has 256")]
 )
 def test_no_text_is_made_for_what_does_not_apply(name: str, reason: str, text: Path) -> None:
     model = tiny_model(name)
@@ -251,7 +251,7 @@ def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypat
 
 
 def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables are those of an experiment with its own baseline, except the mean maps, which no claim reads."""
+    """The tables equal those of an experiment with its own baseline, except the mean maps, which no claim reads."""
     given = {"input": str(text), "bos": "never", "num_seqs": 4, "draws": 1, "epsilon": 1e-6}
     only(monkeypatch, "V-24")
     do = "scale-sink-value:where=sinks"
@@ -266,10 +266,7 @@ def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeyp
 
 
 def test_two_processes_judge_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first process looks for earlier runs.
-
-    Claims that need several kinds of runs: analyses of several inputs and of random weights, and experiments.
-    """
+    """Only the first process looks for earlier runs. The claims need analyses of several inputs and experiments."""
     monkeypatch.setattr("sinkscope.output.scorecard.scorecard_drawings", lambda card: {})
     claims = ("GS-28", "W-3", "N-9")
     only(monkeypatch, *claims)

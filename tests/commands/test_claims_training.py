@@ -102,7 +102,7 @@ def test_an_unfinished_or_damaged_folder_is_refused(lab: Path, tmp_path: Path) -
     shutil.copytree(lab, tmp_path / "lab", ignore=shutil.ignore_patterns("model", "checkpoints"))
     manifest = json.loads((lab / "run.json").read_text())
     for changed, message in (
-        ({"tables": []}, "is not finished: the same `sinkscope train` goes on with it"),
+        ({"tables": []}, "is not finished: the same `sinkscope train` resumes it"),
         ({"arms": {}}, "it has no arm with a run"),
         ({"tables": ["gates", "training"]}, "it has no retrofit"),
         ({"config": {"stride": 3}}, "is of another sinkscope, or damaged: option 'stride'"),

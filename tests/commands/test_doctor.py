@@ -25,9 +25,9 @@ def test_the_doctor_lists_what_applies_and_notes_only_what_is_expected() -> None
 def test_a_learned_sink_is_compared_by_what_reaches_the_values(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """granite_swa's eager attention returns its weights before it multiplies the mix by what its sink leaves."""
+    """granite_swa's eager attention returns its weights before it multiplies the output by 1 − the sink's share."""
     assert doctor(tiny_of(model_type)).ok
     own = seam.attend
     monkeypatch.setattr(seam, "attend", lambda *args, s_aux=None, **kwargs: own(*args, **kwargs))
     wrong = [what for what, passed, _ in doctor(tiny_of(model_type)).checks if not passed]
-    assert "attention to position 0 is transformers' eager" in wrong
+    assert "attention to position 0 equals transformers' eager attention" in wrong

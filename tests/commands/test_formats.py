@@ -1,4 +1,4 @@
-"""Folders of older versions are read, or refused with the command that measures again, and not called damaged."""
+"""Folders of older versions are read, or refused with the command that repeats the measurement."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def test_every_report_opens(tmp_path: Path) -> None:
 
 
 def of_format(number: int | None, folder: Path, **changes: Any) -> Path:
-    """Save a made-up run of a format; None: of a version without formats."""
+    """Save a made-up run of a format; None: a run of a version without formats."""
     save(made_up(**changes), folder)
     content = json.loads((folder / "run.json").read_text())
     content.pop("format", None)

@@ -73,7 +73,7 @@ def inputs_of(model: PreTrainedModel) -> list[np.ndarray]:
     return list(inputs_for(load_model(model, None, config), config).sequences)
 
 
-# --- what comes out
+# --- results
 
 
 def test_after_is_what_plain_transformers_give_of_an_edited_copy(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
@@ -176,7 +176,7 @@ def test_mean_sink_value_puts_the_mean_over_sequences(name: str, projection: str
     for module in modules:
         module._forward_hooks.clear()
     for module, mean in zip(edited, means, strict=True):
-        first = 64 if name == "gpt2" else 0  # the values are the last third of what gpt2's projection gives
+        first = 64 if name == "gpt2" else 0  # the values are the last third of the output of gpt2's projection
 
         def constant(_, args, x, mean=mean, first=first):
             x = x.clone()
@@ -219,7 +219,7 @@ def test_shorter_sequences_are_measured_at_their_own_positions(gpt2: PreTrainedM
     run.verdict  # noqa: B018
 
 
-# --- what is refused
+# --- refused options
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ ARMS = {"first": "mask-sink", "second": "scale-sink-value", "third": "nullify-fi
 
 
 def failing_at(call: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Raise an error in the call-th pass over the text: the model has one, and each arm and control."""
+    """Raise an error in the call-th pass over the text; the model, each arm and each control take one pass."""
     forward, calls = Tracer.forward_with_loss, []
 
     def failing(self: Tracer, *args: Any) -> float:

@@ -21,9 +21,9 @@ from sinkscope.output.run import Run
 
 LENGTHS = (7, 12, 12, 5, 12, 9, 12, 10)
 ORDER = (4, 0, 7, 2, 6, 1, 3, 5)
-FAMILIES = ("gpt2", "gemma2", "bloom")  # learned positions; rotary and sliding; ALiBi, and attention of its own
-FIRST_ONLY = ("attention_maps", "massive_map")  # of the first sequence
-OF_ORDER = (*FIRST_ONLY, "finding")  # its intervals draw sequences by their places
+FAMILIES = ("gpt2", "gemma2", "bloom")  # learned positions; rotary and sliding; ALiBi, and its own attention code
+FIRST_ONLY = ("attention_maps", "massive_map")  # tables of the first sequence only
+OF_ORDER = (*FIRST_ONLY, "finding")  # its intervals draw sequences by their indices
 
 Measure = Callable[..., Run]
 
@@ -87,7 +87,7 @@ def test_neither_batch_size_nor_order_changes_a_table(
     path = written(tmp_path / "ragged.jsonl")
     for size in (3, 8) if command == "analyze" else (3,):
         assert_same(measure(model, path, batch_size=size), expected)
-    if command != "quantize":  # which calibrates on the last ones
+    if command != "quantize":  # it calibrates on the last sequences
         assert_same(measure(model, written(tmp_path / "other.jsonl", ORDER), batch_size=3), expected, ORDER)
 
 

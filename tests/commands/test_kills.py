@@ -140,7 +140,7 @@ def test_a_disk_that_is_full_at_every_fourth_write(tiny: Path, tmp_path: Path) -
 
         if broken_off(number, out.parent, refuse, WRITES, work) != 0:
             break
-        left = Run.open(out)  # the new one once its tables are complete
+        left = Run.open(out)  # the new run if its tables are complete
         assert_same(left, new if left.manifest["seed"] else old)
         assert list(out.parent.iterdir()) == [out]
     assert number > 10
@@ -164,7 +164,7 @@ def test_killed_where_nothing_was_before(tiny: Path, tmp_path: Path, measured_on
     assert number > 10
 
 
-# --- trainings, which go on
+# --- trainings, which are resumed
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def claims(model: Path, text: Path, out: Path) -> Scorecard:
 def test_claims_killed_before_some_renames_go_on(
     tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs that were measured are kept, and not measured again."""
+    """Finished runs are kept, and not measured again."""
     module = sinkscope.commands.claims
     few = {name: CLAIMS[name] for name in ("W-1", "W-2", "GS-28")}
     for part in (module, sinkscope.paper_claims.table):

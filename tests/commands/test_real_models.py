@@ -34,7 +34,7 @@ TABLES = ("attention", "activation", "massive")
 POSITIONS, WINDOW = 16, 32
 
 
-torch.set_num_threads(1)  # models this small gain little by more, and on a busy machine lose much
+torch.set_num_threads(1)  # more threads hardly help models this small, and slow them down on a busy machine
 
 
 def fetched(name: str) -> str:
@@ -72,7 +72,7 @@ def check_against_reference(loaded: LoadedModel, run: Run, sequences: list[np.nd
     settings = run.manifest["config"]
     positions, window = settings["positions"], settings["window"]
     masses = reference.window_masses(recorded, window)
-    assert np.abs(masses - settings["epsilon"]).min() > 1e-6  # no indicator is round-off's to flip
+    assert np.abs(masses - settings["epsilon"]).min() > 1e-6  # round-off cannot flip an indicator
     expected = {
         "attention": reference.attention(recorded, positions, window, settings["epsilon"]),
         "activation": reference.activation(recorded, positions),
@@ -154,7 +154,7 @@ def test_mgm_has_its_sink_from_layer_1_on_and_its_largest_coordinate_at_165(mgm_
 
 # ------------------------------------------------------------------------------------------- Gemma 3 270M
 
-# sandwich norms, norms of query and key, one full layer to five that slide a window
+# sandwich norms, norms of query and key, one layer of full attention after every five with a sliding window
 
 
 class FarMass(Observable):
@@ -181,7 +181,7 @@ class FarMass(Observable):
 
 @pytest.fixture(scope="module")
 def gemma_run(gemma: LoadedModel) -> Run:
-    # longer than what is read whole; without gradients, whose logits are 300 × 262,144 numbers
+    # longer than a chunk of rows; without gradients, whose logits are 300 × 262,144 numbers
     return sinkscope.analyze(gemma, input="natural", num_seqs=1, seq_len=300, observables=TABLES)
 
 
@@ -220,7 +220,7 @@ def test_pages_of_real_models(smollm_runs: dict[str, Run], gemma_run: Run, tmp_p
 
 @pytest.mark.parametrize("name", ["smollm", "mgm", "gemma"])
 def test_the_wiring_equation_holds_on_trained_weights(name: str, request: pytest.FixtureRequest) -> None:
-    """The models have massive activations, and an error would be as large."""
+    """The models have massive activations, so that an error would be large."""
     model = request.getfixturevalue(name).model
     records = read_sites(model, find_family(model), torch.arange(5, 21)[None])
     assert max(check_wiring(find_family(model).block(0), sites) for sites in records) < 1e-6

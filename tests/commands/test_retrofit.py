@@ -68,7 +68,7 @@ def loaded() -> LoadedModel:
     return LoadedModel(tiny_model("llama"), words_tokenizer(), "tiny", "tiny", None, None, ())
 
 
-# --- the whole ---
+# --- results ---
 
 
 def test_it_prints_the_comparison_and_how_far_the_gates_moved(finished: tuple[Result, Path]) -> None:
@@ -112,7 +112,7 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
 def test_its_page(finished: tuple[Result, Path], tmp_path: Path) -> None:
     contents = Contents.of_folder(finished[1])
     assert [finding.numbers["arm"] for finding in contents.findings] == ["vga-placement=output"]
-    assert page_data(contents) == page_data(Trained.open(finished[1]).contents)  # a notebook's is the same
+    assert page_data(contents) == page_data(Trained.open(finished[1]).contents)  # the page in a notebook is the same
     with launched() as browser:
         check_page(browser, contents, tmp_path)
 
@@ -180,7 +180,7 @@ def test_it_goes_on_where_it_was_broken_off(
     done = retrofit(str(tiny), "vga,none", text=text, out=tmp_path / "out", **SMALL)
     assert trained == ["vga", "none"]
     assert list(done.runs) == ["untouched", "vga", "none"]
-    done = retrofit(str(tiny), "iga", text=text, out=tmp_path / "out", **SMALL)  # an arm more
+    done = retrofit(str(tiny), "iga", text=text, out=tmp_path / "out", **SMALL)  # one more arm
     assert trained == ["vga", "none", "iga"]
     assert list(done.runs) == ["untouched", "vga", "none", "iga"]
     assert [note.partition(":")[0] for note in done.notes] == ["vga", "iga"]
@@ -221,7 +221,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blocks_need_no_bos() -> None:
     with_it, without = (read_blocks(loaded(), "natural", None, 16, wanted=18, share=0.1, bos=bos) for bos in BOS)
-    assert (len(with_it.train), len(with_it.held_out)) == (18, 2)  # no more is read than is wanted
+    assert (len(with_it.train), len(with_it.held_out)) == (18, 2)  # only the needed blocks are read
     assert (with_it.train[:, 0] == 1).all()
     assert not (without.train == 1).any()
     assert without.train[:2].flatten()[:30].tolist() == with_it.train[:2, 1:].flatten().tolist()  # the same text
@@ -244,7 +244,7 @@ def test_a_dataset_and_token_ids_are_read_too(tmp_path: Path) -> None:
     assert (blocks.train.tolist(), blocks.held_out.tolist()) == (ids[:8].tolist(), ids[8:].tolist())
 
 
-# --- what is refused ---
+# --- refused options ---
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
         assert not list((tmp_path / "out").rglob(".sinkscope-*"))
     result = command_line(*arguments)
     assert result.exit_code == 0, result.output
-    assert steps == [0, 1, 2] * 2  # again only without a checkpoint
+    assert steps == [0, 1, 2] * 2  # steps are repeated only without a checkpoint
     assert same_arm(tmp_path / "out", unbroken)
 
 

@@ -1,4 +1,4 @@
-"""Recipes: those that come with sinkscope run, a recipe equals its command, and faulty ones are refused early."""
+"""Recipes: sinkscope's own recipes run, a recipe equals its command, and faulty recipes are refused early."""
 
 import json
 import shutil
@@ -90,7 +90,7 @@ def refused(content: str | bytes, model: str | None = "no/such-model", **given: 
     return message
 
 
-# --- those that come with sinkscope
+# --- the recipes of sinkscope
 
 
 def test_recipes_that_come_with_sinkscope() -> None:
@@ -153,7 +153,7 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
             run_recipe(path.stem, tiny, out="other", **given)
 
 
-# --- what comes out
+# --- results
 
 
 def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
@@ -211,7 +211,7 @@ def test_given_options_replace_those_of_the_recipe() -> None:
     assert recipe.options({"model": "another", "revision": "s"})[""].revision == "s"
     recipe = read_recipe(written("title: x\noptions: {seed: 3}\nruns:\n  as-it-is:\n  other: {seed: 4}\n"))
     assert {name: config.seed for name, config in recipe.options({}).items()} == {"as-it-is": 3, "other": 4}
-    recipe = read_recipe(written("title: x\noptions:\nruns:\nfigures:\n"))  # empty keys are as if left out
+    recipe = read_recipe(written("title: x\noptions:\nruns:\nfigures:\n"))  # empty keys are ignored
     assert recipe.options({}) == {"": AnalyzeOptions()}
 
 
@@ -264,18 +264,18 @@ def test_a_disk_that_refuses(tiny: Path, content: str, monkeypatch: pytest.Monke
         ("title: x\nruns: {a: {}, ../b: {}}", "`runs`: '../b' cannot be the name of a run"),
         ("title: x\nruns: {a: {}, comparison: {}}", "`runs`: 'comparison' cannot be the name of a run"),
         (f"title: x\nruns: {{a: {{}}, {'b' * 300}: {{}}}}", "`runs`: 'bbbbbbb"),
-        ("title: x\nruns: {a: {}, A: {}}", "`runs`: two runs are called alike but for upper and lower case"),
+        ("title: x\nruns: {a: {}, A: {}}", "`runs`: two names differ only in upper and lower case"),
         ("title: x\nruns: {a: {}, b: 5}", "`runs.b`: it must hold keys and values"),
         ("title: x\ncommand: analyse", "`command`: 'analyse' is unknown; did you mean 'analyze'?"),
         ("title: x\ncommand: run", "`command`: a recipe cannot run another recipe"),
-        ("title: x\ncommand: train\nruns: {a: {}, b: {}}", "`runs` are of commands that measure one run"),
+        ("title: x\ncommand: train\nruns: {a: {}, b: {}}", "`runs` are for commands that measure one run"),
         ("title: x\noptions: {seq-lne: 64}", "option 'seq_lne' is unknown; did you mean 'seq_len'?"),
         ("title: x\nruns: {a: {}, b: {seq-lne: 64}}", "option 'seq_lne' is unknown; did you mean 'seq_len'?"),
         ("title: x\noptions: {seq-len: long}", "--seq-len long: it must be a whole number"),
         ("title: x\nruns: {a: {}, b: {epsilon: 2}}", "--epsilon 2: it must be at most 1"),
         ("title: x\noptions: {observables: [masive]}", "'masive' is unknown; did you mean 'massive'?"),
         ("title: x\noptions: {input: no}", "--input False: it must be text"),
-        ("title: x\noptions: {model: org/name}", "option 'model' belongs beside `options`"),
+        ("title: x\noptions: {model: org/name}", "option 'model' belongs next to `options`"),
         ("title: x\noptions: {trust-remote-code: true}", "option 'trust_remote_code' is for you to give"),
         ("title: x\ncommand: benchmark\noptions: {task-path: tasks}", "task-path tasks: tasks can run code"),
         ("title: x\nruns: {a: {}, b: {allow_pickle: true}}", "option 'allow_pickle' is for you to give"),
@@ -318,7 +318,7 @@ def test_a_recipe_goes_by_its_name() -> None:
     assert find_recipe("gradient-sinks-figure-2") == checkout / "gradient-sinks-figure-2.yaml"
     assert find_recipe("gradient-sinks-figure-2.yaml") == checkout / "gradient-sinks-figure-2.yaml"
     mine = written(ONE, "recipes/gradient-sinks-figure-2.yml")
-    assert find_recipe("gradient-sinks-figure-2") == mine  # what is here comes first
+    assert find_recipe("gradient-sinks-figure-2") == mine  # the working directory comes first
     assert find_recipe("recipes/gradient-sinks-figure-2.yml") == mine
     assert read_recipe(mine).name == "gradient-sinks-figure-2"
     assert find_recipe(written(ONE, "no-ending")) == Path("no-ending")
@@ -340,7 +340,7 @@ def test_no_such_recipe() -> None:
 
 
 def test_an_installed_sinkscope_has_its_recipes(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    """A wheel has them inside the package; a folder next to it that is called recipes belongs to others."""
+    """A wheel has them inside the package; a folder `recipes` next to the package is not sinkscope's."""
     package = here / "site-packages" / "sinkscope"
     shutil.copytree(SHIPPED[0].parent, package / "recipes")
     (package.parent / "recipes").mkdir()

@@ -25,7 +25,7 @@ from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.results.tables import LEADING
 
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "observables": "attention,activation"}
-STEPS = (5, 40, 200)  # by their names 200 would come first
+STEPS = (5, 40, 200)  # sorted by name, 200 would come first
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +63,7 @@ def refused(*args: Any, error: type[Exception] = InputError, **options: Any) -> 
     return str(caught.value)
 
 
-# --- what comes out
+# --- results
 
 
 def test_each_step_is_the_run_that_it_would_be_alone(series: Series, trained: Path) -> None:
@@ -154,7 +154,7 @@ def test_one_model_at_a_time(trained: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return result
 
     monkeypatch.setattr(loading, "load", load)
-    gc.disable()  # not by luck
+    gc.disable()  # so that memory is not freed by luck
     try:
         sinkscope.analyze_steps(trained, **OPTIONS)
     finally:

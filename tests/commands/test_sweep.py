@@ -1,4 +1,4 @@
-"""`sweep`: the whole grid is checked, cells equal the runs of their commands, and a failure affects only its cell."""
+"""`sweep`: all cells are checked first, cells equal the runs of their commands, and a failure affects only its cell."""
 
 import json
 import multiprocessing
@@ -100,7 +100,7 @@ def assert_same(out: Path, whole: SweepRun, **close: Any) -> None:
     assert not list(strangers(out))
 
 
-# --- what is measured
+# --- results
 
 
 def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:
@@ -204,7 +204,7 @@ def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> Non
             assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
 
 
-# --- what breaks
+# --- failures
 
 
 def replay(whole: SweepRun, task: Task) -> None:
@@ -292,7 +292,7 @@ def test_a_worker_that_is_lost_fails_one_cell(
 
     monkeypatch.setattr(worker, "_measure", measure)
     done = sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", workers=1, shard="1/2")
-    first, other = done.plan  # of one load
+    first, other = done.plan  # cells of one load
     assert (first.state, first.message) == (State.FAILED, message)
     assert other.state == State.DONE
     assert message in done.failure
@@ -344,7 +344,7 @@ def test_two_at_once(models: Path, whole: SweepRun, tmp_path: Path, monkeypatch:
     assert_same(out, whole)
 
 
-# --- what has changed since it was measured
+# --- inputs that have changed
 
 
 def measured_again(before: SweepRun, told: str) -> set[str]:
@@ -478,7 +478,7 @@ def test_on_the_command_line(models: Path, whole: SweepRun, tmp_path: Path, monk
         ),
         ("models: [a/b]\noptions: {allow-pickle: true}", "option 'allow_pickle' is for you to give"),
         ("models: [a/b]\ncommands: {benchmark: {options: {task-path: tasks}}}", "task-path tasks: tasks can run code"),
-        ("models: [a/b]\ninputs: {a: {input: random}, b: {input: random}}", "is there twice, also as b × a (analyze)"),
+        ("models: [a/b]\ninputs: {a: {input: random}, b: {input: random}}", "occurs twice, also as b × a (analyze)"),
         ("models: [a/b]\ncommands: {intervene: {options: {do: mask-snk}}}", "did you mean 'mask-sink'?"),
         ("models: [a/b]\ninputs: [random]\ncommands: [claims]", "claims measures random and repeated tokens besides"),
     ],
@@ -541,7 +541,7 @@ commands: {analyze: , claims: {inputs: [natural], settings: {}, options: {draws:
 options: {num-seqs: 9, seed: 1}
 """,
     )
-    with pytest.raises(InputError, match="a text"):  # of d, claims would read random tokens
+    with pytest.raises(InputError, match="a text"):  # for model d, claims would read random tokens
         read_sweep(str(path), {})
     path.write_text(path.read_text().replace("natural: random", "natural: code"))
     found = {cell.told: cell.options for cell in read_sweep(str(path), {"dtype": "bfloat16"}).cells}
@@ -555,7 +555,7 @@ options: {num-seqs: 9, seed: 1}
 
 
 def test_names_of_cells_are_stable(tmp_path: Path) -> None:
-    """If they changed, everything would be measured again."""
+    """If the names changed, every cell would be measured again."""
     path = written(tmp_path, "models: [org/Some-Model-1B]\ninputs: [random]\nsettings: {seq-len: [16]}")
     assert [cell.name for cell in read_sweep(str(path), {"allow_pickle": True}).cells] == [
         "Some-Model-1B-random-seq-len=16-2bc4a619a3"

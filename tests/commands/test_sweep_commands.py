@@ -105,7 +105,7 @@ def assert_same(ours: Path, expected: Path) -> None:
     tables, others = tables_of(ours), tables_of(expected)
     assert tables.keys() == others.keys()
     for name, table in others.items():
-        if not name.endswith("training.parquet"):  # has the seconds that a step took
+        if not name.endswith("training.parquet"):  # it has the seconds that a step took
             pd.testing.assert_frame_equal(tables[name], table)
     assert not list(ours.rglob(".sinkscope-*"))
 
@@ -143,7 +143,7 @@ def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
     assert set(trained["seed"]) == {0, 1}
     assert set(trained["model"]) == {"llama", "small"}
     assert set(trained["condition"]) >= {"vga", "none", "untouched"}
-    assert set(trained["seq_len"]) == {16}  # of the blocks
+    assert set(trained["seq_len"]) == {16}  # the length of the blocks
     effects = tables["tables/sweep_effect.parquet"]
     assert set(effects["epsilon"]) == {0.2, 0.3}
     course = tables["tables/sweep_training.parquet"]
@@ -208,7 +208,7 @@ def test_training_in_a_file(changed: dict[str, Any], message: str | None, folder
     path = written(tmp_path / "sweep.yaml", content(folder) | changed)
     if message is None:
         (only,) = sinkscope.sweep(path, out=tmp_path / "out", dry_run=True).plan
-        assert (only.cell.model, only.cell.options.num_seqs) == ("tiny-llama", 4)  # shared options that it has
+        assert (only.cell.model, only.cell.options.num_seqs) == ("tiny-llama", 4)  # its shared options
         return
     with pytest.raises(InputError, match=message):
         sinkscope.sweep(path, out=tmp_path / "out")
@@ -217,7 +217,7 @@ def test_training_in_a_file(changed: dict[str, Any], message: str | None, folder
 
 def test_launched_processes_do_not_train(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.commands.sweep.team", lambda: Team(0, 2))
-    with pytest.raises(InputError, match="under `accelerate launch`, train by the command itself"):
+    with pytest.raises(InputError, match="under `accelerate launch`, train with the command itself"):
         swept(folder, tmp_path, "train")
 
 

@@ -104,7 +104,7 @@ def test_a_hub_that_goes_on_failing(
 
 
 def test_a_disk_without_room_for_all_models(models: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is found before any download; with --evict only the models of the workers need room."""
+    """The error comes before any download; with --evict only the models of the workers need room."""
     size = (size_of_weights(models)) + files.SPARE
     monkeypatch.setattr(plan, "free_room", lambda: size + 10)
     monkeypatch.setattr(files, "free_room", lambda: size + 100_000)
@@ -123,14 +123,14 @@ def size_of_weights(hub: Hub) -> int:
 
 
 def test_a_disk_without_room_for_one_model(models: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any command finds this before the download."""
+    """Every command reports this before the download."""
     monkeypatch.setattr(files, "free_room", lambda: files.SPARE)
     with pytest.raises(SinkscopeError, match=r"downloading org/one takes 0.0 GB, and the disk of .* has 0.2 GB left"):
         sinkscope.load("org/one")
     assert fetched(models) == 0
     monkeypatch.setattr(files, "free_room", lambda: files.SPARE + 1_000_000)
     assert sinkscope.load("org/one").name == "org/one"
-    monkeypatch.setattr(files, "free_room", lambda: 0)  # it is here
+    monkeypatch.setattr(files, "free_room", lambda: 0)  # the model is in the cache
     assert sinkscope.load("org/one").name == "org/one"
 
 
@@ -140,7 +140,7 @@ def snapshots() -> set[str]:
 
 
 def test_models_leave_when_their_cells_are_done(models: Hub, folder: Path, tmp_path: Path) -> None:
-    """A model with two cells is removed after the last one, also across shards; models of no cell stay."""
+    """A model with two cells is removed after the last one, also across shards; models that no cell uses stay."""
     models.repos["org/kept"] = Repo({"main": folder})
     sinkscope.load("org/kept")
     asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]\nsettings: {seed: [0, 1]}"
@@ -151,7 +151,7 @@ def test_models_leave_when_their_cells_are_done(models: Hub, folder: Path, tmp_p
     assert done.failure == ""
     assert snapshots() == {"models--org--kept"}
     assert fetched(models) == 4
-    assert swept(tmp_path, asked, workers=1, evict=True).failure == ""  # nothing to do, and nothing is fetched
+    assert swept(tmp_path, asked, workers=1, evict=True).failure == ""  # nothing is left to do or to fetch
     assert fetched(models) == 4
 
 
@@ -160,7 +160,7 @@ def test_a_model_stays_while_its_cells_are_tried_again(models: Hub, tmp_path: Pa
     asked = "models: [org/one]\nsettings: {seed: [0, 1]}"
     assert "2 of 2 cells failed" in swept(tmp_path, asked, workers=1, evict=True).failure
     models.faults.clear()
-    models.repos["org/one"] = Repo(models.repos["org/one"].revisions, gate="token")  # a refusal is not asked for again
+    models.repos["org/one"] = Repo(models.repos["org/one"].revisions, gate="token")  # a refusal is not repeated
     assert "org/one is gated" in swept(tmp_path, asked, workers=1, evict=True, retry=True).failure
     assert fetched(models) == 0
     models.repos["org/one"] = Repo(models.repos["org/one"].revisions)

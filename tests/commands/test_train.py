@@ -57,7 +57,7 @@ def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Res
         ), out  # fmt: skip
 
 
-# --- the whole
+# --- results
 
 
 def test_its_folder(finished: tuple[Result, Path]) -> None:
@@ -76,7 +76,7 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
         assert (run.model, run.condition) == ("small", arm)
         table = pd.read_parquet(out / arm / "tables" / "training.parquet")
         assert (set(table["condition"]), set(table["seed"])) == ({arm[:-6]}, {int(arm[-1])})
-    assert "note: vga-seed0" not in result.stderr  # by method: seeds are together
+    assert "note: vga-seed0" not in result.stderr  # notes are by method, over all seeds
     assert "note: vga: new parameters moved by" in result.stderr
     assert json.loads((out / "run.json").read_text())["architecture"]["hidden_size"] == 32
 
@@ -91,7 +91,7 @@ def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tup
     assert len(gated) == len(plain) + 2  # a gate per layer
     assert not torch.equal(plain["lm_head.weight"], other["lm_head.weight"])
     config = AutoConfig.from_pretrained(finished[1] / "none-seed0" / "model")
-    torch.manual_seed(0)  # they are those of transformers
+    torch.manual_seed(0)  # the weights are those of transformers
     assert torch.equal(plain["lm_head.weight"], AutoModelForCausalLM.from_config(config).lm_head.weight)
     state = torch.get_rng_state()
     first, again = (fresh_model(config, seed=1).lm_head.weight for _ in range(2))
@@ -153,7 +153,7 @@ def test_a_tokenizer_of_the_text() -> None:
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert len(tokenizer) <= 280
     assert len(ids) < len(text) / 3  # it has learned words
-    assert tokenizer("Ἐν ἀρχῇ")["input_ids"][1:]  # bytes: nothing is unknown
+    assert tokenizer("Ἐν ἀρχῇ")["input_ids"][1:]  # byte-level: no text is unknown
     assert tokenizer_of([text], 280).get_vocab() == tokenizer.get_vocab()
 
 
@@ -196,7 +196,7 @@ def test_a_task(tmp_path: Path) -> None:
     assert set(probed["step"]) == {0, 2, 4}
     assert set(zip(probed["condition"], probed["seed"], strict=True)) == {(m, s) for m in methods for s in (0, 1)}
     assert set(done.tables["value_norms"]["condition"]) == set(methods)
-    assert len(done.tables["value_norms"]) == 2 * 20  # of the first seed
+    assert len(done.tables["value_norms"]) == 2 * 20  # only of the first seed
     assert set(done.figures()) == {
         "backcopy-maps", "backcopy-training", "retrofit-training", "retrofit-values", "retrofit-bars",
     }  # fmt: skip
@@ -226,7 +226,7 @@ def test_named_architectures_can_be_measured() -> None:
             assert not any(dropout.values()), dropout  # trainings are repeated bit by bit
 
 
-# --- what is refused
+# --- refused options
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_named_architectures_can_be_measured() -> None:
         (("--method", "vgaa"), "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
         (("--seeds", "0"), "--seeds 0: it must be at least 1"),
         (("--steps", "0"), "--steps 0: it must be at least 1"),
-        (("--text", "sampled"), "--text sampled: a model with random weights has nothing to say"),
+        (("--text", "sampled"), "--text sampled: a model with random weights cannot write a text"),
         (("--text", "nothing.txt"), "--text nothing.txt: no such file"),
         (("--text", "bigram-backcopy", "--tokenizer", "."), "--text bigram-backcopy has its own tokenizer"),
         (("--tokenizer", "./nowhere"), "./nowhere: no such folder"),

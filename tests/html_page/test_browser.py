@@ -1,4 +1,4 @@
-"""The page in Chromium: no errors or requests, every control works, numbers are the tables', axe finds nothing."""
+"""The page in Chromium: no errors or requests, every control works, numbers equal the tables, axe finds nothing."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def page_of_kind(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """The page of a kind of folder, opened once."""
+    """Return the opened page of a kind of folder; each is opened once."""
     with ExitStack() as stack:
         pages: dict[str, Any] = {}
 
@@ -99,7 +99,7 @@ def test_a_head_shows_the_gradients_of_the_key_value_head_that_it_reads(browser:
         cells = page.locator(".panels [role=gridcell]")
         assert page.locator(".panels [aria-selected=true]").get_attribute("data-column") == "1"
         cells.and_(page.locator("[data-row='2'][data-column='1']")).click()
-        assert page.locator("#head-name").text_content() == "Layer 2, head 2"  # the first that reads it
+        assert page.locator("#head-name").text_content() == "Layer 2, head 2"  # the first head that reads it
 
 
 def test_a_token_shows_in_how_many_heads_it_is_a_sink(page: Any) -> None:

@@ -44,12 +44,12 @@ def test_a_table_is_cut_after_a_complete_sequence_or_position_or_after_its_first
     by_sequence = pd.DataFrame({"sequence": [0, 1, 2] * 4, "value": range(12)}).sort_values("sequence")
     kept, left_out = cut(by_sequence, Limit(rows=100, by_sequence=9))
     assert kept["sequence"].value_counts().to_dict() == {0: 4, 1: 4}
-    assert left_out == "only those of sequence 0 to 1 are here, 2 of 3"
+    assert left_out == "only the rows of sequence 0 to 1 are here, 2 of 3"
 
     arms = pd.DataFrame({"run": ["a"] * 3 + ["b"] * 3, "position": [0, 1, 2] * 2, "value": range(6)})
     kept, left_out = cut(arms, Limit(rows=5, by_sequence=1))
     assert kept["value"].tolist() == [0, 1, 3, 4]
-    assert left_out == "only those of position 0 to 1 are here, 2 of 3"
+    assert left_out == "only the rows of position 0 to 1 are here, 2 of 3"
 
     kept, left_out = cut(pd.DataFrame({"value": range(2000)}), Limit(rows=1500, by_sequence=1))
     assert (len(kept), left_out) == (1500, "only the first 1,500 rows are here")
@@ -61,7 +61,7 @@ def test_tables_are_cut_until_they_fit_and_say_so(monkeypatch: pytest.MonkeyPatc
     table = pd.DataFrame({"sequence": range(20_000), "value": 0.123456})
     (found,) = json.loads(compact_tables({"long": table}, {"long": (Column("value", "meaning", "nats"),)}))
     assert found["rows"] == 20_000
-    assert found["left_out"] == "only those of sequence 0 to 999 are here, 1000 of 20000"
+    assert found["left_out"] == "only the rows of sequence 0 to 999 are here, 1000 of 20000"
     assert found["columns"][1] == {
         "name": "value", "about": "meaning", "unit": "nats", "kind": "number", "values": {"runs": [0.123456, 1000]},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""index.html as a file: its numbers are those of the tables, and a browser runs only the page's own scripts."""
+"""index.html as a file: its numbers equal the tables, and a browser runs only the page's own scripts."""
 
 import base64
 import hashlib
@@ -53,7 +53,7 @@ def test_a_run_of_the_demo_models_size_fits_into_five_megabytes() -> None:
     html = page_of(analysis(layers=30, heads=9, kv_heads=3, sequences=100, length=64)).html
     assert len(html.encode()) < 5e6
     cut = {table["name"]: table["left_out"] for table in data_of(html)["tables"] if table["left_out"]}
-    assert cut["sink_positions"].startswith("only those of sequence 0 to ")
+    assert cut["sink_positions"].startswith("only the rows of sequence 0 to ")
     assert "attention" not in cut  # the maps are complete
 
 

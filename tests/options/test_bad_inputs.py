@@ -157,7 +157,7 @@ def test_retrofits(text: str) -> None:
 @settings(few, max_examples=40)
 @given(data=st.data())
 def test_options(command: str, data: st.DataObject) -> None:
-    """Values are text as from the command line, any value of YAML as from recipes, and Python's."""
+    """Values are text as on the command line, YAML values as in recipes, and Python objects."""
     kind = COMMANDS[command]
     names = st.sampled_from(sorted(kind.model_fields)) | bad.odd_texts
     values = bad.odd_numbers | bad.odd_numbers.map(str) | bad.odd_texts | bad.json_values

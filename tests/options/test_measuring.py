@@ -1,4 +1,4 @@
-"""RunConfig: its defaults, the options that it refuses, and that run.json gives it back."""
+"""RunConfig: its defaults, the options that it refuses, and its round trip through run.json."""
 
 import json
 import math

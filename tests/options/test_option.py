@@ -21,7 +21,7 @@ PACKAGE = Path(inspect.getfile(Options)).parents[1]
 
 
 def declared() -> list[tuple[str, str, str]]:
-    """(class, option, help text) of every declaration in the source."""
+    """Return (class, option, help text) of every declaration in the source."""
     found = []
     for path in sorted((PACKAGE / "options").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -44,7 +44,7 @@ def test_an_option_is_declared_once() -> None:
     assert max(Counter(about for *_, about in declared()).values()) == 1
     assert {name for kind in COMMANDS.values() for name in kind.model_fields} <= names.keys()
     source = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    for _, _, about in declared():  # no help text is anywhere else
+    for _, _, about in declared():  # no help text occurs twice in the source
         assert source.count(about[:40]) == 1, about
 
 
@@ -124,4 +124,4 @@ def test_arms_are_measured_on_blocks() -> None:
 
 def test_output_decides_no_number() -> None:
     deciding = {name for kind in COMMANDS.values() for name in kind.model_fields}
-    assert OutputOptions.model_fields.keys() & deciding == {"from_"}  # `claims` judges what the others repeat
+    assert OutputOptions.model_fields.keys() & deciding == {"from_"}  # `claims` judges these runs

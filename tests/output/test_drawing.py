@@ -1,4 +1,4 @@
-"""Work that is shared with a second process is all done, and fails as it would in a single process."""
+"""Work that is shared with a second process is completed, and fails as it would in a single process."""
 
 import os
 import signal
@@ -73,7 +73,7 @@ def test_work_that_fails_or_hangs_there_is_done_here(
     assert is_gone(children[0])
 
 
-@pytest.mark.parametrize("at", [0, 1])  # here, and there
+@pytest.mark.parametrize("at", [0, 1])  # in this process, and in the second one
 def test_an_error_is_raised_here(at: int, children: list[int]) -> None:
     def work(name: str) -> None:
         if name == NAMES[at]:

@@ -1,4 +1,4 @@
-"""A figure that cannot be drawn costs nothing else: tables, run.json and the other figures are written."""
+"""If a figure cannot be drawn, tables, run.json and the other figures are still written."""
 
 import json
 from collections.abc import Callable

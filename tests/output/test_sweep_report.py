@@ -41,7 +41,7 @@ def with_scores(tables: SweepTables, *rows: tuple[str, str, float]) -> SweepTabl
 
 
 def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
-    """Return label → points; those of a row of dots are at its middle."""
+    """Return label → points; a row of dots has its points at its middle."""
     return {
         str(line.get_label()): [(round(float(x), 6), round(float(y))) for x, y in line.get_xydata()]
         for line in figure.axes[0].lines
@@ -122,7 +122,7 @@ def test_rates_under_different_bos_policies_are_in_rows_of_their_own() -> None:
         for cell in (own, RANDOM | own)
     ]
     tables = tables_of(*cells)
-    assert tables.by_policy["settings"].str.contains("16").all()  # the policy is no setting that hides the other
+    assert tables.by_policy["settings"].str.contains("16").all()  # the BOS policy does not hide the length
     columns = {"model": ["a", "a"], "BOS": ["with", "without"], "natural": ["50.0%", "0.0%"]}
     assert tables.overview.to_dict("list") == columns | {"random": ["25.0%", "0.0%"]}
     assert tables.main["bos"].tolist() == ["with", "with"]
@@ -146,7 +146,7 @@ def test_published_rates_are_next_to_those_of_the_same_setting() -> None:
 
 
 def test_scores_are_drawn_against_sink_rates() -> None:
-    """A panel for each task; a family's models by size, and the others by name; on the first input."""
+    """Each task has a panel, with a family's models by size and other models by name, on the first input."""
     cells = [
         {"family": "F", "parameters": 2 * 10**6},
         RANDOM,

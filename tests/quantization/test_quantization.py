@@ -542,7 +542,7 @@ def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, monkeypatc
     assert "quantize" in refused.stderr
     refused = command_line("quantize", "--from", "runs/llama-random-W8A3", "--bits-weights", 4)
     assert refused.exit_code == 2
-    assert "--bits-weights does not go with it" in refused.stderr
+    assert "--bits-weights cannot be given with it" in refused.stderr
 
 
 @pytest.mark.parametrize(

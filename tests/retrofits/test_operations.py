@@ -108,9 +108,7 @@ def weights_of(
     kind: str, given: dict[str, Any], logits: torch.Tensor, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sim ÷ Z, and |sim| ÷ Σ |sim|."""
-    name = next(
-        (name for name in ("softmax", "sigmoid") if kind.startswith(name)), "elu" if kind == "elu" else "identity"
-    )
+    name = kind if kind in ELEMENTWISE else "sigmoid" if kind.startswith("sigmoid") else "identity"
     sim = torch.where(seen, ELEMENTWISE[name](logits), 0.0)
     proxy = sim.abs() / sim.abs().sum(-1, keepdim=True)
     if kind in SUMS:

@@ -3,7 +3,7 @@
     python tests/torture/folders.py --count 100 --seed 0
 
 Each outcome is a right result (status 0) or a message of one or two lines (status 1 or 2); anything else is printed,
-with the damage, and ends this with status 1. Commands run in this process, on a tiny model, without figures.
+with the damage, and the exit status is 1. Commands run in this process, on a tiny model, without figures.
 """
 
 import json

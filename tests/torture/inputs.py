@@ -3,7 +3,7 @@
     python tests/torture/inputs.py --count 1000 --seed 0
 
 Each outcome is a right result (status 0) or a message of one or two lines (status 1 or 2); anything else is printed,
-with its arguments, and ends this with status 1. Commands run in this process, on a tiny model, without figures.
+with its arguments, and the exit status is 1. Commands run in this process, on a tiny model, without figures.
 """
 
 import io
@@ -195,7 +195,7 @@ def attack_inputs(count: int, number: int, counts: Counts) -> None:
     kinds = ways(home)
     for what, way in kinds.items():
         if (found := outcome(way.good)) != "right":
-            raise SystemExit(f"{what}: {found} even where nothing is wrong: {way.good.args}")
+            raise SystemExit(f"{what}: {found} even with valid input: {way.good.args}")
         for one in examples(way.attacks, -(-count // len(kinds)), number):
             counts.add(what, outcome(one), (one.args, one.files))
     shutil.rmtree(home)

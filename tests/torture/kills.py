@@ -3,8 +3,8 @@
     python tests/torture/kills.py --kills 200 --seed 0
 
 Each trial kills a command once or several times in a row, at a random moment or before a random change that it makes
-on the disk, and then runs it to its end: alone, or with a second process that wants the same folder. It prints how each
-command fared, and ends with status 1 if anything was wrong, lost or left over.
+on the disk, and then runs it to its end: alone, or with a second process for the same folder. It prints the
+outcomes of each command, and ends with status 1 if anything was wrong, lost or left over.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from sinkscope.results.manifest import strangers
 
 MEASURED = ("--input", "random", "--num-seqs", "4", "--seq-len", "24", "--batch-size", "2")
 NAMES = ("analyze", "intervene", "quantize", "retrofit", "train", "sweep")
-TWICE = 0.3  # of the trials end with two processes at once
-MOST_WRONG = 5  # of a command, which is then given up
+TWICE = 0.3  # share of the trials that end with two processes at once
+MOST_WRONG = 5  # errors of a command before it is given up
 pools.METHOD = "fork"  # workers that need not import everything again
 TRAINED = ("--steps", "6", "--save-every", "2", "--block-length", "16", "--batch-size", "1", "--num-seqs", "4")
 
@@ -54,7 +54,7 @@ class Command:
     name: str
     arguments: tuple[str, ...]
     goes_on: bool = False
-    other: tuple[str, ...] = ("--seed", "1")  # what it is run with to have other numbers
+    other: tuple[str, ...] = ("--seed", "1")  # options with which its numbers differ
 
     def run(self, out: Path, overwrite: bool = True) -> None:
         """Run the command and exit the process."""
@@ -125,7 +125,7 @@ def killed(command: Command, out: Path, errors: Path, overwrite: bool, unbroken:
 
 
 def finished(command: Command, out: Path, errors: Path, overwrite: bool) -> int:
-    """Run the command to its end, sometimes in two processes. Return how many failed, which not all may do."""
+    """Run the command to its end, sometimes in two processes. Return how many failed; one must succeed."""
     rival = errors.with_name("rival")
     with started(command, out, errors, overwrite) as process:
         if random.random() < TWICE:
@@ -151,7 +151,7 @@ def trial(command: Command, old: Path, new: Path, folder: Path, unbroken: tuple[
     for _ in range(random.choice((1, 1, 2, 3))):
         found["kills"] += killed(command, out, errors, overwrite, unbroken)
         if overwrite and not command.goes_on:
-            sinkscope.Run.open(out)  # the old one or the new one, at any time
+            sinkscope.Run.open(out)  # the old run or the new one, at any time
     found["clean errors"] += finished(command, out, errors, overwrite)
     if not command.goes_on:
         sinkscope.show(out)  # draws what a kill after the tables has left undrawn
@@ -222,7 +222,7 @@ def torture(kills: int, folder: Path, names: Collection[str] = NAMES) -> tuple[d
             try:
                 counts += trial(command, old, new, at, unbroken)
                 shutil.rmtree(at)
-            except Exception as error:  # also what is not foreseen
+            except Exception as error:  # also unexpected errors
                 counts["wrong"] += 1
                 wrong.append(f"{name}, {at}: {type(error).__name__}: {error}")
         print(f"{name}: {dict(counts)}", file=sys.stderr)
@@ -246,7 +246,7 @@ def main() -> None:
     for line in wrong:
         print(line, file=sys.stderr)
     if wrong:
-        sys.exit(f"what is wrong is left in {folder}")
+        sys.exit(f"the folders of failed trials are left in {folder}")
     shutil.rmtree(folder)
 
 

@@ -34,7 +34,7 @@ SMALL = ("--num-seqs", "2", "--seq-len", "8", "--quiet")
 TRAINED = ("--steps", "1", "--num-seqs", "2", "--block-length", "8", "--batch-size", "1", "--quiet")
 
 FIFO, FOLDER, LOOP, UNREADABLE = "a pipe", "a folder", "a circle of links", "no permission"
-Content = bytes | str  # of a file; or one of those above
+Content = bytes | str  # the content of a file, or one of the kinds above
 
 
 class HungError(BaseException):
@@ -139,7 +139,7 @@ def put(path: Path, content: Content | None) -> None:
         path.symlink_to(path.name)
     elif isinstance(content, bytes):
         path.write_bytes(content)
-    else:  # root reads it all the same
+    else:  # root can read it anyway
         path.touch(mode=0)
 
 
@@ -168,7 +168,7 @@ def attack(attacks: Callable[[int, int, Counts], None], about: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         from huggingface_hub import constants
 
-        patch.setattr(constants, "HF_HUB_OFFLINE", True)  # an odd name is looked for nowhere
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)  # so that odd names are not looked up on the hub
         skip_figures(patch)
         attacks(asked.count, asked.seed, counts)
     counts.show()

@@ -1,4 +1,4 @@
-"""Plan a sweep: which cells are done, and how large the models are (found without their weights).
+"""The plan of a sweep: which cells are done, and how large the models are, computed without their weights.
 
 `Leaving` at the end implements `--evict`.
 """
@@ -71,7 +71,7 @@ class Planned:
     size: Size = Size()
 
     def is_wanted(self, retry: bool) -> bool:
-        """Whether it is to be measured; cells that failed, wholly or in parts, only with --retry."""
+        """Return whether to measure the cell; a failed cell, also one that failed in parts, only with --retry."""
         return self.state == State.WAITING or (retry and bool(self.message))
 
     @property
@@ -80,9 +80,7 @@ class Planned:
 
 
 def planned(cells: Iterable[Cell], folders: CellFolders, reads: Reads) -> list[Planned]:
-    """Return all cells with their states. The message of a finished cell names its parts that failed: arms of
-    `intervene`, runs of `claims`, figures.
-    """
+    """Return all cells with their states. The message of a finished cell names its failed arms, runs and figures."""
     plan = []
     for cell in cells:
         manifest, message = done_cell(cell, folders, reads)
@@ -100,10 +98,8 @@ def planned(cells: Iterable[Cell], folders: CellFolders, reads: Reads) -> list[P
 def sized(plan: Iterable[Planned], share: float = 0.0) -> list[Planned]:
     """Return the plan with the sizes of the models; each model is examined once.
 
-    Args:
-        plan: the cells.
-        share: bytes that each worker can have; infinite for a single worker. A local model that surely fits is not
-            examined, since reading the header of a GGUF file takes seconds.
+    A local model that surely fits into `share` bytes, which each worker can have, is not examined, since reading the
+    header of a GGUF file takes seconds.
     """
     sizes: dict[tuple, Size] = {}
     found = []
@@ -136,11 +132,7 @@ def _surely_fits(options: Any, share: float) -> bool:
 
 
 def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str, Any] | None, str]:
-    """Return the manifest of a cell that was measured with the same options and whose inputs have not changed.
-
-    Returns:
-        The manifest and ""; or None and the reason why the cell is measured again, "" if it never was.
-    """
+    """Return the manifest of a cell with unchanged options and inputs; else None, and why an old one is not valid."""
     found, why = folders.manifest(cell.name, cell.command, cell.config)
     if found is None or why or (why := changes(found.get("read"), reads.of(cell.options))):
         return None, why
@@ -160,7 +152,7 @@ def size_of(options: Any) -> Size:
                 parameters = count_parameters(config)
     except SinkscopeError as error:
         return Size(reason=one_line(error))
-    except Exception as error:  # whatever building a model raises
+    except Exception as error:  # building a model may raise any error
         return Size(reason=described(error))
     text = config.get_text_config()
     vocabulary = int(getattr(text, "vocab_size", 0) or 0)
@@ -173,12 +165,7 @@ def size_of(options: Any) -> Size:
 
 
 def check_disk(todo: Iterable[Planned], at_once: int | None) -> None:
-    """Raise InputError, before anything is downloaded, if the disk cannot hold the models.
-
-    Args:
-        todo: the cells that are to be measured.
-        at_once: how many models are in the cache at the same time; None: all of them stay.
-    """
+    """Raise InputError before any download if the disk cannot hold `at_once` of the models (None: all of them)."""
     downloads = {each.cell.source: each.size.download for each in todo}
     needed, free = sum(sorted(downloads.values(), reverse=True)[:at_once]), free_room()
     if needed and needed + SPARE > free:
@@ -223,14 +210,7 @@ Source = tuple[str, str | None]  # repository and revision
 
 
 class Leaving:
-    """Remove a model from the hub's cache when no cell of the sweep needs it any more.
-
-    Args:
-        cells: all cells of the sweep, including other shards, which may read the same files.
-        folders: the folder of the sweep.
-        todo: the names of the cells that are measured now.
-        reads: digests of what the cells read.
-    """
+    """Remove a model from the hub's cache when no cell of any shard needs it any more."""
 
     def __init__(self, cells: Iterable[Cell], folders: CellFolders, todo: Collection[str], reads: Reads) -> None:
         self._folders, self._todo, self._reads = folders, set(todo), reads
@@ -243,7 +223,7 @@ class Leaving:
                 self._waiting[model, revision].append(cell)
 
     def look(self, name: str, console: Console) -> None:
-        """Remove the model of a cell that has ended, unless another of its cells is still to be measured."""
+        """Remove the model of a cell that has ended, unless another cell still needs it."""
         self._todo.discard(name)
         source = self._sources.get(name)
         if source is None:

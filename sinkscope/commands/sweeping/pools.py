@@ -40,9 +40,7 @@ class Pool(Protocol):
         """Start a worker, and return its number."""
 
     def heard(self) -> Iterable[tuple[int, Event | str]]:
-        """Wait until a worker reports, and yield the number of each worker that does with its report: an event, or at
-        its end how it was lost, on one line ("" if it finished).
-        """
+        """Wait for reports, and yield each worker's number and event, or at its end how it was lost ("": finished)."""
 
     def close(self) -> None:
         """End all workers that still run."""
@@ -51,7 +49,7 @@ class Pool(Protocol):
 def run_groups(groups: Iterable[Group], pool: Pool) -> Iterator[Event]:
     """Run all groups, and yield the events of their cells as they occur."""
     waiting = deque(groups)
-    running: dict[int, Group] = {}  # the cells that each worker has not finished
+    running: dict[int, Group] = {}  # the unfinished cells of each worker
     current: dict[int, str] = {}  # the cell that each worker is measuring
     try:
         while waiting or running:
@@ -100,7 +98,7 @@ def split(groups: list[Group], workers: int) -> list[Group]:
 # A server that has imported what workers need starts each of them in milliseconds; Windows has none.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 SILENCE = "sinkscope.commands.sweeping.silence"
-GRACE = 15.0  # seconds that a worker has to clear up when it is told to end
+GRACE = 15.0  # seconds for a worker to clean up before it is killed
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 
 
@@ -116,11 +114,7 @@ class Processes:
     """A pool of at most `workers` processes on this machine, as many as fit into its memory.
 
     The memory of a process is free again when it ends or is killed. Each of several workers sees one accelerator, if
-    there are any; a single worker sees all of them.
-
-    Args:
-        workers: the largest number of processes.
-        commands: the commands that they run, which are imported before the first process is forked.
+    there are any; a single worker sees all of them. `commands` are imported before the first process is forked.
     """
 
     def __init__(self, workers: int, commands: Iterable[str] = ("analyze",)) -> None:
@@ -145,7 +139,7 @@ class Processes:
         device = slot % self._devices if self._devices else None
         process = self._context.Process(target=_main, args=(group, sender, self._threads, device))
         process.start()
-        sender.close()  # so that the worker's end of it is the only one
+        sender.close()  # so that only the worker has an open end for sending
         self._started += 1
         self._workers[self._started] = _Worker(process, receiver, group.memory, slot)
         return self._started
@@ -233,13 +227,7 @@ class RayTasks:
     The machines of the cluster share the folder of the sweep. Each task is a generator that yields its events:
     https://docs.ray.io/en/latest/ray-core/ray-generators.html
 
-    Args:
-        address: the address of a running cluster; None: start one here, and end it with the pool.
-        cpus: number of cores of the cluster that is started; None: all.
-
-    Raises:
-        InputError: Ray is not installed.
-        SinkscopeError: the cluster cannot be reached.
+    `address` names a running cluster; None: start one here with `cpus` cores (None: all), and end it with the pool.
     """
 
     share = 0.0  # Ray finds the machine that has room for a group
@@ -270,7 +258,7 @@ class RayTasks:
             "num_cpus": 1,
             "num_gpus": 1 if self._gpus else 0,
             "memory": min(group.memory, int(self._ray.cluster_resources().get("memory", 0))) or None,
-            "max_retries": 0,  # run_groups fails the cell of a lost worker, and starts the others again
+            "max_retries": 0,  # run_groups marks the cell of a lost worker as failed, and starts the others again
         }
         task = self._ray.remote(_measured).options(num_returns="streaming", **options)
         self._started += 1
@@ -323,7 +311,7 @@ class Launched:
         self._started = 0
 
     def has_room(self, group: Group) -> bool:
-        return False  # one at a time
+        return False  # one group at a time
 
     def start(self, group: Group) -> int:
         self._members.of_the_first(lambda: group)
@@ -337,11 +325,11 @@ class Launched:
         yield self._started, ""
 
     def close(self) -> None:
-        """Do nothing: the other processes end with the last object from the first, or with its error."""
+        """Do nothing: the other processes end when the first one sends its last object or fails."""
 
 
 def follow(members: Team) -> Any:
-    """Measure the groups that the first process hands to the others; return its last object, which is no group."""
+    """Measure the groups that the first process hands to the others; return its last object, which is not a group."""
     while isinstance(group := members.of_the_first(lambda: None), Group):
         for _ in measured(group):
             pass
@@ -352,12 +340,7 @@ def follow(members: Team) -> Any:
 
 
 def open_pool(asked: SweepOptions, commands: Iterable[str], members: Team) -> Pool:
-    """Return the pool that the options of a sweep name.
-
-    Raises:
-        InputError: Ray is not installed, or another pool than that of `accelerate launch` is named under it.
-        SinkscopeError: the Ray cluster cannot be reached.
-    """
+    """Return the pool that the options of a sweep name."""
     workers = None if asked.workers == "auto" else asked.workers
     if members.count > 1:
         if asked.engine != "local" or workers not in (None, 1):

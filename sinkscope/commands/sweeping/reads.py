@@ -17,7 +17,7 @@ from sinkscope.text.sources import DRAWN, TEXTS
 
 
 class Reads:
-    """Computes the digests; each file is read once, so that all cells are compared with the same state of it."""
+    """Compute digests; each file is read only once, so that all cells are compared with the same state of it."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], str | None] = {}
@@ -117,7 +117,7 @@ def _of_dataset(spec: str) -> str | None:
         return _of_path(name)
     try:
         return None if constants.is_offline_mode() else dataset_info(name).sha
-    except Exception:  # of the hub or the network
+    except Exception:  # an error of the hub or the network
         return None
 
 
@@ -127,7 +127,7 @@ def _of_config(source: str) -> str | None:
     return _of_path(str(path / "config.json" if kind_of(path) == "folder" else path))
 
 
-# option → function that computes the digest of what it names; a dataset is read in place of a text
+# option → the function that computes the digest of its value; a dataset replaces the text
 _DIGEST_OF: dict[str, Callable[[str], str | None]] = {
     "dataset": _of_dataset,
     "input": _of_text,

@@ -101,9 +101,7 @@ def measured(group: Group) -> Iterator[Event]:
 
 
 def _measure(task: Task, models: dict[str, Any]) -> None:
-    """Run the command of a cell, which writes its folder. An interrupted command resumes. A folder that was made with
-    other options, other defaults of an older version, or inputs that have changed since is replaced.
-    """
+    """Run the command of a cell, which resumes its folder, or replaces it if its options or inputs have changed."""
     function = getattr(import_module(f"sinkscope.commands.{task.command}"), task.command)
     # a sweep may have hundreds of cells: `show` makes the page of one when it is needed
     where = {"out": task.folder, "overwrite": not _can_resume(task), "page": False}

@@ -12,7 +12,7 @@ S.waiting = new Set(); // functions that begin to draw a chart
 window.addEventListener("beforeprint", () => S.waiting.forEach((begin) => begin()));
 
 /**
- * A place for a chart, which is drawn when it is near the window, and again when its width changes. Before that it
+ * An element for a chart, which is drawn when it is near the window, and again when its width changes. Before that it
  * takes up `height`, so that nothing moves.
  */
 S.drawn = (draw, { height, kind = "chart" }) => {

@@ -110,7 +110,7 @@ S.several = (label, values, chosen, change) => {
 };
 
 /**
- * Put controls in a place. If the same controls are there already, they stay, so that a slider can be dragged further;
+ * Put controls into an element. If the same controls are there already, they stay, so that a slider can be dragged further;
  * otherwise the control with the same label gets the focus again.
  */
 S.setControls = (place, ...controls) => {

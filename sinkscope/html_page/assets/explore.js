@@ -3,7 +3,7 @@
 
 // tables of sentences, which have their own sections
 S.IN_WORDS = new Set(["finding", "claim", "route"]);
-S.MOST_COLORS = 8; // of more values, the first are shown until the user chooses
+S.MOST_COLORS = 8; // if there are more values, the first are shown until the user chooses
 // columns for the horizontal axis if they vary, in the order of preference
 S.ACROSS_LAYERS = ["layer", "position", "bucket", "coordinate", "sequence"];
 S.ACROSS_MODELS = ["step", "seq_len", "epsilon", "input", "level", "condition", "name", "model"];
