@@ -35,7 +35,7 @@ from sinkscope.text.batch import Batch
 
 Condition = tuple[str, int]  # its name in the tables, and the number of the control; -1: no control
 
-MAPS = "mean-maps"  # measured for every arm, and of the controls for the first draw only
+MAPS = "mean-maps"  # measured for every arm, and for the first draw of its controls
 CONTROL_TABLES = ("attention", "attention_by_sequence", "loss_by_sequence", "arm_maps")
 ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables that arms do not keep
 BEFORE = "before"
@@ -63,7 +63,7 @@ class HiddenMean(Observable):
 
 
 class ValueMean(HiddenMean):
-    """The same for value projections and mean-sink-value: their outputs are no site, and `ReadValues` reads them."""
+    """The mean output of value projections, for mean-sink-value. It is not a site: `ReadValues` reads it."""
 
     sites: ClassVar[tuple[str, ...]] = ()
 
@@ -78,24 +78,18 @@ class Arm:
 
 @dataclass
 class Experiment:
-    """Measures the arms of one model on one input and collects their tables.
-
-    Attributes:
-        wanted: Label of each arm → its interventions, applied in this order.
-        draws: Number of random controls of each arm.
-        lenient: Skip arms that do not apply and record the reason, instead of raising InputError.
-        analyzed: A run of the same subject with the same settings, which replaces measuring the unchanged model if it
-            has all tables. It has no mean maps; the arms then have none either.
-    """
+    """Measures the arms of one model on one input and collects their tables."""
 
     subject: Subject
     config: RunConfig
-    wanted: Mapping[str, Stack]
-    draws: int
-    lenient: bool
+    wanted: Mapping[str, Stack]  # label of each arm → its interventions, applied in this order
+    draws: int  # number of random controls of each arm
+    lenient: bool  # skip arms that do not apply and record the reason, instead of raising InputError
     console: Console
     without_controls: Container[str] = ()  # labels
     without_loss: Container[str] = ()  # labels of arms whose logits are not computed
+    # A run of the same subject with the same settings, which replaces measuring the unchanged model if it has all
+    # tables. It has no mean maps, and the arms then have none either.
     analyzed: RunData | None = None
     records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → its entry in the manifest
     skipped: dict[str, str] = field(default_factory=dict)  # label → why it does not apply
@@ -110,10 +104,7 @@ class Experiment:
     _few: dict[str, pd.DataFrame] | None = None  # tables of the unchanged model on the first sequences
 
     def run(self) -> dict[str, pd.DataFrame]:
-        """Measure the unchanged model, then every arm and its controls.
-
-        Returns:
-            The tables by name, with the arm in the column `condition`.
+        """Measure the unchanged model, then every arm and its controls. Returns tables with the arm as `condition`.
 
         Raises:
             InputError: An arm does not apply, or names something that the model does not have.
@@ -130,7 +121,7 @@ class Experiment:
             self.analyzed = None
         closer = next((name for name in self.config.observables or () if OBSERVABLES[name].after), None)
         if closer is not None:
-            raise InputError(f"--observables {closer} does not apply: it looks closer at one model, not at arms")
+            raise InputError(f"--observables {closer} does not apply: it is measured on one model, not on arms")
         self.chosen = choose(self.subject, self.config)
         if self.analyzed is not None:
             self.chosen = replace(self.chosen, first=tuple(name for name in self.chosen.first if name != MAPS))
@@ -229,7 +220,7 @@ class Experiment:
 
     @contextmanager
     def _isolated_failure(self, label: str) -> Iterator[None]:
-        """Discard everything of an arm that fails, and keep the other arms."""
+        """Discard the results of an arm that fails, and keep the other arms."""
         kept = {name: len(parts) for name, parts in self._parts.items()}
         try:
             yield
@@ -294,10 +285,8 @@ class Experiment:
         return [self._arm(*condition, one, layer) for condition, one in zip(stacks, done, strict=True)]
 
     def _resumes_at(self, layer: int, stack: Stack, with_loss: bool) -> bool:
-        """Return whether arms can be measured from this layer on, because earlier layers are unaffected.
-
-        This is tried on the first sequences: the tables must be bit for bit those of a complete pass.
-        """
+        """Return whether arms can be measured from this layer on, because earlier layers are unaffected."""
+        # tried on the first sequences: the tables must be bit for bit those of a complete pass
         if not layer or self.chosen.backward or self.analyzed is not None or not self.subject.family.causal:
             return False
         few = replace(self.subject, inputs=self.subject.inputs.part(0, FEW))
@@ -330,11 +319,7 @@ class Experiment:
         return Tracer.forward_with_loss if with_loss else Tracer.forward
 
     def _arm(self, condition: str, draw: int, done: Pass[Observable], first: int = 0) -> Arm:
-        """Collect the tables of a pass under `condition`.
-
-        Layers before `first` have the rows of the unchanged model. A control keeps only the attention by position (by
-        sequence at the watched positions), the loss, the requested observables, and the maps of the first draw.
-        """
+        """Collect the tables of a pass under `condition`; layers before `first` have the unchanged model's rows."""
         self.batch_size = done.batch_size
         raw = tables_of(done.observables)
         raw = completed(raw, first, self.before.tables) if first else raw
@@ -386,7 +371,7 @@ class Experiment:
 
     @property
     def _sizes(self) -> tuple[int | Literal["auto"], int, Console]:
-        """Batch size (one that fitted is used again), memory costs and console of a pass."""
+        """Return the batch size (one that fitted is used again), memory costs and console of a pass."""
         return self.batch_size or self.config.batch_size, self.chosen.costs, self.console
 
     def _collect(self, raw: Mapping[str, pd.DataFrame], condition: str) -> None:

@@ -133,7 +133,7 @@ def measure(
         if follow_ups:
             tracer.forward(next(batches_of(inputs, 1)), follow_ups)
         raw |= tables_of(follow_ups)
-        # what a layer attends to other than the text
+        # targets of a layer's attention other than the text
         outside: dict[str, list[int]] = defaultdict(list)
         for layer, attention in family.attentions(tracer.model).items():
             term, call = denominator_of(attention), tracer.seams[layer].call

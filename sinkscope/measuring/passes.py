@@ -92,7 +92,7 @@ def pass_over(
                 advance(batch.first + len(batch.token_ids))
             file = io.BytesIO()
             if members.count > 1:
-                is_idle = members.place >= len(inputs)  # read a batch of another process, which must not count twice
+                is_idle = members.place >= len(inputs)  # it reads a batch of another process, which must not count
                 torch.save(None if is_idle else ([accumulated(each) for each in observables], losses), file)
         if members.count > 1:
             _add_up(observables, losses, file.getvalue())

@@ -156,11 +156,9 @@ class _RunningRange:
 
 
 def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See) -> None:
-    """Call `see` with the tensors at these sites, in float32 or better, while the model reads the sequences.
-
-    Outputs are seen before a retrofit's hook changes them, because they are quantized before it. Scores and softmax
-    outputs are seen in row chunks.
-    """
+    """Call `see` with the tensors at these sites, in float32 or better, while the model reads the sequences."""
+    # Outputs are seen before a retrofit's hook changes them, because they are quantized before it. Scores and softmax
+    # outputs are seen in row chunks.
 
     def look(site: Site, end: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
         x = first_argument(args, kwargs) if end == INPUT else first_tensor(output)
@@ -350,7 +348,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("path", "of the module in the model, or the address of a residual sum", kind="text"),
         Column("low", "smallest entry on the calibration sequences"),
         Column("high", "largest entry"),
-        Column("median_abs", "median of a sequence's absolute entries, or of 64 rows of attention, mean over these"),
+        Column("median_abs", "median absolute entry of a sequence, or of 64 rows of attention; mean over all of them"),
         Column("max_abs", "largest absolute entry"),
         Column("is_massive", "whether a sequence has a massive activation here; hidden states only", kind="truth"),
         Column("step", "step of the grid; the mean if there is one grid per channel or token"),

@@ -36,7 +36,8 @@ def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
     """Yield the subject with a second model of random weights.
 
     A retrofit is built in and has its starting parameters. Both models are on the same device; the subject's own is not
-    changed, and torch's random state is preserved. A seed gives the same weights on every device. Raises as `redrawn`.
+    changed, and torch's random state is preserved. A seed gives the same weights on every device. Raises the errors of
+    `redrawn`.
     """
     try:
         network = redrawn(subject.loaded.model, seed)
@@ -79,7 +80,7 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         have, built = ({name: x.shape for name, x in each.named_parameters()} for each in (model, network))
         other = [name for name in {**have, **built} if have.get(name) != built.get(name)]
         if other:  # the model has been changed since it was built
-            raise InputError(f"its configuration describes another model: {other[0]} differs ({len(other)} such)")
+            raise InputError(f"its configuration describes another model: {other[0]} differs ({len(other)} tensors)")
         with torch.no_grad():
             _draw(network, model, learned, seed)
     return network

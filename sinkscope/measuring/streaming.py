@@ -107,10 +107,8 @@ def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> li
 
 
 def token_losses(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy (B,T-1), in nats, of each token given the earlier ones: logits (B,T,V), token_ids (B,T).
-
-    It is computed for a few tokens at a time, because the log-softmax of all would be as large as the logits.
-    """
+    """Return the cross-entropy (B,T-1), in nats, of tokens given the earlier ones: logits (B,T,V), token_ids (B,T)."""
+    # for a few tokens at a time, because the log-softmax of all tokens would be as large as the logits
     sequences = zip(logits[:, :-1], token_ids[:, 1:], strict=True)
     return torch.stack([
         torch.cat([cross_entropies(*part) for part in zip(own.split(CHUNK), labels.split(CHUNK), strict=True)])

@@ -38,7 +38,7 @@ class Tracer:
         self.seams = seams  # by layer, for the layers that have attention
         self.first = first  # the first layer that is read
         self.depth = len(family.layer_modules(model))
-        with one_thread, warnings.catch_warnings():  # about submodules called `output`: see `_part`
+        with one_thread, warnings.catch_warnings():  # nnsight warns of submodules called `output`: see `_part`
             warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
             self.traced = _Traced(model)
         self.registers = registers_before(model)
@@ -149,7 +149,7 @@ class Tracer:
         return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
 
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
-        """Show observables a retrofit's gate, or the share that the model's own leaves of each head, and the values."""
+        """Pass values and gates to observables: a retrofit's, or the share of each head that the model's own leaves."""
         if self.family.gated:
             if not self._attended:  # no observable has read this layer's attention
                 self._attended = [getattr(self._taps(layer), name).output.detach() for name in ("value", "mix")]
@@ -207,7 +207,7 @@ class Tracer:
         keys = seen["key"].shape[2]
         if seam.call is not None and keys != length:
             raise SinkscopeError(
-                f"layer {layer} attends to {keys} keys for {length} tokens: keys of no token are not measured"
+                f"layer {layer} attends to {keys} keys for {length} tokens: keys without a token are not measured"
             )
         if seam.call is None or seen["lse"].shape != (sequences, seen["query"].shape[1], length) or keys != length:
             raise unrecognized
