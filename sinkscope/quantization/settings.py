@@ -2,11 +2,11 @@
 
 full                    nothing is quantized
 all                     every site of the scheme (sites.py)
-weights, activations    one of the two; keys and values are activations
+weights, activations    only weights, or only activations (with keys and values)
 kv-cache                only keys and values
 massive-kept            all except the sites with massive activations
 costliest-kept          all except the sites that were found to cost most
-alone                   only one kind of site, and for the costly kinds only one layer
+alone                   only one kind of site, or one layer of a costly kind
 kept                    all except one of the costly kinds of site
 """
 

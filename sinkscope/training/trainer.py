@@ -47,7 +47,7 @@ _RESUMED_FROM = (
     *("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"),
     *("rng_state_*.pth", "optimizer.bin", "pytorch_model_fsdp.bin"),
 )
-# texts in errors of torch's and safetensors' writers that mean that the disk refused
+# texts of errors of torch's and safetensors' writers which mean that writing to the disk failed
 _DISK = ("No space left", "I/O error", "file write failed", "PytorchStreamWriter", "enforce fail", "os error")
 
 
@@ -96,10 +96,8 @@ def keep_models(training: Path, kept: Path) -> None:
 def failures(folder: Path) -> Iterator[None]:
     """Turn errors of full memory and full disks into messages that say what is kept in the folder of the training.
 
-    An incomplete checkpoint is deleted after an error of the disk, since it takes up room and cannot be used.
-
-    Raises:
-        SinkscopeError: Memory ran out, or writing failed. Other errors pass unchanged.
+    An incomplete checkpoint is deleted after an error of the disk, since it takes up room and cannot be used. Raises
+    SinkscopeError if memory ran out or writing failed; other errors pass unchanged.
     """
     try:
         yield
@@ -117,7 +115,7 @@ def failures(folder: Path) -> Iterator[None]:
             for path in _incomplete(folder) if folder.is_dir() else ():
                 shutil.rmtree(path)
             raise SinkscopeError(
-                f"writing to {folder} failed [{one_line(error)}]: {kept}; make room and repeat the command to go on"
+                f"writing to {folder} failed [{one_line(error)}]: {kept}; make room and repeat the command to continue"
             ) from error
         raise
 
@@ -145,7 +143,7 @@ def train(
 
     Args:
         out: The folder for checkpoints. With `resume`, the training continues from the last complete one in it;
-            otherwise they are deleted. The last two are kept, with `keep_all` every one.
+            otherwise they are deleted. The last two are kept, or all with `keep_all`.
         cpu: Train on the CPU even if there is a GPU.
         probe: Measures the model at step 0 and at every log; it does not influence the training.
 

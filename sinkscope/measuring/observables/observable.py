@@ -222,7 +222,7 @@ def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFr
 
 
 def long_table(parts: Iterable[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:
-    """Make one table from the `axes` and `columns` of several parts; this is faster than `pd.concat` of many."""
+    """Make one table from the `axes` and `columns` of several parts; faster than `pd.concat` of many tables."""
     found = []
     for axes, columns in parts:
         shape = next(iter(columns.values())).shape
