@@ -45,7 +45,7 @@ class Layer:
 
     @classmethod
     def of_weights(cls, weights: np.ndarray) -> "Layer":
-        """Return a layer of which only the weights are known; each head has keys of its own."""
+        """Return a layer with only its weights known; each head has keys of its own."""
         nothing = np.zeros((len(weights), 0))
         return cls(weights, nothing, nothing, nothing, nothing, {})
 

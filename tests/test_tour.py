@@ -1,4 +1,4 @@
-"""recipes/tour.ipynb: its code runs from top to bottom, and finds what its text says."""
+"""recipes/tour.ipynb: its code runs from top to bottom, and its results agree with its text."""
 
 import json
 from pathlib import Path

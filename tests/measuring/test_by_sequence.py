@@ -74,7 +74,7 @@ def _first_and_later(table: pd.DataFrame, keys: list[str], names: list[str]) -> 
     [("llama", "right"), ("llama", "left"), ("gemma2", "right"), ("gpt_oss", "left"), ("falcon-new", "right")],
 )
 def test_every_sequence_has_the_values_of_plain_transformers(name: str, side: str) -> None:
-    """There are two to a batch, one batch is left over, and --positions ends within the later positions."""
+    """Batches have two sequences, the last batch has one, and --positions ends within the later positions."""
     model, settings, tables = expected(name)
     reference.assert_same(measured(model, batched(ragged_tokens(LENGTHS), 2, side), settings, FORWARD), tables, FLOAT32)
 

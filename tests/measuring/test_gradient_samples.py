@@ -111,7 +111,7 @@ def test_the_gradient_at_the_raw_value_is_autograds(name: str, label: str) -> No
 
 
 def test_vga_has_equation_15s_gradient_at_the_raw_value() -> None:
-    """VGA appendix A, eq. 15; here every gate reads all heads' values, and the scale is 2."""
+    """The equation is in VGA appendix A; here every gate reads all heads' values, and the scale is 2."""
     model, (ids,) = retrofitted("llama", "vga"), ragged_tokens((12,))
     table = tables(model, [ids])["gradient"].query("pathway == 'raw_value' and head >= 0")
     _, attended, values = value_gradients(model, [ids], POSITIONS)

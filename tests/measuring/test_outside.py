@@ -1,4 +1,4 @@
-"""Attention to anything but tokens of the text, against plain transformers' eager weights."""
+"""Attention to anything other than tokens of the text, against plain transformers' eager weights."""
 
 from pathlib import Path
 

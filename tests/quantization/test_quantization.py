@@ -50,7 +50,7 @@ def llama() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def coarse(llama: PreTrainedModel) -> Run:
-    """Four bits, so that there is something to find."""
+    """Return a run with four bits, so that some sites are costly."""
     return quantize(llama, bits_weights=4, bits_activations=4, **SMALL)
 
 
@@ -134,7 +134,7 @@ def test_as_torch_quantizes(bits: int, scale: float) -> None:
 
 
 def assert_same_but_for_ties(mine: torch.Tensor, theirs: torch.Tensor, step: float) -> None:
-    """torch multiplies by 1 ÷ step in float32, which moves what is half-way between two steps."""
+    """Compare except for ties: torch multiplies by 1 ÷ step in float32, which moves numbers half-way between steps."""
     difference = ((mine - theirs) / step).abs()
     assert difference.max() < 1.01
     assert (difference > 0.01).double().mean() < 2e-3
@@ -161,7 +161,7 @@ def linear_by_hand(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 @pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
-    """A copy with quantized weights, and torch's fake quantization in plain hooks at every input and output."""
+    """The reference is a copy with quantized weights, and torch's fake quantization in hooks at inputs and outputs."""
     model, bits = tiny_model(family), 5
     before, ranges = state(model), ranges_of(model)
     twin = copy.deepcopy(model)
@@ -393,7 +393,7 @@ def test_the_settings(coarse: Run) -> None:
     assert list(by_whole.index)[:4] == [FULL, ALL, WEIGHTS, "activations"]
     assert list(by_whole["quantized"])[:4] == [0, 63, 21, 42]
     assert by_whole.loc[[FULL, ALL], ["max_inf_norm", "kurtosis"]].notna().all(axis=None)
-    assert MASSIVE_KEPT not in by_whole.index  # there are none
+    assert MASSIVE_KEPT not in by_whole.index  # no massive activations
     alone = table[table["setting"] == ALONE]
     assert len(alone[alone["layer"] == -1]) == 21
     assert alone[alone["layer"] == -1]["quantized"].eq(3).all()
@@ -455,7 +455,7 @@ def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -
 
 @each_pair(["llama", "gpt2", "falcon-new"], list(METHODS))  # q, k and v apart, and fused in two ways
 def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str) -> None:
-    """The same sites; and with 16 bits hardly anything is lost."""
+    """It has the same sites, and 16 bits change almost nothing."""
     model = retrofitted(name, label, torch.float32)
     before = state(model)
     assert sites_of(model, find_family(model)) == sites_of(tiny_model(name), find_family(model))

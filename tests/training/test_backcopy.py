@@ -33,7 +33,7 @@ def test_samples_follow_the_rules() -> None:
     after = SMALL.is_trigger(ids[:, 1:-1])
     assert after.any()
     assert (ids[:, 2:] == ids[:, :-2])[after].all()
-    assert not SMALL.is_trigger(ids[:, :-2])[after].any()  # what is copied is no trigger
+    assert not SMALL.is_trigger(ids[:, :-2])[after].any()  # a copied token is not a trigger
 
 
 def test_samples_have_the_frequencies_of_the_chain() -> None:
