@@ -34,7 +34,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests of real models first, so that one worker loads each model, and skip tests of a GPU if there is none."""
+    """Run tests of real models first, so that one worker loads each model, and skip GPU tests without a GPU."""
     import torch
 
     items.sort(key=lambda item: item.get_closest_marker("real_model") is None)

@@ -215,7 +215,7 @@ MUTATIONS = [
 
 
 def find_code(code: types.CodeType, function: str) -> types.CodeType | None:
-    """Return the code object of a function, found by its qualified name among those nested in `code`."""
+    """Return the code object of a function, found by its qualified name among the code objects nested in `code`."""
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             if constant.co_qualname == function:

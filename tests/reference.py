@@ -330,7 +330,7 @@ def attention(
 
 
 def _near(weights: np.ndarray, position: int, window: int, causal: bool) -> np.ndarray:
-    """Return a key's weights from the queries in its window: later ones, in an encoder on both sides."""
+    """Return a key's weights from the queries in its window: later queries, in an encoder queries on both sides."""
     first = position if causal else max(0, position - window + 1)
     return weights[first : position + window, position]
 

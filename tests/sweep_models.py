@@ -74,7 +74,7 @@ def readme_text() -> str:
 
 
 def readme_list(rows: list[dict[str, str]]) -> str:
-    """Return the types by outcome, and the number of those with layers of other kinds."""
+    """Return the types by outcome, and the number of types with layers of other kinds."""
     by_outcome = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
     attending = [row for row in by_outcome["wiring"] if "attention" in _kinds(row["layers"])]
     others = [row["model_type"] for row in by_outcome["wiring"] if row not in attending]

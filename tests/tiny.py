@@ -175,7 +175,7 @@ def ragged_tokens(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
 
 
 def padded(sequences: Sequence[np.ndarray], side: str = "right", first: int = 0) -> Batch:
-    """Return sequences as one batch, the shorter ones padded with id 0."""
+    """Return sequences as one batch, in which shorter sequences are padded with id 0."""
     width = max(len(ids) for ids in sequences)
     token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
     mask = torch.zeros_like(token_ids)

@@ -17,7 +17,7 @@ from sinkscope.results.metrics import is_sink
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings, weighted_means
 
-AFTER_FIRST = slice(1, LATER.stop)  # positions that position 0 is compared with in claims about all later ones
+AFTER_FIRST = slice(1, LATER.stop)  # positions that position 0 is compared with in claims about all later positions
 
 
 # --- attention, by sequences
@@ -148,7 +148,7 @@ def gradient_ratio(sequences: Sequences, pathway: str) -> Estimate:
 
 
 def later_positions(x: np.ndarray) -> np.ndarray:
-    """Return the positions 5–15 that were measured of x (…, positions); raise Lacks if there are none."""
+    """Return the positions 5–15 that were measured of x (…, positions); raise Lacks if none was measured."""
     if x.shape[-1] <= LATER.start:
         raise Lacks("needs positions 5–15: longer sequences, and --positions 16 or more")
     return x[..., LATER]
@@ -247,7 +247,7 @@ class RunClaim(NamedTuple):
 
 
 SPIKE = 2.0  # the threshold of GS-6: times the gradient ratio of random weights
-HAS_SINK_HEADS: Number[Sequences] = Number(  # a claim on heads with a sink fails if there are none
+HAS_SINK_HEADS: Number[Sequences] = Number(  # a claim on heads with a sink fails if no head has one
     "share of heads with a sink at position 0", share_of_sink_heads, above(0.0)
 )
 

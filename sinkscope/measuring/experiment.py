@@ -106,10 +106,9 @@ class Experiment:
     def run(self) -> dict[str, pd.DataFrame]:
         """Measure the unchanged model, then every arm and its controls. Returns tables with the arm as `condition`.
 
-        Raises:
-            InputError: An arm does not apply, or names something that the model does not have.
-            Exception: All arms failed; this is the first error. See `failed` for the others.
-            KeyboardInterrupt: Interrupted before the first arm was finished. A later one is stored in `interrupt`.
+        Raises InputError if an arm does not apply or names something that the model does not have, and the first error
+        if all arms failed (see `failed` for the others). KeyboardInterrupt passes only until the first arm is finished;
+        a later interrupt is stored in `interrupt`.
         """
         length = min(len(ids) for ids in self.subject.inputs.sequences)
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
@@ -158,10 +157,10 @@ class Experiment:
         return reasons
 
     def _check_arms(self, known: Known) -> None:
-        """Check, before anything is measured, that every arm applies and the model has what it names."""
+        """Check, before anything is measured, that every arm applies and that its layers and heads exist."""
         if not self.subject.family.has_attention:
             name = self.subject.loaded.name
-            raise InputError(f"what interventions do to sinks cannot be measured on {name}: {NO_ATTENTION}")
+            raise InputError(f"the effect of interventions on sinks cannot be measured on {name}: {NO_ATTENTION}")
         for label, stack in self.wanted.items():
             reasons = [reason for part in stack if (reason := part.inapplicable(known.target))]
             if reasons and not self.lenient:
@@ -286,7 +285,7 @@ class Experiment:
 
     def _resumes_at(self, layer: int, stack: Stack, with_loss: bool) -> bool:
         """Return whether arms can be measured from this layer on, because earlier layers are unaffected."""
-        # tried on the first sequences: the tables must be bit for bit those of a complete pass
+        # tried on the first sequences: the tables must equal the tables of a complete pass bit for bit
         if not layer or self.chosen.backward or self.analyzed is not None or not self.subject.family.causal:
             return False
         few = replace(self.subject, inputs=self.subject.inputs.part(0, FEW))
@@ -361,7 +360,7 @@ class Experiment:
         stack: Stack,
         subject: Subject | None = None,
     ) -> Pass[Kind]:
-        """Run one pass over the inputs, or over those of another subject with the same model."""
+        """Run one pass over the inputs, or over the inputs of another subject with the same model."""
         model, family, inputs = self.subject.loaded.model, self.subject.family, (subject or self.subject).inputs
         with open_tracer(model, family, self.config.attn, stack) as tracer:
             return pass_over(model, inputs, fresh, lambda *batch: step(tracer, *batch), *self._sizes)

@@ -108,9 +108,8 @@ def measure(
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
     """Measure a model on its inputs. Returns the run's tables by name, and facts about the pass.
 
-    Raises:
-        InputError: A named observable does not apply to this model.
-        SinkscopeError: The model gives NaN or infinite numbers, or memory ran out.
+    Raises InputError if a named observable does not apply to this model, and SinkscopeError if the model gives NaN or
+    infinite numbers, or memory ran out.
     """
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
     chosen, settings = choose(subject, config), settings_of(subject, config)

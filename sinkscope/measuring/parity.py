@@ -46,7 +46,7 @@ from sinkscope.text.batch import Batch
 DEVIATIONS = 4.0  # λ: a sum's error is larger than λ √n u with a probability of 2 exp(-λ²/2)
 PRECISION = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}  # u by torch.get_float32_matmul_precision()
 FEW = 64  # tokens of `check_beforehand`
-MARGIN = 4.0  # factor by which the drawn rounding errors exceed real ones
+MARGIN = 4.0  # factor by which the drawn rounding errors exceed real rounding errors
 # Upper limits of the tolerance where only outputs can be compared: with sparse attention that rounding may flip, the
 # estimate of round-off would explain any difference.
 LARGEST = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
@@ -262,7 +262,7 @@ def _check_attention(found: RoundOff) -> None:
     if worst is not None and worst.excess > 1:
         raise _mismatch(
             f"layer {worst.layer} computes a different attention: on the same queries and keys, it differs by "
-            f"{worst.difference:.1e} of its values' norm, {worst.excess:.0f} times what round-off explains"
+            f"{worst.difference:.1e} of its values' norm, {worst.excess:.0f} times the bound on round-off"
         )
 
 

@@ -1,7 +1,7 @@
 """The null model of learned weights: the same architecture with random weights, on the same input.
 
-Part of what looks like an attention or gradient sink is an effect of the causal mask: with random weights, the value
-gradient at position 0 is several times that of later positions.
+A part of each attention or gradient sink is an effect of the causal mask: with random weights, the value gradient at
+position 0 is several times the value gradient at later positions.
 
 The factor depends on depth and on the scale of the weights. The gradient that flows through token 0's values is added
 to that of its residual stream, and every lower layer adds to it again: more if a branch is large relative to the
@@ -54,11 +54,8 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     Each learned tensor is drawn from the normal distribution with its mean and standard deviation in `model`. A
     retrofit's parameters have their starting values; tensors that are not learned (sines of positions) are copied. For
     a model that computes on quantized weights, only the configuration is used, and the weights are those of
-    transformers' initialization.
-
-    Raises:
-        InputError: The model is on several devices, or its configuration does not describe it.
-        SinkscopeError: The second model does not fit into memory.
+    transformers' initialization. Raises InputError if the model is on several devices or its configuration does not
+    describe it, and SinkscopeError if the second model does not fit into memory.
     """
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:

@@ -1,4 +1,4 @@
-"""Perplexity with a cache of only the last tokens, with or without the first ones (attention/streaming.py)."""
+"""Perplexity with a cache of only the last tokens, with or without the first tokens (attention/streaming.py)."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -54,15 +54,9 @@ def measure_streaming(
 ) -> dict[str, pd.DataFrame]:
     """Measure loss and perplexity with dense attention, and with each window, with and without the first tokens.
 
-    Args:
-        windows: Numbers of last tokens to cache.
-        keep: Numbers of first tokens to cache in addition, register tokens first. 0, the plain window, is always
-            measured.
-
-    Raises:
-        InputError: Streaming does not apply to the model, the sequences differ in length, or a cache holds the complete
-            text.
-        SinkscopeError: The losses are not finite.
+    `windows` are numbers of last tokens to cache, and `keep` numbers of first tokens to cache in addition, register
+    tokens first; 0, the plain window, is always measured. Raises InputError if streaming does not apply to the model,
+    the sequences differ in length, or a cache holds the complete text, and SinkscopeError if the losses are not finite.
     """
     check_applies(model, family)
     lengths = {len(ids) for ids in inputs.sequences}

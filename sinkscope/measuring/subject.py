@@ -84,7 +84,7 @@ def check_config(config: RunConfig) -> None:
 def open_subject(
     model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig, console: Console
 ) -> Iterator[Subject]:
-    """Load the model, make its inputs and print the notices of both.
+    """Load the model, make its inputs and print the notices about them.
 
     A model that the user has loaded is restored at the end of the block. Raises InputError if the model, its
     architecture or the input is not usable, and SinkscopeError if the network, memory or a package fails.
@@ -129,7 +129,7 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
 
 
 def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
-    """Do the same as `family_of`, without the kinds of positions, for which a known model would have to run."""
+    """Return the row of `family_of` without the kinds of positions, for which a known model would have to run."""
     try:
         return find_family(model), []
     except InputError as missing:

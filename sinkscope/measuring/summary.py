@@ -166,7 +166,7 @@ def _gradient(given: Measured) -> Metrics:
 
 
 def _query_bias(given: Measured) -> Metrics:
-    """Compute metrics of all heads together; those of learned positions only if the model has them."""
+    """Compute metrics of all heads together, and metrics of learned positions if the model has them."""
     tables = given.tables
     table = tables["query_bias"]
     together = table[table["head"] == ALL_HEADS]
@@ -210,11 +210,9 @@ def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Se
 
 
 def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], length: int, causal: bool) -> pd.Series:
-    """Return the mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4).
-
-    n is the number of other keys that a query sees: 0 … T-1, or always T-1 in an encoder. All tokens are equal, so all
-    queries and keys of a head have one norm, and |logit| ≤ ξ.
-    """
+    """Return the mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4)."""
+    # n is the number of other keys that a query sees: 0 … T-1, or always T-1 in an encoder. All tokens are equal, so
+    # all queries and keys of a head have one norm, and |logit| ≤ ξ.
     others = np.arange(length) if causal else np.full(length, length - 1)
     first = geometry[geometry["position"] == 0]
     xi = first["query_norm"] * first["key_norm"] * np.asarray(scaling)[first["layer"]]

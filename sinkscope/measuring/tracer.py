@@ -49,8 +49,7 @@ class Tracer:
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Run one forward pass without logits. Every observable sees its sites as they are computed.
 
-        Raises:
-            SinkscopeError: the model gives NaN or infinite numbers, or its attention is not recognized.
+        Raises SinkscopeError if the model gives NaN or infinite numbers, or its attention is not recognized.
         """
         inputs = self._inputs(batch, with_logits=False)
         with torch.no_grad(), self.traced.trace(**inputs):
@@ -309,12 +308,9 @@ def open_tracer(
 ) -> Iterator[Tracer]:
     """Install the seams, apply the interventions in their order and wrap the model, until the end of the block.
 
-    Afterwards, also after an exception, the model is restored bit for bit. With a beginning, the input of a layer on
-    one batch, earlier layers neither run nor are read.
-
-    Raises:
-        InputError: An intervention does not apply or would change nothing.
-        SinkscopeError: A tracer is open on this model, or an intervention changed nothing.
+    Afterwards, also after an exception, the model is restored bit for bit. With a `beginning`, the input of a layer on
+    one batch, earlier layers neither run nor are read. Raises InputError if an intervention does not apply or would
+    change nothing, and SinkscopeError if a tracer is open on this model, or an intervention changed nothing.
     """
     with (
         open_seam(model, family, kernel) as seams,

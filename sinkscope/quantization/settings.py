@@ -16,7 +16,7 @@ MASSIVE_KEPT, COSTLIEST_KEPT, ALONE, KEPT = "massive-kept", "costliest-kept", "a
 PROBED = 16  # sequences in the search for costly sites
 COSTLY = 0.01  # smallest cost that counts as costly, in nats per token (1 % of perplexity)
 BY_LAYER = 2  # number of costly kinds that are measured layer by layer
-LAYERS = 8  # number of layers measured for each: those in which most entries become 0
+LAYERS = 8  # number of layers measured for each: the layers in which most entries become 0
 RESTORED = 0.1  # share of the full cost that may remain when the costliest sites are kept
 
 ALL_LAYERS = -1

@@ -126,7 +126,7 @@ def quantized(
 
 @contextmanager
 def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precision: Precision) -> Iterator[None]:
-    """Quantize these sites, except those in attention (`quantized_attention`), until the end of the block."""
+    """Quantize these sites, except sites in attention (`quantized_attention`), until the end of the block."""
 
     def snap_ends(
         before: Grids | None, after: Grids | None, forward: Any, x: torch.Tensor, *args: Any, **kw: Any

@@ -1,4 +1,4 @@
-"""The record of a training: losses, learning rates, gates, and what a probe measures (sink rates, total weights)."""
+"""The record of a training: losses, learning rates, gates, and measurements of a probe (sink rates, total weights)."""
 
 import math
 from collections.abc import Callable

@@ -42,7 +42,7 @@ from sinkscope.training.history import Bar, Probe, Recorder, history
 from sinkscope.training.sharding import is_sharded, launched
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-# the files of a checkpoint besides the model, for one process, several processes and FSDP
+# the files of a checkpoint other than the model, for one process, several processes and FSDP
 _RESUMED_FROM = (
     *("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"),
     *("rng_state_*.pth", "optimizer.bin", "pytorch_model_fsdp.bin"),
@@ -66,7 +66,7 @@ def _last_checkpoint(folder: Path) -> Path | None:
 
 
 def _incomplete(folder: Path) -> list[Path]:
-    """Return checkpoints that a kill has left half written; the Trainer would count them among those that it keeps."""
+    """Return checkpoints that a kill has left half written, which the Trainer would count as checkpoints to keep."""
     return [path for path in checkpoints(folder) if not _is_complete(path)]
 
 
@@ -317,7 +317,7 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
 
 
 def parameter_groups(model: PreTrainedModel, config: TrainingConfig) -> list[dict[str, Any]]:
-    """Return the parameter groups of the optimizer: the model's own with and without weight decay, and the new ones.
+    """Return the optimizer's parameter groups: the model's own with and without weight decay, and the new parameters.
 
     Norms, biases and new parameters are decayed only with `--decay all`: decay would pull new parameters back to 0,
     where most of them started.

@@ -1,4 +1,4 @@
-"""Encoders, which attend both ways: their tables are those of transformers, and causal-only commands are refused."""
+"""Encoders attend in both directions: their tables agree with transformers, and causal-only commands are refused."""
 
 import json
 from collections.abc import Callable, Sequence

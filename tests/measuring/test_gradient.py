@@ -1,7 +1,7 @@
 """Gradient observables against autograd's own gradients (gradient_reference.py), and in small exact cases.
 
 The reference runs each sequence alone and as in training, so padding, batches and frozen parameters are tested, too.
-Everything is computed in float64, including what a model's code computes in float32 (norms, softmax).
+Everything is computed in float64, including norms and softmax, which a model's own code computes in float32.
 """
 
 import copy
@@ -486,7 +486,7 @@ def test_a_norm_amplifies_no_gradient_beyond_its_bound(kind: str) -> None:
 
 
 def test_a_norm_that_amplifies_more_than_its_probe_showed_breaks_the_bound() -> None:
-    """Its γ is doubled after it was probed."""
+    """The norm's γ is doubled after it was probed."""
 
     def double(model: PreTrainedModel) -> None:
         model.model.layers[1].post_attention_layernorm.weight.mul_(2)

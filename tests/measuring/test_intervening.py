@@ -281,7 +281,7 @@ def test_a_projection_that_is_more_than_its_weight_is_not_edited(how: str) -> No
         under(model, keys)
     with pytest.raises(InputError, match=rf"layers.1.self_attn.k_proj .*{message}"):
         sinkscope.quantize(model, calibration=2, **SMALL)
-    under(model, "nullify-query-bias", "mask-sink")  # what does not edit it
+    under(model, "nullify-query-bias", "mask-sink")  # interventions that do not edit it
     run = sinkscope.analyze(model, **SMALL)
     assert ("query_bias" in run.tables) == (message == "its weight is not a parameter")  # read from the weights
     computed = {"model.layers.1.self_attn.k_proj: attributes"} if how == "prune" else set()  # at each forward
@@ -300,7 +300,7 @@ def test_position_vectors_and_gated_values_that_are_more_than_a_weight_are_refus
             sinkscope.retrofit_model(model, None, method)
 
 
-# ------------------------------------------------------------------------------------------- what the model is given as
+# ------------------------------------------------------------------------------------------- wrapped models
 
 
 def with_adapter(model: PreTrainedModel) -> Any:

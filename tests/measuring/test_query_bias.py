@@ -205,7 +205,7 @@ def test_alignment_and_epe_of_learned_positions(name: str) -> None:
 
 
 def gapped(*massive: float) -> torch.Tensor:
-    """Return ordinary entries up to 1, with the massive ones at 3, 10, 17 …"""
+    """Return ordinary entries up to 1, with the massive entries at 3, 10, 17 …"""
     vector = torch.linspace(-1, 1, 100)
     for index, entry in enumerate(massive):
         vector[3 + 7 * index] = entry

@@ -120,7 +120,7 @@ class Reread:
 
 
 def outside_logit(attention: Any, turned: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
-    """Return a learned sink logit, or that of a key bias and one query at its index in the cache: (B,H,1,1)."""
+    """Return a learned sink logit, or the logit of a key bias and a query at its index in the cache: (B,H,1,1)."""
     part = getattr(attention, RETROFIT)
     if hasattr(part, "logit"):
         return part.logit[None, :, None, None].expand(len(turned), -1, 1, 1)
@@ -207,7 +207,7 @@ def test_the_same_with_something_outside_the_text(label: str, keep: int, window:
     assert_close(streamed(model, ids, keep, window), token_by_token(model, ids, keep, window), 1e-12)
 
 
-# ------------------------------------------------------------------------------------------ what must not matter
+# ------------------------------------------------------------------------------------------ invariance
 
 
 @each_pair([*ROTARY, *LEARNED], [(0, 24), (4, 20), (24, 1), (30, 100)], ("name", "cache"))

@@ -110,7 +110,7 @@ def test_geometry_is_summarized() -> None:
 
 
 def test_a_ratio_is_to_the_mean_of_the_others() -> None:
-    """The ratio is that of each head to the mean, not the sum, of its other positions; then heads are averaged."""
+    """Each head's value is divided by the mean, not the sum, of its other positions; then heads are averaged."""
     table = grid(query_norm=1.0, key_norm=1.0, qk_cosine=0.0, sink_logit_gap=0.0, value_norm=0.0)
     table["value_norm"] = [6.0, 1.0, 3.0] * (LAYERS * HEADS)
     assert metrics({"geometry": table})["value_drain", 0] == pytest.approx(3.0)

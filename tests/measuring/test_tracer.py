@@ -61,7 +61,7 @@ PADDINGS: dict[str, tuple[tuple[int, ...], str]] = {
     "right": (RAGGED, "right"),
     "left": (RAGGED, "left"),
 }
-# learned positions, sink logits, one key head, ALiBi: what padding moves
+# learned positions, sink logits, one key head, ALiBi: padding could change their results
 MEET_PADDING = ("gpt2", "gpt_oss", "falcon", "falcon-alibi", "bloom")
 
 
@@ -114,7 +114,7 @@ def test_traced_logits_are_the_bare_models(name: str, padding: str) -> None:
         inputs = model_inputs(tracer.model, batch)
     with torch.no_grad():
         bare = model(**inputs).logits
-    real = batch.attention_mask.bool()  # a padding query sees nothing, and what it then does is the kernel's own
+    real = batch.attention_mask.bool()  # the output for a padding query, which sees no key, depends on the kernel
     if name in ROUNDED:
         torch.testing.assert_close(traced[real], bare[real], rtol=0, atol=ROUNDED[name] * float(bare.abs().max()))
     else:
@@ -182,7 +182,7 @@ def test_the_entropy_of_some_sequences_is_not_passed_off_as_that_of_all() -> Non
 
 
 # site of the family "llama" → another place, reached in the same order
-# ------------------------------------------------------------------------------------------ what is asked for
+# ------------------------------------------------------------------------------------------ wanted sites
 
 
 class Seen(Observable):

@@ -38,7 +38,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted((path.name for path in folder.glob("checkpoint-*")), key=lambda name: int(name[11:]))
 
 
-# --- what training does ---
+# --- the effect of training ---
 
 
 @pytest.mark.parametrize("method", ["vga", "register-tokens"])
@@ -139,7 +139,7 @@ def test_bf16_computes_in_it_and_keeps_the_weights(tmp_path: Path) -> None:
     assert coarse.config.use_cache == tiny_model("llama").config.use_cache
 
 
-# --- measured meanwhile ---
+# --- measurements during training ---
 
 
 def probe(seen: Any) -> pd.DataFrame:
@@ -228,7 +228,7 @@ def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -
     assert same(resumed, unbroken)
 
 
-# --- what is refused, and what goes wrong ---
+# --- refusals and failures ---
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Attention(Observable):
         ),
         "sink_positions": (
             HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
-            Column("queries", "queries of the key: its own and the later ones; encoder: all", kind="whole"),
+            Column("queries", "queries of the key: its own and all later queries; encoder: all", kind="whole"),
             Column("window_mass", "window mass of this key"),
         ),
     }  # fmt: skip
@@ -184,7 +184,7 @@ class WindowEdge(Observable):
     columns: ClassVar = {
         "window_edge_by_sequence": (
             SEQUENCE,
-            Column("edge_mass", "weight on the window's first token, mean over heads and those queries"),
+            Column("edge_mass", "weight on the window's first token, mean over heads and over `edge_queries`"),
             Column("edge_queries", "queries whose window does not reach the sequence's first token"),
         ),
     }

@@ -269,7 +269,7 @@ class BySequence(Accumulator):
 
     def __init__(self, *axes: str) -> None:
         self._axes = axes
-        # one growing array: many small ones between short-lived large tensors would fragment the heap
+        # one growing array: many small arrays between short-lived large tensors would fragment the heap
         self._values = array("f")
         self._parts: dict[tuple, dict[int, tuple[slice, torch.Size]]] = defaultdict(dict)  # labels → first sequence → …
         self._names: tuple[str, ...] = ()
@@ -317,7 +317,7 @@ def with_kv_head(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
-    """Average statistics by position (B,…,P) over those of the positions LATER that a sequence has; NaN if it has none.
+    """Average statistics by position (B,…,P) over the positions LATER that a sequence has; NaN if it has none of them.
 
     `present` (B,P) is True where a sequence has the position; None means everywhere.
     """

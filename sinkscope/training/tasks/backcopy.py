@@ -60,7 +60,7 @@ class Opening:
 
     @property
     def length(self) -> int:
-        """Number of tokens before the first one that follows the rules."""
+        """Number of tokens before the first token that follows the rules."""
         return self.in_front + self.has_start
 
 
