@@ -37,7 +37,7 @@ class Repo:
 
     @cached_property
     def commits(self) -> dict[str, dict[str, bytes]]:
-        """Commit hash → file name → content."""
+        """The content of each file, by commit hash and file name."""
         return {_commit(name): _read(files) for name, files in self.revisions.items()}
 
     def commit(self, revision: str) -> str | None:

@@ -1,6 +1,6 @@
 """A tiny random model of every family, built from its config: no download, a few milliseconds each.
 
-Weights are drawn much wider than at initialization (`spread`) so that attention is far from uniform and a wrong
+Weights are drawn much wider than at initialization (`spread`), so that attention is far from uniform and a wrong
 column or head shows up; everything is seeded, so that a failure can be repeated.
 """
 

@@ -258,7 +258,7 @@ RUN_CLAIMS: dict[str, RunClaim] = {
         (Number("smallest share, over layers and sequences, of heads and queries within e^{2ξ} ÷ (e^{2ξ} + t)",
             share_within_bound, at_least(1.0)),)),
     "S-6": RunClaim("Sun et al.", "Massive activations are few.",
-        (Number("number per sequence, in the output of the layer with most", massive_count, below(10.0)),
+        (Number("number per sequence, in the output of the layer with the most", massive_count, below(10.0)),
          Number("the same number, compared with zero", massive_count, above(0.0)))),
     "GS-8": RunClaim("§3.1, §5", "The value pathway is stronger than the key pathway.",
         (Number("‖∇v₀‖ ÷ ‖∇k₀‖, means over layers", value_over_key, at_least(2.0)),)),

@@ -107,8 +107,8 @@ class Experiment:
         """Measure the unchanged model, then every arm and its controls. Returns tables with the arm as `condition`.
 
         Raises InputError if an arm does not apply or names something that the model does not have, and the first error
-        if all arms failed (see `failed` for the others). KeyboardInterrupt passes only until the first arm is finished;
-        a later interrupt is stored in `interrupt`.
+        if all arms failed (see `failed` for the others). KeyboardInterrupt is raised only before the first arm is
+        finished; a later one is stored in `interrupt`.
         """
         length = min(len(ids) for ids in self.subject.inputs.sequences)
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)

@@ -129,7 +129,7 @@ def measured_roundings(
 
 
 class _RunningRange:
-    """The running reductions of one site."""
+    """Running reductions of the entries of one site."""
 
     def __init__(self) -> None:
         self.low, self.high = math.inf, -math.inf
@@ -254,8 +254,8 @@ class Bench:
     def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
         """Measure every setting, starting at the first layer of which it quantizes a site.
 
-        This shortcut is first tried on a few sequences at the last of these layers: if the loss is not bit for bit that
-        of a complete pass, complete passes are used.
+        This is first tried on a few sequences at the last of these layers: if the loss does not equal the loss of a
+        complete pass bit for bit, complete passes are used.
         """
         layers = [min(site.layer for site in ranges) for ranges in settings]
         order = sorted(range(len(settings)), key=lambda index: layers[index])

@@ -105,5 +105,5 @@ def completed(tables: Tables, layer: int, unchanged: Tables) -> dict[str, pd.Dat
 
 
 def are_the_same(some: Tables, others: Tables) -> bool:
-    """Compare tables bit for bit."""
+    """Return whether the tables are equal bit for bit."""
     return some.keys() == others.keys() and all(table.equals(others[name]) for name, table in some.items())

@@ -234,7 +234,7 @@ METRICS_OF: dict[str, Callable[[Measured], Metrics]] = {
 
 
 def gradient_summary(tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop) -> Metrics:
-    """Compute gradient metrics by layer, and for the whole model if they are no means over layers (GS figures 2 and 3).
+    """Compute gradient metrics by layer, and for the whole model if not means over layers (GS figures 2 and 3).
 
     If the tables have fewer of the positions LATER than the longest sequence, comparisons with later positions are NaN.
     """

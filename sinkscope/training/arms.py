@@ -32,7 +32,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """Its `condition` in the tables."""
+        """The method's `condition` in the tables."""
         if self.called is not None:
             return self.called
         return as_folder_name(self.name, *(f"{key}={value}" for key, value in self.parameters.items()))

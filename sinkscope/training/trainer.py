@@ -254,9 +254,9 @@ def _check_room(folder: Path, model: PreTrainedModel, config: TrainingConfig, ke
 
 
 def _load(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Load a checkpoint with `from_pretrained`: weights of mixtures of experts are saved under other names than in
-    memory, and the Trainer would take them for missing weights.
-    """
+    """Load the weights of a checkpoint into a model."""
+    # by `from_pretrained`: weights of mixtures of experts are saved under other names than in memory, and the Trainer
+    # would take them for missing weights
     kept: Any = type(model).from_pretrained(checkpoint, dtype=model.dtype)
     model.load_state_dict(kept.state_dict())
 
@@ -317,11 +317,9 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
 
 
 def parameter_groups(model: PreTrainedModel, config: TrainingConfig) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: the model's own with and without weight decay, and the new parameters.
-
-    Norms, biases and new parameters are decayed only with `--decay all`: decay would pull new parameters back to 0,
-    where most of them started.
-    """
+    """Return the optimizer's parameter groups: the model's own with and without weight decay, and new parameters."""
+    # Norms, biases and new parameters are decayed only with `--decay all`, because decay would pull new parameters back
+    # to 0, where most of them started.
     new = set(new_parameters(model))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def sink_positions(sequences: list[reference.Sequence]) -> pd.DataFrame:
 
 @each_pair(list(ENCODERS), ["left", "right"], ("name", "side"))
 def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
-    """The window is shorter than the sequences; ModernBERT's own windows reach both ways."""
+    """The window is shorter than the sequences; ModernBERT's own windows extend to both sides."""
     model, family, sequences = known(name)
     tables = tables_of(model, family, batched(ragged_tokens(LENGTHS), 2, side), "attention")
     expected = {

@@ -142,11 +142,9 @@ def closed_form_difference(read: AttentionRead, slope: torch.Tensor) -> torch.Te
 
 
 def bound_ratios(read: AttentionRead, batch: Batch) -> torch.Tensor:
-    """Return a[t,0] ÷ (e^{2ξ} ÷ (e^{2ξ} + n)) of every head and query, (B,H,T).
-
-    n is the number of other keys that the query sees; NaN for n = 0. ξ = scaling · ‖q_t‖‖k_0‖, since norms are the same
-    for all tokens.
-    """
+    """Return a[t,0] ÷ (e^{2ξ} ÷ (e^{2ξ} + n)) of every head and query, (B,H,T)."""
+    # n is the number of other keys that the query sees; NaN for n = 0. ξ = scaling · ‖q_t‖‖k_0‖, since norms are the
+    # same for all tokens.
     first = batch.columns(1)
     to_first = torch.cat([read.weights(rows, slice(0, first))[0] for rows in row_chunks(read.length)], dim=2)
     weight = batch.at_positions(to_first, 1)[..., 0]

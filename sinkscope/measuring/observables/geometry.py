@@ -88,7 +88,7 @@ def pair_means(
     """Return means over queries of qk_cosine, qk_norm_product and sink_logit_gap, (B,H,C), for the first C keys.
 
     The mean for key s is over the queries that see it. The gap is the logit of s minus the mean logit of the query's
-    other keys. A query that sees only s has no gap and does not count; without any gap, the mean is NaN.
+    other keys. A query that sees only s has no gap and is left out; without any gap, the mean is NaN.
     """
     if read.is_plain:
         return causal_pair_means(read, query_norm, key_norm, columns)

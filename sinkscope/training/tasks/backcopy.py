@@ -111,7 +111,7 @@ class BigramBackcopy:
         return np.concatenate([front, chain], axis=1)
 
     def blocks(self, length: int, train: int, held_out: int, seed: int = 0, opening: Opening = WITH_BOS) -> Blocks:
-        """Draw sequences to train on, and others that are held out."""
+        """Draw sequences to train on, and other sequences that are held out."""
         to_train = self.begin(opening, train, length, [seed, 0])
         return Blocks(to_train, self.begin(opening, held_out, length, [seed, 1]), NAME)
 
@@ -278,10 +278,8 @@ class _ToStart(Observable):
 
 
 def start_lead(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Return Δlogit (VGA §4.1): the logit of key 0 minus the mean logit of the other keys that the query may see.
-
-    logits (B,H,T,T), allowed (B|1,H|1,T,T) bool → (B,H,T); query 0 has no other keys, and no lead.
-    """
+    """Return Δlogit (VGA §4.1): the logit of key 0 minus the mean logit of the other keys that the query may see."""
+    # logits (B,H,T,T), allowed (B|1,H|1,T,T) bool → (B,H,T); query 0 has no other keys, and no lead
     others = allowed.clone()
     others[..., 0] = False
     mean = logits.masked_fill(~others, 0.0).sum(-1) / others.sum(-1).clamp(min=1)
@@ -335,7 +333,7 @@ class BackcopyTask:
         self.tokenizer = self.chain.tokenizer()
 
     def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
-        """Draw the blocks; none is read twice, since the chain has no end."""
+        """Draw the blocks; no block is read twice, because the chain has no end."""
         return self.chain.blocks(length, train, held_out, seed, self.opening)
 
     def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
