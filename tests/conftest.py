@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import sinkscope  # which imports nothing else before it is used
+import sinkscope  # it imports its modules only when they are used
 
 if TYPE_CHECKING:
     from hub import Hub

@@ -470,7 +470,7 @@ KEYS = (
 # is right to round-off. If terms cancel, round-off has the size of the terms: cosines are means of numbers up to
 # 1, the missing mass is 1 minus a sum, and logit gaps are compared with the column's largest.
 SCALES: dict[str, float | None] = {"qk_cosine": 1.0, "missing_mass": 1.0, "sink_logit_gap": None}
-SMALLEST = 1e-6  # of the column's largest: a smaller entry (a weight e⁻⁵⁰, say) may have lost relative accuracy
+SMALLEST = 1e-6  # relative to the column's largest: a smaller entry (such as e⁻⁵⁰) may have lost relative accuracy
 FACTORS = {"sink_second_moment": 2.0}  # a square's relative error is twice its root's
 
 

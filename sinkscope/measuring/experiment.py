@@ -96,7 +96,7 @@ class Experiment:
     errors: dict[str, Exception] = field(default_factory=dict)  # label → the error with which it failed
     interrupt: BaseException | None = None  # an interrupt after at least one finished arm
     batch_size: int = 0  # a size that fitted into memory
-    parity_error: float | None = None  # of the unchanged model
+    parity_error: float | None = None  # for the unchanged model
     notices: dict[str, None] = field(default_factory=dict)  # notices for the user, in order
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
     _means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # position → layer → (D,)

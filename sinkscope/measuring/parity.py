@@ -178,7 +178,7 @@ class RoundOff:
     """The differences that a model's round-off explains."""
 
     tolerance: float  # largest difference of the last layer's output from the bare model's, relative to its norm
-    attention: tuple[Comparison, ...]  # of each layer; empty if the model has attention code of its own
+    attention: tuple[Comparison, ...]  # one per layer; empty if the model has attention code of its own
 
 
 def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.Tensor) -> RoundOff:

@@ -33,7 +33,7 @@ STREAMING_TABLES: dict[str, Columns] = {
         Column("loss", "mean cross-entropy of the sequence's tokens", "nats per token"),
     ),
 }
-BUCKETS = 32  # of tokens, over the length of the text
+BUCKETS = 32  # number of buckets of tokens, over the length of the text
 
 
 class Method(NamedTuple):

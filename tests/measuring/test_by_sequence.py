@@ -177,7 +177,7 @@ def test_every_arm_keeps_attention_and_loss_of_every_sequence(experiment: Run) -
     masses = {name: name for name in ("window_mass", "sink_rate", "sink_mass")}
     keys = ["condition", "layer", "position"]
     is_control = tables["attention"]["condition"].str.contains("control")
-    of_controls = is_control & (tables["attention"]["position"] == 0)  # which the arm watches
+    of_controls = is_control & (tables["attention"]["position"] == 0)  # the arm watches position 0
     assert_means(tables["attention_by_sequence"], tables["attention"][~is_control | of_controls], keys, masses)
     assert (
         set(tables["attention_by_sequence"]["condition"]) == conditions == set(tables["loss_by_sequence"]["condition"])

@@ -187,7 +187,7 @@ def test_gradients_are_those_of_the_masked_tokens_loss(name: str, tmp_path: Path
     for (layer, pathway), total in sums.items():
         found = table.query(f"layer == {layer} and pathway == '{pathway}'")["grad_norm"].to_numpy()
         assert np.abs(found - total.norm(dim=-1).numpy()).max() < 1e-9  # rotary angles are of float32
-        assert total[0].norm() > 0 or layer == 2  # also of query 0, which sees all keys
+        assert total[0].norm() > 0 or layer == 2  # also for query 0, which sees all keys
     assert tables["gradient_check"]["identity_residual"].max() < 1e-9
 
 

@@ -28,7 +28,7 @@ from sinkscope.results.tables import read_table
 
 LENGTHS = (24, 17, 4, 11, 24, 9, 24)  # in batches of two: the longest sequences are in both halves, not in every batch
 OPTIONS: dict[str, Any] = {"batch_size": 2, "positions": 6, "window": 8}
-ROUND_OFF: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-9}  # of sums in another order, in float64
+ROUND_OFF: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-9}  # round-off of float64 sums in another order
 
 
 class Packed(Exception):

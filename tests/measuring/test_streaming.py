@@ -144,12 +144,12 @@ def reread(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) ->
             PreTrainedModel.set_attn_implementation(model, before)
 
 
-@each_pair(ROTARY, CACHES, ("name", "cache"), whole=("gemma3", "gpt_oss"))  # which slide windows of their own
+@each_pair(ROTARY, CACHES, ("name", "cache"), whole=("gemma3", "gpt_oss"))  # with sliding windows
 def test_every_rotary_family_reads_as_if_its_keys_moved_up_in_the_cache(name: str, cache: tuple[int, int]) -> None:
     model, ids, (keep, window) = smooth(name), tiny_tokens(2, 20), cache
     mine = streamed(model, ids, keep, window)
     assert_close(mine, reread(model, ids, keep, window))
-    if keep:  # which differs from the window alone
+    if keep:  # the result differs from the plain window
         assert (mine - streamed(model, ids, 0, keep + window)).abs().max() > 1e-3 * mine.abs().max()
 
 
@@ -420,7 +420,7 @@ def test_the_table_holds_every_way_of_reading(name: str) -> None:
     ]
     for (_, window, keep), rows in table.groupby(["method", "window", "keep"]):
         logits = plain(model, ids) if window < 0 else streamed(model, ids, keep, window)
-        losses = -logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0].mean(0)  # of tokens 1 … 39
+        losses = -logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0].mean(0)  # for tokens 1 … 39
         whole, buckets = rows[rows["bucket"] == -1], rows[rows["bucket"] >= 0]
         assert whole["tokens"].tolist() == [3 * 39]
         assert whole["loss"].tolist() == pytest.approx([float(losses.mean())], rel=1e-6)

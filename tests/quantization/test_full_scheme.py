@@ -69,7 +69,7 @@ def test_a_llama_as_written_out() -> None:
             mine = model(ids).logits
         assert (mine - expected).abs().max() < 1e-10
         assert torch.equal(model(ids).logits, plain)
-        for part in (SUM, SCORES, SOFTMAX):  # and each part matters
+        for part in (SUM, SCORES, SOFTMAX):  # each part has an effect
             kept = [site for site in ranges if site.part == part]
             with quantized(model, ranges, except_sites=kept, bits_weights=BITS, bits_activations=BITS):
                 assert (model(ids).logits - expected).abs().max() > 1e-3

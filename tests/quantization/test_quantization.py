@@ -358,7 +358,7 @@ def test_restored_after_an_exception(
 
 def test_under_an_intervention_and_around_one(llama: PreTrainedModel) -> None:
     ids, ranges = tiny_tokens(), ranges_of(llama)
-    llama(ids, output_hidden_states=True)  # which leaves hooks of transformers
+    llama(ids, output_hidden_states=True)  # this leaves hooks of transformers
     before = state(llama)
     do = "zero-massive:layers=1,positions=0,coordinates=3"
     with quantized(llama, ranges, bits_activations=4), sinkscope.intervening(llama, do):

@@ -33,7 +33,7 @@ LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGURATION)),
     *("--num_processes", "2", "--main_process_port", "0"),
 )
-# of float32 sums in another order
+# round-off of float32 sums in another order
 ROUND_OFF: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-6}
 
 
