@@ -206,7 +206,7 @@ class Tracer:
         keys = seen["key"].shape[2]
         if seam.call is not None and keys != length:
             raise SinkscopeError(
-                f"layer {layer} attends to {keys} keys for {length} tokens: keys without a token are not measured"
+                f"layer {layer} attends to {keys} keys for {length} tokens: keys of no token are not measured"
             )
         if seam.call is None or seen["lse"].shape != (sequences, seen["query"].shape[1], length) or keys != length:
             raise unrecognized
