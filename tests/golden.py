@@ -57,7 +57,7 @@ TIMED_TEXT = re.compile(r"\b\d[\d:.,]* ?(?:s|ms|min|minutes|seconds|MB|GB|tokens
 
 
 def cases() -> dict[str, tuple[str, ...]]:
-    """Return name of the case → arguments of sinkscope. A case may read the output of those above it."""
+    """Return the arguments of sinkscope by name of the case. A case may read the output of earlier cases."""
     found: dict[str, tuple[str, ...]] = {"analyze-demo": ("analyze", "--num-seqs", "6")}
     for model in MODELS:
         found |= {
@@ -172,7 +172,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _artists(figure: Any) -> list[tuple[str, str]]:
-    """Kind and digest of the data of everything that is drawn from data, in drawing order."""
+    """Return kind and digest of the data of everything that is drawn from data, in drawing order."""
     from matplotlib.collections import Collection
     from matplotlib.image import AxesImage
     from matplotlib.lines import Line2D

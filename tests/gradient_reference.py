@@ -246,7 +246,7 @@ def roles_of(place: Place) -> dict[str, tuple[str, str | None, str, str | None]]
     if place.post_norm:
         return {"attn": ("layer_in", None, "attn_out", "mid")}  # the MLP's sum is at no site
     if place.mid is None:
-        shared = place.mlp_norm is None  # the norm's gradient is of both branches
+        shared = place.mlp_norm is None  # the norm's gradient is the sum over both branches
         attn_norm = None if shared else attn_norm
         return {"attn": ("layer_in", attn_norm, "attn_out", None), "mlp": ("layer_in", mlp_norm, "mlp_out", None)}
     return {"attn": ("layer_in", attn_norm, "attn_out", "mid"), "mlp": ("mid", mlp_norm, "mlp_out", "layer_out")}

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 Files = Path | Mapping[str, bytes]
 
 API = re.compile(r"/api/(?P<kind>model|dataset)s/(?P<repo>[^/]+(?:/[^/]+)?)")
-CUT = 0  # a fault
+CUT = 0  # the fault of a download that is cut off
 RESOLVE = re.compile(r"/(?P<kind>datasets/)?(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
 
@@ -37,7 +37,7 @@ class Repo:
 
     @cached_property
     def commits(self) -> dict[str, dict[str, bytes]]:
-        """Commit hash → file name → content."""
+        """The content of each file, by commit hash and file name."""
         return {_commit(name): _read(files) for name, files in self.revisions.items()}
 
     def commit(self, revision: str) -> str | None:
@@ -59,9 +59,9 @@ def _read(files: Files) -> dict[str, bytes]:
 
 
 class Hub:
-    """The server, running in a thread between `__enter__` and `__exit__`. `repos` may change meanwhile.
+    """The server, running in a thread between `__enter__` and `__exit__`. `repos` may change while it runs.
 
-    `faults`: file name → the faults of its next downloads: a status, or CUT in mid-download.
+    `faults` maps a file name to the faults of its next downloads: a status, or CUT for a download that is cut off.
     """
 
     def __init__(self, repos: Mapping[str, Repo] | None = None) -> None:
@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_GET
 
     def _api_match(self, path: str) -> re.Match[str] | None:
-        """Find the repository: that of `/api/models/gpt2/tree/main` is gpt2, not gpt2/tree."""
+        """Find the repository: in `/api/models/gpt2/tree/main` it is gpt2, not gpt2/tree."""
         match = API.match(path)
         if match is None or match["repo"] in self.hub.repos:
             return match
@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(206, content[start : end + 1], headers, cut=fault == CUT)
 
     def _repo(self, kind: str, repo_id: str) -> Repo | None:
-        """The repository, or None after an answer that there is none."""
+        """Return the repository, or None after answering that it is missing."""
         repo = self.hub.repos.get(repo_id)
         if repo is None or repo.kind != kind:
             # without a token, the real hub does not say whether a repository is missing or private
@@ -198,11 +198,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = self.close_connection or cut
 
     def log_message(self, *_: object) -> None:
-        """Keep the tests' output clean; `Hub.requests` has it."""
+        """Print nothing, to keep the tests' output clean; `Hub.requests` has the requests."""
 
 
 def _tree(files: Mapping[str, bytes], folder: str, recursive: bool) -> list[dict[str, Any]]:
-    """The listing of a folder, as the hub's `tree` endpoint gives it."""
+    """Return the listing of a folder in the form of the hub's `tree` endpoint."""
     inside = f"{folder}/" if folder else ""
     entries: dict[str, dict[str, Any]] = {}
     for name, content in files.items():

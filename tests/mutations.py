@@ -1,14 +1,14 @@
-"""Mutation testing, run by hand: sixty single errors in the numerical core, and whether the tests notice each of them.
+"""Mutation testing, run by hand: sixty single errors in the numerical core, and whether the tests detect each of them.
 
 Every mutation replaces one piece of one function's source (an operator, an index, a sign, an axis, a mask) and runs the
 test files that cover the function. All runs are forks of one process that has imported the package and the tests, so
 that a mutation costs no more than the tests up to the first failure:
 
     OMP_NUM_THREADS=1 python tests/mutations.py              # all mutations, about a quarter of an hour on one core
-    OMP_NUM_THREADS=1 python tests/mutations.py causal mass  # those with one of these words, in this order
+    OMP_NUM_THREADS=1 python tests/mutations.py causal mass  # mutations with one of these words, in this order
 
-Tests of real models are left out. A mutation counts as killed where a test fails, as survived where all pass; it is an
-error where its piece of source does not occur exactly once in the function.
+Tests of real models are left out. A mutation is killed if a test fails, and has survived if all tests pass. It is an
+error if its piece of source does not occur exactly once in the function.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ MUTATIONS = [
 
 
 def find_code(code: types.CodeType, function: str) -> types.CodeType | None:
-    """Return the code object of a function, found by its qualified name among those nested in `code`."""
+    """Return the code object of a function, found by its qualified name among the code objects nested in `code`."""
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             if constant.co_qualname == function:
@@ -236,7 +236,7 @@ def find_function(module: types.ModuleType, function: str) -> Any:
 
 
 def mutated_source(mutation: Mutation, source: str) -> str:
-    """Return the module's source with the mutation in. Raises ValueError where its text does not occur once."""
+    """Return the module's source with the mutation applied. Raises ValueError if its text does not occur once."""
     node: Any = ast.parse(source)
     for part in mutation.function.split("."):
         node = next(child for child in node.body if getattr(child, "name", None) == part)
@@ -283,7 +283,7 @@ class Mutating:
         return True
 
     def status_of(self, mutation: Mutation, session: pytest.Session) -> int:
-        """Return 0 where all tests pass, 1 where one fails, and 99 for an error."""
+        """Return 0 if all tests pass, 1 if one fails, and 99 for an error."""
         child = os.fork()
         if child == 0:
             status = 99

@@ -45,7 +45,7 @@ class Layer:
 
     @classmethod
     def of_weights(cls, weights: np.ndarray) -> "Layer":
-        """Return a layer of which only the weights are known; each head has keys of its own."""
+        """Return a layer with only its weights known; each head has keys of its own."""
         nothing = np.zeros((len(weights), 0))
         return cls(weights, nothing, nothing, nothing, nothing, {})
 
@@ -330,7 +330,7 @@ def attention(
 
 
 def _near(weights: np.ndarray, position: int, window: int, causal: bool) -> np.ndarray:
-    """Return a key's weights from the queries in its window: later ones, in an encoder on both sides."""
+    """Return a key's weights from the queries in its window: later queries, in an encoder queries on both sides."""
     first = position if causal else max(0, position - window + 1)
     return weights[first : position + window, position]
 
@@ -470,7 +470,7 @@ KEYS = (
 # is right to round-off. If terms cancel, round-off has the size of the terms: cosines are means of numbers up to
 # 1, the missing mass is 1 minus a sum, and logit gaps are compared with the column's largest.
 SCALES: dict[str, float | None] = {"qk_cosine": 1.0, "missing_mass": 1.0, "sink_logit_gap": None}
-SMALLEST = 1e-6  # of the column's largest: a smaller entry (a weight e⁻⁵⁰, say) may have lost relative accuracy
+SMALLEST = 1e-6  # relative to the column's largest: a smaller entry (such as e⁻⁵⁰) may have lost relative accuracy
 FACTORS = {"sink_second_moment": 2.0}  # a square's relative error is twice its root's
 
 

@@ -30,7 +30,7 @@ def shrink_figure(path: Path) -> None:
 
 
 def shrink_table(path: Path) -> None:
-    """Rewrite one table, the same or its last step."""
+    """Rewrite one table, complete or only its last step."""
     table = pd.read_parquet(path)
     table.to_parquet(path, index=False, **HARDER)
     if path.stat().st_size > LARGEST and "step" in table:
@@ -38,7 +38,7 @@ def shrink_table(path: Path) -> None:
 
 
 def shrink_manifest(path: Path) -> None:
-    """Rewrite one run.json with the tables and files that are there."""
+    """Rewrite one run.json with the tables and files that exist."""
     content, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
     content["tables"] = [name for name in content["tables"] if (folder / "tables" / f"{name}.parquet").is_file()]
     if "files" in content:

@@ -2,13 +2,15 @@
 
     python tests/sweep_models.py [LIST …]
 
-models.csv: the causal types; encoders.csv: those that predict masked tokens; image_text.csv: those that also read
-pictures or sound, of which the text tower is measured. A tiny random model of each is built from its configuration.
+models.csv has the causal types, encoders.csv the types that predict masked tokens, and image_text.csv the types that
+also read pictures or sound and whose text tower is measured. A tiny random model of each type is built from its
+configuration.
 
-For each that works, `agrees` says whether every column of the tables `attention`, `attention_heads`, `sink_positions`,
-`activation`, `massive` and `gradient` is what plain transformers and autograd give, in float64 to 1e-10, of a sequence
-alone and of a batch that is padded on either side; whether its logits are the bare model's; and whether the model is
-left as it was. `sites` are those of the table `activation`: no branches where a layer is known by its ends alone.
+For each type that works, `agrees` says whether every column of the tables `attention`, `attention_heads`,
+`sink_positions`, `activation`, `massive` and `gradient` equals the result of plain transformers and autograd, in
+float64 to 1e-10, for a single sequence and for a batch with padding on either side; whether the logits are equal, too;
+and whether the model is unchanged afterwards. `sites` are the sites of the table `activation`: it has no branches if
+only the input and output of a layer are known.
 """
 
 import csv
@@ -72,7 +74,7 @@ def readme_text() -> str:
 
 
 def readme_list(rows: list[dict[str, str]]) -> str:
-    """Return the types by outcome, and the number of those with layers of other kinds."""
+    """Return the types by outcome, and the number of types with layers of other kinds."""
     by_outcome = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
     attending = [row for row in by_outcome["wiring"] if "attention" in _kinds(row["layers"])]
     others = [row["model_type"] for row in by_outcome["wiring"] if row not in attending]
@@ -90,7 +92,7 @@ def readme_list(rows: list[dict[str, str]]) -> str:
 
 
 def _kinds(layers: str) -> list[str]:
-    """ "2 mamba, 2 attention" → mamba, attention."""
+    """Return the kinds of layers: "2 mamba, 2 attention" → mamba, attention."""
     return [kind.partition(" ")[2] for kind in layers.split(", ")]
 
 

@@ -1,4 +1,4 @@
-"""recipes/corpus/assemble.py on wheels made here: what is read of each, and in which order."""
+"""recipes/corpus/assemble.py with wheels made here: the parts that it reads of each wheel, and their order."""
 
 import gzip
 import hashlib

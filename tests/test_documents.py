@@ -73,7 +73,7 @@ def test_the_output_of_contributing_is_in_the_run_folder(monkeypatch: pytest.Mon
 
 
 def test_the_sink_rate_is_defined_once() -> None:
-    """Nothing else compares a mass with ε."""
+    """No other function compares a mass with ε."""
     sources = (ROOT / "sinkscope").rglob("*.py")
     found = [
         path.name

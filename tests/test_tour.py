@@ -1,4 +1,4 @@
-"""recipes/tour.ipynb: its code runs from top to bottom, and finds what its text says."""
+"""recipes/tour.ipynb: its code runs from top to bottom, and its results agree with its text."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_the_committed_tour_was_executed_without_errors() -> None:
 
 @pytest.mark.real_model
 def test_the_tour_finds_what_it_says(smollm: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinkscope, "load", lambda: smollm)  # which is what `load` gave already
+    monkeypatch.setattr(sinkscope, "load", lambda: smollm)  # `load` has given the same model
     for name in ("analyze", "intervene"):  # fewer sequences and controls show the same
         own, fewer = getattr(sinkscope, name), {"num_seqs": 3} | ({"draws": 1} if name == "intervene" else {})
         monkeypatch.setattr(sinkscope, name, lambda *args, own=own, fewer=fewer, **given: own(*args, **given | fewer))

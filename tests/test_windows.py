@@ -1,4 +1,4 @@
-"""The package uses nothing that Windows lacks: no such module or call, and no default encoding."""
+"""The package uses no module or call that Windows lacks, and no default encoding."""
 
 import ast
 import builtins

@@ -1,6 +1,6 @@
 """A tiny random model of every family, built from its config: no download, a few milliseconds each.
 
-Weights are drawn much wider than at initialisation (`spread`) so that attention is far from uniform and a wrong
+Weights are drawn much wider than at initialization (`spread`), so that attention is far from uniform and a wrong
 column or head shows up; everything is seeded, so that a failure can be repeated.
 """
 
@@ -100,10 +100,10 @@ REPRESENTATIVE = (
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, spread: float = 12.0) -> PreTrainedModel:
-    """A tiny random model of the family `name` (a key of `TINY`), in eval mode, with frozen parameters.
+    """Return a tiny random model of the family `name` (a key of `TINY`), in eval mode, with frozen parameters.
 
-    It is a copy of a model that is built once, which takes a tenth of the time. Torch's random state is that after the
-    building.
+    It is a copy of a model that is built once, which takes a tenth of the time. Afterwards torch's random state is the
+    state after building.
     """
     model_type, overrides = TINY[name]
     model, state = _built(name, model_type, repr(overrides), dtype, spread)
@@ -144,7 +144,7 @@ class Original:
 def _built(
     name: str, model_type: str, overrides: str, dtype: torch.dtype, spread: float
 ) -> tuple[Original, torch.Tensor]:
-    """The model, and torch's random state after building it."""
+    """Return the model, and torch's random state after building it."""
     config = AutoConfig.for_model(model_type, **TINY[name][1])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -154,7 +154,7 @@ def _built(
 
 @torch.no_grad()
 def spread_weights(model: PreTrainedModel, spread: float) -> None:
-    """Draw a random model's matrices wider than at initialization, and the rest away from its all-equal start."""
+    """Multiply a random model's matrices by `spread`, and add noise to other parameters, whose entries are equal."""
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.any():
             parameter.mul_(spread)
@@ -163,19 +163,19 @@ def spread_weights(model: PreTrainedModel, spread: float) -> None:
 
 
 def tiny_tokens(batch: int = 3, length: int = 24, seed: int = 0) -> torch.Tensor:
-    """Token ids (batch, length) without the special ids 0, 1, 2."""
+    """Return token ids (batch, length) without the special ids 0, 1, 2."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def ragged_tokens(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """One sequence of each length."""
+    """Return one sequence of each length."""
     return [
         ids[:length].numpy() for ids, length in zip(tiny_tokens(len(lengths), max(lengths), seed), lengths, strict=True)
     ]
 
 
 def padded(sequences: Sequence[np.ndarray], side: str = "right", first: int = 0) -> Batch:
-    """Sequences as one batch, the shorter ones padded with id 0."""
+    """Return sequences as one batch, in which shorter sequences are padded with id 0."""
     width = max(len(ids) for ids in sequences)
     token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
     mask = torch.zeros_like(token_ids)

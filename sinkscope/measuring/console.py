@@ -17,7 +17,7 @@ def print_notices(console: Console, notices: Iterable[str]) -> None:
 
 
 def print_part(console: Console, label: str, number: int, count: int) -> None:
-    """Announce one of several parts of a run."""
+    """Print the label and the number of a part of the run."""
     print_line(console, f"{label} ({number} of {count})")
 
 

@@ -1,4 +1,4 @@
-"""Numbers of one run with their intervals, and the claims of papers that one run decides; the verdict judges by them.
+"""Numbers of one run with their intervals, and the claims of papers that one run decides; the verdict uses both.
 
 Functions read a run's tables by sequence (`results/sequences.py`) and return an estimate, or replicates on the first
 axis R (`results/statistics.py`).
@@ -17,7 +17,7 @@ from sinkscope.results.metrics import is_sink
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings, weighted_means
 
-AFTER_FIRST = slice(1, LATER.stop)  # positions that position 0 is compared with in claims about all later ones
+AFTER_FIRST = slice(1, LATER.stop)  # positions that position 0 is compared with in claims about all later positions
 
 
 # --- attention, by sequences
@@ -75,11 +75,7 @@ def in_sink_heads(sequences: Sequences, column: str) -> Estimate:
 
 
 def share_within_bound(sequences: Sequences) -> Estimate:
-    """Return, for repeated tokens, the smallest share of heads and queries whose weight is within WSE's bound.
-
-    Raises:
-        NotDefined: No layer of the model has the bound.
-    """
+    """Return, for repeated tokens, the smallest share of heads and queries whose weight is within WSE's bound."""
     table = equal_tokens(sequences).dropna(subset=["bound_share"])
     if not len(table):
         raise NotDefined("its logits are not scaled products of queries and keys")
@@ -90,7 +86,7 @@ def share_within_bound(sequences: Sequences) -> Estimate:
 def equal_tokens(sequences: Sequences) -> pd.DataFrame:
     """Return the table `equal_tokens`; raise NotDefined if the run did not read repeated tokens."""
     if "equal_tokens" not in sequences.run.tables:
-        raise NotDefined("its sequences are not one token, repeated: something stands in front")
+        raise NotDefined("its sequences are not one repeated token: another token precedes them")
     return sequences.table("equal_tokens")
 
 
@@ -127,10 +123,7 @@ def massive_count(sequences: Sequences) -> Estimate:
 
 
 def gradients(sequences: Sequences, pathway: str) -> np.ndarray:
-    """Return norms of all heads together, (1 + groups, layers, positions): of the run, then without each group.
-
-    Where values have a gate or scale, gradients are those before it.
-    """
+    """Return norms of all heads, before gates, (1 + groups, layers, positions): of the run, then without each group."""
     tables = (sequences.table("gradient").assign(group=-1), sequences.table("gradient_by_group"))
     columns = ["group", "layer", "pathway", "head", "position", "grad_norm"]
     parts = [table.loc[table["head"] == ALL_HEADS, columns] for table in tables]  # most rows are of single heads
@@ -140,21 +133,14 @@ def gradients(sequences: Sequences, pathway: str) -> np.ndarray:
 
 
 def before_valves(gradient: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of `gradient` in which `value` is the raw value state wherever a gate or scale follows it.
-
-    The papers mean this state (GS §5.1, VGA eq. 8).
-    """
+    """Return `gradient` with `value` before any gate or scale, the state that the papers mean (GS §5.1, VGA eq. 8)."""
     is_raw = gradient["pathway"] == "raw_value"
     after = (gradient["pathway"] == "value") & gradient["layer"].isin(gradient["layer"][is_raw].unique())
     return gradient[~after].assign(pathway=gradient["pathway"].mask(is_raw, "value"))
 
 
 def gradient_ratio(sequences: Sequences, pathway: str) -> Estimate:
-    """Estimate the norm at position 0 ÷ at later positions, averaged over layers first (GS fig. 2).
-
-    Raises:
-        Lacks: Some of the later positions were not measured.
-    """
+    """Estimate the norm at position 0 ÷ at later positions, averaged over layers first (GS fig. 2)."""
     by_position = gradients(sequences, pathway).mean(1)
     if by_position.shape[1] < min(LATER.stop, sequences.run.manifest["input"]["longest"]):
         raise Lacks("needs positions 5–15: --positions 16 or more")
@@ -162,7 +148,7 @@ def gradient_ratio(sequences: Sequences, pathway: str) -> Estimate:
 
 
 def later_positions(x: np.ndarray) -> np.ndarray:
-    """Return the positions 5–15 that were measured of x (…, positions); raise Lacks if there are none."""
+    """Return the positions 5–15 that were measured of x (…, positions); raise Lacks if none was measured."""
     if x.shape[-1] <= LATER.start:
         raise Lacks("needs positions 5–15: longer sequences, and --positions 16 or more")
     return x[..., LATER]
@@ -178,19 +164,15 @@ def branch_ratios(sequences: Sequences, column: str, branch: str = "attn") -> np
     """Return a column of the branch's ratios, (R, layers, positions); raise NotDefined if no layer has them."""
     found = sequences.means("gradient_ratio_by_sequence", column, ("layer", "position"), branch=branch)
     if found.size == 0:
-        raise NotDefined(f"in no layer can the gradient's gain in the {branch} branch be told")
+        raise NotDefined(f"the gradient's gain in the {branch} branch is not defined in any layer")
     return found
 
 
-FEWEST_POINTS = 3  # of a line that is fitted
+FEWEST_POINTS = 3  # to which a line is fitted
 
 
 def compression_fit(sequences: Sequences, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Fit log₁₀ compress to log₁₀‖h‖ over layers ≥ 1 and positions ≥ `first`: slope (R,) and correlation (R,).
-
-    Raises:
-        NotDefined: There are too few points.
-    """
+    """Fit log₁₀ compress to log₁₀‖h‖ over layers ≥ 1 and positions ≥ `first`: slope (R,) and correlation (R,)."""
     x, y = (branch_ratios(sequences, name)[:, 1:, first:] for name in ("input_norm", "compress"))
     known = (x > 0).all(0) & (y > 0).all(0)
     if known.sum() < FEWEST_POINTS:
@@ -218,10 +200,7 @@ def second_half(by_layer: np.ndarray) -> np.ndarray:
 
 
 def delta_gaps(sequences: Sequences) -> np.ndarray:
-    """Return by how many standard deviations Δ of position 0 is above the mean of later tokens, (R, layers).
-
-    The deviation is that of all later tokens, within sequences and between them.
-    """
+    """Return (Δ of position 0 - mean of later tokens) ÷ the standard deviation of all later tokens, (R, layers)."""
     table = "query_bias_by_sequence"
     first, later = (sequences.means(table, column) for column in ("delta", "delta_later"))
     mean, spread = (sequences.values(table, column) for column in ("delta_later", "delta_later_std"))
@@ -243,7 +222,7 @@ def _alignment(sequences: Sequences) -> np.ndarray:
     return rows.pivot(index="position", columns="layer", values="key_alignment").to_numpy()
 
 
-OF_WEIGHTS = "of the weights alone, so without an interval"
+OF_WEIGHTS = "computed from the weights alone, so without an interval"
 
 
 def _first_alignment(sequences: Sequences) -> Estimate:
@@ -268,7 +247,7 @@ class RunClaim(NamedTuple):
 
 
 SPIKE = 2.0  # the threshold of GS-6: times the gradient ratio of random weights
-HAS_SINK_HEADS: Number[Sequences] = Number(  # a claim on heads with a sink fails if there are none
+HAS_SINK_HEADS: Number[Sequences] = Number(  # a claim on heads with a sink fails if no head has one
     "share of heads with a sink at position 0", share_of_sink_heads, above(0.0)
 )
 
@@ -279,8 +258,8 @@ RUN_CLAIMS: dict[str, RunClaim] = {
         (Number("smallest share, over layers and sequences, of heads and queries within e^{2ξ} ÷ (e^{2ξ} + t)",
             share_within_bound, at_least(1.0)),)),
     "S-6": RunClaim("Sun et al.", "Massive activations are few.",
-        (Number("in the output of the layer with most, a sequence", massive_count, below(10.0)),
-         Number("and there are some", massive_count, above(0.0)))),
+        (Number("number per sequence, in the output of the layer with the most", massive_count, below(10.0)),
+         Number("the same number, compared with zero", massive_count, above(0.0)))),
     "GS-8": RunClaim("§3.1, §5", "The value pathway is stronger than the key pathway.",
         (Number("‖∇v₀‖ ÷ ‖∇k₀‖, means over layers", value_over_key, at_least(2.0)),)),
     "GS-17": RunClaim("fig. 3", "Compression follows the norm, as RMSNorm alone makes it.",

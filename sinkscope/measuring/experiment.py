@@ -35,7 +35,7 @@ from sinkscope.text.batch import Batch
 
 Condition = tuple[str, int]  # its name in the tables, and the number of the control; -1: no control
 
-MAPS = "mean-maps"  # measured for every arm, and of the controls for the first draw only
+MAPS = "mean-maps"  # measured for every arm, and for the first draw of its controls
 CONTROL_TABLES = ("attention", "attention_by_sequence", "loss_by_sequence", "arm_maps")
 ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables that arms do not keep
 BEFORE = "before"
@@ -63,7 +63,7 @@ class HiddenMean(Observable):
 
 
 class ValueMean(HiddenMean):
-    """The same for value projections and mean-sink-value: their outputs are no site, and `ReadValues` reads them."""
+    """The mean output of value projections, for mean-sink-value. It is not a site: `ReadValues` reads it."""
 
     sites: ClassVar[tuple[str, ...]] = ()
 
@@ -78,31 +78,25 @@ class Arm:
 
 @dataclass
 class Experiment:
-    """Measures the arms of one model on one input and collects their tables.
-
-    Attributes:
-        wanted: Label of each arm → its interventions, applied in this order.
-        draws: Number of random controls of each arm.
-        lenient: Skip arms that do not apply and record the reason, instead of raising InputError.
-        analyzed: A run of the same subject with the same settings, which replaces measuring the unchanged model if it
-            has all tables. It has no mean maps; the arms then have none either.
-    """
+    """Measures the arms of one model on one input and collects their tables."""
 
     subject: Subject
     config: RunConfig
-    wanted: Mapping[str, Stack]
-    draws: int
-    lenient: bool
+    wanted: Mapping[str, Stack]  # label of each arm → its interventions, applied in this order
+    draws: int  # number of random controls of each arm
+    lenient: bool  # skip arms that do not apply and record the reason, instead of raising InputError
     console: Console
     without_controls: Container[str] = ()  # labels
     without_loss: Container[str] = ()  # labels of arms whose logits are not computed
+    # A run of the same subject with the same settings, which replaces measuring the unchanged model if it has all
+    # tables. It has no mean maps, and the arms then have none either.
     analyzed: RunData | None = None
     records: dict[str, dict[str, Any]] = field(default_factory=dict)  # label → its entry in the manifest
     skipped: dict[str, str] = field(default_factory=dict)  # label → why it does not apply
     errors: dict[str, Exception] = field(default_factory=dict)  # label → the error with which it failed
     interrupt: BaseException | None = None  # an interrupt after at least one finished arm
     batch_size: int = 0  # a size that fitted into memory
-    parity_error: float | None = None  # of the unchanged model
+    parity_error: float | None = None  # for the unchanged model
     notices: dict[str, None] = field(default_factory=dict)  # notices for the user, in order
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
     _means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # position → layer → (D,)
@@ -110,15 +104,11 @@ class Experiment:
     _few: dict[str, pd.DataFrame] | None = None  # tables of the unchanged model on the first sequences
 
     def run(self) -> dict[str, pd.DataFrame]:
-        """Measure the unchanged model, then every arm and its controls.
+        """Measure the unchanged model, then every arm and its controls. Returns tables with the arm as `condition`.
 
-        Returns:
-            The tables by name, with the arm in the column `condition`.
-
-        Raises:
-            InputError: An arm does not apply, or names something that the model does not have.
-            Exception: All arms failed; this is the first error. See `failed` for the others.
-            KeyboardInterrupt: Interrupted before the first arm was finished. A later one is stored in `interrupt`.
+        Raises InputError if an arm does not apply or names something that the model does not have, and the first error
+        if all arms failed (see `failed` for the others). KeyboardInterrupt is raised only before the first arm is
+        finished; a later one is stored in `interrupt`.
         """
         length = min(len(ids) for ids in self.subject.inputs.sequences)
         known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
@@ -130,7 +120,7 @@ class Experiment:
             self.analyzed = None
         closer = next((name for name in self.config.observables or () if OBSERVABLES[name].after), None)
         if closer is not None:
-            raise InputError(f"--observables {closer} does not apply: it looks closer at one model, not at arms")
+            raise InputError(f"--observables {closer} does not apply: it is measured on one model, not on arms")
         self.chosen = choose(self.subject, self.config)
         if self.analyzed is not None:
             self.chosen = replace(self.chosen, first=tuple(name for name in self.chosen.first if name != MAPS))
@@ -167,10 +157,10 @@ class Experiment:
         return reasons
 
     def _check_arms(self, known: Known) -> None:
-        """Check, before anything is measured, that every arm applies and the model has what it names."""
+        """Check, before anything is measured, that every arm applies and that its layers and heads exist."""
         if not self.subject.family.has_attention:
             name = self.subject.loaded.name
-            raise InputError(f"what interventions do to sinks cannot be measured on {name}: {NO_ATTENTION}")
+            raise InputError(f"the effect of interventions on sinks cannot be measured on {name}: {NO_ATTENTION}")
         for label, stack in self.wanted.items():
             reasons = [reason for part in stack if (reason := part.inapplicable(known.target))]
             if reasons and not self.lenient:
@@ -229,7 +219,7 @@ class Experiment:
 
     @contextmanager
     def _isolated_failure(self, label: str) -> Iterator[None]:
-        """Discard everything of an arm that fails, and keep the other arms."""
+        """Discard the results of an arm that fails, and keep the other arms."""
         kept = {name: len(parts) for name, parts in self._parts.items()}
         try:
             yield
@@ -294,10 +284,8 @@ class Experiment:
         return [self._arm(*condition, one, layer) for condition, one in zip(stacks, done, strict=True)]
 
     def _resumes_at(self, layer: int, stack: Stack, with_loss: bool) -> bool:
-        """Return whether arms can be measured from this layer on, because earlier layers are unaffected.
-
-        This is tried on the first sequences: the tables must be bit for bit those of a complete pass.
-        """
+        """Return whether arms can be measured from this layer on, because earlier layers are unaffected."""
+        # tried on the first sequences: the tables must equal the tables of a complete pass bit for bit
         if not layer or self.chosen.backward or self.analyzed is not None or not self.subject.family.causal:
             return False
         few = replace(self.subject, inputs=self.subject.inputs.part(0, FEW))
@@ -330,11 +318,7 @@ class Experiment:
         return Tracer.forward_with_loss if with_loss else Tracer.forward
 
     def _arm(self, condition: str, draw: int, done: Pass[Observable], first: int = 0) -> Arm:
-        """Collect the tables of a pass under `condition`.
-
-        Layers before `first` have the rows of the unchanged model. A control keeps only the attention by position (by
-        sequence at the watched positions), the loss, the requested observables, and the maps of the first draw.
-        """
+        """Collect the tables of a pass under `condition`; layers before `first` have the unchanged model's rows."""
         self.batch_size = done.batch_size
         raw = tables_of(done.observables)
         raw = completed(raw, first, self.before.tables) if first else raw
@@ -376,7 +360,7 @@ class Experiment:
         stack: Stack,
         subject: Subject | None = None,
     ) -> Pass[Kind]:
-        """Run one pass over the inputs, or over those of another subject with the same model."""
+        """Run one pass over the inputs, or over the inputs of another subject with the same model."""
         model, family, inputs = self.subject.loaded.model, self.subject.family, (subject or self.subject).inputs
         with open_tracer(model, family, self.config.attn, stack) as tracer:
             return pass_over(model, inputs, fresh, lambda *batch: step(tracer, *batch), *self._sizes)
@@ -386,7 +370,7 @@ class Experiment:
 
     @property
     def _sizes(self) -> tuple[int | Literal["auto"], int, Console]:
-        """Batch size (one that fitted is used again), memory costs and console of a pass."""
+        """Return the batch size (one that fitted is used again), memory costs and console of a pass."""
         return self.batch_size or self.config.batch_size, self.chosen.costs, self.console
 
     def _collect(self, raw: Mapping[str, pd.DataFrame], condition: str) -> None:

@@ -31,7 +31,7 @@ def intervening(model: nn.Module, *do: str | Intervention | Iterable[str | Inter
     Raises:
         InputError: An intervention does not apply, names something that the model does not have, or would change
             nothing.
-        SinkscopeError: The model's attention code differs from what sinkscope computes; or, at the end of the block,
+        SinkscopeError: The model's attention differs from sinkscope's computation; or, at the end of the block,
             no forward pass contained the position to change.
     """
     check_called_itself(model)

@@ -1,4 +1,4 @@
-"""The loss of a batch and its gradient by the logits, for a few tokens at a time: all logits are never copied."""
+"""The loss of a batch and its gradient by the logits, for a few tokens at a time, without a copy of all logits."""
 
 from collections.abc import Iterator
 

@@ -56,7 +56,7 @@ def make_manifest(
             "text_tower": {"path": path, "architecture": type(tower).__name__} if path else None,
             "parameters": sum(p.numel() for p in loaded.model.parameters()),
             "registers": registers_before(loaded.model),  # tokens before the text
-            "operations": operations_of(loaded.model),  # of attention, other than softmax
+            "operations": operations_of(loaded.model),  # attention operations other than softmax
             "layer_types": getattr(text, "layer_types", None),
             "sliding_window": getattr(text, "sliding_window", None),
         },
@@ -69,9 +69,9 @@ def make_manifest(
             "gated": family.gated,
             "causal": family.causal,
             "prefix": family.prefix,  # tokens at the beginning that all tokens see
-            "copies": family.copies and family.copies.count,  # of the residual stream, whose mean is measured
+            "copies": family.copies and family.copies.count,  # copies of the residual stream; their mean is measured
             "unknown": [at for at, block in enumerate(family.blocks) if block.wiring == "unknown"] or None,  # layers
-            "kinds": [block.kind for block in family.blocks] or None,  # of every layer, if they differ
+            "kinds": [block.kind for block in family.blocks] or None,  # kinds of the layers, if they differ
         },
         "outside": facts.outside,
         "absent": family.absent_sites(),
@@ -108,9 +108,8 @@ def measure(
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
     """Measure a model on its inputs. Returns the run's tables by name, and facts about the pass.
 
-    Raises:
-        InputError: A named observable does not apply to this model.
-        SinkscopeError: The model gives NaN or infinite numbers, or memory ran out.
+    Raises InputError if a named observable does not apply to this model, and SinkscopeError if the model gives NaN or
+    infinite numbers, or memory ran out.
     """
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
     chosen, settings = choose(subject, config), settings_of(subject, config)
@@ -133,7 +132,7 @@ def measure(
         if follow_ups:
             tracer.forward(next(batches_of(inputs, 1)), follow_ups)
         raw |= tables_of(follow_ups)
-        # what a layer attends to other than the text
+        # targets of a layer's attention other than the text
         outside: dict[str, list[int]] = defaultdict(list)
         for layer, attention in family.attentions(tracer.model).items():
             term, call = denominator_of(attention), tracer.seams[layer].call
@@ -174,8 +173,8 @@ def tables_of(observables: list[Observable]) -> dict[str, pd.DataFrame]:
 class Chosen:
     """The names of a run's observables."""
 
-    first: tuple[str, ...]  # of the pass over all batches
-    follow_ups: tuple[str, ...]  # of a second pass over the first sequence
+    first: tuple[str, ...]  # observables of the pass over all batches
+    follow_ups: tuple[str, ...]  # observables of a second pass over the first sequence
     left_out: dict[str, str]  # expected observables that do not apply → the reason
 
     @property

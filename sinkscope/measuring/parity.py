@@ -1,8 +1,8 @@
 """Checks on the first batch of each run that the model computes the same under the tracer as without it.
 
 Model code that treats our attention function differently from its own (a mask left out, a scale not applied) would give
-wrong numbers without an error. A short check before the run is not enough: attention to the 2048 best keys is dense for
-shorter texts. There are two comparisons:
+wrong numbers without an error. A short check before the run is not enough, because sparse attention is dense for short
+texts. There are two comparisons:
 
 1. Each layer's attention is compared with the model's own function on the same queries, keys and values, in float32
    whatever the dtype of the model (`comparing`). Only the round-off of two computations is left, which has a bound
@@ -46,7 +46,7 @@ from sinkscope.text.batch import Batch
 DEVIATIONS = 4.0  # λ: a sum's error is larger than λ √n u with a probability of 2 exp(-λ²/2)
 PRECISION = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}  # u by torch.get_float32_matmul_precision()
 FEW = 64  # tokens of `check_beforehand`
-MARGIN = 4.0  # factor by which the drawn rounding errors exceed real ones
+MARGIN = 4.0  # factor by which the drawn rounding errors exceed real rounding errors
 # Upper limits of the tolerance where only outputs can be compared: with sparse attention that rounding may flip, the
 # estimate of round-off would explain any difference.
 LARGEST = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
@@ -66,9 +66,8 @@ class Comparison:
 def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[list[Comparison]]:
     """Compare every layer's attention with the model's own function when the model runs in the block.
 
-    The caller runs the model, with its own attention, on this batch without padding, which fills the yielded list. Two
-    kinds of layers are skipped: those with attention code of their own, which has no function to call twice, and those
-    whose attention a retrofit has changed.
+    The caller runs the model on this batch, which has no padding; this fills the yielded list. Layers with attention
+    code of their own are skipped, because it has no function to call twice, and so are layers changed by a retrofit.
     """
     layers = {attention: layer for layer, attention in family.attentions(model).items()}
     batch = batch.with_registers(registers_before(model))
@@ -179,7 +178,7 @@ class RoundOff:
     """The differences that a model's round-off explains."""
 
     tolerance: float  # largest difference of the last layer's output from the bare model's, relative to its norm
-    attention: tuple[Comparison, ...]  # of each layer; empty if the model has attention code of its own
+    attention: tuple[Comparison, ...]  # one per layer; empty if the model has attention code of its own
 
 
 def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.Tensor) -> RoundOff:
@@ -263,7 +262,7 @@ def _check_attention(found: RoundOff) -> None:
     if worst is not None and worst.excess > 1:
         raise _mismatch(
             f"layer {worst.layer} computes a different attention: on the same queries and keys, it differs by "
-            f"{worst.difference:.1e} of its values' norm, {worst.excess:.0f} times what round-off explains"
+            f"{worst.difference:.1e} of its values' norm, {worst.excess:.0f} times the bound on round-off"
         )
 
 
@@ -284,7 +283,7 @@ class ParityCheck:
     _used: list[Parity] = field(default_factory=list)
 
     def fresh(self) -> list[Observable]:
-        """Return the observables for one pass; none with --skip-parity."""
+        """Return the observables for one pass; an empty list with --skip-parity."""
         self._used = [] if self.expected is None else [Parity(self.layer, self.expected, self.tolerance)]
         return list(self._used)
 
@@ -297,11 +296,8 @@ class ParityCheck:
 def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityCheck:
     """Run the bare model on the first batch, compare its attention and determine the tolerance.
 
-    A padded batch is run one sequence at a time, because padding changes the output of some models. The batch is that
-    of a pass which `costs` as much memory as in `pass_over`.
-
-    Raises:
-        SinkscopeError: A layer's attention is a different function under the tracer.
+    A padded batch is run one sequence at a time, because padding changes the output of some models. `costs`, as in
+    `pass_over`, determines the batch size. Raises SinkscopeError if a layer's attention is a different function.
     """
     model, family = subject.loaded.model, subject.family
     layer, size = family.last_layer(model), first_size(subject.inputs, model, config.batch_size, costs)
@@ -338,11 +334,9 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
 def check_beforehand(model: PreTrainedModel, family: Family, is_calibrated: bool = False) -> None:
     """Compare a model with and without the seams on a few tokens, unless its attention is transformers' own code.
 
-    For uses of a model that measure no text. The tests cover transformers' own code of the known families, so such a
-    model is not run here, and the user's hooks are not called, unless its row of the table `is_calibrated`.
-
-    Raises:
-        SinkscopeError: The model computes something else with the seams, or does not call them.
+    This is for uses of a model that measure no text. The tests cover transformers' own code of the known families, so
+    such a model is not run, and the user's hooks are not called, unless its row of the table `is_calibrated`. Raises
+    SinkscopeError if the model computes something else with the seams, or does not call them.
     """
     code = unknown_code(family.attentions(model).values())
     if code is None and not is_calibrated:

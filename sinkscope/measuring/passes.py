@@ -92,7 +92,7 @@ def pass_over(
                 advance(batch.first + len(batch.token_ids))
             file = io.BytesIO()
             if members.count > 1:
-                is_idle = members.place >= len(inputs)  # read a batch of another process, which must not count twice
+                is_idle = members.place >= len(inputs)  # it reads a batch of another process, which must not count
                 torch.save(None if is_idle else ([accumulated(each) for each in observables], losses), file)
         if members.count > 1:
             _add_up(observables, losses, file.getvalue())
@@ -131,7 +131,7 @@ def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right"
 
 
 def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
-    """Yield every n-th batch for n processes. With fewer batches than processes, the idle ones read the first batch."""
+    """Yield every n-th batch for n processes. With fewer batches than processes, the others read the first batch."""
     members = team()
     mine = islice(batches_of(inputs, batch_size), members.place, None, members.count)
     yield next(mine, None) or next(batches_of(inputs, batch_size))
@@ -139,7 +139,7 @@ def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
 
 
 def _add_up(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], mine: bytes) -> None:
-    """Replace the sums of this process by those of all, added in the order of the processes."""
+    """Replace the sums of this process by the sums over all processes, added in their order."""
     total: list[Any] = []
     for part in team().one_by_one(mine):
         # pickled by another process of the same command

@@ -80,7 +80,7 @@ class Team:
         return found
 
     def one_by_one(self, mine: bytes) -> Iterator[bytes]:
-        """Yield the bytes of each process in order of rank, holding those of one process at a time."""
+        """Yield the bytes of each process in order of rank, with one process's bytes in memory at a time."""
         for place in range(self.count):
             sent: list[Any] = [mine if place == self.place else None]
             dist.broadcast_object_list(sent, src=place)

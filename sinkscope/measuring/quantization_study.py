@@ -1,4 +1,4 @@
-"""Quantization: the ranges of its sites, what it costs, and which sites cost most (the tables of `quantize`).
+"""Quantization: the ranges of its sites, its cost, and the sites that cost most (the tables of `quantize`).
 
 Sequences are calibrated one at a time, so there is no padding. Settings of the complete model are measured on all
 sequences, the search for costly sites on the first PROBED ones.
@@ -73,7 +73,7 @@ def calibrate_ranges(
 
     Raises:
         InputError: There is no sequence, the weights are not quantizable, or the scheme is unknown or does not apply.
-        SinkscopeError: The model gives NaN, or its attention code differs from what sinkscope computes.
+        SinkscopeError: The model gives NaN, or its attention differs from sinkscope's computation.
     """
     model = unwrapped(model)
     with undisturbed(model):
@@ -100,7 +100,7 @@ def measured_roundings(
 ) -> dict[Site, Rounding]:
     """Measure the effect of rounding on each site separately, in the model in full precision."""
     grids = {site: precision.grid(site, known) for site, known in ranges.items()}
-    # numbers of nonzero entries and of those that become 0, and the energies of signal and noise
+    # numbers of nonzero entries and of entries that become 0, and the energies of signal and noise
     sums: dict[Site, np.ndarray] = defaultdict(lambda: np.zeros(4))
     steps: dict[Site, list[tuple[float, int]]] = defaultdict(list)  # mean step of some grids, and their number
 
@@ -129,7 +129,7 @@ def measured_roundings(
 
 
 class _RunningRange:
-    """The running reductions of one site."""
+    """Running reductions of the entries of one site."""
 
     def __init__(self) -> None:
         self.low, self.high = math.inf, -math.inf
@@ -156,11 +156,9 @@ class _RunningRange:
 
 
 def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See) -> None:
-    """Call `see` with the tensors at these sites, in float32 or better, while the model reads the sequences.
-
-    Outputs are seen before a retrofit's hook changes them, because they are quantized before it. Scores and softmax
-    outputs are seen in row chunks.
-    """
+    """Call `see` with the tensors at these sites, in float32 or better, while the model reads the sequences."""
+    # Outputs are seen before a retrofit's hook changes them, because they are quantized before it. Scores and softmax
+    # outputs are seen in row chunks.
 
     def look(site: Site, end: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
         x = first_argument(args, kwargs) if end == INPUT else first_tensor(output)
@@ -256,8 +254,8 @@ class Bench:
     def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
         """Measure every setting, starting at the first layer of which it quantizes a site.
 
-        This shortcut is first tried on a few sequences at the last of these layers: if the loss is not bit for bit that
-        of a complete pass, complete passes are used.
+        This is first tried on a few sequences at the last of these layers: if the loss does not equal the loss of a
+        complete pass bit for bit, complete passes are used.
         """
         layers = [min(site.layer for site in ranges) for ranges in settings]
         order = sorted(range(len(settings)), key=lambda index: layers[index])
@@ -332,7 +330,7 @@ PART = Column(
 )
 QUANTIZATION_TABLES: dict[str, Columns] = {
     "quantization": (
-        Column("setting", "what is quantized: quantization/settings.py", kind="text"),
+        Column("setting", "quantized sites: see quantization/settings.py", kind="text"),
         LINEAR,
         PART,
         Column("quantized", "number of quantized sites", kind="whole"),
@@ -340,7 +338,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("sequences", "number of sequences measured", kind="whole"),
         Column("loss", "mean cross-entropy", "nats per token"),
         Column("perplexity", "exp(loss)"),
-        Column("cost", "loss above that of full precision on the same sequences", "nats per token"),
+        Column("cost", "loss minus the loss in full precision on the same sequences", "nats per token"),
         Column("max_inf_norm", "largest absolute entry over sites and layers; NaN where it was not measured"),
         Column("kurtosis", "mean over sites and layers; NaN where it was not measured"),
     ),
@@ -350,7 +348,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("path", "of the module in the model, or the address of a residual sum", kind="text"),
         Column("low", "smallest entry on the calibration sequences"),
         Column("high", "largest entry"),
-        Column("median_abs", "median of a sequence's absolute entries, or of 64 rows of attention, mean over these"),
+        Column("median_abs", "median absolute entry of a sequence, or of 64 rows of attention; mean over all of them"),
         Column("max_abs", "largest absolute entry"),
         Column("is_massive", "whether a sequence has a massive activation here; hidden states only", kind="truth"),
         Column("step", "step of the grid; the mean if there is one grid per channel or token"),
@@ -448,7 +446,7 @@ class Study:
         outliers: bool = False,
         measured: Measured | None = None,
     ) -> float:
-        """Measure and record one setting. Returns its cost: the loss minus that of full precision on the same text."""
+        """Measure and record one setting. Returns its cost: the loss minus that in full precision on the same text."""
         inputs = inputs or self.inputs
         measured = measured or self.bench.measure(ranges, inputs, outliers)
         cost = 0.0 if setting == settings.FULL else measured.loss - self._row(settings.FULL, inputs)["loss"]

@@ -1,7 +1,7 @@
 """The null model of learned weights: the same architecture with random weights, on the same input.
 
-Part of what looks like an attention or gradient sink is an effect of the causal mask: with random weights, the value
-gradient at position 0 is several times that of later positions.
+A part of each attention or gradient sink is an effect of the causal mask: with random weights, the value gradient at
+position 0 is several times the value gradient at later positions.
 
 The factor depends on depth and on the scale of the weights. The gradient that flows through token 0's values is added
 to that of its residual stream, and every lower layer adds to it again: more if a branch is large relative to the
@@ -36,7 +36,8 @@ def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
     """Yield the subject with a second model of random weights.
 
     A retrofit is built in and has its starting parameters. Both models are on the same device; the subject's own is not
-    changed, and torch's random state is preserved. A seed gives the same weights on every device. Raises as `redrawn`.
+    changed, and torch's random state is preserved. A seed gives the same weights on every device. Raises the errors of
+    `redrawn`.
     """
     try:
         network = redrawn(subject.loaded.model, seed)
@@ -53,11 +54,8 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     Each learned tensor is drawn from the normal distribution with its mean and standard deviation in `model`. A
     retrofit's parameters have their starting values; tensors that are not learned (sines of positions) are copied. For
     a model that computes on quantized weights, only the configuration is used, and the weights are those of
-    transformers' initialization.
-
-    Raises:
-        InputError: The model is on several devices, or its configuration does not describe it.
-        SinkscopeError: The second model does not fit into memory.
+    transformers' initialization. Raises InputError if the model is on several devices or its configuration does not
+    describe it, and SinkscopeError if the second model does not fit into memory.
     """
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
@@ -79,7 +77,7 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         have, built = ({name: x.shape for name, x in each.named_parameters()} for each in (model, network))
         other = [name for name in {**have, **built} if have.get(name) != built.get(name)]
         if other:  # the model has been changed since it was built
-            raise InputError(f"its configuration describes another model: {other[0]} differs ({len(other)} such)")
+            raise InputError(f"its configuration describes another model: {other[0]} differs ({len(other)} tensors)")
         with torch.no_grad():
             _draw(network, model, learned, seed)
     return network

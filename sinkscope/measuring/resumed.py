@@ -33,7 +33,7 @@ class Change:
     """How a change of the model is measured."""
 
     layer: int  # the first layer that it changes, ≥ 1
-    open: Callable[[Beginning | None], AbstractContextManager[Tracer]]  # the changed model's tracer from a beginning on
+    open: Callable[[Beginning | None], AbstractContextManager[Tracer]]  # opens the changed model's tracer
     make: Callable[[], list[Observable]] = list  # creates its observables for one pass
 
 
@@ -42,11 +42,7 @@ def passes_over(
 ) -> list[Pass[Observable]]:
     """Measure all changes, in the order of their first layers, on each batch of one pass. Returns a pass for each.
 
-    Args:
-        sizes: The last arguments of `pass_over`.
-
-    Raises:
-        UntouchedError: No batch had the positions of a change.
+    `sizes` are the last arguments of `pass_over`. Raises UntouchedError if no batch had the positions of a change.
     """
     model, family = subject.loaded.model, subject.family
     groups: list[list[Observable]] = []  # by change, like `untouched`
@@ -90,7 +86,7 @@ def passes_over(
 def tried(passes_from: Callable[[list[Change]], list[Pass[Observable]]], change: Change) -> Pass[Observable] | None:
     """Return the pass of a change that starts at its layer, or None if the model cannot start there.
 
-    The change is measured twice and the second pass returned, because the first must leave no trace.
+    The change is measured twice and the second pass returned, because the first must not leave a trace in the model.
     """
     try:
         return passes_from([change, change])[-1]
@@ -109,5 +105,5 @@ def completed(tables: Tables, layer: int, unchanged: Tables) -> dict[str, pd.Dat
 
 
 def are_the_same(some: Tables, others: Tables) -> bool:
-    """Compare tables bit for bit."""
+    """Return whether the tables are equal bit for bit."""
     return some.keys() == others.keys() and all(table.equals(others[name]) for name, table in some.items())

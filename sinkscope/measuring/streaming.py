@@ -1,4 +1,4 @@
-"""Perplexity with a cache of only the last tokens, with or without the first ones (attention/streaming.py)."""
+"""Perplexity with a cache of only the last tokens, with or without the first tokens (attention/streaming.py)."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -33,7 +33,7 @@ STREAMING_TABLES: dict[str, Columns] = {
         Column("loss", "mean cross-entropy of the sequence's tokens", "nats per token"),
     ),
 }
-BUCKETS = 32  # of tokens, over the length of the text
+BUCKETS = 32  # number of buckets of tokens, over the length of the text
 
 
 class Method(NamedTuple):
@@ -54,15 +54,9 @@ def measure_streaming(
 ) -> dict[str, pd.DataFrame]:
     """Measure loss and perplexity with dense attention, and with each window, with and without the first tokens.
 
-    Args:
-        windows: Numbers of last tokens to cache.
-        keep: Numbers of first tokens to cache in addition, register tokens first. 0, the plain window, is always
-            measured.
-
-    Raises:
-        InputError: Streaming does not apply to the model, the sequences differ in length, or a cache holds the complete
-            text.
-        SinkscopeError: The losses are not finite.
+    `windows` are numbers of last tokens to cache, and `keep` numbers of first tokens to cache in addition, register
+    tokens first; 0, the plain window, is always measured. Raises InputError if streaming does not apply to the model,
+    the sequences differ in length, or a cache holds the complete text, and SinkscopeError if the losses are not finite.
     """
     check_applies(model, family)
     lengths = {len(ids) for ids in inputs.sequences}
@@ -107,10 +101,8 @@ def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> li
 
 
 def token_losses(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy (B,T-1), in nats, of each token given the earlier ones: logits (B,T,V), token_ids (B,T).
-
-    It is computed for a few tokens at a time, because the log-softmax of all would be as large as the logits.
-    """
+    """Return the cross-entropy (B,T-1), in nats, of tokens given the earlier ones: logits (B,T,V), token_ids (B,T)."""
+    # for a few tokens at a time, because the log-softmax of all tokens would be as large as the logits
     sequences = zip(logits[:, :-1], token_ids[:, 1:], strict=True)
     return torch.stack([
         torch.cat([cross_entropies(*part) for part in zip(own.split(CHUNK), labels.split(CHUNK), strict=True)])

@@ -36,7 +36,7 @@ SAMPLED_AT_ONCE = 64  # texts
 MOST_SAMPLES = 20  # texts drawn for each text that is needed
 
 # How users name a model: hub id, folder, .gguf file, or a loaded model (also in a wrapper that models/in_memory.py
-# knows); None is the demo model.
+# supports); None is the demo model.
 ModelLike = str | os.PathLike[str] | nn.Module | LoadedModel | None
 
 Asked = TypeVar("Asked", bound=ObservableOptions)
@@ -84,7 +84,7 @@ def check_config(config: RunConfig) -> None:
 def open_subject(
     model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig, console: Console
 ) -> Iterator[Subject]:
-    """Load the model, make its inputs and print the notices of both.
+    """Load the model, make its inputs and print the notices about them.
 
     A model that the user has loaded is restored at the end of the block. Raises InputError if the model, its
     architecture or the input is not usable, and SinkscopeError if the network, memory or a package fails.
@@ -94,7 +94,7 @@ def open_subject(
     with undisturbed(loaded.model):
         family, notices = family_of(loaded.model)
         inputs = inputs_for(loaded, config, family)
-        notices += [] if family.causal else ["it attends both ways; its loss, where it has one, is of masked tokens"]
+        notices += [] if family.causal else ["it attends in both directions; its loss, if any, is of masked tokens"]
         print_notices(console, (*loaded.notices, *tower_notice(loaded.model), *notices, *inputs.notices))
         yield Subject(loaded, family, inputs)
 
@@ -105,7 +105,7 @@ def is_in_memory(model: ModelLike) -> bool:
 
 
 def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
-    """Return a loaded model as it is, or load the one that the configuration names. Raises as `loading.load` does."""
+    """Return a loaded model as it is, or load the one that the configuration names. Raises the errors of `load`."""
     if not is_in_memory(model):
         names = ("revision", "gguf_file", "adapter", "dtype", "device_map", "trust_remote_code", "allow_pickle")
         return loading.load(config.model, **{name: getattr(config, name) for name in names})
@@ -129,7 +129,7 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
 
 
 def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
-    """Do the same as `family_of`, without the kinds of positions, for which a known model would have to run."""
+    """Return the row of `family_of` without the kinds of positions, for which a known model would have to run."""
     try:
         return find_family(model), []
     except InputError as missing:
@@ -147,7 +147,7 @@ def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
     unknown = [str(layer) for layer in range(depth) if family.block(layer).wiring == "unknown"]
     if unknown:
         which = "its layers add" if len(unknown) == depth else f"layer {', '.join(unknown)} adds"
-        notices.append(f"what {which} to the residual stream is unknown: only input and output are read")
+        notices.append(f"the tensors that {which} to the residual stream are unknown: only input and output are read")
     if family.copies is not None:
         notices.append(f"its residual stream is measured as the mean of the {family.copies.count} copies that it keeps")
     return family, notices
@@ -199,7 +199,7 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
     """Draw texts (count, length) from the model's own distribution, starting with the token `first`.
 
     Texts that end early are dropped; forbidding the end token would give text that the model finds very unlikely.
-    Generation stops when fewer texts continue than one in 2 · MOST_SAMPLES of those begun.
+    Generation stops when the share of texts that continue falls below 1 ÷ (2 · MOST_SAMPLES).
     """
     own = model.generation_config
     ends = own.eos_token_id

@@ -49,16 +49,10 @@ def summarize(
     loss: float | None = None,
     outside: Collection[str] = (),
 ) -> pd.DataFrame:
-    """Compute the table `summary`: every metric of `results/metrics.py` that a run's tables allow.
+    """Compute the table `summary` (layer, with -1 for the whole model; metric; value) from the tables of one run.
 
-    Args:
-        tables: The tables of one run by name.
-        scaling: Scale of each layer's logits.
-        loss: Loss per predicted token in nats, if there was a backward pass.
-        outside: Names of everything other than the text that takes attention weight.
-
-    Returns:
-        layer (-1: the whole model), metric, value.
+    `scaling` is the scale of each layer's logits. `loss` is in nats per predicted token, None if there was no backward
+    pass. `outside` names everything other than the text that takes attention weight.
     """
     given = Measured(tables, inputs, family, scaling, outside)
     by_layer: dict[str, pd.Series] = {}
@@ -172,7 +166,7 @@ def _gradient(given: Measured) -> Metrics:
 
 
 def _query_bias(given: Measured) -> Metrics:
-    """Compute metrics of all heads together; those of learned positions only if the model has them."""
+    """Compute metrics of all heads together, and metrics of learned positions if the model has them."""
     tables = given.tables
     table = tables["query_bias"]
     together = table[table["head"] == ALL_HEADS]
@@ -196,10 +190,8 @@ def _query_bias(given: Measured) -> Metrics:
 
 
 def delta_gap(query_bias: pd.DataFrame) -> pd.Series:
-    """Return (Δ_0 - mean) ÷ standard deviation of the later positions' Δ, by layer, from one head's `query_bias` rows.
-
-    The deviation combines the spread over sequences within positions and the spread between positions.
-    """
+    """Return (Δ_0 - mean) ÷ standard deviation of later positions' Δ, by layer, from one head's `query_bias` rows."""
+    # the deviation combines the spread over sequences within positions and the spread between positions
     at_first, at_later = _first_and_later(query_bias)
     later = query_bias[at_later].assign(within=query_bias["delta_std"] ** 2).groupby("layer")
     variance = later["within"].mean() + later["delta_mean"].var(ddof=0)
@@ -218,11 +210,9 @@ def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Se
 
 
 def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], length: int, causal: bool) -> pd.Series:
-    """Return the mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4).
-
-    n is the number of other keys that a query sees: 0 … T-1, or always T-1 in an encoder. All tokens are equal, so all
-    queries and keys of a head have one norm, and |logit| ≤ ξ.
-    """
+    """Return the mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4)."""
+    # n is the number of other keys that a query sees: 0 … T-1, or always T-1 in an encoder. All tokens are equal, so
+    # all queries and keys of a head have one norm, and |logit| ≤ ξ.
     others = np.arange(length) if causal else np.full(length, length - 1)
     first = geometry[geometry["position"] == 0]
     xi = first["query_norm"] * first["key_norm"] * np.asarray(scaling)[first["layer"]]
@@ -244,10 +234,9 @@ METRICS_OF: dict[str, Callable[[Measured], Metrics]] = {
 
 
 def gradient_summary(tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop) -> Metrics:
-    """Compute the gradient metrics (GS figures 2 and 3 as numbers) by layer, and of the whole model if not the mean.
+    """Compute gradient metrics by layer, and for the whole model if not means over layers (GS figures 2 and 3).
 
-    If the tables report fewer of the positions LATER than the longest sequence has, comparisons with later positions
-    are NaN.
+    If the tables have fewer of the positions LATER than the longest sequence, comparisons with later positions are NaN.
     """
     by_layer: dict[str, pd.Series] = {}
     whole: dict[str, float] = {}
@@ -357,12 +346,9 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
     sink_rate, window_mass    at each watched position, means over heads (GS eq. 1); whole model: mean over layers
     massive_magnitude         largest |entry| of a layer's output, mean over sequences; whole model: largest layer
     massive_count             massive activations per sequence; whole model: sum over layers
-    loss, perplexity          of the predicted tokens, loss in nats; left out if there is no loss
+    loss, perplexity          of the predicted tokens, loss in nats; left out if the loss is NaN
 
-    Args:
-        tables: The arm's tables `attention` and `massive`.
-        watched: Positions.
-        loss: Loss per predicted token; NaN if there is none.
+    `tables` are the arm's tables `attention` and `massive`, `watched` are positions.
     """
     rows: list[tuple[int, str, int, float]] = []
 

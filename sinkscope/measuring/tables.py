@@ -16,7 +16,7 @@ from sinkscope.text.tokens import token_texts
 
 
 def all_tables() -> dict[str, Columns]:
-    """Return the columns of every table, after the leading ones."""
+    """Return the columns of every table, without the leading columns that all tables have."""
     of_observables = {name: columns for kind in OBSERVABLES.values() for name, columns in kind.columns.items()}
     return {
         **of_observables,
@@ -30,7 +30,7 @@ def all_tables() -> dict[str, Columns]:
 
 
 def column_names(table: str) -> tuple[str, ...]:
-    """Return the names of a table's columns, after the leading ones."""
+    """Return the names of a table's columns, without the leading columns that all tables have."""
     return names_of(all_tables()[table])
 
 

@@ -38,7 +38,7 @@ class Tracer:
         self.seams = seams  # by layer, for the layers that have attention
         self.first = first  # the first layer that is read
         self.depth = len(family.layer_modules(model))
-        with one_thread, warnings.catch_warnings():  # about submodules called `output`: see `_part`
+        with one_thread, warnings.catch_warnings():  # nnsight warns of submodules called `output`: see `_part`
             warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
             self.traced = _Traced(model)
         self.registers = registers_before(model)
@@ -49,8 +49,7 @@ class Tracer:
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Run one forward pass without logits. Every observable sees its sites as they are computed.
 
-        Raises:
-            SinkscopeError: the model gives NaN or infinite numbers, or its attention is not recognized.
+        Raises SinkscopeError if the model gives NaN or infinite numbers, or its attention is not recognized.
         """
         inputs = self._inputs(batch, with_logits=False)
         with torch.no_grad(), self.traced.trace(**inputs):
@@ -149,7 +148,7 @@ class Tracer:
         return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
 
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
-        """Show observables a retrofit's gate, or the share that the model's own leaves of each head, and the values."""
+        """Pass values and gates to observables: a retrofit's, or the share of each head that the model's own leaves."""
         if self.family.gated:
             if not self._attended:  # no observable has read this layer's attention
                 self._attended = [getattr(self._taps(layer), name).output.detach() for name in ("value", "mix")]
@@ -310,12 +309,9 @@ def open_tracer(
 ) -> Iterator[Tracer]:
     """Install the seams, apply the interventions in their order and wrap the model, until the end of the block.
 
-    Afterwards, also after an exception, the model is restored bit for bit. With a beginning, the input of a layer on
-    one batch, earlier layers neither run nor are read.
-
-    Raises:
-        InputError: An intervention does not apply or would change nothing.
-        SinkscopeError: A tracer is open on this model, or an intervention changed nothing.
+    Afterwards, also after an exception, the model is restored bit for bit. With a `beginning`, the input of a layer on
+    one batch, earlier layers neither run nor are read. Raises InputError if an intervention does not apply or would
+    change nothing, and SinkscopeError if a tracer is open on this model, or an intervention changed nothing.
     """
     with (
         open_seam(model, family, kernel) as seams,

@@ -1,1 +1,1 @@
-"""Simulated post-training quantization: what W8A8 costs a model, and which sites' outliers make it so."""
+"""Simulated post-training quantization: grids of numbers, the sites of a model, and the quantized model."""

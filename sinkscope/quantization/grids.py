@@ -42,7 +42,7 @@ class Grid:
     def snap(self, x: torch.Tensor) -> torch.Tensor:
         """Round x (any shape) to the nearest numbers of the grid, in float32 or better; returns x's dtype.
 
-        Numbers beyond an end of the grid, including infinities, go to that end; NaN stays NaN.
+        Numbers beyond an end of the grid, including infinities, are clamped to that end; NaN stays NaN.
         """
         divisor = self.step.where(self.step != 0, 1) if isinstance(self.step, torch.Tensor) else self.step or 1.0
         ends: Any = (self.lowest, self.highest)  # torch has separate signatures for numbers and tensors
@@ -79,10 +79,8 @@ def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
 
 
 def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
-    """Return the grid for low … high, widened to hold 0: 2^bits - 1 steps, of which round(-low ÷ step) are below 0.
-
-    For two tensors instead of numbers, there is a grid for each entry.
-    """
+    """Return the grid for low … high, widened to hold 0: 2^bits - 1 steps, of which round(-low ÷ step) are below 0."""
+    # for two tensors instead of numbers, there is a grid for each entry
     check_bits(bits)
     most = 2**bits - 1
     if isinstance(low, torch.Tensor):

@@ -2,11 +2,11 @@
 
 full                    nothing is quantized
 all                     every site of the scheme (sites.py)
-weights, activations    one of the two; keys and values are activations
+weights, activations    only weights, or only activations (with keys and values)
 kv-cache                only keys and values
 massive-kept            all except the sites with massive activations
 costliest-kept          all except the sites that were found to cost most
-alone                   only one kind of site, and for the costly kinds only one layer
+alone                   only one kind of site, or one layer of a costly kind
 kept                    all except one of the costly kinds of site
 """
 
@@ -16,7 +16,7 @@ MASSIVE_KEPT, COSTLIEST_KEPT, ALONE, KEPT = "massive-kept", "costliest-kept", "a
 PROBED = 16  # sequences in the search for costly sites
 COSTLY = 0.01  # smallest cost that counts as costly, in nats per token (1 % of perplexity)
 BY_LAYER = 2  # number of costly kinds that are measured layer by layer
-LAYERS = 8  # number of layers measured for each: those in which most entries become 0
+LAYERS = 8  # number of layers measured for each: the layers in which most entries become 0
 RESTORED = 0.1  # share of the full cost that may remain when the costliest sites are kept
 
 ALL_LAYERS = -1

@@ -46,11 +46,9 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def changed_attention(change: Change) -> Kernel:
-    """Return a kernel that passes keys, values, scores and attention weights through `change`, in row chunks.
-
-    Scores include the softcap, but no mask. A learned sink logit enters the softmax unchanged. No T × T matrix of more
-    than one row chunk is kept.
-    """
+    """Return a kernel that passes keys, values, scores and attention weights through `change`, in row chunks."""
+    # Scores include the softcap, but no mask. A learned sink logit enters the softmax unchanged. No T × T matrix larger
+    # than one row chunk is kept.
 
     def kernel(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
@@ -128,7 +126,7 @@ def quantized(
 
 @contextmanager
 def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precision: Precision) -> Iterator[None]:
-    """Quantize these sites, except those in attention (`quantized_attention`), until the end of the block."""
+    """Quantize these sites, except sites in attention (`quantized_attention`), until the end of the block."""
 
     def snap_ends(
         before: Grids | None, after: Grids | None, forward: Any, x: torch.Tensor, *args: Any, **kw: Any

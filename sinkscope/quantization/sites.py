@@ -54,24 +54,23 @@ class Site:
 
     @property
     def names(self) -> set[str]:
-        """The names by which a user may refer to the site; a name may mean several sites."""
+        """The names by which a user may refer to the site; a name may match several sites."""
         return {self.kind, self.role, self.path, f"{self.path} {self.part}", str(self)}
 
 
 def sites_of(
     model: PreTrainedModel, family: Family, scheme: str = LINEAR_SCHEME, has_cache: bool = False
 ) -> list[Site]:
-    """Return the sites of a model: those of linear layers, then those only in scheme `full`, then keys and values.
+    """Return the sites of a model: linear layers, then the sites that only scheme `full` has, then keys and values.
 
-    Raises:
-        InputError: There are none, weights are offloaded or quantized already, the model has an adapter, or the scheme
-            is unknown or does not apply.
+    Raises InputError if there are no sites, weights are offloaded or already quantized, the model has an adapter, or
+    the scheme is unknown or does not apply.
     """
     if scheme not in SCHEMES:
         raise InputError(f"scheme {unknown(scheme, SCHEMES)}")
     check_not_quantized(model, "simulated quantization")
     check_no_adapter(model, "simulated quantization")
-    # modules that text passes: those in running layers, and those outside layers that run
+    # modules that the text passes: the modules of running layers, and the modules outside layers that run
     found = dict(linear_modules(model))
     layers = {path: _layer_and_kind(path, family)[0] for path in found}
     passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
@@ -126,7 +125,7 @@ def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def full_precision_modules(model: PreTrainedModel, sites: Iterable[Site]) -> list[str] | None:
-    """Return the nn.Linear modules that are no sites, such as the LM head; None if a site's module is no nn.Linear."""
+    """Return the nn.Linear modules that are not sites, such as the LM head; None if a site is not in an nn.Linear."""
     quantized = {site.path for site in sites if site.part == INPUT}
     if not all(isinstance(model.get_submodule(path), nn.Linear) for path in quantized):
         return None
@@ -154,15 +153,10 @@ def by_output(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
 
 
 def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Site]:
-    """Find the sites that the user means.
+    """Return the sites that the user names. Raises InputError if a name matches no site.
 
-    Args:
-        sites: All sites.
-        named: Sites, or names: a kind (mlp.down_proj), a kind's part (mlp.down_proj input), a module's path with or
-            without the part, or one site as it is printed (layer 11 mlp.down_proj input).
-
-    Raises:
-        InputError: A name matches no site.
+    A name is a kind (mlp.down_proj), a kind's part (mlp.down_proj input), a module's path with or without the part, or
+    one site as it is printed (layer 11 mlp.down_proj input).
     """
     found: set[Site] = set()
     for name in [named] if isinstance(named, str) else named:

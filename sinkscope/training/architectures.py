@@ -92,7 +92,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-60m": (VARIED_LLAMA, _size(768, 1536, 10, 8, **_WSE) | {"vocab_size": 50432}),
     "llama-1m": (VARIED_LLAMA, _size(256, 512, 2, 8, **_WSE)),
     # The same block at the size of `bigram-backcopy`, with equally small initial weights. With those of WSE's released
-    # code attention dominates: a token that needs none attends to itself, and there is no sink.
+    # code attention dominates: a token that needs no attention attends to itself, and there is no sink.
     "bigram-backcopy-llama": (
         VARIED_LLAMA,
         _size(64, 256, 1, 1, max_position_embeddings=64, initializer_range=0.02),
@@ -103,12 +103,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
     """Return the configuration of a model to train.
 
-    Args:
-        source: A name of ARCHITECTURES, with or without further fields (`NAME:key=value,…`), or a config.json (or its
-            folder) in HuggingFace's format.
-
-    Raises:
-        InputError: The name or a field does not exist, the file is damaged, or the model is no causal language model.
+    `source` is a name of ARCHITECTURES, with or without further fields (`NAME:key=value,…`), or a config.json (or its
+    folder) in HuggingFace's format. Raises InputError if the name or a field does not exist, the file is damaged, or
+    the model is not a causal language model.
     """
     text = os.fspath(source)
     name, _, given = text.partition(":")
@@ -140,7 +137,7 @@ def _named(name: str, given: str) -> PreTrainedConfig:
     try:
         config = kind(**fields | own)
         count_parameters(config)
-    except Exception as error:  # any error of the family's class
+    except Exception as error:  # the family's class may raise any error
         raise InputError(f"--config {name}:{given}: {one_line(error)}") from None
     return config
 
@@ -155,7 +152,7 @@ def _read(path: Path) -> PreTrainedConfig:
         raise InputError(f"--config {path}: {what}") from None
     except InputError as error:
         raise InputError(f"--config {path} is not a model's config.json: {error}") from None
-    except Exception as error:  # any error of the family's class
+    except Exception as error:  # the family's class may raise any error
         raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"--config {path}: {model_type} is no causal language model in transformers")

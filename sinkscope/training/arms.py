@@ -14,7 +14,7 @@ from sinkscope.options.spec import assignments
 from sinkscope.retrofits import make_retrofit, retrofit_model
 
 Methods = str | Iterable[str] | Mapping[str, str]
-RESERVED = ("untouched", "comparison", "figures", "tables")  # other folders next to those of the arms
+RESERVED = ("untouched", "comparison", "figures", "tables")  # folders next to the folders of the arms
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """Its `condition` in the tables."""
+        """The method's `condition` in the tables."""
         if self.called is not None:
             return self.called
         return as_folder_name(self.name, *(f"{key}={value}" for key, value in self.parameters.items()))
@@ -40,7 +40,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Arm:
-    """A method that is trained once. `label`, its folder, is the method's, with the seed if there are several."""
+    """One training of a method. `label`, also its folder, is the method's label, with the seed if there are several."""
 
     method: Method
     seed: int
@@ -56,18 +56,16 @@ def arms_of(methods: Iterable[Method], seed: int, seeds: int = 1) -> list[Arm]:
 
 
 def parse_methods(methods: Methods) -> list[Method]:
-    """Parse methods as they are typed: NAME[:key=value,…], several separated by commas, several texts, or
-    label → method.
+    """Parse methods as typed: NAME[:key=value,…], several separated by commas, several texts, or label → method.
 
-    Raises:
-        InputError: A method, a parameter or a label is wrong, or a method is given twice.
+    Raises InputError if a method, a parameter or a label is wrong, or a method is given twice.
     """
     wanted = [] if isinstance(methods, Mapping) else _parse(methods)
     for name, text in methods.items() if isinstance(methods, Mapping) else ():
         if len(found := _parse(text)) != 1:
             raise InputError(f"method '{name}': it must be one method, such as vga:placement=output")
         if not name or as_folder_name(name) != name or name in RESERVED:
-            raise InputError(f"'{name}' cannot be the name of a method, which is also its folder's: choose another")
+            raise InputError(f"'{name}' cannot be the label of a method, which is also a folder: choose another")
         wanted.append(replace(found[0], called=name))
     if not wanted:
         raise InputError("name a method: --method NAME[:key=value,…]; `sinkscope list retrofits` shows the names")
@@ -87,7 +85,7 @@ def _parse(methods: str | Iterable[str]) -> list[Method]:
             name, colon, assigned = part.partition(":")
             if colon or "=" not in part:
                 found.append((name.strip(), {}))
-            else:  # another parameter of the last method
+            else:  # one more parameter of the last method
                 assigned = part
             for key, value in assignments(assigned):
                 if value is None or not found:

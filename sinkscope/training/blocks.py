@@ -80,16 +80,11 @@ def read_blocks(
     seed: int = 0,
     bos: str = "auto",
 ) -> Blocks:
-    """Read a text in blocks, and no more of it than is needed.
+    """Read a text in blocks of `length` tokens, and no more of it than is needed.
 
-    Args:
-        text: "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself.
-        length: Tokens in a block.
-        wanted: Blocks to train on, at most.
-        share: The share of all blocks, from the end of the text, that is held out.
-
-    Raises:
-        InputError: The text cannot be read, or holds fewer than two blocks.
+    `text` is "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself. `wanted` is
+    the largest number of blocks to train on, and `share` the share of all blocks, from the end of the text, that is
+    held out. Raises InputError if the text cannot be read or holds fewer than two blocks.
     """
     needed = wanted + max(1, math.ceil(wanted * share / (1 - share)))
     if is_written(text, dataset):

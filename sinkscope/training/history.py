@@ -1,4 +1,4 @@
-"""The record of a training: losses, learning rates, gates, and what a probe measures (sink rates, total weights)."""
+"""The record of a training: losses, learning rates, gates, and measurements of a probe (sink rates, total weights)."""
 
 import math
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Recorder(TrainerCallback):
         control.should_log |= control.should_save
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
-        if "loss" not in logs:  # the Trainer's last log, of times
+        if "loss" not in logs:  # the Trainer's last log, which contains only times
             return
         if not math.isfinite(logs["loss"]):
             raise SinkscopeError(
@@ -124,9 +124,8 @@ def sinks(
     """Measure the sink rate at a position of blocks (N,T), not counting register tokens, and `TotalWeight`, of a model
     in eval mode. With a sliding window, only the tokens that see the first one are measured.
 
-    Returns:
-        layer (−1: the whole model), metric, value; empty for a model without attention, or if the position is after
-        the measured tokens.
+    Returns layer (−1: the whole model), metric, value; empty for a model without attention, or if the position is after
+    the measured tokens.
     """
     before = registers_before(model)
     seen = getattr(model.config.get_text_config(), "sliding_window", None) or LENGTH
@@ -147,8 +146,8 @@ class TotalWeight(Observable):
     """Measures Σ|sim ÷ Z| of a query over the tokens that it sees: the total factor of their values.
 
     It is 1 for softmax (less with a learned key) and for every operation that is divided by its own sum. For other
-    operations it may be close to 0; the proxy |sim| ÷ Σ|sim| is then a share of nothing. The median is therefore taken
-    over the queries after one token, mostly the first, in all heads and sequences, and also over those that give this
+    operations it may be close to 0, and the proxy |sim| ÷ Σ|sim| then means little. Therefore the median is taken over
+    the queries after one token, mostly the first, in all heads and sequences, and also over the queries that give this
     token a share above ε. The value of the whole model is over the queries of all layers.
     """
 

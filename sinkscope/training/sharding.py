@@ -32,8 +32,7 @@ NEEDED = {
 def launched(cpu: bool = False) -> PartialState:
     """Join the processes of `accelerate launch`, if this is one of them; with `cpu`, train there in spite of a GPU.
 
-    Raises:
-        InputError: FSDP is configured in a way that is not supported.
+    Raises InputError if FSDP is configured in a way that is not supported.
     """
     state = joined(cpu)
     check_sharding()

@@ -1,6 +1,6 @@
-"""Numbers of all trained arms: the table `retrofit`, and the layer in which most attention goes to <s>.
+"""Numbers of all trained arms: the table `retrofit`, and the layer with the most attention to <s>.
 
-VGA's tables 1 to 3 have the columns of `retrofit`, but its norms and kurtosis are of other sites.
+VGA's tables 1 to 3 have the columns of `retrofit`, but their norms and kurtosis are those of other sites.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def retrofit_table(
 
 
 def sinking_layer(table: pd.DataFrame) -> int:
-    """Return the layer in which the first arm's attention goes most to <s> at the last step."""
+    """Return the layer in which the first arm gives most attention to <s> at the last step."""
     rows = table[(table["condition"] == table["condition"].iloc[0]) & (table["metric"] == "attention_to_start")]
     last = rows[rows["step"] == rows["step"].max()]
     return int(last.groupby("layer")["value"].mean().idxmax())

@@ -42,12 +42,12 @@ from sinkscope.training.history import Bar, Probe, Recorder, history
 from sinkscope.training.sharding import is_sharded, launched
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-# the files of a checkpoint besides the model, for one process, several processes and FSDP
+# the files of a checkpoint other than the model, for one process, several processes and FSDP
 _RESUMED_FROM = (
     *("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"),
     *("rng_state_*.pth", "optimizer.bin", "pytorch_model_fsdp.bin"),
 )
-# texts in errors of torch's and safetensors' writers that mean that the disk refused
+# texts of errors of torch's and safetensors' writers which mean that writing to the disk failed
 _DISK = ("No space left", "I/O error", "file write failed", "PytorchStreamWriter", "enforce fail", "os error")
 
 
@@ -66,7 +66,7 @@ def _last_checkpoint(folder: Path) -> Path | None:
 
 
 def _incomplete(folder: Path) -> list[Path]:
-    """Return checkpoints that a kill has left half written; the Trainer would count them among those that it keeps."""
+    """Return checkpoints that a kill has left half written, which the Trainer would count as checkpoints to keep."""
     return [path for path in checkpoints(folder) if not _is_complete(path)]
 
 
@@ -96,10 +96,8 @@ def keep_models(training: Path, kept: Path) -> None:
 def failures(folder: Path) -> Iterator[None]:
     """Turn errors of full memory and full disks into messages that say what is kept in the folder of the training.
 
-    An incomplete checkpoint is deleted after an error of the disk, since it takes up room and cannot be used.
-
-    Raises:
-        SinkscopeError: Memory ran out, or writing failed. Other errors pass unchanged.
+    An incomplete checkpoint is deleted after an error of the disk, since it takes up room and cannot be used. Raises
+    SinkscopeError if memory ran out or writing failed; other errors pass unchanged.
     """
     try:
         yield
@@ -117,7 +115,7 @@ def failures(folder: Path) -> Iterator[None]:
             for path in _incomplete(folder) if folder.is_dir() else ():
                 shutil.rmtree(path)
             raise SinkscopeError(
-                f"writing to {folder} failed [{one_line(error)}]: {kept}; make room and repeat the command to go on"
+                f"writing to {folder} failed [{one_line(error)}]: {kept}; make room and repeat the command to continue"
             ) from error
         raise
 
@@ -145,7 +143,7 @@ def train(
 
     Args:
         out: The folder for checkpoints. With `resume`, the training continues from the last complete one in it;
-            otherwise they are deleted. The last two are kept, with `keep_all` every one.
+            otherwise they are deleted. The last two are kept, or all with `keep_all`.
         cpu: Train on the CPU even if there is a GPU.
         probe: Measures the model at step 0 and at every log; it does not influence the training.
 
@@ -256,9 +254,9 @@ def _check_room(folder: Path, model: PreTrainedModel, config: TrainingConfig, ke
 
 
 def _load(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Load a checkpoint with `from_pretrained`: weights of mixtures of experts are saved under other names than in
-    memory, and the Trainer would take them for missing weights.
-    """
+    """Load the weights of a checkpoint into a model."""
+    # by `from_pretrained`: weights of mixtures of experts are saved under other names than in memory, and the Trainer
+    # would take them for missing weights
     kept: Any = type(model).from_pretrained(checkpoint, dtype=model.dtype)
     model.load_state_dict(kept.state_dict())
 
@@ -319,11 +317,9 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
 
 
 def parameter_groups(model: PreTrainedModel, config: TrainingConfig) -> list[dict[str, Any]]:
-    """Return the parameter groups of the optimizer: the model's own with and without weight decay, and the new ones.
-
-    Norms, biases and new parameters are decayed only with `--decay all`: decay would pull new parameters back to 0,
-    where most of them started.
-    """
+    """Return the optimizer's parameter groups: the model's own with and without weight decay, and new parameters."""
+    # Norms, biases and new parameters are decayed only with `--decay all`, because decay would pull new parameters back
+    # to 0, where most of them started.
     new = set(new_parameters(model))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def _first_and_later(table: pd.DataFrame, keys: list[str], names: list[str]) -> 
     [("llama", "right"), ("llama", "left"), ("gemma2", "right"), ("gpt_oss", "left"), ("falcon-new", "right")],
 )
 def test_every_sequence_has_the_values_of_plain_transformers(name: str, side: str) -> None:
-    """There are two to a batch, one batch is left over, and --positions ends within the later positions."""
+    """Batches have two sequences, the last batch has one, and --positions ends within the later positions."""
     model, settings, tables = expected(name)
     reference.assert_same(measured(model, batched(ragged_tokens(LENGTHS), 2, side), settings, FORWARD), tables, FLOAT32)
 
@@ -177,7 +177,7 @@ def test_every_arm_keeps_attention_and_loss_of_every_sequence(experiment: Run) -
     masses = {name: name for name in ("window_mass", "sink_rate", "sink_mass")}
     keys = ["condition", "layer", "position"]
     is_control = tables["attention"]["condition"].str.contains("control")
-    of_controls = is_control & (tables["attention"]["position"] == 0)  # which the arm watches
+    of_controls = is_control & (tables["attention"]["position"] == 0)  # the arm watches position 0
     assert_means(tables["attention_by_sequence"], tables["attention"][~is_control | of_controls], keys, masses)
     assert (
         set(tables["attention_by_sequence"]["condition"]) == conditions == set(tables["loss_by_sequence"]["condition"])

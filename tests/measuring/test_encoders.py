@@ -1,4 +1,4 @@
-"""Encoders, which attend both ways: their tables are those of transformers, and causal-only commands are refused."""
+"""Encoders attend in both directions: their tables agree with transformers, and causal-only commands are refused."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ ROUND_OFF = 1e-10
 
 @cache
 def known(name: str) -> tuple[PreTrainedModel, Family, list[reference.Sequence]]:
-    """An encoder, its family, and each sequence by plain transformers."""
+    """Return an encoder, its family, and the record of each sequence by plain transformers."""
     model = encoder(name)
     family, _ = family_of(model)
     return model, family, [recorded(model, ids) for ids in ragged_tokens(LENGTHS)]
@@ -67,7 +67,7 @@ def sink_positions(sequences: list[reference.Sequence]) -> pd.DataFrame:
 
 @each_pair(list(ENCODERS), ["left", "right"], ("name", "side"))
 def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
-    """The window is shorter than the sequences; ModernBERT's own windows reach both ways."""
+    """The window is shorter than the sequences; ModernBERT's own windows extend to both sides."""
     model, family, sequences = known(name)
     tables = tables_of(model, family, batched(ragged_tokens(LENGTHS), 2, side), "attention")
     expected = {
@@ -80,7 +80,7 @@ def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
 
 
 def test_a_long_text_is_read_in_chunks() -> None:
-    """300 tokens: the first columns and a band around the diagonal."""
+    """With 300 tokens, the first columns and a band around the diagonal are read."""
     model = encoder("modernbert", max_position_embeddings=512)
     family, _ = family_of(model)
     ids = ragged_tokens((300,))
@@ -158,7 +158,7 @@ def loaded_encoder(name: str = "bert", dtype: torch.dtype = torch.float64) -> Lo
 
 
 def write_lines(path: Path, lengths: Sequence[int] = LENGTHS) -> str:
-    """Sequences [CLS] … [SEP] as JSON lines of token ids."""
+    """Write sequences [CLS] … [SEP] as JSON lines of token ids."""
     words = [[1, *(int(word) % (VOCAB - 5) + 5 for word in ids), 2] for ids in ragged_tokens(lengths)]
     path.write_text("\n".join(json.dumps({"input_ids": ids}) for ids in words))
     return str(path)
@@ -187,7 +187,7 @@ def test_gradients_are_those_of_the_masked_tokens_loss(name: str, tmp_path: Path
     for (layer, pathway), total in sums.items():
         found = table.query(f"layer == {layer} and pathway == '{pathway}'")["grad_norm"].to_numpy()
         assert np.abs(found - total.norm(dim=-1).numpy()).max() < 1e-9  # rotary angles are of float32
-        assert total[0].norm() > 0 or layer == 2  # also of query 0, which sees all keys
+        assert total[0].norm() > 0 or layer == 2  # also for query 0, which sees all keys
     assert tables["gradient_check"]["identity_residual"].max() < 1e-9
 
 
@@ -224,7 +224,7 @@ def test_neither_batch_size_nor_order_nor_padding_changes_the_loss(tmp_path: Pat
 
 
 def test_tokens_are_masked_as_the_librarys_collator_does() -> None:
-    """15 % of all but special tokens; of these 80 % become [MASK] and 10 % another token."""
+    """15 % of the ordinary tokens are selected: 80 % of them become [MASK] and 10 % become another token."""
     rows = [np.array([1, *row, 2]) for row in np.random.default_rng(0).integers(5, VOCAB, (200, 62))]
     found = masked(rows, word_tokenizer(), VOCAB, 0)
     ids, labels, own = (np.stack(parts) for parts in ([one.ids for one in found], [one.labels for one in found], rows))
@@ -340,7 +340,7 @@ def test_an_encoder_without_a_head_is_measured_but_for_gradients() -> None:
 
 
 def test_block_sparse_attention_is_refused_where_the_model_has_it() -> None:
-    """BigBird attends to all of a short text, then for good; the search for its wiring reads a short one."""
+    """A short text switches BigBird to full attention permanently, and the search for its wiring reads such a text."""
     model = encoder("big_bird", torch.float32, attention_type="block_sparse", block_size=4, num_random_blocks=1)
     assert sinkscope.analyze(model, input="random", seq_len=20, num_seqs=1).manifest["parity"] < 1e-3
     assert model.bert.attention_type == "block_sparse"

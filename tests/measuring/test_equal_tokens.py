@@ -78,7 +78,7 @@ def test_alibi_attention_has_the_published_slopes(name: str) -> None:
     found = table_of(model, SEQUENCES)
     assert set(found["positions"]) == {"alibi"}
     slopes = 2.0 ** (-8 * np.arange(1, HEADS + 1) / HEADS)  # Press et al. 2022
-    slopes /= np.sqrt(8) if name == "falcon-alibi" else 1.0  # which scales them with the logits
+    slopes /= np.sqrt(8) if name == "falcon-alibi" else 1.0  # Falcon scales them with the logits
     closed = causal_softmax(-slopes[:, None, None] * DISTANCE)
     for place, layer in plain(model, SEQUENCES).items():
         tolerance = 5e-3 if name == "falcon-alibi" else 1e-10  # its slopes are bfloat16's

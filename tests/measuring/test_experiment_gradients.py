@@ -86,7 +86,7 @@ def test_a_backward_pass_changes_nothing_else_of_an_arm(llama: PreTrainedModel, 
 
 
 def test_a_norm_four_times_as_large_lets_a_quarter_through() -> None:
-    """The input norm is 4 times as large, and theorem 2's bound a quarter."""
+    """The input norm is 4 times as large, and theorem 2's bound is a quarter as large."""
     model = tiny_model("llama")
     run = sinkscope.intervene(model, "rescale-norm:layers=1,factor=4", observables=("gradient",), draws=1, **SMALL)
     control = f"{next(iter(run.manifest['arms']))} control 0"
@@ -96,4 +96,4 @@ def test_a_norm_four_times_as_large_lets_a_quarter_through() -> None:
         ratio = values["rescale-norm"] / values["before"]
         assert ratio[1, 0] == pytest.approx(expected, rel=1e-4)
         np.testing.assert_allclose(ratio.drop((1, 0)), 1.0, rtol=1e-5)
-        assert (values[control] / values["before"])[1, 0] == pytest.approx(1.0, rel=1e-5)  # it is elsewhere
+        assert (values[control] / values["before"])[1, 0] == pytest.approx(1.0, rel=1e-5)  # it is at another token

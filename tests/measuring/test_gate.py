@@ -32,8 +32,9 @@ KEYS = ["layer", "head", "position"]
 
 
 def direct(model: PreTrainedModel, sequences: Sequence[np.ndarray] = SEQUENCES) -> pd.DataFrame:
-    """Return the factors of each head's vectors, from the vectors before and after: values, or, where these stay the
-    same, heads' outputs. This reads one sequence at a time, without a tracer.
+    """Return the gate factor of each head from its vectors before and after: values or, if unchanged, heads' outputs.
+
+    Sequences are read one at a time, without a tracer.
     """
     family, rows = find_family(model), []
     for ids in sequences:
@@ -98,7 +99,7 @@ def test_gates_and_raw_values_are_those_of_a_plain_forward(name: str, label: str
     model = shared(name, label)
     found, expected = ours(model), direct(model)
     assert_same(found, expected)
-    assert found["gate"].std() > 1e-6  # there is something to compare
+    assert found["gate"].std() > 1e-6  # the gates differ
     assert_same(ours(model, "left", "eager"), expected)
     heads, groups = model.config.get_text_config().num_attention_heads, found["kv_head"].nunique()
     assert found["head"].nunique() == (heads if "output" in label else groups)

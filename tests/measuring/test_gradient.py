@@ -1,7 +1,7 @@
 """Gradient observables against autograd's own gradients (gradient_reference.py), and in small exact cases.
 
 The reference runs each sequence alone and as in training, so padding, batches and frozen parameters are tested, too.
-Everything is computed in float64, including what a model's code computes in float32 (norms, softmax).
+Everything is computed in float64, including norms and softmax, which a model's own code computes in float32.
 """
 
 import copy
@@ -228,7 +228,7 @@ def test_the_last_token_predicts_nothing_and_has_no_ratio(name: str) -> None:
 
 
 def test_a_falcon_that_was_made_eager_gives_the_same_tables() -> None:
-    """It computes attention by its own matrix products, where another Falcon calls the fused kernel."""
+    """It computes attention by its own matrix products, while other Falcons call the fused kernel."""
     model = double_model("falcon-new")
     config = model.config.__class__(**model.config.to_dict())
     eager = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float64)
@@ -240,7 +240,7 @@ def test_a_falcon_that_was_made_eager_gives_the_same_tables() -> None:
 
 
 def test_a_branch_times_a_multiplier_has_the_gradients_of_one_with_larger_weights() -> None:
-    """Granite adds `residual_multiplier` times each branch; the same sum with that factor in the weights is equal."""
+    """Granite adds `residual_multiplier` times each branch; a model with the factor in its weights gives equal sums."""
     scaled, plain = tiny_of("granite", torch.float64), tiny_of("granite", torch.float64)
     for layer in plain.model.layers:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -323,7 +323,7 @@ HEADS, KV_HEADS, TOKENS, WIDTH = 4, 2, 20, 6
 
 
 def fixed_attention(sequences: int, one_hot: bool = False) -> AttentionRead:
-    """The same random attention in every sequence, or each query on one key: even ones on 0, odd ones on 1."""
+    """Return the same random attention for each sequence; with `one_hot`, even queries are on key 0, odd ones on 1."""
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(1, HEADS, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
     key = torch.randn(1, KV_HEADS, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
@@ -354,7 +354,7 @@ def split_read(read: AttentionRead, batches: int) -> Iterator[AttentionRead]:
 
 
 def noise(sequences: int, *shape: int) -> torch.Tensor:
-    """Pairs ε and -ε: their mean is exactly 0, as the theorem assumes of the true one."""
+    """Return pairs ε and -ε, whose mean is exactly 0, as the theorem assumes of the true mean."""
     half = torch.randn(sequences // 2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return torch.cat([half, -half])
 
@@ -363,7 +363,7 @@ MU = torch.linspace(-1.0, 2.0, HEADS * WIDTH, dtype=torch.float64).view(1, HEADS
 
 
 def test_theorem_1_has_the_bounds_of_independent_noise() -> None:
-    """g = μ + noise with σ² = 0.25 · 6 and ρ → 0."""
+    """The upstream gradients are g = μ + noise with σ² = 0.25 · 6 and ρ → 0."""
     sequences = 4000
     read = fixed_attention(sequences)
     upstream = MU + 0.5 * noise(sequences, HEADS, TOKENS, WIDTH)
@@ -382,7 +382,7 @@ def test_theorem_1_has_the_bounds_of_independent_noise() -> None:
 
 
 def test_theorem_1_has_equal_bounds_if_the_noise_or_g_is_the_same_for_all_queries() -> None:
-    """The same ε_t for all t gives ρ = σ², which reaches the upper bound; equal g reach both, in float32, too."""
+    """The same ε_t for all t gives ρ = σ², which reaches the upper bound; equal g reach both bounds, in float32 too."""
     read = fixed_attention(200)
     table = theorem_table(read, MU + noise(200, HEADS, 1, WIDTH).expand(-1, -1, TOKENS, -1))
     assert table["holds"].all()
@@ -400,9 +400,7 @@ def test_theorem_1_has_equal_bounds_if_the_noise_or_g_is_the_same_for_all_querie
 
 
 def test_the_table_says_where_theorem_1_does_not_hold() -> None:
-    """The means of queries differ: those that attend to key 0 have -μ and μ in turn; or only query 1 attends to key 1
-    and only it has a gradient.
-    """
+    """The means differ: queries on key 0 have -μ and μ in turn, or only query 1 is on key 1 and has a gradient."""
     read = fixed_attention(2, one_hot=True)
     scale = torch.tensor([-1.0, 2.0, 1.0, 2.0], dtype=torch.float64).repeat(TOKENS // 4)[:, None]
     table = theorem_table(read, (MU * scale).expand(2, -1, -1, -1))
@@ -471,7 +469,7 @@ def test_a_norms_gain_is_found_by_probing_it(kind: str) -> None:
 
 @EACH_NORM
 def test_a_norm_amplifies_no_gradient_beyond_its_bound(kind: str) -> None:
-    """Theorem 2 for the Jacobian at every token, with massive activations among the inputs."""
+    """Theorem 2 is checked for the Jacobian at every token, with massive activations among the inputs."""
     width = 96
     norm = random_norm(kind, width)
     x = torch.randn(1, 64, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -488,7 +486,7 @@ def test_a_norm_amplifies_no_gradient_beyond_its_bound(kind: str) -> None:
 
 
 def test_a_norm_that_amplifies_more_than_its_probe_showed_breaks_the_bound() -> None:
-    """Its γ is doubled after it was probed."""
+    """The norm's γ is doubled after it was probed."""
 
     def double(model: PreTrainedModel) -> None:
         model.model.layers[1].post_attention_layernorm.weight.mul_(2)
@@ -656,7 +654,7 @@ def test_half_precision_gives_the_figures_of_float32(name: str, dtype: torch.dty
 
 
 def with_small_gradients(dtype: torch.dtype) -> PreTrainedModel:
-    """A model whose logits have weights so small that their gradient underflows in float16."""
+    """Return a model whose logits have weights so small that their gradient underflows in float16."""
     model = tiny_model("llama", dtype=dtype)
     model.lm_head.weight.mul_(1e-8)
     return model
@@ -752,7 +750,7 @@ def test_sequences_of_one_token_predict_nothing_and_are_rejected(tmp_path: Path)
 
 
 def summary_tables() -> dict[str, pd.DataFrame]:
-    """Two layers, eight positions: value gradients 10 and 30 at position 0, 1 and 2 elsewhere; compress = 7 ÷ norm."""
+    """Return tables of two layers and eight positions: value gradients 10 and 30 at position 0, 1 and 2 elsewhere."""
     positions = range(8)
     pathway = [
         (layer, name, head, position, (scale if position == 0 else layer + 1.0) * (1 if head == -1 else 100))

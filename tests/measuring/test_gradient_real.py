@@ -119,7 +119,7 @@ def in_float64(smollm_on_cpu: LoadedModel) -> Iterator[None]:
 
 
 def test_gradients_are_plain_autograds_to_round_off(smollm_on_cpu: LoadedModel) -> None:
-    """All tables in float64, with trained weights, massive activations and gradient sinks."""
+    """All tables are compared in float64, with trained weights, massive activations and gradient sinks."""
     with in_float64(smollm_on_cpu):
         measured = published(sinkscope.analyze(smollm_on_cpu, observables=("gradient",), **OPTIONS))
         recorded = plain_autograd(smollm_on_cpu)

@@ -39,7 +39,7 @@ def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -
     model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens(LENGTHS)
     table = tables(model, sequences)["gradient_by_group"].query("pathway == 'value'")
     assert sorted(table["group"].unique()) == list(range(GROUPS))
-    for group in (0, 7):  # of two sequences and of one
+    for group in (0, 7):  # groups of two sequences and of one
         others = [ids for index, ids in enumerate(sequences) if index % GROUPS != group]
         norms = torch.linalg.vector_norm(
             torch.stack(value_gradients(model, others, POSITIONS)[0]), dim=-1
@@ -111,7 +111,7 @@ def test_the_gradient_at_the_raw_value_is_autograds(name: str, label: str) -> No
 
 
 def test_vga_has_equation_15s_gradient_at_the_raw_value() -> None:
-    """VGA appendix A, eq. 15; here every gate reads all heads' values, and the scale is 2."""
+    """The equation is in VGA appendix A; here every gate reads all heads' values, and the scale is 2."""
     model, (ids,) = retrofitted("llama", "vga"), ragged_tokens((12,))
     table = tables(model, [ids])["gradient"].query("pathway == 'raw_value' and head >= 0")
     _, attended, values = value_gradients(model, [ids], POSITIONS)

@@ -45,7 +45,7 @@ def under(model: Any, *do: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
 
 @pytest.mark.parametrize("names", [("llama", "bloom"), ("bloom", "falcon")])
 def test_blocks_that_end_in_any_order_change_their_own_models(names: tuple[str, str]) -> None:
-    """The block that begins first ends first, and the other's model is still changed."""
+    """The block that begins first ends first, and the other model is still changed."""
     one, other = (tiny_model(name) for name in names)
     plain, changed = [logits(one), logits(other)], [under(one, DO[names[0]]), under(other, DO[names[1]])]
     assert not any(map(torch.equal, plain, changed))
@@ -64,7 +64,7 @@ def test_blocks_that_end_in_any_order_change_their_own_models(names: tuple[str, 
 
 
 def test_models_that_share_a_configuration_are_changed_by_themselves() -> None:
-    """One of them attends by a function that needs another name meanwhile."""
+    """The attention function of one of them needs another name inside the block."""
     one = tiny_model("llama")
     other = type(one)(one.config).eval()
     other.load_state_dict(one.state_dict())
@@ -281,7 +281,7 @@ def test_a_projection_that_is_more_than_its_weight_is_not_edited(how: str) -> No
         under(model, keys)
     with pytest.raises(InputError, match=rf"layers.1.self_attn.k_proj .*{message}"):
         sinkscope.quantize(model, calibration=2, **SMALL)
-    under(model, "nullify-query-bias", "mask-sink")  # what does not edit it
+    under(model, "nullify-query-bias", "mask-sink")  # interventions that do not edit it
     run = sinkscope.analyze(model, **SMALL)
     assert ("query_bias" in run.tables) == (message == "its weight is not a parameter")  # read from the weights
     computed = {"model.layers.1.self_attn.k_proj: attributes"} if how == "prune" else set()  # at each forward
@@ -300,7 +300,7 @@ def test_position_vectors_and_gated_values_that_are_more_than_a_weight_are_refus
             sinkscope.retrofit_model(model, None, method)
 
 
-# ------------------------------------------------------------------------------------------- what the model is given as
+# ------------------------------------------------------------------------------------------- wrapped models
 
 
 def with_adapter(model: PreTrainedModel) -> Any:
@@ -375,7 +375,7 @@ def test_a_family_that_is_calibrated_is_changed_too() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "compiled in place"])
 def test_generating_under_a_block_is_generating_with_the_changed_model(kind: str) -> None:
-    """Greedy, token by token; a mask on the left, embeddings as input and beams go the same way."""
+    """Decoding is greedy, token by token, also with a mask on the left, embeddings as input, and beams."""
     model = tiny_model("llama")
     given = GIVEN[kind](model) if kind in GIVEN else model
     given(IDS)
@@ -445,6 +445,6 @@ def imported_again(script: str) -> None:
     ],
 )
 def test_builtins_are_as_they_were(script: str) -> None:
-    """nnsight mounts `save` on all objects: sinkscope keeps it from that, unless the user has imported it before."""
+    """nnsight mounts `save` on all objects; sinkscope prevents this, unless the user has imported nnsight before."""
     with forked(lambda: imported_again(script)) as process:
         assert process.wait() == 0

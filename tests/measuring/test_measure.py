@@ -1,4 +1,4 @@
-"""Which observables a run measures, and how a new one comes into it."""
+"""The choice of a run's observables, and the registration of a new one."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -18,7 +18,7 @@ from sinkscope.text.batch import Batch
 
 
 class LastToken(Observable):
-    """Table `last_token`: which sequence ends with which token."""
+    """Records the last token of every sequence: table `last_token`."""
 
     name = "last-token"
     about = "the last token of every sequence"
@@ -38,7 +38,7 @@ class LastToken(Observable):
 
 
 class Closer(Observable):
-    """Table `closer`: how many sequences a look at the strongest position's attention sees."""
+    """Counts the sequences that a follow-up at the strongest position sees: table `closer`."""
 
     name = "closer"
     about = "a follow-up"

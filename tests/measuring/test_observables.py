@@ -1,4 +1,4 @@
-"""Observables, batches and running means in small exact cases; test_tracer.py has whole models."""
+"""Observables, batches and running means in small exact cases; test_tracer.py tests complete models."""
 
 import numpy as np
 import pandas as pd
@@ -204,7 +204,7 @@ def test_means_over_queries_leave_padding_out() -> None:
 
 
 def dense_pairs(read: AttentionRead, columns: int) -> dict[str, torch.Tensor]:
-    """Average cosine, product of norms and logit gap over the pairs (t, s) in which t may attend to s; NaN without."""
+    """Average cosine, product of norms and logit gap over the pairs (t, s) in which t may attend to s; else NaN."""
     every = slice(0, read.length)
     logits, allowed = read.logits(every, every), read.allowed(every, every)
     seen = allowed.expand_as(logits).double()
@@ -240,7 +240,7 @@ def test_pair_means_are_those_of_the_loops(kind: str, lengths: tuple | None, sid
 
 @pytest.mark.parametrize("columns", [1, 5, 23])
 def test_sums_of_queries_give_the_same_as_pairs_of_tokens(columns: int) -> None:
-    """O(T·d) and O(T²): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
+    """The sums in O(T·d) equal those over pairs in O(T²): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
     read = make_read("causal")
     fast, slow = (means(read, *norms_of(read), columns) for means in (causal_pair_means, masked_pair_means))
     for name in fast:
@@ -482,7 +482,7 @@ def one_sequence(x: torch.Tensor) -> tuple[torch.Tensor, Batch]:
 
 
 def test_kurtosis_of_few_numbers_and_of_known_distributions() -> None:
-    """It is not the excess kurtosis, and neither shift nor scale matters; n-1 zeros and one have n - 2 + 1/(n-1)."""
+    """It is not the excess kurtosis, and neither shift nor scale changes it; n-1 zeros and a one have n-2+1/(n-1)."""
     quantiles = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
     for entries, expected, tolerance in (
         ([1.0, -1.0], 1.0, 1e-9),  # the smallest possible

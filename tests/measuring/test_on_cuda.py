@@ -1,4 +1,4 @@
-"""A GPU gives the tables that the CPU gives."""
+"""Tables that are measured on a GPU are those of the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 6, "seq_len": 24, "pos
 
 
 def furthest(here: pd.DataFrame, there: pd.DataFrame) -> float:
-    """The largest difference of the numbers of two tables, relative to the largest number of its column."""
+    """Return the largest difference of the numbers of two tables, relative to the largest number of its column."""
     assert list(here) == list(there)
     assert len(here) == len(there)
     differences = [0.0]

@@ -1,4 +1,4 @@
-"""Attention to anything but tokens of the text, against plain transformers' eager weights."""
+"""Attention to anything other than tokens of the text, against plain transformers' eager weights."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from sinkscope.commands.analyze import analyze
 from sinkscope.results.run import RunData
 from sinkscope.retrofits import new_parameters
 
-LENGTHS = (12, 9)  # of the two sequences
+LENGTHS = (12, 9)  # lengths of the two sequences
 TEXTS = [torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
 
 

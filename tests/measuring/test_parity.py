@@ -1,4 +1,4 @@
-"""A model that computes something else under the tracer than by itself is refused, at the run's own length."""
+"""A model that computes something different under the tracer is refused, at the sequence length of the run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,8 +28,9 @@ OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 40}
 
 
 def sparse_model() -> PreTrainedModel:
-    """DeepSeek 3.2 in small: each query reads the 16 keys that an indexer ranks highest, by a mask that its code makes
-    for the attention implementations that it knows by name.
+    """Return a small DeepSeek 3.2, in which each query reads the 16 keys that an indexer ranks highest.
+
+    Its code makes the mask for these keys only for attention implementations with certain names.
     """
     config = AutoConfig.for_model(
         "deepseek_v32", **TINY["llama"][1] | {"num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16,
@@ -45,7 +46,7 @@ def sparse_model() -> PreTrainedModel:
 
 
 def test_a_sparse_model_keeps_its_mask() -> None:
-    """Entropies against those of transformers' eager attention."""
+    """Entropies are compared with those of transformers' eager attention."""
     model = sparse_model()
     run = sinkscope.analyze(model, observables=("attention",), **OPTIONS)
     loaded = LoadedModel(model, None, "x", "x", None, None, ())
@@ -116,7 +117,7 @@ PASSES: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 24, "obse
 
 
 def with_key_biases(size: float, dtype: torch.dtype, implementation: str = "sdpa") -> PreTrainedModel:
-    """A tiny Qwen2 whose logits are large: for the most part by what is the same for all keys."""
+    """Return a tiny Qwen2 with large logits, mostly because of a term that is the same for all keys."""
     model = tiny_model("qwen2", dtype=dtype, spread=6.0)
     draw = torch.Generator().manual_seed(0)
     for layer in model.model.layers:
@@ -193,7 +194,7 @@ def test_weights_that_are_read_otherwise_than_they_are_computed(monkeypatch: pyt
 
 @pytest.mark.parametrize("bias", [0.0, 50.0, 200.0])
 def test_round_off_is_within_its_bound_and_no_fault_is(bias: float) -> None:
-    """Softmax attention in float32 against float64, also with logits in the thousands that are nearly equal."""
+    """Softmax attention in float32 is compared with float64, also for nearly equal logits in the thousands."""
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 3, 40, 16, generator=draw) for _ in range(3))
     key = key + bias

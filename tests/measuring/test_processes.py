@@ -1,4 +1,4 @@
-"""Several processes that share a run's sequences out: what they have seen adds up to what one process sees."""
+"""Several processes share the sequences of a run, and their merged results are those of one process."""
 
 import json
 import os
@@ -26,17 +26,17 @@ from sinkscope.measuring.processes import Team
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.results.tables import read_table
 
-LENGTHS = (24, 17, 4, 11, 24, 9, 24)  # in batches of two: the longest are in both halves, and not in every batch
+LENGTHS = (24, 17, 4, 11, 24, 9, 24)  # in batches of two: the longest sequences are in both halves, not in every batch
 OPTIONS: dict[str, Any] = {"batch_size": 2, "positions": 6, "window": 8}
-ROUND_OFF: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-9}  # of sums in another order, in float64
+ROUND_OFF: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-9}  # round-off of float64 sums in another order
 
 
 class Packed(Exception):
-    """The second of two processes has done its part."""
+    """Raised when the second of two processes has packed its results."""
 
 
 class Half(Team):
-    """One of two processes, without the other: the first is given what the second has packed."""
+    """One of two processes, simulated alone: the first receives the bytes that the second has packed."""
 
     def __init__(self, place: int, packed: dict[int, bytes]) -> None:
         super().__init__(place, 2)
@@ -80,7 +80,7 @@ def written(folder: Path, lengths: tuple[int, ...] = LENGTHS) -> Path:
 
 
 def assert_same(ours: Any, expected: Any) -> None:
-    """Tables of two runs: what is of one sequence bit for bit, and sums to round-off."""
+    """Assert that two runs have the same tables: values of single sequences bit for bit, and sums up to round-off."""
     assert set(ours) == set(expected)
     for name, table in expected.items():
         exact = "sequence" in table and name != "sink_positions"
@@ -89,7 +89,7 @@ def assert_same(ours: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "bert"])
 def test_two_halves_are_the_whole(name: str, tmp_path: Path) -> None:
-    """All observables of models of several kinds, on sequences of several lengths."""
+    """All observables are measured, on models of several kinds and sequences of several lengths."""
     model = encoder(name) if name == "bert" else tiny_model(name)
     options = {"input": written(tmp_path), **OPTIONS}
     whole, halves = sinkscope.analyze(model, **options), by_halves(model, **options)
@@ -107,7 +107,7 @@ def test_two_halves_of_repeated_tokens_are_the_whole() -> None:
 
 
 def test_every_observable_is_among_them(tmp_path: Path) -> None:
-    """One that is new is to be tried here, too: its sums are accumulators, or it does not add up."""
+    """A new observable has to be measured here, too, because merging needs its sums to be accumulators."""
     seen = set()
     for name in ("gpt2", "gpt_oss"):
         run = sinkscope.analyze(tiny_model(name), input=written(tmp_path), **OPTIONS)
@@ -116,7 +116,7 @@ def test_every_observable_is_among_them(tmp_path: Path) -> None:
 
 
 def test_more_processes_than_sequences(tmp_path: Path) -> None:
-    """The second one reads what the first one reads, and counts for nothing."""
+    """The second process reads the batch of the first, and its results are not counted."""
     model, options = tiny_model("llama"), {"input": written(tmp_path, (9,)), **OPTIONS}
     assert_same(by_halves(model, **options).tables, sinkscope.analyze(model, **options).tables)
 
@@ -180,7 +180,7 @@ def everything(folder: Path) -> None:
                 found[f"elsewhere in {place}"] = outcome(lambda: run(out=folder / "never"))
             except KeyError:
                 found[f"elsewhere in {place}"] = "KeyError"
-    if rank == "0":  # by itself, as in a training of the user's own
+    if rank == "0":  # by itself, as in a user's training
         found["in memory"] = outcome(lambda: sinkscope.analyze(tiny_model("gpt2"), **options).manifest["processes"])
     found["again"] = outcome(lambda: run(out=folder / "again"))
     out_of_memory_above_one()

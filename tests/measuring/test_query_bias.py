@@ -205,7 +205,7 @@ def test_alignment_and_epe_of_learned_positions(name: str) -> None:
 
 
 def gapped(*massive: float) -> torch.Tensor:
-    """Return ordinary entries up to 1, with the massive ones at 3, 10, 17 …"""
+    """Return ordinary entries up to 1, with the massive entries at 3, 10, 17 …"""
     vector = torch.linspace(-1, 1, 100)
     for index, entry in enumerate(massive):
         vector[3 + 7 * index] = entry
@@ -221,7 +221,7 @@ def test_massive_coordinates_are_set_apart_by_a_gap() -> None:
         (gapped(1.9), []),  # no gap
         (gapped(4.0), []),  # a gap, but not far from the median
         (torch.cat([torch.tensor([9.0, 3.0]), 0.01 * torch.ones(8)]), [0, 1]),
-        (2.0 ** -torch.arange(40.0), [0]),  # all gaps are alike: the first
+        (2.0 ** -torch.arange(40.0), [0]),  # all gaps are equal: the first is taken
         (torch.zeros(10), []),
         (torch.tensor([5.0, *[0.0] * 9]), [0]),
         (torch.randn(4096, generator=torch.Generator().manual_seed(0)), []),
@@ -432,7 +432,7 @@ def test_the_model_is_left_as_it_was_and_a_trainable_one_gives_the_same() -> Non
 
 
 def with_massive_position() -> PreTrainedModel:
-    """Return a gpt2 whose position 0 is huge at coordinate 7, which every layer's bias reads."""
+    """Return a gpt2 whose position 0 has a huge entry at coordinate 7, which every layer's bias reads."""
     model = tiny_model("gpt2", spread=1.0)
     model.transformer.wpe.weight[0, 7] += 30.0
     for block in model.transformer.h:

@@ -1,4 +1,4 @@
-"""The same architecture with random weights of the same scale, and nothing else disturbed."""
+"""Models with random weights of the same scale, which leave the original model and the user's state unchanged."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_each_tensor_keeps_its_scale_and_nothing_else(name: str) -> None:
     expected_next = torch.rand(1)
     torch.manual_seed(5)
     network = redrawn(model, seed=3)
-    assert torch.equal(torch.rand(1), expected_next)  # the user's random numbers go on
+    assert torch.equal(torch.rand(1), expected_next)  # the user's random state is unchanged
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
@@ -53,7 +53,7 @@ def test_the_initialization_does_not_matter() -> None:
 
 
 def test_what_is_not_learned_stays() -> None:
-    """Sines of positions, and what has one entry alone."""
+    """Sines of positions and tensors with a single entry are copied."""
     model = tiny_model("gpt2")
     model.transformer.wpe.weight.fill_(0.5)
     assert (redrawn(model, seed=0).transformer.wpe.weight == 0.5).all()
@@ -122,7 +122,7 @@ def test_a_model_on_several_devices_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_causal_mask_alone_makes_a_gradient_at_position_0(name: str) -> None:
-    """About 3.5 to 5.4 times the later value gradient, at T = 64: later tokens are seen by fewer queries."""
+    """It is about 3.5 to 5.4 times the later value gradient at T = 64, because fewer queries see later tokens."""
     config = make_config(input="random", num_seqs=16, seq_len=64, bos="never", observables=("gradient",))
     with open_subject(tiny_model(name, spread=1.0), None, config, QUIET) as subject, random_weights(subject) as null:
         assert isinstance(null, Subject)

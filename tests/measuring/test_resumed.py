@@ -26,7 +26,7 @@ from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import make_config
 from sinkscope.quantization.grids import Precision
 
-LATE = (  # what can be done to later layers alone, in their order; of the hybrid the layers 1 and 3 attend
+LATE = (  # interventions on later layers alone, in the order of layers; in the hybrid, layers 1 and 3 attend
     "zero-massive:layers=1,coordinates=3,17",
     "mean-massive:layers=1,coordinates=3,17,means=5,-7",
     "zero-key-columns:layers=1,coordinates=3,17",
@@ -51,7 +51,7 @@ def made(name: str) -> PreTrainedModel:
 
 @pytest.fixture
 def ragged(tmp_path: Path) -> dict[str, Any]:
-    """Options of an input whose batches are padded."""
+    """Return the options of an input whose batches are padded."""
     path = tmp_path / "ragged.jsonl"
     path.write_text("\n".join(json.dumps({"input_ids": ids.tolist()}) for ids in ragged_tokens((9, 12))))
     return {"input": str(path), "num_seqs": 2, "seq_len": 12, "positions": 6, "window": 8}
@@ -121,7 +121,7 @@ def test_what_begins_one_layer_too_late_is_seen(ragged: dict[str, Any]) -> None:
 def test_an_experiment_has_the_same_tables_wherever_its_arms_are_said_to_begin(
     shift: int, is_resumed: bool, ragged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is said to begin too late is measured whole."""
+    """An arm whose first layer is declared too late is measured by complete passes."""
     model, do = tiny_model("llama"), "rescale-norm:layers=1"
     begins = RescaleNorm.begins_at
     monkeypatch.setattr(RescaleNorm, "begins_at", lambda self, target: 0)
@@ -144,7 +144,7 @@ def test_an_experiment_has_the_same_tables_wherever_its_arms_are_said_to_begin(
 
 
 def test_a_model_whose_layers_share_something_is_measured_whole(ragged: dict[str, Any]) -> None:
-    """The last layer takes a value that the first one has left for it."""
+    """The last layer uses a value that the first layer has stored."""
     model, left = tiny_model("llama"), list[int]()
     first, *_, last = model.model.layers
     first.register_forward_hook(lambda *_: left.append(1))

@@ -1,4 +1,4 @@
-"""Reading a text through a short cache in one pass: the results of token by token, linear memory, no leftovers."""
+"""Reading a text with a short cache in one pass equals reading token by token, and takes linear memory."""
 
 import math
 import sys
@@ -41,9 +41,9 @@ ROTARY = [name for name in TINY if name not in (*LEARNED, *REFUSED)]
 
 
 def smooth(name: str) -> PreTrainedModel:
-    """Return a model in float64 with smaller weights than elsewhere, so that no softmax has only one winner."""
+    """Return a model in float64 with smaller weights than elsewhere, so that softmax weights are spread over keys."""
     model = tiny_model(name, dtype=torch.float64, spread=6.0)
-    model.set_experts_implementation("eager")  # the grouped one has no float64
+    model.set_experts_implementation("eager")  # the grouped product does not support float64
     return model
 
 
@@ -59,7 +59,7 @@ def streamed(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) 
 
 
 def assert_close(mine: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
-    """Rotary tables and RMS norms are float32 in transformers, also in a float64 model."""
+    """Compare with a tolerance for float32, in which transformers computes rotary tables and RMS norms."""
     assert float((mine - expected).abs().max() / expected.abs().max()) < tolerance
 
 
@@ -69,7 +69,7 @@ def assert_close(mine: torch.Tensor, expected: torch.Tensor, tolerance: float = 
 class Reread:
     """Attention of one query after the other over a cache of unrotated keys, with the family's own rotation.
 
-    The model's `apply_rotary_pos_emb` rotates nothing meanwhile, but says which cosines and sines it was given.
+    In the meantime the model's `apply_rotary_pos_emb` does not rotate; it only records its cosines and sines.
     """
 
     def __init__(self, keep: int, window: int, rotate: Callable) -> None:
@@ -120,7 +120,7 @@ class Reread:
 
 
 def outside_logit(attention: Any, turned: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
-    """Return a learned sink logit, or that of a key bias and one query at its index in the cache: (B,H,1,1)."""
+    """Return a learned sink logit, or the logit of a key bias and a query at its index in the cache: (B,H,1,1)."""
     part = getattr(attention, RETROFIT)
     if hasattr(part, "logit"):
         return part.logit[None, :, None, None].expand(len(turned), -1, 1, 1)
@@ -137,23 +137,23 @@ def reread(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) ->
     before = model.config._attn_implementation
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(code, "apply_rotary_pos_emb", oracle.unrotated)
-        PreTrainedModel.set_attn_implementation(model, "reread")  # a retrofit's own refuses what leaves it out
+        PreTrainedModel.set_attn_implementation(model, "reread")  # a retrofit's own method rejects other code
         try:
             return plain(model, ids)
         finally:
             PreTrainedModel.set_attn_implementation(model, before)
 
 
-@each_pair(ROTARY, CACHES, ("name", "cache"), whole=("gemma3", "gpt_oss"))  # which slide windows of their own
+@each_pair(ROTARY, CACHES, ("name", "cache"), whole=("gemma3", "gpt_oss"))  # with sliding windows
 def test_every_rotary_family_reads_as_if_its_keys_moved_up_in_the_cache(name: str, cache: tuple[int, int]) -> None:
     model, ids, (keep, window) = smooth(name), tiny_tokens(2, 20), cache
     mine = streamed(model, ids, keep, window)
     assert_close(mine, reread(model, ids, keep, window))
-    if keep:  # which differs from the window alone
+    if keep:  # the result differs from the plain window
         assert (mine - streamed(model, ids, 0, keep + window)).abs().max() > 1e-3 * mine.abs().max()
 
 
-OUTSIDE = ["learnable-sink", "key-bias", "register-tokens"]  # retrofits that are attended to besides the text
+OUTSIDE = ["learnable-sink", "key-bias", "register-tokens"]  # retrofits with attention targets other than the text
 
 
 @pytest.mark.parametrize(("keep", "window"), [(0, 5), (2, 4), (4, 9)])
@@ -187,7 +187,7 @@ def token_by_token(model: PreTrainedModel, ids: torch.Tensor, keep: int, window:
         place = torch.full((len(ids), 1), min(t, keep + window - 1 - registers))
         out = model(ids[:, t : t + 1], past_key_values=cache, position_ids=place, use_cache=True)
         logits.append(out.logits)
-        for layer in cache.layers:  # room for the next
+        for layer in cache.layers:  # room for the next token
             if layer.keys.shape[2] == keep + window:
                 layer.keys, layer.values = (
                     torch.cat([x[:, :, :keep], x[:, :, keep + 1 :]], dim=2) for x in (layer.keys, layer.values)
@@ -207,7 +207,7 @@ def test_the_same_with_something_outside_the_text(label: str, keep: int, window:
     assert_close(streamed(model, ids, keep, window), token_by_token(model, ids, keep, window), 1e-12)
 
 
-# ------------------------------------------------------------------------------------------ what must not matter
+# ------------------------------------------------------------------------------------------ invariance
 
 
 @each_pair([*ROTARY, *LEARNED], [(0, 24), (4, 20), (24, 1), (30, 100)], ("name", "cache"))
@@ -228,7 +228,7 @@ def test_the_block_of_queries_changes_nothing(name: str, block: int, monkeypatch
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any operation gave."""
+    """Records the largest number of elements in the output of any operation."""
 
     numel = 0
 
@@ -280,7 +280,7 @@ def test_the_model_is_as_before(name: str) -> None:
 
 @pytest.mark.parametrize("where", ["mlp", "self_attn.q_proj", "self_attn.o_proj"])
 def test_the_model_is_as_before_after_an_exception(where: str) -> None:
-    """This includes the forward that only fetches a query."""
+    """This includes an exception in the forward call that only fetches a query."""
     model = tiny_model("llama")
     before = state_of(model)
 
@@ -412,7 +412,7 @@ def test_the_table_holds_every_way_of_reading(name: str) -> None:
     ids = torch.as_tensor(np.stack(inputs.sequences))
     family = find_family(model)
     table, alone = (measure_streaming(model, family, inputs, (7, 3), (2, 0, 1), size)["streaming"] for size in (2, 1))
-    pd.testing.assert_frame_equal(table, alone)  # whatever the batch size
+    pd.testing.assert_frame_equal(table, alone)  # for any batch size
     ways = table[["method", "window", "keep"]].drop_duplicates().itertuples(index=False)
     assert list(ways) == [
         ("dense", -1, 0),
@@ -420,7 +420,7 @@ def test_the_table_holds_every_way_of_reading(name: str) -> None:
     ]
     for (_, window, keep), rows in table.groupby(["method", "window", "keep"]):
         logits = plain(model, ids) if window < 0 else streamed(model, ids, keep, window)
-        losses = -logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0].mean(0)  # of tokens 1 … 39
+        losses = -logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0].mean(0)  # for tokens 1 … 39
         whole, buckets = rows[rows["bucket"] == -1], rows[rows["bucket"] >= 0]
         assert whole["tokens"].tolist() == [3 * 39]
         assert whole["loss"].tolist() == pytest.approx([float(losses.mean())], rel=1e-6)
@@ -449,7 +449,7 @@ def test_buckets_of_a_longer_text() -> None:
 
 
 def streaming_table(windows: tuple[int, ...] = (8, 32), keep: tuple[int, ...] = (0, 1, 4), length: int = 64) -> Any:
-    """A table as `analyze` would publish it: the plain window collapses."""
+    """Return a table in published form, in which the plain window collapses."""
     ways = [("dense", -1, 0), *[("sinks kept" if n else "window", w, n) for w in windows for n in keep]]
     rows = [
         (way, window, n, bucket, 2, math.log(12.0 + window / 10 + n + 4e3 * (way == "window" and bucket != 0)))

@@ -110,7 +110,7 @@ def test_geometry_is_summarized() -> None:
 
 
 def test_a_ratio_is_to_the_mean_of_the_others() -> None:
-    """Head by head before heads are averaged; the other positions' mean, not their sum."""
+    """Each head's value is divided by the mean, not the sum, of its other positions; then heads are averaged."""
     table = grid(query_norm=1.0, key_norm=1.0, qk_cosine=0.0, sink_logit_gap=0.0, value_norm=0.0)
     table["value_norm"] = [6.0, 1.0, 3.0] * (LAYERS * HEADS)
     assert metrics({"geometry": table})["value_drain", 0] == pytest.approx(3.0)
@@ -140,7 +140,7 @@ def test_norms_massive_activations_and_outliers_are_summarized() -> None:
 
 
 def test_gates_and_the_drain_before_them() -> None:
-    """Means over heads; the drain is each head's own."""
+    """Gates are averaged over heads; the drain is computed for each head first."""
     table = grid(gate=1.0, raw_value_norm=2.0)
     first, head_0 = table["position"] == 0, table["head"] == 0
     table.loc[first & head_0, ["gate", "raw_value_norm"]] = [0.2, 1.0]
@@ -196,7 +196,7 @@ def test_the_bound_is_the_propositions() -> None:
 
 
 def test_the_bound_is_only_for_rotary_models_on_repeated_tokens_of_text() -> None:
-    """Anything else that takes weight makes equal tokens differ, and the proposition assumes equal ones."""
+    """Anything else that takes weight makes equal tokens differ, and the proposition assumes equal tokens."""
     assert len(bound(repeated("llama"))) == 4
     assert bound(repeated("llama", bos="always")).empty  # a BOS before them is another token
     for name in ("gpt2", "bloom", "gpt_oss"):

@@ -32,10 +32,10 @@ FLOAT32_INSIDE = ("bloom", "mpt", "gptj", "gpt_neo")
 
 @cache
 def models(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A tiny model and its twin for the reference."""
+    """Return a tiny model and its twin for the reference."""
     model = tiny_model(name, dtype=dtype)
     if dtype == torch.float64 and name in EXPERTS:
-        model.set_experts_implementation("eager")  # the grouped product knows no float64
+        model.set_experts_implementation("eager")  # the grouped product does not support float64
     return model, reference.eager_twin(model)
 
 
@@ -61,7 +61,7 @@ PADDINGS: dict[str, tuple[tuple[int, ...], str]] = {
     "right": (RAGGED, "right"),
     "left": (RAGGED, "left"),
 }
-# learned positions, sink logits, one key head, ALiBi: what padding moves
+# learned positions, sink logits, one key head, ALiBi: padding could change their results
 MEET_PADDING = ("gpt2", "gpt_oss", "falcon", "falcon-alibi", "bloom")
 
 
@@ -89,7 +89,7 @@ def test_the_eager_kernel_gives_the_references_tables_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["falcon", "falcon-new"])
 def test_a_falcon_that_was_made_eager_gives_the_same_tables(name: str) -> None:
-    """It computes matmul → softmax → matmul itself, while another Falcon calls the fused kernel."""
+    """It computes matmul → softmax → matmul itself, while other Falcons call the fused kernel."""
     settings, tables = expected(name, torch.float32, RAGGED)
     model, _ = models(name, torch.float32)
     eager = type(model)._from_config(model.config.__class__(**model.config.to_dict()), attn_implementation="eager")
@@ -114,7 +114,7 @@ def test_traced_logits_are_the_bare_models(name: str, padding: str) -> None:
         inputs = model_inputs(tracer.model, batch)
     with torch.no_grad():
         bare = model(**inputs).logits
-    real = batch.attention_mask.bool()  # a padding query sees nothing, and what it then does is the kernel's own
+    real = batch.attention_mask.bool()  # the output for a padding query, which sees no key, depends on the kernel
     if name in ROUNDED:
         torch.testing.assert_close(traced[real], bare[real], rtol=0, atol=ROUNDED[name] * float(bare.abs().max()))
     else:
@@ -126,7 +126,7 @@ def test_traced_logits_are_the_bare_models(name: str, padding: str) -> None:
 
 @each_pair(["llama", "mistral", "gpt_oss", "bloom", "falcon-alibi"], [1, 2, 3], ("name", "size"))
 def test_the_batch_size_changes_nothing(name: str, size: int) -> None:
-    """Sequences shorter than `positions` alone in a batch, too: nothing is padded there."""
+    """This includes batches of one sequence shorter than `positions`, which have no padding."""
     settings, tables = expected(name, torch.float32, RAGGED)
     model, _ = models(name, torch.float32)
     for side in ("right", "left"):
@@ -182,11 +182,11 @@ def test_the_entropy_of_some_sequences_is_not_passed_off_as_that_of_all() -> Non
 
 
 # site of the family "llama" → another place, reached in the same order
-# ------------------------------------------------------------------------------------------ what is asked for
+# ------------------------------------------------------------------------------------------ wanted sites
 
 
 class Seen(Observable):
-    """Notes what it is shown."""
+    """Records the tensors that it receives."""
 
     name = "seen"
     about = "a test's own"
@@ -222,7 +222,7 @@ def test_an_observable_sees_its_sites_of_every_layer_in_order_and_no_other() -> 
 
 
 def test_only_wanted_sites_are_asked_for() -> None:
-    """Every other address leads nowhere here."""
+    """All other addresses are invalid here."""
     model = tiny_model("llama")
     family = find_family(model)
     nowhere = dict.fromkeys(family.sites, "no.such.module.output") | {"layer_out": "output"}
@@ -257,7 +257,7 @@ def test_positions_are_given_to_a_padded_model_and_only_to_one_that_takes_them()
 
 @each_pair(["llama", "bloom", "falcon"], ["attention", "massive", "activation"], ("family", "name"))
 def test_a_model_that_gives_nan_is_refused(family: str, name: str) -> None:
-    """NaN > ε is false: unnoticed, it would be a head without a sink."""
+    """NaN > ε is false, so without an error the head would be counted as a head without a sink."""
     model = tiny_model(family)
     layers = find_family(model).layers
 

@@ -495,7 +495,7 @@ def test_post_norm_models_have_no_gradient_gain_of_one_branch_and_no_bound() -> 
     attn = by_sequence(gains, noise=0.01, position=range(16)).assign(branch="attn")
     found = judged("GS-15", analysis({"gradient_ratio_by_sequence": attn}))
     assert found.outcome == NOT_APPLIES
-    assert found.reason == "in no layer can the gradient's gain in the mlp branch be told"
+    assert found.reason == "the gradient's gain in the mlp branch is not defined in any layer"
     both = pd.concat([attn, attn.assign(branch="mlp")], ignore_index=True)
     assert judged("GS-15", analysis({"gradient_ratio_by_sequence": both})).outcome in (HOLDS, FAILS, INCONCLUSIVE)
     few = judged("GS-17", analysis({"gradient_ratio_by_sequence": attn.assign(compress=0.0)}))

@@ -69,7 +69,7 @@ def test_a_llama_as_written_out() -> None:
             mine = model(ids).logits
         assert (mine - expected).abs().max() < 1e-10
         assert torch.equal(model(ids).logits, plain)
-        for part in (SUM, SCORES, SOFTMAX):  # and each part matters
+        for part in (SUM, SCORES, SOFTMAX):  # each part has an effect
             kept = [site for site in ranges if site.part == part]
             with quantized(model, ranges, except_sites=kept, bits_weights=BITS, bits_activations=BITS):
                 assert (model(ids).logits - expected).abs().max() > 1e-3
@@ -94,7 +94,7 @@ def test_a_quantized_sum_is_also_what_goes_past_the_branch(name: str) -> None:
 
 
 def outputs(model: PreTrainedModel, family: Family, ranges: dict[Site, Range]) -> dict[tuple[int, str], torch.Tensor]:
-    """(layer, site) → what plain hooks see in the model with these sites in six bits."""
+    """Return, by layer and site, the tensors that plain hooks record in the model with these sites in six bits."""
     found: dict[tuple[int, str], torch.Tensor] = {}
     with quantized(model, ranges, bits_activations=6), ExitStack() as hooks:
         for at, layer in enumerate(family.layer_modules(model)):
@@ -122,7 +122,7 @@ def test_attention_code_of_its_own_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_oss", "opt-post-norm"])
 def test_sixteen_bits_change_almost_nothing(name: str) -> None:
-    """Softcap, windows, learned sink logits, and positions that are added."""
+    """The models have softcap, windows, learned sink logits, and positions that are added."""
     model = tiny_model(name)
     ranges = calibrate_ranges(model, list(tiny_tokens()), "full")
     plain = model(tiny_tokens()).logits

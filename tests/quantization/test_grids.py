@@ -75,7 +75,7 @@ class ByHand:
 
     def activation(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if not name.endswith(("_proj input", "_proj output")) or name.split()[-1] not in self.parts:
-            return x  # the scheme `linear` has linear layers alone
+            return x  # the scheme `linear` has only linear layers
         return by_token(x, self.bits) if self.per["activations_per"] == "token" else self.static(name, x)
 
     def static(self, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ def llama() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def coarse(llama: PreTrainedModel) -> Run:
-    """Four bits, so that there is something to find."""
+    """Return a run with four bits, so that some sites are costly."""
     return quantize(llama, bits_weights=4, bits_activations=4, **SMALL)
 
 
@@ -134,7 +134,7 @@ def test_as_torch_quantizes(bits: int, scale: float) -> None:
 
 
 def assert_same_but_for_ties(mine: torch.Tensor, theirs: torch.Tensor, step: float) -> None:
-    """torch multiplies by 1 ÷ step in float32, which moves what is half-way between two steps."""
+    """Compare except for ties: torch multiplies by 1 ÷ step in float32, which moves numbers half-way between steps."""
     difference = ((mine - theirs) / step).abs()
     assert difference.max() < 1.01
     assert (difference > 0.01).double().mean() < 2e-3
@@ -161,7 +161,7 @@ def linear_by_hand(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 @pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
-    """A copy with quantized weights, and torch's fake quantization in plain hooks at every input and output."""
+    """The reference is a copy with quantized weights, and torch's fake quantization in hooks at inputs and outputs."""
     model, bits = tiny_model(family), 5
     before, ranges = state(model), ranges_of(model)
     twin = copy.deepcopy(model)
@@ -358,7 +358,7 @@ def test_restored_after_an_exception(
 
 def test_under_an_intervention_and_around_one(llama: PreTrainedModel) -> None:
     ids, ranges = tiny_tokens(), ranges_of(llama)
-    llama(ids, output_hidden_states=True)  # which leaves hooks of transformers
+    llama(ids, output_hidden_states=True)  # this leaves hooks of transformers
     before = state(llama)
     do = "zero-massive:layers=1,positions=0,coordinates=3"
     with quantized(llama, ranges, bits_activations=4), sinkscope.intervening(llama, do):
@@ -393,7 +393,7 @@ def test_the_settings(coarse: Run) -> None:
     assert list(by_whole.index)[:4] == [FULL, ALL, WEIGHTS, "activations"]
     assert list(by_whole["quantized"])[:4] == [0, 63, 21, 42]
     assert by_whole.loc[[FULL, ALL], ["max_inf_norm", "kurtosis"]].notna().all(axis=None)
-    assert MASSIVE_KEPT not in by_whole.index  # there are none
+    assert MASSIVE_KEPT not in by_whole.index  # no massive activations
     alone = table[table["setting"] == ALONE]
     assert len(alone[alone["layer"] == -1]) == 21
     assert alone[alone["layer"] == -1]["quantized"].eq(3).all()
@@ -455,7 +455,7 @@ def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -
 
 @each_pair(["llama", "gpt2", "falcon-new"], list(METHODS))  # q, k and v apart, and fused in two ways
 def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str) -> None:
-    """The same sites; and with 16 bits hardly anything is lost."""
+    """It has the same sites, and 16 bits change almost nothing."""
     model = retrofitted(name, label, torch.float32)
     before = state(model)
     assert sites_of(model, find_family(model)) == sites_of(tiny_model(name), find_family(model))
@@ -575,9 +575,10 @@ def test_figures_of_another_command_say_whose_they_are(coarse: Run) -> None:
 
 @pytest.mark.real_model
 def test_what_w8a8_costs_smollm(smollm: LoadedModel) -> None:
-    """Measured on sequences of 64 tokens, in nats per token: 3.949 in full precision; W8A8 +1.296, weights alone
-    +0.052. The sites with massive activations, all of them the down projection's, in full precision: +0.908. Its other
-    inputs and outputs, which are hundreds of times their median without being massive, as well: +0.138.
+    """On sequences of 64 tokens the loss in full precision is 3.949 nats per token; W8A8 adds 1.296, weights 0.052.
+
+    With the sites of massive activations, all in down projections, in full precision, W8A8 adds 0.908. With all inputs
+    and outputs of down projections in full precision, which are hundreds of times their median, it adds 0.138.
     """
     subject = subject_of(smollm, num_seqs=16, seq_len=32)
     inputs, calibration = subject.inputs.part(0, 8), subject.inputs.part(8, 16)

@@ -33,7 +33,7 @@ def test_samples_follow_the_rules() -> None:
     after = SMALL.is_trigger(ids[:, 1:-1])
     assert after.any()
     assert (ids[:, 2:] == ids[:, :-2])[after].all()
-    assert not SMALL.is_trigger(ids[:, :-2])[after].any()  # what is copied is no trigger
+    assert not SMALL.is_trigger(ids[:, :-2])[after].any()  # a copied token is not a trigger
 
 
 def test_samples_have_the_frequencies_of_the_chain() -> None:
@@ -74,7 +74,7 @@ def test_a_start_at_a_fixed_position_stands_between_two_chains(bos: bool) -> Non
         assert (ids[:, 5] == 0).all()
         assert (ids[:, 0] == 0).all() == bos
         assert (ids[:, 1:5] != 0).all()
-        assert np.array_equal(ids[:, 5:], SMALL.sample(len(ids), 15, [3, part]))  # as where nothing is in front
+        assert np.array_equal(ids[:, 5:], SMALL.sample(len(ids), 15, [3, part]))  # as without an opening
         after = SMALL.is_trigger(ids[:, 1:4])
         assert (ids[:, 2:5] == ids[:, :3])[after].all()
         assert 0 < (ids[:, 6:9] == ids[:, 1:4]).mean() < 0.5  # drawn independently of the tokens in front

@@ -52,7 +52,7 @@ def as_series(table: pd.DataFrame) -> pd.Series:
 
 
 def by_hand(model: Any, arm: str) -> dict[str, float]:
-    """One layer of GPT-2, from its weights."""
+    """Compute the metrics of one layer of GPT-2 from its weights."""
     block, ids = model.transformer.h[0], torch.from_numpy(HELD_OUT)
     count, length = ids.shape
     h = model.transformer.wte.weight[ids] + model.transformer.wpe.weight[:length]

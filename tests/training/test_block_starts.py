@@ -42,7 +42,7 @@ def test_random_tokens_are_ordinary_ones_and_the_seeds() -> None:
         assert np.array_equal(part[:, 2:], before[:, 2:])
     drawn = two.train[:, :2]
     assert (drawn.min(), drawn.max()) == (3, VOCAB - 1)
-    assert len(np.unique(drawn)) > 0.9 * (VOCAB - 3)  # of 400 draws
+    assert len(np.unique(drawn)) > 0.9 * (VOCAB - 3)  # from 400 draws
     assert (drawn[:, 0] != drawn[:, 1]).any()
     assert changed(random_tokens=2).sha256 == two.sha256 != changed(random_tokens=2, seed=1).sha256
 

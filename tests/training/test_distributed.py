@@ -1,4 +1,4 @@
-"""Several processes train the model that one process trains: the same blocks a step, the same losses and weights."""
+"""Training on several processes equals training on one process: the same blocks per step, losses and weights."""
 
 import json
 import signal
@@ -33,7 +33,7 @@ LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGURATION)),
     *("--num_processes", "2", "--main_process_port", "0"),
 )
-# of float32 sums in another order
+# round-off of float32 sums in another order
 ROUND_OFF: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-6}
 
 
@@ -60,7 +60,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_as_one_with_the_same_global_batch(case: str, two: Path, tmp_path: Path) -> None:
-    """Losses, gradient norms, learning rates and gates at every step, and the weights at the end."""
+    """Losses, gradient norms, learning rates and gates are compared at every step, and the weights at the end."""
     options = CASES[case] | {"batch_size": 2 * CASES[case]["batch_size"]}
     alone = model()
     expected = train(alone, random_blocks(11), config(steps=8, log_every=1, **options), tmp_path)
@@ -168,7 +168,7 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(
 
 
 def test_every_family_says_what_its_decoder_layers_are() -> None:
-    """A model, retrofitted, is cut at its `_no_split_modules`: exactly its layers."""
+    """A retrofitted model is sharded at its `_no_split_modules`, which are exactly its layers."""
     for kind in TINY:
         with naming(kind):
             changed = tiny_model(kind)
@@ -180,7 +180,7 @@ def test_every_family_says_what_its_decoder_layers_are() -> None:
 
 
 def test_configurations_that_would_train_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_sharding()  # without FSDP there is nothing to say
+    check_sharding()  # without FSDP there is no error
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for name, value in NEEDED.items():
         monkeypatch.setenv(name, value)
@@ -195,7 +195,7 @@ def test_configurations_that_would_train_otherwise_are_refused(monkeypatch: pyte
 
 
 def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would run only on the first process, and wait forever for the shards of the others."""
+    """It would run only on the first process, and wait forever for the shards of the other processes."""
     for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sinkscope.training.sharding, "check_device", lambda: None)

@@ -33,7 +33,7 @@ def changed(method: str, **parameters: Any) -> PreTrainedModel:
 
 
 def logits_of(model: Any) -> torch.Tensor:
-    """(B,H,T,T) of the first layer of GPT-2."""
+    """Return the logits (B,H,T,T) of the first layer of GPT-2."""
     block, heads = model.transformer.h[0], model.config.n_head
     h = model.transformer.wte.weight[IDS] + model.transformer.wpe.weight[: IDS.shape[1]]
     x = layer_norm(h, h.shape[-1:], block.ln_1.weight, block.ln_1.bias, model.config.layer_norm_epsilon)

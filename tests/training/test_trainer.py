@@ -1,4 +1,4 @@
-"""Training: parameters and their rates, and that a killed and resumed training ends with the same weights."""
+"""Training: the learning rates of parameters, and equal weights after a training that was killed and resumed."""
 
 import copy
 import errno
@@ -38,7 +38,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted((path.name for path in folder.glob("checkpoint-*")), key=lambda name: int(name[11:]))
 
 
-# --- what training does ---
+# --- the effect of training ---
 
 
 @pytest.mark.parametrize("method", ["vga", "register-tokens"])
@@ -101,7 +101,7 @@ def test_one_step_of_adam_is_as_long_as_its_learning_rate(tmp_path: Path) -> Non
     [("linear", [0, 1, 2 / 3, 1 / 3]), ("cosine", [0, 1, 0.75, 0.25]), ("constant", [0, 1, 1, 1])],
 )
 def test_the_rates_follow_their_schedule(schedule: str, shares: list[float], tmp_path: Path) -> None:
-    """Shares of the highest rate in four steps, the first of them warmup."""
+    """The rates of four steps, the first of them warmup, are compared as shares of the highest rate."""
     options = {"steps": 4, "log_every": 1, "warmup": 0.25, "schedule": schedule}
     history = train(model(), repetitive(), config(**options), tmp_path)
     rates = history[history["metric"] == "learning_rate"]["value"] / 1e-3
@@ -139,7 +139,7 @@ def test_bf16_computes_in_it_and_keeps_the_weights(tmp_path: Path) -> None:
     assert coarse.config.use_cache == tiny_model("llama").config.use_cache
 
 
-# --- measured meanwhile ---
+# --- measurements during training ---
 
 
 def probe(seen: Any) -> pd.DataFrame:
@@ -177,7 +177,7 @@ def test_a_training_does_not_see_that_it_is_measured(options: dict[str, Any], tm
 
 
 def train_slowly(folder: Path) -> None:
-    """Time enough to be killed in."""
+    """Train slowly enough to be killed on the way."""
     step = Trainer.training_step
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Trainer, "training_step", lambda *args, **rest: (time.sleep(0.05), step(*args, **rest))[1])
@@ -185,7 +185,7 @@ def train_slowly(folder: Path) -> None:
 
 
 def test_killed_and_resumed_it_ends_with_the_weights_of_an_unbroken_run(tmp_path: Path) -> None:
-    """GPT-2 has dropout, and 40 steps are several epochs: data order and random numbers must go on, too."""
+    """GPT-2 has dropout, and 40 steps are several epochs: data order and random numbers must continue, too."""
     folder = tmp_path / "killed"
     with forked(lambda: train_slowly(folder)) as process:
         deadline = time.time() + 60
@@ -217,7 +217,7 @@ def test_logs_do_not_depend_on_where_it_was_resumed(tmp_path: Path) -> None:
 
 @each_pair(["llama", "mixtral"], ["trainer_state.json", "optimizer.pt", "model.safetensors"], ("kind", "missing"))
 def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -> None:
-    """mixtral: experts are saved under other names than they have in the model."""
+    """In mixtral, experts are saved under other names than they have in the model."""
     unbroken, resumed = model(kind), model(kind)
     expected = train(unbroken, repetitive(), config(), tmp_path)
     assert checkpoints(tmp_path) == ["checkpoint-8", "checkpoint-12"]
@@ -228,7 +228,7 @@ def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -
     assert same(resumed, unbroken)
 
 
-# --- what is refused, and what goes wrong ---
+# --- refusals and failures ---
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:

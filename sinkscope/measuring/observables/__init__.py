@@ -1,4 +1,4 @@
-"""Observables: what a run measures. To add one, write its class in this folder and register it below."""
+"""Observables, the measurements of a run. To add one, write its class in this folder and register it below."""
 
 from collections.abc import Iterable
 

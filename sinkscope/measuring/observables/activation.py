@@ -24,7 +24,7 @@ from sinkscope.text.batch import Batch
 SITES = ("layer_in", "attn_out", "mid", "mlp_out", "layer_out")
 SITE_OR_VALUE = Column(
     "site",
-    f"{SITE.about}, the mean if a model keeps copies of its residual stream; or value: that of all heads",
+    f"{SITE.about}, the mean if a model keeps copies of its residual stream; or value: the values of all heads",
     kind="text",
 )
 

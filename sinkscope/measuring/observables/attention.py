@@ -27,9 +27,9 @@ class Attention(Observable):
     """Measures attention sinks.
 
     window_mass is the mean over the existing queries at most W - 1 tokens away from the key: with T = W = 64 this is
-    WSE's α, the mean over all queries t ≥ s. In an encoder, which attends both ways, queries before the key count like
-    those after it, so with T ≤ W the mean is over all queries of the sequence; the same holds for keys in the prefix of
-    a prefix LM. The sink indicator is computed per sequence, layer and head, before any averaging.
+    WSE's α, the mean over all queries t ≥ s. In an encoder, which attends in both directions, queries before the key
+    count like later queries, so with T ≤ W the mean is over all queries of the sequence; the same holds for keys in the
+    prefix of a prefix LM. The sink indicator is computed per sequence, layer and head, before any averaging.
     """
 
     name = "attention"
@@ -51,23 +51,23 @@ class Attention(Observable):
         "attention_outside": (
             HEAD, KV_HEAD,
             Column("outside_mass", "weight that goes to no token of the text, mean over queries (WSE §7)"),
-            Column("sink_rate_outside", "share of sequences in which that is a sink (`sinkscope list metrics`)"),
+            Column("sink_rate_outside", "share of sequences in which that weight is a sink (`sinkscope list metrics`)"),
         ),
         "attention_by_sequence": (
             SEQUENCE, POSITION,
-            Column("window_mass", "that of `attention` on this sequence, mean over heads"),
+            Column("window_mass", "as in `attention`, on this sequence; mean over heads"),
             Column("sink_rate", "share of heads in which the position is a sink"),
-            Column("sink_mass", "that of `attention` on this sequence, mean over heads"),
+            Column("sink_mass", "as in `attention`, on this sequence; mean over heads"),
         ),
         "attention_heads_by_sequence": (
             HEAD, KV_HEAD, SEQUENCE,
-            Column("window_mass", "that of position 0 on this sequence"),
-            Column("sink_mass", "that of position 0 on this sequence"),
+            Column("window_mass", "window mass of position 0 on this sequence"),
+            Column("sink_mass", "sink mass of position 0 on this sequence"),
         ),
         "sink_positions": (
             HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
-            Column("queries", "queries of the key: its own and the later ones; encoder: all", kind="whole"),
-            Column("window_mass", "that of this key"),
+            Column("queries", "queries of the key: its own and all later queries; encoder: all", kind="whole"),
+            Column("window_mass", "window mass of this key"),
         ),
     }  # fmt: skip
 
@@ -147,10 +147,7 @@ def window_means(
 
 
 def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
-    """Return the weight (B,H,T) that each query gives to anything other than tokens of the text, or None without any.
-
-    This is an extra term in the softmax's denominator, or register tokens (WSE §7, table 4).
-    """
+    """Return each query's weight (B,H,T) on sink logits and register tokens (WSE §7, table 4); None without any."""
     registers = batch.registers
     if read.call.sink_logits is None and registers is None:
         return None
@@ -187,7 +184,7 @@ class WindowEdge(Observable):
     columns: ClassVar = {
         "window_edge_by_sequence": (
             SEQUENCE,
-            Column("edge_mass", "weight on the window's first token, mean over heads and those queries"),
+            Column("edge_mass", "weight on the window's first token, mean over heads and over `edge_queries`"),
             Column("edge_queries", "queries whose window does not reach the sequence's first token"),
         ),
     }

@@ -17,7 +17,7 @@ from sinkscope.results.tables import COORDINATE, HEAD, KEY, POSITION, QUERY, SEQ
 from sinkscope.text.batch import Batch
 
 TOKENS = 64  # number of first tokens that are shown
-MAP_TOKENS = 32  # the same for one of many maps
+MAP_TOKENS = 32  # number of first tokens in one of many maps
 TOP_COORDINATES = 8  # coordinates of the largest magnitude
 OTHER_COORDINATES = 8  # evenly spaced coordinates for comparison
 
@@ -66,7 +66,7 @@ class AttentionMaps(Observable):
 class MeanMaps(Observable):
     """Averages every layer's weights among the first tokens over heads and sequences (NU figure 3): table `arm_maps`.
 
-    The mean is over the sequences that have the query; a key that one of them lacks counts as 0.
+    The mean is over the sequences that have the query; a key that is missing in one of them counts as 0.
     """
 
     name = "mean-maps"
@@ -150,11 +150,7 @@ def _shown(batch: Batch) -> slice:
 
 
 def telling_heads(attention: pd.DataFrame) -> list[tuple[int, int]]:
-    """Choose (layer, head) pairs that show the range of sinks from the table `attention`.
-
-    These are the strongest, three quantiles and the weakest by window mass at position 0, and the head with the most
-    window mass at a later position.
-    """
+    """Choose heads from strong to weak sinks at position 0, and the head with the most mass at a later position."""
     first = attention[attention["position"] == 0].sort_values("window_mass", ascending=False, kind="stable")
     ranks = [round(share * (len(first) - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
     later = attention[attention["position"] >= 1].sort_values("window_mass", ascending=False, kind="stable")

@@ -106,11 +106,9 @@ def state_difference(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def linear_slope(read: AttentionRead, batch: Batch) -> torch.Tensor:
-    """Return ALiBi's slope, (B,H): by how much a logit falls with each step away from the last query.
-
-    It is computed, for equal tokens, from the logits of the nearest and farthest key that this query sees, because
-    models differ in their slopes, and some compute logits in their own code.
-    """
+    """Return ALiBi's slope, (B,H): by how much a logit falls with each step away from the last query."""
+    # for equal tokens, from the logits of the nearest and farthest key that the query sees, because models differ in
+    # their slopes, and some compute logits in their own code
     last = (batch.start + batch.lengths - 1).tolist()
     slopes = []
     for index, column in enumerate(last):
@@ -127,10 +125,8 @@ def linear_slope(read: AttentionRead, batch: Batch) -> torch.Tensor:
 
 
 def closed_form_difference(read: AttentionRead, slope: torch.Tensor) -> torch.Tensor:
-    """Return the largest |a[t,s] − e^{−slope·|t−s|} ÷ Σ_j e^{−slope·|t−j|}| over heads, queries and their keys, (B,).
-
-    `slope` is (B,H); 0 means uniform attention.
-    """
+    """Return the largest |a[t,s] − e^{−slope·|t−s|} ÷ Σ_j e^{−slope·|t−j|}| over heads, queries and keys, (B,)."""
+    # `slope` is (B,H); 0 means uniform attention
     largest = read.lse.new_zeros(len(read.lse))
     for rows in row_chunks(read.length):
         cols = read.keys(rows)
@@ -146,11 +142,9 @@ def closed_form_difference(read: AttentionRead, slope: torch.Tensor) -> torch.Te
 
 
 def bound_ratios(read: AttentionRead, batch: Batch) -> torch.Tensor:
-    """Return a[t,0] ÷ (e^{2ξ} ÷ (e^{2ξ} + n)) of every head and query, (B,H,T).
-
-    n is the number of other keys that the query sees; NaN for n = 0. ξ = scaling · ‖q_t‖‖k_0‖, since norms are the same
-    for all tokens.
-    """
+    """Return a[t,0] ÷ (e^{2ξ} ÷ (e^{2ξ} + n)) of every head and query, (B,H,T)."""
+    # n is the number of other keys that the query sees; NaN for n = 0. ξ = scaling · ‖q_t‖‖k_0‖, since norms are the
+    # same for all tokens.
     first = batch.columns(1)
     to_first = torch.cat([read.weights(rows, slice(0, first))[0] for rows in row_chunks(read.length)], dim=2)
     weight = batch.at_positions(to_first, 1)[..., 0]

@@ -1,4 +1,4 @@
-"""Gates of a retrofit or of the model, and the values before them: do gates close at the sink? (VGA §3.2, GS §5)
+"""Gates of a retrofit or of the model, which may close at the sink, and the values before them (VGA §3.2, GS §5).
 
 The table `geometry` has the norms of the values as they are attended to, after a gate.
 """

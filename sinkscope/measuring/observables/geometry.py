@@ -21,10 +21,7 @@ from sinkscope.text.batch import Batch
 
 
 class Geometry(Observable):
-    """Measures q, k, v and their logits: tables `geometry` and `geometry_by_sequence`.
-
-    Norms are those after rotary embedding; pairs (t, s) are those in which t may attend to s.
-    """
+    """Measures q, k (after rotary embedding), v and their logits: tables `geometry` and `geometry_by_sequence`."""
 
     name = "geometry"
     about = "norms of query, key and value, query–key cosine and the sink's logit gap per head and position"
@@ -41,15 +38,15 @@ class Geometry(Observable):
         ),
         "geometry_by_sequence": (
             HEAD, KV_HEAD, SEQUENCE,
-            Column("key_norm", "that of position 0 on this sequence"),
+            Column("key_norm", "key norm of position 0 on this sequence"),
             Column("key_norm_later", "mean over positions 5 to 15"),
-            Column("value_norm", "that of position 0"),
+            Column("value_norm", "value norm of position 0"),
             Column("value_norm_later", "mean over positions 5 to 15"),
-            Column("qk_cosine", "that of position 0"),
+            Column("qk_cosine", "cosine of position 0's key, as in `geometry`"),
             Column("qk_cosine_later", "mean over positions 5 to 15"),
-            Column("qk_norm_product", "that of position 0"),
+            Column("qk_norm_product", "norm product of position 0's key, as in `geometry`"),
             Column("qk_norm_product_later", "mean over positions 5 to 15"),
-            Column("sink_logit_gap", "that of position 0"),
+            Column("sink_logit_gap", "logit gap of position 0's key, as in `geometry`"),
         ),
     }  # fmt: skip
 
@@ -91,7 +88,7 @@ def pair_means(
     """Return means over queries of qk_cosine, qk_norm_product and sink_logit_gap, (B,H,C), for the first C keys.
 
     The mean for key s is over the queries that see it. The gap is the logit of s minus the mean logit of the query's
-    other keys. A query that sees only s has no gap and does not count; without any gap, the mean is NaN.
+    other keys. A query that sees only s has no gap and is left out; without any gap, the mean is NaN.
     """
     if read.is_plain:
         return causal_pair_means(read, query_norm, key_norm, columns)
@@ -125,10 +122,8 @@ def causal_pair_means(
 
 
 def weighted_dots_from(weights: torch.Tensor, read: AttentionRead, columns: int) -> torch.Tensor:
-    """Return Σ_{t≥s} w_t q_t·k_s, (B,H,n,C), for weights (B,H,n,T) and the first `columns` keys s.
-
-    Sums run from the last chunk of keys to the first, so that none is a small difference of large numbers.
-    """
+    """Return Σ_{t≥s} w_t q_t·k_s, (B,H,n,C), for weights (B,H,n,T) and the first `columns` keys s."""
+    # from the last chunk of keys to the first, so that no sum is a small difference of large numbers
     sums = []
     later = weights[..., columns:] @ upcast(read.query[:, :, columns:])  # (B,H,n,d): Σ w_t q_t after the chunk
     for rows in reversed(list(row_chunks(columns))):
@@ -139,10 +134,8 @@ def weighted_dots_from(weights: torch.Tensor, read: AttentionRead, columns: int)
 
 
 def sum_from(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return Σ_{t≥s} x_t for the first `columns` s, (…,T) → (…,C).
-
-    Summed backward in float64, because otherwise the last sums would be small differences of large numbers.
-    """
+    """Return Σ_{t≥s} x_t for the first `columns` s, (…,T) → (…,C)."""
+    # summed backward in float64, because otherwise the last sums would be small differences of large numbers
     first, rest = x[..., :columns].double(), x[..., columns:].sum(-1, keepdim=True, dtype=torch.float64)
     return (first.flip(-1).cumsum(-1).flip(-1) + rest).to(x.dtype)
 

@@ -108,11 +108,9 @@ class NormGain:
 
 @torch.no_grad()
 def norm_gain(module: nn.Module, width: int) -> NormGain:
-    """Determine the gain of a norm layer by probing it, because families store γ differently (Gemma as 1 + weight).
-
-    Alternating ±1 has mean 0 and mean square 1: half the difference of the outputs for it and for its negative is γ
-    without bias. LayerNorm maps a constant input to its bias; RMSNorm does not.
-    """
+    """Determine the gain of a norm layer by probing it, because families store γ differently (Gemma as 1 + weight)."""
+    # Alternating ±1 has mean 0 and mean square 1: half the difference of the outputs for it and for its negative is γ
+    # without bias. LayerNorm maps a constant input to its bias; RMSNorm does not.
     weight = next(module.parameters(), torch.zeros(1))
     device = "cpu" if weight.is_meta else weight.device  # if offloaded, accelerate moves the input
     signs = torch.ones(1, 1, width, dtype=weight.dtype, device=device)
@@ -167,7 +165,7 @@ class TheoremOne(Accumulator):
         return routed
 
     def _keep_longest(self, layer: int, length: int) -> bool:
-        """Drop the moments of shorter sequences; return whether sequences of this length count."""
+        """Drop the moments of shorter sequences; return whether sequences of this length are used."""
         if length > self.longest.get(layer, 0):
             self.longest[layer], self.moments[layer] = length, Sums()
         return length == self.longest[layer]
@@ -233,7 +231,7 @@ def branches_of(block: Family | Block) -> dict[str, Branch]:
     """Return the branches of this wiring by name (attn, mlp)."""
     attn_norm, mlp_norm = (site if site in block.sites else None for site in ("attn_norm", "mlp_norm"))
     if block.wiring == "parallel" and mlp_norm is None:
-        attn_norm = None  # attention and MLP share one norm, whose gradient is the sum of both
+        attn_norm = None  # attention and MLP share one norm, whose gradient is the sum of both gradients
     branches = {
         "single": {
             "attn": Branch("layer_in", attn_norm, "attn_out", "layer_out"),
@@ -265,7 +263,7 @@ def undefined_ratios(family: Family) -> dict[str, str]:
     if family.wiring == "parallel":
         reasons["compress and change"] = "attention and MLP read the same input, so there is no h+½ between them"
         if branches["attn"].y is None:
-            reasons["bloat"] = "attention and MLP read one norm, whose gradient is the sum of both"
+            reasons["bloat"] = "attention and MLP read one norm, whose gradient is the sum of both gradients"
     elif branches["attn"].y is None:
         reasons["bloat and compress"] = "there is no norm before the branches"
     if "mlp" not in branches:
@@ -294,8 +292,8 @@ class Gradient(Observable):
     """Measures gradients: tables `gradient`, `gradient_ratio`, `gradient_check` (theorem 1), `norm_bound` (theorem 2).
 
     The tables `gradient_by_group` and `gradient_ratio_by_sequence` give the intervals of the first two. Ratios are
-    computed per sequence and token; a row is their mean over sequences. The last tokens, which predict nothing, have no
-    gradient and no ratio.
+    computed per sequence and token; a row is their mean over sequences. The last tokens, which predict nothing, have
+    neither gradient nor ratio.
     """
 
     name = "gradient"
@@ -345,7 +343,8 @@ class Gradient(Observable):
         self.by_sequence = BySequence("position")
         self.gains: dict[tuple[int, str], NormGain] = {}
         self.branches: dict[int, dict[str, Branch]] = {}  # by layer
-        # gradients at layers' inputs: zero and all ones of the predicting tokens, and overflowed ones of any token
+        # gradients at layers' inputs: numbers of zero gradients and of all gradients of the predicting tokens, and of
+        # overflowed gradients of any token
         self.counts: Sums[str] = Sums({"vanished": 0, "all": 0, "overflowed": 0})
         self.theorem = TheoremOne(settings.positions)
         self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients of this batch, until ratios are computed
@@ -392,7 +391,7 @@ class Gradient(Observable):
     # --- the backward pass: last layer first
 
     def _on_pathway(self, layer: int, pathway: str, batch: Batch, first_is_zero: bool, gradient: torch.Tensor) -> None:
-        """Add ∇ of query (B,H,T,d), key or value (B,K,T,d), summed over the batch as in an optimizer step."""
+        """Add the gradients of queries (B,H,T,d), keys or values (B,K,T,d), summed over the batch as in training."""
         gradient = batch.tokens_at(upcast(gradient).transpose(1, 2), self.settings.positions)
         if pathway == "query":
             self._add_pathway(layer, "query_measured", gradient[:, :1])
@@ -412,7 +411,7 @@ class Gradient(Observable):
         self._routed[layer] = self.theorem.add_upstream(layer, read, upcast(gradient).transpose(1, 2))
 
     def _on_stream(self, layer: int, site: str, batch: Batch, scale: float, gradient: torch.Tensor) -> None:
-        """Store ∇ at a site of the residual stream, (B,T,D), of the sum's term, which is `scale` times the tensor."""
+        """Store the gradient at a residual-stream site (B,T,D) of the sum's term, which is `scale` · tensor."""
         gradient = upcast(gradient)
         gradient = gradient if self.copies is None else self.copies.apart(gradient)
         gradient = gradient.reshape(*batch.token_ids.shape, -1)
@@ -455,11 +454,7 @@ class Gradient(Observable):
     def _add_means(
         self, means: Means, statistics: dict[str, torch.Tensor], batch: Batch, **labels: Any
     ) -> dict[str, torch.Tensor]:
-        """Add statistics (B,T) where they are finite: a token without gradient has no ratio.
-
-        Returns:
-            The statistics by position, (B,P), with NaN where they are not finite.
-        """
+        """Add statistics (B,T) where they are finite, and return them by position, (B,P), NaN where they are not."""
         present = batch.present(self.settings.positions)
         finite = {}
         for name, statistic in statistics.items():

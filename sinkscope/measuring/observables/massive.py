@@ -81,10 +81,7 @@ class Massive(Observable):
 def medians_elsewhere(
     sequences: Sequence[torch.Tensor], positions: Sequence[int], coordinates: Sequence[int]
 ) -> np.ndarray:
-    """Return for each hidden state (length,D) the median magnitude at a coordinate over all tokens except one position.
-
-    It is NaN for a sequence of one token.
-    """
+    """Return the median magnitude of each state (length,D) at a coordinate, without one position; NaN for one token."""
     found = []
     for entries, position, coordinate in zip(sequences, positions, coordinates, strict=True):
         column = upcast(entries[:, coordinate]).abs().double().cpu().numpy()
@@ -95,23 +92,16 @@ def medians_elsewhere(
 def largest_entries(
     hidden: torch.Tensor, peaks: torch.Tensor, medians: torch.Tensor, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the TOP largest entries and every massive entry of each sequence, largest first, earlier first on ties.
+    """Return sequence, column and coordinate (N,) of the TOP largest and all massive entries, largest first.
 
-    Only the tokens with the largest peaks are searched, because no entry is above its token's peak.
-
-    Args:
-        hidden: (B,T,D).
-        peaks: (B,T), the largest absolute entry of each token.
-        medians: (B,), the median of the absolute entries of each sequence.
-
-    Returns:
-        Sequence, column and coordinate of each entry, (N,) each.
+    Earlier entries come first on ties. `hidden` is (B,T,D), `peaks` (B,T), `medians` (B,). Only the tokens with the
+    largest peaks are searched, because no entry is above its token's peak.
     """
     if batch.valid is not None:
         peaks = peaks.masked_fill(~batch.valid.to(peaks.device), -1.0)
     highest = peaks.topk(min(TOP, peaks.shape[1]))
     entries = hidden.gather(1, highest.indices[..., None].expand(-1, -1, hidden.shape[-1])).abs()
-    entries = entries.masked_fill(highest.values[..., None] < 0, 0.0).flatten(1)  # of padding
+    entries = entries.masked_fill(highest.values[..., None] < 0, 0.0).flatten(1)  # zeros for padding
     least = upcast(entries.topk(min(TOP, entries.shape[1])).values[:, -1])
     sequence, column = ((peaks >= least[:, None]) | is_massive(peaks, medians[:, None])).nonzero(as_tuple=True)
     magnitude = upcast(hidden[sequence, column].abs())
@@ -145,11 +135,9 @@ def median_magnitude(x: torch.Tensor) -> torch.Tensor:
 
 
 def selected(numbers: np.ndarray, index: int) -> np.ndarray:
-    """Return the number at this index in ascending order, (1,), like np.partition.
-
-    np.partition is slow on some processors (AVX-512 of AMD's Zen 4: 9 times slower than AVX2). Therefore the number is
-    first looked for between two sample quantiles, four standard deviations to either side, and then among all numbers.
-    """
+    """Return the number at this index in ascending order, (1,), like np.partition."""
+    # np.partition is slow on some processors (AVX-512 of AMD's Zen 4: 9 times slower than AVX2). Therefore the number
+    # is first looked for between two sample quantiles, four standard deviations to either side, then in all numbers.
     sample = np.sort(numbers[::SAMPLED])
     middle, reach = index * len(sample) // len(numbers), 1 + int(2 * len(sample) ** 0.5)
     low, high = sample[max(0, middle - reach)], sample[min(middle + reach, len(sample) - 1)]

@@ -81,10 +81,8 @@ class Rows(Lists[str, Any]):
 
 
 def accumulated(holder: object) -> dict[str, Any]:
-    """Return the attributes of an observable or accumulator that accumulate: Accumulators and dicts of them.
-
-    An empty dict is among them, because the same dict of another process may hold accumulators.
-    """
+    """Return the attributes of an observable or accumulator that accumulate: Accumulators and dicts of them."""
+    # an empty dict is included, because the same dict of another process may hold accumulators
     return {
         name: value
         for name, value in vars(holder).items()
@@ -130,16 +128,13 @@ class Reading:
 
 
 class Observable:
-    """A measurement that reduces tensors to small running sums while the trace runs.
-
-    To add one, write a class in this folder and register it in OBSERVABLES.
-    """
+    """A measurement that reduces tensors to small running sums while the trace runs."""
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list observables`
     sites: ClassVar[tuple[str, ...]]  # residual-stream sites (families.py) and ATTENTION_SITES
     columns: ClassVar[Mapping[str, Columns]] = {}  # its tables, and their columns after model, condition and layer
-    expected: ClassVar[bool] = True  # most models have it: runs and the doctor report where it does not apply
+    expected: ClassVar[bool] = True  # most models have it: runs and the doctor report if it does not apply
     by_default: ClassVar[bool] = True  # measured if the user names no observables
     of_equal_tokens: ClassVar[bool] = False  # needs input in which each sequence repeats a single token
     backward: ClassVar[bool] = False  # needs gradients: `watch` and `watch_attention` are called, not `see`
@@ -175,9 +170,7 @@ class Observable:
     def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch, scale: float) -> None:
         """Register hooks that reduce the gradient of one residual-stream site.
 
-        Args:
-            tensor: the site's tensor, with its graph.
-            scale: the factor by which the model multiplies this tensor when it adds it to the stream.
+        `tensor` has its graph; `scale` is the factor of this tensor in the sum that the model adds to the stream.
         """
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
@@ -187,11 +180,7 @@ class Observable:
         """Register hooks on one layer's values (B,T,K,d) before a retrofit's gate or scale, with their graph."""
 
     def notices(self) -> list[str]:
-        """Return notices about the measurement for the user.
-
-        Raises:
-            SinkscopeError: the measurement is not usable.
-        """
+        """Return notices about the measurement for the user. Raises SinkscopeError if the measurement is not usable."""
         return []
 
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -227,15 +216,13 @@ class Mean(Accumulator):
 def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFrame:
     """Make a table in long format from arrays of one shape: one row per entry, one index column per axis.
 
-    Args:
-        axes: column name → the labels of an axis, in the order of the arrays' axes, or a scalar for a constant column.
-        columns: column name → array.
+    `axes`: column name → the labels of an axis, in the order of the arrays' axes, or a scalar for a constant column.
     """
     return long_table([(axes, columns)])
 
 
 def long_table(parts: Iterable[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:
-    """Make one table from the `axes` and `columns` of several parts: faster than `pd.concat` of many tables."""
+    """Make one table from the `axes` and `columns` of several parts; faster than `pd.concat` of many tables."""
     found = []
     for axes, columns in parts:
         shape = next(iter(columns.values())).shape
@@ -282,7 +269,7 @@ class BySequence(Accumulator):
 
     def __init__(self, *axes: str) -> None:
         self._axes = axes
-        # one growing array: many small ones between short-lived large tensors would fragment the heap
+        # one growing array: many small arrays between short-lived large tensors would fragment the heap
         self._values = array("f")
         self._parts: dict[tuple, dict[int, tuple[slice, torch.Size]]] = defaultdict(dict)  # labels → first sequence → …
         self._names: tuple[str, ...] = ()
@@ -330,7 +317,7 @@ def with_kv_head(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
-    """Average statistics by position (B,…,P) over those of the positions LATER that a sequence has; NaN if it has none.
+    """Average statistics by position (B,…,P) over the positions LATER that a sequence has; NaN if it has none of them.
 
     `present` (B,P) is True where a sequence has the position; None means everywhere.
     """

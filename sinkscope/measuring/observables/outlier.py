@@ -51,7 +51,7 @@ class Outlier(Observable):
 
 
 def infinity_norm(peaks: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the largest absolute entry of each sequence (B,) from that of each token (B,T)."""
+    """Return the largest absolute entry of each sequence (B,) from the largest entries of its tokens (B,T)."""
     return _zero_padding(peaks, batch).amax(1)
 
 

@@ -69,7 +69,7 @@ class QueryBias(Observable):
             SEQUENCE,
             Column("delta", "Δ of position 0, all heads together"),
             Column("delta_later", "mean over all later positions"),
-            Column("delta_later_std", "standard deviation over them"),
+            Column("delta_later_std", "standard deviation over all later positions"),
         ),
         "gamma": (
             COORDINATE,
@@ -97,7 +97,7 @@ class QueryBias(Observable):
         if not family.has_attention:
             return NO_ATTENTION
         if any(family.block(layer).wiring == "unknown" for layer in family.attentions(model)):
-            return "the input of its attention is not known, because the sums of its layers are not"
+            return "the input of its attention is not known, because the sums of its layers are unknown"
         if not family.qkv:
             return f"the query projection of '{family.name}' is not known"
         attentions = list(family.attentions(model).values())
@@ -232,10 +232,8 @@ def key_weight_and_query_bias(model: PreTrainedModel, family: Family, layer: int
 
 
 def bias_directions(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return u_h = W_k^{g(h)}ᵀ b_Q^h of every query head, (H,D) in float64: Δ_j^h = u_h · x_j, Σ_h u_h = γ (NU §4.2.3).
-
-    `weight` is W_k (K,d,D), `bias` b_Q (H,d), and query head h reads the keys of head g(h) = h ÷ (H/K).
-    """
+    """Return u_h = W_kᵀ b_Q^h of each query head, (H,D) in float64: Δ_j^h = u_h · x_j, Σ_h u_h = γ (NU §4.2.3)."""
+    # `weight` is W_k (K,d,D), `bias` b_Q (H,d), and query head h reads the keys of head h ÷ (H/K)
     grouped = bias.double().view(len(weight), -1, bias.shape[-1])  # (K,H/K,d)
     return torch.einsum("kgd,kdc->kgc", grouped, weight.double()).flatten(0, 1)
 
@@ -265,7 +263,7 @@ class Epe(Observable):
     expected = False
     columns: ClassVar = {
         "epe_by_group": (
-            Column("group", "-1: all sequences; else without those of this number modulo 20", kind="whole"),
+            Column("group", "-1: all sequences; else all except those with this number modulo 20", kind="whole"),
             POSITION,
             Column("cosine", "cosine of EPE with the mean over sequences of the layer's output at this position"),
         ),
@@ -337,8 +335,8 @@ class LogitTerms(Observable):
         s_{t→j} = (W_q x_t)ᵀ W_k x_j + (W_q x_t)ᵀ b_K + b_Qᵀ W_k x_j + b_Qᵀ b_K        (NU §4.1)
 
     The terms' gaps between position 0 and other keys add up to `sink_logit_gap` (VGA §4.1), and Δ's part shows how much
-    of the sink is due to the query bias. Terms without x_j are the same for all keys. Only layers count whose queries
-    and keys are multiples of their projections, and whose queries see all earlier tokens.
+    of the sink is due to the query bias. Terms without x_j are the same for all keys. Only layers are measured whose
+    queries and keys are multiples of their projections, and whose queries see all earlier tokens.
     """
 
     name = "logit-terms"
@@ -354,7 +352,7 @@ class LogitTerms(Observable):
                 kind="text",
             ),
             Column("at_first", "the term in the scaled logits of position 0's key, mean over later queries and heads"),
-            Column("at_others", "the same, mean over each query's other keys first"),
+            Column("at_others", "mean of the term over each query's other keys, then over queries and heads"),
         ),
     }
 
@@ -366,7 +364,7 @@ class LogitTerms(Observable):
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
         if not family.position_embedding or family.kinds_of_positions != {"learned"}:
-            return f"its positions are {family.positions}, not learned vectors alone"
+            return f"its positions are {family.positions}, not only learned vectors"
         if not family.causal:
             return "it attends both ways"
         return QueryBias.inapplicable(model, family)
@@ -417,8 +415,8 @@ def sees_all_earlier(read: AttentionRead, batch: Batch) -> bool:
 def effective_bias(projection: Projection, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor | None:
     """Return the bias's part of queries or keys, (heads,d): the bias times a factor that some models apply to them.
 
-    `x` (T,D) is the input of the projection, `state` (heads,T,d) the queries or keys that attention reads. The result
-    is None if these are no multiple of the projection's output, for example after a rotation.
+    `x` (T,D) is the input of the projection, `state` (heads,T,d) the queries or keys that attention reads. Returns None
+    if they are not a multiple of the projection's output, for example after a rotation.
     """
     weight, bias = projection.weight.detach(), projection.bias
     bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias.detach()
@@ -434,7 +432,7 @@ def terms(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Compute the four terms of q·k of every query from position 1 on, under the causal mask.
 
-    Queries and keys (B,H,T,d) are without their biases (1,H,1,d). Each term is two tensors (B,H,T−1): its value at
+    `query` and `key` (B,H,T,d) are without their biases (1,H,1,d). Each term is two tensors (B,H,T−1): its value at
     position 0's key, and its mean over the query's other keys.
     """
     first = key[:, :, :1]

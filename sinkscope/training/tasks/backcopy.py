@@ -42,7 +42,7 @@ from sinkscope.training.blocks import Blocks
 
 @dataclass(frozen=True)
 class Opening:
-    """The beginning of each sequence, after which the rules of the task start (WSE §5): options of the same names."""
+    """The beginning of each sequence, after which the rules of the task start (WSE §5). Each field is an option."""
 
     bos: bool = True  # whether the sequence begins with <s>
     random_tokens: int = 0  # number of tokens, drawn uniformly from all except <s>, that replace <s>
@@ -50,7 +50,7 @@ class Opening:
 
     @property
     def in_front(self) -> int:
-        """Number of tokens before the <s> of those that follow the rules."""
+        """Number of tokens before the <s> of the sequence that follows the rules."""
         return self.random_tokens or self.fixed_position or 0
 
     @property
@@ -60,7 +60,7 @@ class Opening:
 
     @property
     def length(self) -> int:
-        """Number of tokens before the first one that follows the rules."""
+        """Number of tokens before the first token that follows the rules."""
         return self.in_front + self.has_start
 
 
@@ -73,22 +73,17 @@ TRIGGERS = 3
 
 @dataclass(frozen=True, eq=False)
 class BigramBackcopy:
-    """The chain of the task.
+    """The chain of the task."""
 
-    Attributes:
-        tokens: <s>, then the characters from the most to the least frequent, so that the triggers are ids 1 … 3.
-        transitions: (V,V), in each row the probabilities of the next token; zero in the rows of triggers.
-    """
-
-    tokens: tuple[str, ...]
-    transitions: np.ndarray
+    tokens: tuple[str, ...]  # <s>, then the characters from the most to the least frequent: triggers are ids 1 … 3
+    transitions: np.ndarray  # (V,V), in each row the probabilities of the next token; zero in the rows of triggers
 
     start: int = 0
     triggers: tuple[int, ...] = tuple(range(1, 1 + TRIGGERS))
 
     @property
     def vocabulary(self) -> int:
-        """V."""
+        """Number of tokens, V."""
         return len(self.tokens)
 
     def sample(self, count: int, length: int, seed: int | list[int] = 0, bos: bool = True) -> np.ndarray:
@@ -116,7 +111,7 @@ class BigramBackcopy:
         return np.concatenate([front, chain], axis=1)
 
     def blocks(self, length: int, train: int, held_out: int, seed: int = 0, opening: Opening = WITH_BOS) -> Blocks:
-        """Draw sequences to train on, and others that are held out."""
+        """Draw sequences to train on, and other sequences that are held out."""
         to_train = self.begin(opening, train, length, [seed, 0])
         return Blocks(to_train, self.begin(opening, held_out, length, [seed, 1]), NAME)
 
@@ -211,9 +206,7 @@ def example(
 
 
 def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masks (B,T) of the queries that are no triggers and of those that are; tokens of an opening or a prefix
-    are in neither.
-    """
+    """Return masks (B,T) of the queries that are not triggers and of triggers, without an opening or a prefix."""
     trigger = torch.from_numpy(task.is_trigger(batch.token_ids.numpy()))
     counted = torch.arange(trigger.shape[1]) >= batch.first_predicted
     return ~trigger & counted, trigger & counted
@@ -252,7 +245,7 @@ def _in_layers(
 
 
 def _norms(value: torch.Tensor, length: int) -> torch.Tensor:
-    """(B,n+T,K,d) → (B,T): norm of all heads' values together, for the T tokens after n register tokens."""
+    """Return the norm of all heads' values together, (B,n+T,K,d) → (B,T), for the T tokens after n register tokens."""
     return torch.linalg.vector_norm(upcast(value[:, -length:]), dim=(-2, -1)).cpu()
 
 
@@ -285,10 +278,8 @@ class _ToStart(Observable):
 
 
 def start_lead(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Return Δlogit (VGA §4.1): the logit of key 0 minus the mean logit of the other keys that the query may see.
-
-    logits (B,H,T,T), allowed (B|1,H|1,T,T) bool → (B,H,T); query 0 has no other keys, and no lead.
-    """
+    """Return Δlogit (VGA §4.1): the logit of key 0 minus the mean logit of the other keys that the query may see."""
+    # logits (B,H,T,T), allowed (B|1,H|1,T,T) bool → (B,H,T); query 0 has no other keys, and no lead
     others = allowed.clone()
     others[..., 0] = False
     mean = logits.masked_fill(~others, 0.0).sum(-1) / others.sum(-1).clamp(min=1)
@@ -305,7 +296,7 @@ def _watched(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
     ends: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in attentions}
 
     def keep(name: str, end: dict[str, torch.Tensor], module: nn.Module, args: tuple, output: Any = None) -> None:
-        if name == "value":  # of a gate
+        if name == "value":  # the input of a gate
             end["value"] = args[1]
         elif name == "attended":
             end["attended"] = output.transpose(1, 2)
@@ -329,12 +320,12 @@ def _watched(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
 
 
 MEASURED = 64  # held-out sequences, at every log
-SHOWN = 20  # tokens of the one sequence that is drawn
+SHOWN = 20  # tokens of the sequence that is drawn
 
 
 class BackcopyTask:
     name: ClassVar = NAME
-    about: ClassVar = "characters that depend on the last one, and triggers after which the one before them is repeated"
+    about: ClassVar = "characters that depend on the last one, and triggers after which the token before is repeated"
 
     def __init__(self, opening: Opening = WITH_BOS) -> None:
         self.opening = opening
@@ -342,7 +333,7 @@ class BackcopyTask:
         self.tokenizer = self.chain.tokenizer()
 
     def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
-        """Draw the blocks; none is read twice, since the chain has no end."""
+        """Draw the blocks; no block is read twice, because the chain has no end."""
         return self.chain.blocks(length, train, held_out, seed, self.opening)
 
     def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
@@ -360,7 +351,7 @@ class BackcopyWithTextTask(BackcopyTask):
     """
 
     name: ClassVar = f"{NAME}-with-text"
-    about: ClassVar = f"{NAME}, every second block a passage of the text that its pairs are of; held out is the task"
+    about: ClassVar = f"{NAME}, every second block replaced by a passage of text; only blocks of the task are held out"
 
     def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
         drawn = super().blocks(length, train, held_out, seed)
