@@ -1,10 +1,10 @@
-"""The attention of one layer from query, key and value, in several ways that agree: fused, chunked and eager.
+"""The attention of one layer from query, key and value, by three kernels with equal results: fused, chunked and eager.
 
 Attention operations other than softmax (WSE §7) turn a row of logits l into weights of the values by
 
     mix[t] = Σ_s sim(l[t,s]) v[s] / Z[t]        l[t,s] = scaling · φ(q_t)·φ(k_s)
 
-Measurements read |sim| ÷ Σ|sim| = exp(ℓ - lse) in place of softmax weights, the paper's proxy, with ℓ = log|sim| and
+In place of softmax weights, measurements read |sim| ÷ Σ|sim| = exp(ℓ - lse), the paper's proxy, with ℓ = log|sim| and
 lse = log Σ|sim|; only the mix needs sim ÷ Z. φ is applied before the taps (retrofits/operation.py).
 """
 
@@ -31,7 +31,7 @@ LOG_SIMILARITIES: dict[str, Elementwise] = {
     "elu": lambda s: torch.where(s > 0, s.clamp(min=0).log1p(), s),
     "identity": lambda s: s.abs().clamp(min=torch.finfo(s.dtype).tiny).log(),
 }
-# sim itself, 0 with a gradient of 0 at masked logits; without "exp", which may overflow
+# sim itself, without "exp", which may overflow; at masked logits sim and its gradient are 0
 SIMILARITIES: dict[str, Elementwise] = {
     "sigmoid": torch.sigmoid,
     "elu": lambda s: F.elu(s) + 1,
@@ -58,7 +58,7 @@ class Operation:
         The logits (B,H,R,T) are over all keys, MASKED or less where the query may not attend. For a fully masked row
         lse is the dtype's minimum; without `with_lse` it is NaN unless sim ÷ Z needs it.
         """
-        if self.similarity == "exp":  # in logarithms: e^s may overflow
+        if self.similarity == "exp":  # in logarithms, because e^s may overflow
             seen = logits > MASKED
             logits = logits.masked_fill(~seen, 0.0)  # keeps the gradient finite
             lse = _log_sum(logits, seen)
@@ -90,25 +90,25 @@ class ForbiddenKeys:
     """Keys that an intervention hides from all queries except the key's own token."""
 
     pairs: Callable[[slice, slice, torch.device], torch.Tensor]  # (rows, cols, device) → (B|1,H,R,C) bool
-    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): the columns of the keys in whole sequences
+    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): the columns of the keys in complete sequences
     heads: tuple[int, ...]  # query heads from which the keys are hidden
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The parameters of one attention call, which its taps do not show."""
+    """The parameters of one attention call that its taps do not show."""
 
     mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: decided by `causal`
-    scaling: float  # NaN if the model computes the logits itself, and not only by scaling
+    scaling: float  # NaN if the model computes the logits itself, by more than a scaling
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None  # (H,) or (B,H,T): a learned logit in each row's denominator (gpt-oss)
     scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, if the model computes them itself
     forbidden: tuple[ForbiddenKeys, ...] = ()  # in addition to the mask
     causal: bool = True  # queries see no later keys; False: an encoder's attention, to all keys that the mask allows
     prefix: int = 0  # the number of first keys that all queries see (prefix LM); the mask includes them
-    dropout: float = 0.0  # of the weights, in training
-    operation: Operation | None = None  # in place of softmax
-    reads_lse: bool = True  # whether the log-sum-exp of another operation is needed; its mix does not need it
+    dropout: float = 0.0  # probability of dropping a weight, in training
+    operation: Operation | None = None  # the operation in place of softmax
+    reads_lse: bool = True  # whether the log-sum-exp of another operation is needed; the mix does not need it
 
     @property
     def is_softmax(self) -> bool:
@@ -198,7 +198,7 @@ def _penalized(
 def chunked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int = ROW_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what `fused_attention` does, for any call, with `chunk` rows of weights in memory at a time.
+    """Compute the same as `fused_attention`, for any call, with `chunk` rows of weights in memory at a time.
 
     The backward pass recomputes them, so that no T × T weights are kept.
     """
@@ -222,7 +222,7 @@ def _attend_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mix (B,H,R,d) and the log-sum-exp (B,H,R) of a chunk of queries."""
     if call.causal and call.mask is None and not call.forbidden and key.shape[2] == query.shape[2]:
-        key, value = key[:, :, : rows.stop], value[:, :, : rows.stop]  # the queries see no later keys
+        key, value = key[:, :, : rows.stop], value[:, :, : rows.stop]  # the queries of these rows see no later keys
     weights, lse = row_weights(masked_logits(query, key, call, rows), call, rows)
     return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
@@ -252,7 +252,7 @@ def masked(logits: torch.Tensor, call: AttentionCall, rows: slice, queries: int)
         return logits.masked_fill(~call.mask[:, :, rows], torch.finfo(logits.dtype).min)
     if not call.causal:
         return logits
-    # No mask, several queries and more keys than queries: the additional keys are a static cache's empty slots.
+    # If there are several queries, more keys and no mask, the additional keys are a static cache's empty slots.
     ahead = 0 if queries > 1 else offset
     return logits.masked_fill(~causal(rows, keys, ahead, logits.device), torch.finfo(logits.dtype).min)
 
@@ -300,7 +300,7 @@ def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def causal(rows: slice, cols: slice, offset: int, device: torch.device) -> torch.Tensor:
-    """Return the causal mask (R,C) bool: whether query `row + offset` may see key `column`."""
+    """Return the causal mask (R,C) bool: whether the query in `row + offset` may see the key in `column`."""
     row = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     return row >= torch.arange(cols.start, cols.stop, device=device)
 

@@ -1,4 +1,4 @@
-"""Finds numerically how each layer of a model encodes positions, from what its attention computes, not from its name.
+"""Finds numerically how each layer of a model encodes positions, from the results of its attention instead of its name.
 
     learned     a learned vector for each position is added to the token embeddings
     sinusoidal  a vector of sines and cosines of the position is added to the token embeddings
@@ -8,7 +8,7 @@
     none        only the causal mask (NoPE)
 
 All tokens of the text are the same, so that differences between positions come from the positional encoding; and each
-layer's attention gets the same vector at all positions, so that a layer is not credited with what others do.
+layer's attention gets the same vector at all positions, so that the effect of other layers is not attributed to it.
 """
 
 from contextlib import ExitStack
@@ -38,7 +38,7 @@ from sinkscope.models.wiring import first_floats
 
 TOKENS = 24  # T5's buckets have a width of one token up to a distance of 15
 CLOSE = 1e-3  # vectors are equal up to this relative difference …
-ROUNDED = 4  # … or this times the dtype's eps, if that is more
+ROUNDED = 4  # … or up to this times the dtype's eps, if that is more
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
 
 
 def _attended(model: PreTrainedModel, family: Family, ids: torch.Tensor) -> dict[int, dict[str, Any]]:
-    """Return each layer's query and key (1,H,T,d) on equal inputs, and as "lse" its call."""
+    """Return each layer's query and key (1,H,T,d) on equal inputs, and its call under the key "lse"."""
     seen: dict[int, dict[str, Any]] = {layer: {} for layer in family.attentions(model)}
 
     def keep(layer: int, name: str, seam: Seam, tap: nn.Module, args: tuple, x: torch.Tensor) -> None:
@@ -166,7 +166,7 @@ def _added(model: PreTrainedModel, family: Family, one: torch.Tensor, other: tor
 def _before_layers(
     model: PreTrainedModel, family: Family, ids: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the input of the first layer (T,D), and by path the outputs (T,…) of modules that ran before it."""
+    """Return the input of the first layer (T,D), and the outputs (T,…) of the modules that ran before it, by path."""
     hidden: list[torch.Tensor] = []
     outputs: dict[str, torch.Tensor] = {}
 

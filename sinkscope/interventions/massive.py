@@ -1,4 +1,4 @@
-"""Changes of the sink's residual state: massive activations set to zero or to their mean, and its norm rescaled."""
+"""Changes to the sink's residual state: massive activations set to zero or to their mean, and its norm rescaled."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ class _Massive(Intervention):
     control_about = "random coordinates"
     redraws = "coordinates"
 
-    layers: Open = None  # None: all layers at whose output one of them is massive
+    layers: Open = None  # None: all layers at whose output a coordinate is massive
     positions: Indices = (0,)
-    coordinates: Open = None  # None: those that are massive there and at few other tokens
+    coordinates: Open = None  # None: coordinates that are massive at the sink and at few other tokens
     # massive activations of other tokens, such as delimiters: groups of layer, coordinate, smallest magnitude and mean
     elsewhere: Reals | None = None
 
@@ -62,7 +62,7 @@ class _Massive(Intervention):
 
     @abstractmethod
     def value_elsewhere(self, mean: float) -> float:
-        """Return the new value of other tokens' massive activations, whose mean is given."""
+        """Return the new value of other tokens' massive activations, given their mean."""
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -88,7 +88,7 @@ class _Massive(Intervention):
             for layer, coordinate, least, mean in rows:
                 put = partial(_replace_large, coordinate=coordinate, least=least, value=self.value_elsewhere(mean))
                 stack.enter_context(edited_output(layers[layer], put))
-            # after these, so that the positions get their own values
+            # registered later, so that the positions get their own values
             stack.enter_context(edited_positions(self.name, target, layers.values(), self.positions, edit))
             yield
 
@@ -161,7 +161,7 @@ def sink_massive(
     coordinates: tuple[int, ...] | None = None,
     to_name: str = "layers and coordinates",
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers and coordinates of the massive activations that distinguish a position; InputError if none.
+    """Return the layers and coordinates of the massive activations that distinguish a position.
 
     They are massive in at least half of the sequences, at coordinates that are massive at few other tokens (ELSEWHERE)
     in every layer. Other coordinates are features of the stream instead of the sink: Gemma3-270M has one at nearly all
@@ -171,6 +171,9 @@ def sink_massive(
         layers: Search only these layers.
         coordinates: Search only these coordinates, if any of them is massive.
         to_name: The parameters that the user can give instead, for the error message.
+
+    Raises:
+        InputError: There are no such massive activations.
     """
     missing = f"{name}: no massive activations at position {position} are known: name {to_name}"
     if "massive" not in known.tables:
@@ -195,7 +198,7 @@ def sink_massive(
 def massive_elsewhere(
     known: Known, position: int, layers: tuple[int, ...], coordinates: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    """Return layer, coordinate, smallest magnitude and mean of other tokens' massive activations there, flat."""
+    """Return other tokens' massive activations there: layer, coordinate, smallest magnitude and mean of each, flat."""
     table = known.tables["massive"]
     rows = table[table["is_massive"] & (table["position"] != position)]
     rows = rows[rows["layer"].isin(layers) & rows["coordinate"].isin(coordinates)]
@@ -207,8 +210,8 @@ def massive_elsewhere(
 class RescaleNorm(Intervention):
     """Multiplies the input of the chosen layers at the sink by a factor (GS §4: does the norm regulate gradients?).
 
-    Later layers see the change too. RMSNorm maps c·h to the same output as h, up to its ε, and scales the gradient by
-    1/c. So a branch computes the same, and its gradient enters the residual stream 1/c times as large.
+    The change also affects later layers. RMSNorm maps c·h to the same output as h, up to its ε, and scales the gradient
+    by 1/c. So a branch computes the same, and its gradient enters the residual stream 1/c times as large.
     """
 
     name = "rescale-norm"

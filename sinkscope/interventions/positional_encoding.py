@@ -21,15 +21,14 @@ from sinkscope.interventions.intervention import (
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.positions import effective_positions
 
-MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which a layer's output is a sum with its MLP's output as a term
+MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which the MLP's output is a term of the layer's output
 
 
 class _PositionVectors(Intervention):
-    """Gives positions the vectors of others.
+    """Gives positions the vectors of other positions.
 
-    Attributes:
-        at: "embedding", the rows of the position embedding, which the first layer's attention reads too; or "epe", the
-            part EPE_i = MLP⁽¹⁾(p_i) + p_i of the first layer's output, so that only later layers see the change.
+    `at` is "embedding" for the rows of the position embedding, which the first layer's attention reads too, or "epe"
+    for the part EPE_i = MLP⁽¹⁾(p_i) + p_i of the first layer's output, so that only later layers are affected.
     """
 
     expected = False  # only some models have learned positions
@@ -66,7 +65,7 @@ class _PositionVectors(Intervention):
             yield
 
     def _epe_exchanged(self, target: Target) -> AbstractContextManager[None]:
-        """Replace each position's own EPE in the first layer's output by that of its giver."""
+        """Replace each position's own EPE in the first layer's output by the EPE of its giver."""
         givers = self.givers()
         epe = effective_positions(target.model, target.family, max(*givers, *givers.values()) + 1)
         shifts = {position: epe[giver] - epe[position] for position, giver in givers.items()}

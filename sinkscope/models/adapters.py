@@ -1,8 +1,8 @@
-"""Finds and checks adapters (LoRA and others) that PEFT reads, and merges them into a model's weights.
+"""Finds adapters that PEFT reads (LoRA and others), checks them, and merges them into a model's weights.
 
 A merged model is an ordinary one: its weights can be edited, quantized and trained, and in float32 it computes the same
 as the model with its adapter, up to round-off. In bfloat16 and float16 the merged weights are rounded to that dtype.
-Quantized weights would be rounded again, so there the adapter stays separate.
+Quantized weights would be rounded again, so an adapter of a quantized model stays separate.
 """
 
 import hashlib
@@ -25,26 +25,26 @@ NAME = "default"  # PEFT's name for a model's only adapter
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """An adapter whose files are on disk."""
+    """The files of an adapter on disk."""
 
     folder: Path
-    weights: str  # the name of their file in the folder
+    weights: str  # name of the weights file in the folder
     source: str  # the name that the user gave
     commit: str | None  # of the hub repository
-    base: str | None  # the model on which it was trained, according to its settings
+    base: str | None  # the model that the adapter was trained on, according to its settings
 
     @property
     def name(self) -> str:
-        """The last part of its name, for messages."""
+        """The last part of the adapter's name, for messages."""
         return self.source if self.commit else self.folder.resolve().name
 
 
 def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
-    """Find the files of an adapter: in an existing folder, or else in a hub repository.
+    """Find the files of an adapter in an existing folder, or else in a hub repository.
 
     Raises:
-        InputError: there is no such adapter, it is incomplete or damaged, or its weights are pickles that may not be
-            read.
+        InputError: the adapter does not exist, is incomplete or damaged, or has only pickled weights without
+            `allow_pickle`.
         SinkscopeError: PEFT is not installed, or the hub cannot be reached.
     """
     if importlib.util.find_spec("peft") is None:
@@ -89,9 +89,9 @@ def with_adapter(
         The model, the adapter's entry in run.json, and notices for the user.
 
     Raises:
-        InputError: the adapter does not fit the model, or is of a kind that cannot be merged.
+        InputError: the adapter does not fit the model, or cannot be merged.
     """
-    import peft  # optional, and takes seconds
+    import peft  # optional, and its import takes seconds
 
     source, own = f"--adapter {files.source}", str(model.config.name_or_path)
     try:
@@ -126,7 +126,7 @@ def with_adapter(
 
 def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
     """Raise InputError if a model has an adapter that is not merged, which `purpose` would ignore."""
-    kept = (".base_layer", ".original_module")  # PEFT's names for what its own modules hold
+    kept = (".base_layer", ".original_module")  # the names of the original layers in PEFT's modules
     adapted = next((path for path, _ in model.named_modules() if path.endswith(kept)), None)
     if adapted is not None:
         raise InputError(f"{purpose} needs weights without a separate adapter ({adapted}): merge it first")

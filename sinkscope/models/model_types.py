@@ -2,11 +2,11 @@
 
 from typing import Any
 
-PREFIX = "sinkscope_"  # of the model types of retrofitted models
+PREFIX = "sinkscope_"  # begins the model types of retrofitted models
 
 
 def base_type(model_type: str) -> str:
-    """Return `llama` for `sinkscope_llama`; return any other model type unchanged."""
+    """Return `llama` for `sinkscope_llama`, and any other model type unchanged."""
     return model_type.removeprefix(PREFIX)
 
 

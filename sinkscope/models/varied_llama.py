@@ -39,21 +39,21 @@ from transformers.utils.output_capturing import capture_outputs
 
 from sinkscope.errors import InputError, unknown
 
-BASE = 10_000.0  # of the wavelengths of sinusoidal positions (Vaswani et al. 2017)
-BUCKETS, MAX_DISTANCE = 32, 128  # of T5 (Raffel et al. 2020), as in WSE's code
+BASE = 10_000.0  # base of the wavelengths of sinusoidal positions (Vaswani et al. 2017)
+BUCKETS, MAX_DISTANCE = 32, 128  # from T5 (Raffel et al. 2020), as in WSE's code
 
 
 class PositionScheme(nn.Module):
     """No positions at all (NoPE), and the base class of the other schemes."""
 
-    kind: ClassVar[str] = "none"  # that attention/position_kinds.py finds
+    kind: ClassVar[str] = "none"  # the kind that attention/position_kinds.py finds
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
 
     def added(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
-        """Return what is added to token embeddings x (B,T,D) at positions (B|1,T): (B|1,T,D)."""
+        """Return the vectors (B|1,T,D) to add to token embeddings x (B,T,D) at positions (B|1,T)."""
         return None
 
     def rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -117,7 +117,7 @@ class Relative(PositionScheme):
 
 
 class BucketNumber(PositionScheme):
-    """The number of the distance's bucket as bias, which prefers distant keys.
+    """The number of the distance's bucket as bias, which favors distant keys.
 
     WSE's released code computes this for its "relative" model, whose loss is the worst of table 3.
     """
@@ -213,9 +213,9 @@ class VariedLlamaConfig(LlamaConfig):
     norm_placement: str = "pre"
     feed_forward: str = "swiglu"  # also decides `hidden_act`; the width is always `intermediate_size`
     head_mix: str = "concatenated"  # whether the output projection reads all heads, or their sum ("summed")
-    sliding_window: int | None = None  # the number of tokens that a query sees, with its own; None: all earlier ones
+    sliding_window: int | None = None  # the number of tokens that a query sees, itself included; None: all
     prefix_length: int = 0  # the number of first tokens that are visible to all others (prefix LM)
-    # the standard deviation of all weights before training; None: that of WSE's released code
+    # the standard deviation of all weights before training; None: as in WSE's released code
     initializer_range: float | None = None  # type: ignore[assignment]
     layer_types: list[str] | None = None
 
@@ -292,7 +292,7 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(outer, inner, bias=False) if gated else None
         self.up_proj = nn.Linear(outer, inner, bias=False)
         self.down_proj = nn.Linear(inner, outer, bias=False)
-        self.down_proj.deviation = inner**-0.5 / config.num_hidden_layers  # of its initial weights
+        self.down_proj.deviation = inner**-0.5 / config.num_hidden_layers  # standard deviation of its initial weights
         self.act_fn = ACT2FN[activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -387,7 +387,7 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         """Return the mask, with the scheme's bias on the logits; `positions` (T,) are the positions of the queries.
 
         Raises:
-            InputError: a part of a prefix is in a cache, and has not seen the rest.
+            InputError: the cache holds only a part of a prefix, computed without the rest.
         """
         inputs: dict[str, Any] = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
         inputs |= {"past_key_values": cache, "position_ids": position_ids}

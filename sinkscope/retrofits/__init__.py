@@ -86,7 +86,7 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
 
 
 def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
-    """Create a method with its parameters, given as numbers or as text; InputError if there is a wrong one."""
+    """Create a method from its parameters, given as numbers or as text; raise InputError if one is wrong."""
     if method not in RETROFITS:
         raise InputError(f"retrofit {unknown(method, RETROFITS)}")
     return filled_in(RETROFITS[method], parameters, method)
@@ -105,7 +105,7 @@ def _build_in(model: PreTrainedModel) -> None:
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Map the path of each module that a retrofit has added to the module."""
+    """Return path → module for the modules that a retrofit has added."""
     return {path: module for path, module in model.named_modules() if isinstance(module, Part)}
 
 

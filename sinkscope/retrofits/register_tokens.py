@@ -4,9 +4,9 @@ They start at the mean of the vocabulary, which in a trained model is similar to
 the mean is much smaller; there `deviation=0.02` starts them at N(0, .02²), as WSE does.
 
 They are placed directly before each sequence's first token, after any padding on the left, so that a padded batch gives
-the same results as single sequences. Inputs and outputs keep the length of the text: masks and positions are widened on
-the way in, logits cut on the way out, and the first token is not a target, because nothing predicts it in the plain
-model. Hidden states and attentions, if requested, include the registers.
+the same results as single sequences. Inputs and outputs keep the length of the text: masks and positions are widened
+for the forward pass and logits are cut after it, and the first token is not a target, because nothing predicts it in
+the plain model. Hidden states and attentions, if requested, include the registers.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class Registers(Part):
         super().__init__()
         weight = embedding_weight(model)
         self.count = count
-        self.limit = limit  # positions that the model has a vector for
+        self.limit = limit  # number of positions for which the model has a vector
         self.takes_positions = "position_ids" in signature(model.forward).parameters
         self.embeddings = nn.Parameter(weight.new_empty(count, weight.shape[1]))
         self.register_buffer("first", weight.new_empty(count, weight.shape[1]))

@@ -25,7 +25,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. The first chat starts its process; leaving the context ends it."""
+    """The chat template of a tokenizer. The first chat starts its process, and leaving the context ends it."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._tokenizer = tokenizer
