@@ -119,13 +119,13 @@ class _Streaming:
         """Keep the model's mask function and compute `in_cache`; a forward pre-hook of the attention module."""
         self.sees = kwargs.get("attention_mask")
         if not callable(self.sees):
-            raise does_not_apply(self.family, "it does not ask transformers for the mask of its attention")
+            raise does_not_apply(self.family, "it does not get the mask of its attention from transformers")
         kwargs = kwargs | {"attention_mask": None}
         self.in_cache = None
         if self.positions == "rotary":
             tables = kwargs.get("position_embeddings")
             if tables is None:
-                raise does_not_apply(self.family, "its attention is not given its rotary positions from outside")
+                raise does_not_apply(self.family, "its attention does not get its rotary positions as an argument")
             if self.cache.keep or self.reads_query:  # otherwise all distances are the distances in the text
                 in_cache = tuple(_at_cache_positions(table, self.cache) for table in tables)  # cosines and sines
                 self.in_cache = self._run_to_kernel(module, args, kwargs | {"position_embeddings": in_cache})
@@ -188,7 +188,7 @@ def _mask_function(
         if limit is not None and q_length > limit:
             raise InputError(
                 f"streaming does not apply to {q_length} tokens, because past {limit} the rotary frequencies of this "
-                f"{text.model_type} are others than those of a short cache: take a --seq-len of at most {limit}"
+                f"{text.model_type} differ from those of a short cache: use a --seq-len of at most {limit}"
             )
     return mask_function
 
@@ -235,7 +235,7 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
         "sinusoidal": "its positions are sines that are added to the token embeddings",
     }
     for kind in sorted(family.kinds_of_positions - {"rotary", "learned", NO_POSITIONS}):
-        return reasons.get(kind, "how it has positions is not known")
+        return reasons.get(kind, "the kind of its positions is not known")
     if family.door != "interface":
         return "it has attention code of its own, in which sinkscope cannot change the window"
     if family.blocks:
@@ -243,9 +243,9 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
     terms = [term for attention in family.attentions(model).values() if (term := denominator_of(attention))]
     depends_on_query = any(term.reads_query and term.values() is not None for term in terms)
     if "rotary" in family.kinds_of_positions and depends_on_query:
-        return "its key biases have values, whose weights are those of queries at their positions in the text"
+        return "its key biases have values, which are weighted by queries at their positions in the text"
     if text_arguments(model):
-        return "what its tokens see depends on an input for each token"
+        return "which tokens a token sees depends on an input for each token"
     return None
 
 

@@ -133,7 +133,7 @@ def _parse_numbers(value: Any) -> Any:
     for part in value.replace("+", ",").split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if not match:
-            raise ValueError(f"'{part.strip()}' is no number, no range as 1-3 and not all")
+            raise ValueError(f"'{part.strip()}' is neither a number, nor a range such as 1-3, nor all")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"the range {part.strip()} is empty")
@@ -145,7 +145,7 @@ def _parse_numbers(value: Any) -> Any:
 
 def _parse_named_numbers(value: Any) -> Any:
     if isinstance(value, str) and value.strip() == "all":
-        raise ValueError("all is not meant here: name some")
+        raise ValueError("all cannot be used here: name some numbers")
     return _parse_numbers(value)
 
 

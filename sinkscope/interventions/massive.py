@@ -78,7 +78,7 @@ class _Massive(Intervention):
         numbers = self.elsewhere or ()
         rows = [(int(row[0]), int(row[1]), *row[2:]) for row in zip(*[iter(numbers)] * 4, strict=False)]
         if len(numbers) % 4 or not all(row[0] in layers and row[1] in coordinates for row in rows):
-            raise InputError(f"{self.name}: elsewhere needs layer, coordinate, magnitude and mean, of those chosen")
+            raise InputError(f"{self.name}: elsewhere needs a chosen layer, a chosen coordinate, magnitude and mean")
 
         def edit(module: nn.Module, position: int, x: torch.Tensor) -> torch.Tensor:
             x[:, coordinates] = values[module, position].to(x)
@@ -216,8 +216,8 @@ class RescaleNorm(Intervention):
 
     name = "rescale-norm"
     about = (
-        "what enters a layer at the sink times a factor, its direction kept (layers: the one after the first massive "
-        "activation, positions, factor: 0.5)"
+        "the input of a layer at the sink times a factor, with its direction kept (layers: the one after the first "
+        "massive activation, positions, factor: 0.5)"
     )
     paper = "GS §4"
     control_about = "another position"

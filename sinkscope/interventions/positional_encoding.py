@@ -76,7 +76,7 @@ class _PositionVectors(Intervention):
 
 class ReplaceEpe(_PositionVectors):
     name = "replace-epe"
-    about = "position 0 gets another position's vector p (positions, source: whose; at=epe: its EPE instead)"
+    about = "position 0 gets another position's vector p (positions, source: the other; at=epe: its EPE instead)"
     paper = "NU intervention 2"
     control_about = "the same at another position"
     expects = Expectation.SINK_FALLS
@@ -99,7 +99,7 @@ class ReplaceEpe(_PositionVectors):
 
 class TransplantEpe(_PositionVectors):
     name = "transplant-epe"
-    about = "two positions exchange their vectors (source: the sink's, target: where it goes; at=epe)"
+    about = "two positions exchange their vectors (source: the sink's position, target: the other; at=epe)"
     paper = "NU intervention 3"
     control_about = "the target and a random position exchange theirs"
     expects = Expectation.SINK_MOVES

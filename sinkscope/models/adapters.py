@@ -100,7 +100,7 @@ def with_adapter(
         raise InputError(f"{source}: PEFT cannot use its {ADAPTER_CONFIG} [{described(error)}]") from error
     method, merging = str(getattr(config.peft_type, "value", config.peft_type)), not is_quantized(model)
     if config.is_prompt_learning:
-        raise InputError(f"{source} is of prompts ({method}), not of weights: the model cannot be measured with it")
+        raise InputError(f"{source} adds prompts ({method}) and no weights: the model cannot be measured with it")
     try:
         wrapped: Any = peft.get_peft_model(model, config, NAME)
         read = wrapped.load_adapter(files.folder, NAME, torch_device=str(model.device))
@@ -108,7 +108,7 @@ def with_adapter(
         raise InputError(f"{source} does not fit {own} [{described(error)}]") from error
     for what, names in (("lacks", read.missing_keys), ("has, and the model does not have,", read.unexpected_keys)):
         if names:
-            raise InputError(f"{source} does not fit {own}: it {what} {names[0]} ({len(names)} in all)")
+            raise InputError(f"{source} does not fit {own}: it {what} {names[0]} ({len(names)} in total)")
     try:
         network = wrapped.merge_and_unload(safe_merge=True) if merging else wrapped.get_base_model()
     except Exception as error:

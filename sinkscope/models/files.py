@@ -259,7 +259,7 @@ def _hub_error(repo: str, revision: str | None, error: Exception) -> SinkscopeEr
             "a .gguf file"
         )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
-        return InputError(f"{hub} refuses the token that it was given: {log_in}")
+        return InputError(f"{hub} refuses the token: {log_in}")
     return SinkscopeError(f"downloading {repo} failed [{described(error)}]")
 
 

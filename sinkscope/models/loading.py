@@ -256,7 +256,7 @@ def _build(
         name, found, expected = mismatched[0]
         raise InputError(
             f"{files.source}: its weights do not fit its config.json: {name} has shape {tuple(found)}, "
-            f"not {tuple(expected)} ({len(mismatched)} in all)"
+            f"not {tuple(expected)} ({len(mismatched)} in total)"
         )
     if missing:
         raise InputError(
@@ -392,7 +392,7 @@ def check_devices(device_map: str) -> None:
         check_device_map(device_map)
     except ValueError as error:
         raise InputError(f"device map {error}") from None
-    asked = f"device map '{device_map}' was asked for, but"
+    asked = f"device map '{device_map}' was requested, but"
     kind, _, number = device_map.partition(":")
     if kind in COUNTS:
         there, index = COUNTS[kind](), int(number or 0)

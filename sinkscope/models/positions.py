@@ -33,7 +33,7 @@ def position_vectors(model: PreTrainedModel, family: Family, count: int) -> torc
         raise InputError(f"'{family.name}' has no learned positions (its positions: {family.positions})")
     vectors = weight_in_memory(model.get_submodule(family.position_embedding))[family.position_offset :]
     if count > len(vectors):
-        raise InputError(f"the model has {len(vectors)} positions, and {count} were asked for")
+        raise InputError(f"the model has {len(vectors)} positions, and {count} were requested")
     return vectors[:count]
 
 

@@ -224,7 +224,7 @@ class VariedLlamaConfig(LlamaConfig):
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} {unknown(getattr(self, field), known)}")
         if self.prefix_length < 0 or (self.prefix_length and self.sliding_window is not None):
-            raise ValueError("prefix_length is a number of tokens, and goes without sliding_window")
+            raise ValueError("prefix_length is a number of tokens, and cannot be combined with sliding_window")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError("sliding_window is at least 1: a query sees itself")
         self.hidden_act = FEED_FORWARDS[self.feed_forward][1]

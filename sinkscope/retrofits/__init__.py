@@ -58,7 +58,7 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
     """
     chosen = make_retrofit(method, parameters)
     if unwrapped(model) is not model:
-        raise InputError(f"a {type(model).__name__} is around the model: give retrofit_model the model itself")
+        raise InputError(f"the model is wrapped in a {type(model).__name__}: give retrofit_model the model itself")
     if is_retrofitted(model.config) and method != "none":
         before = model.config.retrofit["method"]
         raise InputError(

@@ -80,7 +80,7 @@ class KeyBiases(Retrofit):
     @model_validator(mode="after")
     def _check_norm(self) -> "KeyBiases":
         if self.norm != 1.0 and self.value not in ("axis", "uniform"):
-            raise ValueError("norm is of value=axis and value=uniform")
+            raise ValueError("norm applies only to value=axis and value=uniform")
         return self
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
@@ -149,7 +149,7 @@ class SinkLogit(DenominatorPart):
 
 class LearnableSink(Retrofit):
     name = "learnable-sink"
-    about = "a learned logit per head in the softmax's denominator, with no value (first: where it starts)"
+    about = "a learned logit per head in the softmax's denominator, with no value (first: its starting value)"
     paper = "S2M §1, gpt-oss"
 
     first: float = Field(default=-5.0, allow_inf_nan=False)

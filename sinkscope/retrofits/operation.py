@@ -73,7 +73,7 @@ class AttendBy(AttentionPart, OtherOperation):
 class AttentionOperation(Retrofit):
     name = "operation"
     about = (
-        f"another attention operation, to train from scratch with (kind: {', '.join(KINDS)}; of softmax factor: α of "
+        f"another attention operation, for training from scratch (kind: {', '.join(KINDS)}; of softmax factor: α of "
         "Z = Σ/α, power: p of Z = (Σ simᵖ)^(1/p))"
     )
     paper = "WSE §7.4"

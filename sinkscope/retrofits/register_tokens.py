@@ -61,7 +61,7 @@ class Registers(Part):
             if inputs.get(name) is not None:
                 raise InputError(f"register tokens support only text: {name} is not widened")
         if isinstance(inputs.get("logits_to_keep"), torch.Tensor):
-            raise InputError("with register tokens logits_to_keep is a number: the last so many")
+            raise InputError("with register tokens logits_to_keep must be the number of last tokens")
         return_dict = inputs.pop("return_dict", None)
         embeds = inputs.pop("inputs_embeds", None)
         ids = inputs.pop("input_ids", None)

@@ -64,7 +64,7 @@ class PlacedHook:
 
     def _find(self, attention: nn.Module, args: tuple) -> None:
         if getattr(attention, "_is_replica", False):  # replicas in other threads share its hooks
-            raise SinkscopeError("nn.DataParallel cannot run a retrofitted model: take DistributedDataParallel")
+            raise SinkscopeError("nn.DataParallel cannot run a retrofitted model: use DistributedDataParallel")
         self.module, self.part = attention.get_submodule(self.path), getattr(attention, RETROFIT)
         self._join(self.module)
 

@@ -55,7 +55,7 @@ class VScale(Retrofit):
     @model_validator(mode="after")
     def _check_start(self) -> "VScale":
         if self.learned and self.strength == 0:
-            raise ValueError("λ = exp(θ) is never 0: take a small strength, or learned=false")
+            raise ValueError("λ = exp(θ) is never 0: use a small strength, or learned=false")
         return self
 
     def part(self, layer: Layer) -> ValueScale:

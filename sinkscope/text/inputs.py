@@ -185,7 +185,7 @@ def build_inputs(
     if len(sequences) < num_seqs:
         label = f"--dataset {dataset}" if dataset else f"--input {source}"
         of = "of" if all(len(ids) == seq_len for ids in sequences) else "of at most"
-        held = f"{counted(len(sequences), 'sequence')} {of} {seq_len} tokens; {num_seqs} were asked for"
+        held = f"{counted(len(sequences), 'sequence')} {of} {seq_len} tokens; {num_seqs} were requested"
         notices.append(f"{label} holds {held}")
     for ids in sequences:
         ids.setflags(write=False)

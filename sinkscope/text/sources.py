@@ -417,7 +417,7 @@ def long_heads(documents: Iterator[Document], label: str, request: Request) -> S
             "take a smaller --seq-len, or another dataset"
         )
     few = len(taken) < request.num_seqs and looked == limit
-    notices = [f"{label}: only its first {looked} documents were looked at"] if few else []
+    notices = [f"{label}: only its first {looked} documents were read"] if few else []
     return Selection([ids for _, ids in taken], request.token_zero(TEXT), notices)
 
 
