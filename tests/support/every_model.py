@@ -1,7 +1,7 @@
 """A tiny random model of every type in transformers' mappings, with small values for all sizes of its configuration.
 
-A type whose configuration needs more than that has a line in `OVERRIDES`; one that cannot be built here has a line in
-`NOT_BUILT`, with the reason.
+A type that needs further settings has a line in `OVERRIDES`; one that cannot be built here has a line in `NOT_BUILT`,
+with the reason.
 """
 
 from typing import Any
@@ -175,7 +175,7 @@ NOT_BUILT |= multimodal.NOT_BUILT
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Return a configuration that is small in all its parts; a part with a type of its own uses that type's entry."""
+    """Return a configuration that is small in all its parts; a part with its own model type uses that type's entry."""
     return CONFIG_MAPPING[model_type](**_wanted(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {})))
 
 
@@ -232,10 +232,10 @@ def every_type(auto: Any = AutoModelForCausalLM) -> list[str]:
 def tiny_of(
     model_type: str, dtype: torch.dtype = torch.float32, spread: float = 6.0, auto: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """Return a random model in eval mode, its matrices `spread` times as wide as at initialization."""
+    """Return a random model in eval mode, with matrices `spread` times as wide as at initialization."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
-    config._experts_implementation = "eager"  # others know no float64
+    config._experts_implementation = "eager"  # other implementations do not support float64
     if type(config) in AutoModelForMaskedLM._model_mapping:  # like BERT: an encoder, or a decoder on request
         config.is_decoder = auto is AutoModelForCausalLM
     model = auto.from_config(config).eval().requires_grad_(False).to(dtype)

@@ -52,7 +52,7 @@ def _of_value(value: Any) -> Any:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names of everything that has changed."""
+    """Return the names of all entries that have changed."""
     return [name for name in before | after if not _same(before.get(name), after.get(name))]
 
 
