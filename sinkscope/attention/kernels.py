@@ -174,11 +174,9 @@ PENALTY = 1e4  # on a logit: e^-10000 is 0, and half precision can represent its
 def _penalized(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add a coordinate to query and key for each forbidden key, so that the fused kernel needs no T × T mask.
-
-    The product of these coordinates is -PENALTY for forbidden pairs and 0 for all others. Value is padded with zeros,
-    which the caller cuts off.
-    """
+    """Add a coordinate to query and key for each forbidden key, so that the fused kernel needs no T × T mask."""
+    # The product of these coordinates is -PENALTY for forbidden pairs and 0 for all others. Value is padded with zeros,
+    # which the caller cuts off.
     token = torch.arange(query.shape[2], device=query.device)
     size = (PENALTY / call.scaling) ** 0.5
     queries, keys = [], []
@@ -233,10 +231,8 @@ KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": partial(chunked_
 
 
 def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, rows: slice) -> torch.Tensor:
-    """Return rows of pre-softmax logits over all keys, (B,H,R,T), the dtype's minimum where the query may not attend.
-
-    They are not -inf, because a fully masked row (a padding query) must stay finite.
-    """
+    """Return rows of logits over all keys (B,H,R,T), with the dtype's minimum where the query may not attend."""
+    # not -inf, because a fully masked row (a padding query) must stay finite
     return masked(raw_logits(query[:, :, rows], key, call), call, rows, query.shape[2])
 
 

@@ -103,10 +103,8 @@ def _repeat_last_state(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
 
 
 def _turns(x: torch.Tensor) -> torch.Tensor:
-    """Return whether any head's vector (1,H,T,d) has another direction than the one before it, (T-1,) bool.
-
-    Norms may differ, as for queries that are scaled by the logarithm of their position: all keys see the same factor.
-    """
+    """Return whether any head's vector (1,H,T,d) has another direction than the one before it, (T-1,) bool."""
+    # Norms may differ, as for queries that are scaled by the logarithm of their position: all keys see the same factor.
     directions = F.normalize(upcast(x), dim=-1)
     return (directions.diff(dim=2).norm(dim=-1) > _close(x)).any(1)[0]
 
@@ -200,10 +198,8 @@ def _differs(x: torch.Tensor) -> bool:
 
 
 def _is_sinusoidal(given: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Return whether every column of `rows` (T,D) is a wave of the position: x(t+1) + x(t-1) = 2 cos(ω) x(t).
-
-    The rows were computed from `given`, whose size and dtype decide the round-off.
-    """
+    """Return whether every column of `rows` (T,D) is a wave of the position: x(t+1) + x(t-1) = 2 cos(ω) x(t)."""
+    # the rows were computed from `given`, whose size and dtype decide the round-off
     rows = upcast(rows)
     middle, sides = rows[1:-1], rows[2:] + rows[:-2]
     size = middle.square().sum(0)

@@ -101,11 +101,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[dict[int, Seam]]:
     """Put a seam into every attention layer until the end of the block, and yield the seams by layer.
 
-    Args:
-        kernel: "sdpa" (fused) or "eager" (the reference).
-
-    Raises:
-        SinkscopeError: The model has seams already.
+    `kernel` is "sdpa" (fused) or "eager" (the reference). A model with open seams raises SinkscopeError.
     """
     attentions = family.attentions(model)
     seams = {layer: Seam(kernel, family.door, family.causal, family.prefix) for layer in attentions}

@@ -198,9 +198,7 @@ def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], ke
     """Let the model read text with a cache of the first `keep` and the last `window` tokens, within the block.
 
     The model must be called with complete sequences of one length and use_cache=False; `seams` come from `open_seam`.
-
-    Raises:
-        InputError: streaming does not apply to this model, keep < 0 or window < 1.
+    An unsuitable model, keep < 0 or window < 1 raise InputError.
     """
     check_applies(model, family)
     if keep < 0 or window < 1:

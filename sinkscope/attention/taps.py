@@ -255,10 +255,8 @@ class Interceptor(TorchFunctionMode, threading.local):
 
     @torch.no_grad()
     def _own_bias(self, scores: torch.Tensor | None, has_dots: bool = False) -> torch.Tensor | None:
-        """Return ALiBi's bias on the logit of each query's own key, (B|1,H,T); None without ALiBi.
-
-        scores (B|1,H,T,S) are masked biases, plus scaling · q·k with `has_dots`.
-        """
+        """Return ALiBi's bias on the logit of each query's own key, (B|1,H,T); None without ALiBi."""
+        # scores (B|1,H,T,S) are masked biases, plus scaling · q·k with `has_dots`
         term = self.denominator
         if term is None or not term.is_biased or scores is None:
             return None

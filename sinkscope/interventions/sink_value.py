@@ -176,9 +176,7 @@ class ReadValues(_AtValues):
 
 
 def heads_with_a_sink(attention: pd.DataFrame, positions: Iterable[int]) -> frozenset[tuple[int, int]]:
-    """Return (layer, key/value head) for each head that is read by a query head with a sink at one of the positions.
-
-    A head has a sink if it does in at least half of the sequences, according to the table `attention`.
-    """
+    """Return (layer, key/value head) for each head that is read by a query head with a sink at one of the positions."""
+    # a head has a sink if it does in at least half of the sequences
     rows = attention[attention["position"].isin(list(positions)) & (attention["sink_rate"] >= 0.5)]
     return frozenset(zip(rows["layer"].astype(int), rows["kv_head"].astype(int), strict=True))

@@ -83,13 +83,9 @@ def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
 def with_adapter(
     model: PreTrainedModel, files: AdapterFiles
 ) -> tuple[PreTrainedModel, dict[str, Any], tuple[str, ...]]:
-    """Merge the adapter into the model, or add it to quantized weights.
+    """Merge the adapter into the model, or add it to quantized weights; raise InputError if it does not fit.
 
-    Returns:
-        The model, the adapter's entry in run.json, and notices for the user.
-
-    Raises:
-        InputError: the adapter does not fit the model, or cannot be merged.
+    The result is the model, the adapter's entry in run.json, and notices for the user.
     """
     import peft  # optional, and its import takes seconds
 

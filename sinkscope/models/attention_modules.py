@@ -27,11 +27,8 @@ def find_attentions(
 ) -> tuple[str, list[str]]:
     """Find the attention module of every layer, for the list of layers at a path.
 
-    Returns:
-        The family's `door`, and the module's path by layer, "" for a layer without attention.
-
-    Raises:
-        InputError: a layer has more than one attention, or a form of it that is not measured.
+    The result is the family's `door`, and the module's path by layer, "" for a layer without attention. A layer with
+    several attentions, or with a form of attention that is not measured, raises InputError.
     """
     seen = watch_attention(model, inputs)
     names = {module: name for name, module in model.named_modules()}

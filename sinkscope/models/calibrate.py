@@ -28,8 +28,7 @@ from sinkscope.models.wiring import End, check_wiring, mlp_reads_attention, outp
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     """Make a row for an architecture that has none, by finding what every layer adds to the residual stream.
 
-    Raises:
-        InputError: the model fails on these tokens (B,T), or has a form of attention that is not measured.
+    It raises InputError if the model fails on these tokens (B,T), or has a form of attention that is not measured.
     """
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
     if getattr(model.config, "is_encoder_decoder", False):
@@ -122,11 +121,7 @@ def _blocks(
 
 
 def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
-    """Return the projections' fields of a row.
-
-    `qkv` is empty if one projection holds all three, because their layout is then unknown, and if some layers use keys
-    of other layers.
-    """
+    """Return the projections' fields of a row; `qkv` is empty if their layout is unknown or some layers share keys."""
     several, attention = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value")), attentions[0]
     known = next((names for names in several if all(_has(other, *names) for other in attentions)), ())
     output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense", "wo") if _has(attention, name)), "")
@@ -174,11 +169,9 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
 
 
 def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | None) -> bool:
-    """Return whether most modules run once, each on the output of the one before, and the first on the tokens.
-
-    Some may not run, such as layers that read pictures. If there are no other tokens to compare with, the input of the
-    first is assumed to depend on the tokens.
-    """
+    """Return whether most modules run once, each on the output of the one before, and the first on the tokens."""
+    # Some may not run, such as layers that read pictures. If there are no other tokens to compare with, the input of
+    # the first is assumed to depend on the tokens.
     ran = [layer for layer in layers if layer in ends and (ends_of_others is None or layer in ends_of_others)]
     pairs = [ends[layer] for layer in ran]
     if 2 * len(ran) <= len(layers) or any(len(pair) != 2 for pair in pairs):

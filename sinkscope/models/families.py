@@ -233,11 +233,7 @@ BUILT_AS = {
 
 
 def find_family(model: Any) -> Family:
-    """Return the row of FAMILIES for a loaded model: that of its type, or of the type of its text tower.
-
-    Raises:
-        InputError: the model type has no row, or none with a `when` that matches this configuration.
-    """
+    """Return the row of FAMILIES for a loaded model, by its type or its text tower's; raise InputError if none fits."""
 
     def within(path: str) -> str:
         """Return a row's path as a path in the complete model, because the tower may lack the language model's head."""

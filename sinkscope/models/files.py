@@ -398,11 +398,10 @@ TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # some checkpoints have -1 for
 
 
 class _Settings(BaseModel):
-    """The entries of a config.json that are checked before transformers reads it.
+    """The entries of a config.json that are checked before transformers reads it."""
 
-    transformers checks most entries when it builds the model, except for sizes that would take hours to build, names of
-    classes, and entries that are only used to read text.
-    """
+    # transformers checks most entries when it builds the model, except for sizes that would take hours to build, names
+    # of classes, and entries that are only used to read text.
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 

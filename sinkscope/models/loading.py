@@ -174,10 +174,8 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
-    """Raise InputError if a configuration has more parameters than the files have bits.
-
-    transformers would allocate all parameters, and only then report the missing ones.
-    """
+    """Raise InputError if a configuration has more parameters than the files have bits."""
+    # transformers would allocate all parameters, and only then report the missing ones
     bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
     try:
         count = count_parameters(config)
@@ -212,11 +210,8 @@ def _asks_for_trust(error: Exception) -> bool:
 def _build(
     files: ModelFiles, config: PreTrainedConfig, dtype: str | None, device_map: str | None, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Let transformers build the model; return it with notices on its weights.
-
-    Raises:
-        InputError: the checkpoint lacks weights, for which transformers would only warn, and initialize them at random.
-    """
+    """Let transformers build the model; return it with notices on its weights."""
+    # raises InputError for missing weights: transformers would only warn, and initialize them at random
     on_cpu = stays_on_cpu(device_map)
     if dtype is None:
         dtype = "float32" if on_cpu or files.gguf else "auto"  # a GGUF file is unpacked to float32 anyway

@@ -24,11 +24,7 @@ def known_positions(model: PreTrainedModel, family: Family) -> int | None:
 
 
 def position_vectors(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
-    """Return learned absolute positions p_0 … p_{count-1}, (count, D).
-
-    Raises:
-        InputError: positions are not learned, or there are fewer than `count`.
-    """
+    """Return learned absolute positions p_0 … p_{count-1}, (count, D); raise InputError if there are none, or fewer."""
     if not family.position_embedding:
         raise InputError(f"'{family.name}' has no learned positions (its positions: {family.positions})")
     vectors = weight_in_memory(model.get_submodule(family.position_embedding))[family.position_offset :]

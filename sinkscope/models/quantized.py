@@ -48,11 +48,9 @@ def method_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def check_packages(source: str, settings: Mapping[str, Any]) -> None:
-    """Check that a quantized checkpoint can be loaded here, before anything is downloaded.
+    """Raise an error if a quantized checkpoint cannot be loaded here, before anything is downloaded.
 
-    Raises:
-        InputError: the method in the settings (config.json) is unknown, or refused.
-        SinkscopeError: a package is not installed.
+    An unknown or refused method in the settings (config.json) is an InputError, a missing package a SinkscopeError.
     """
     method = method_of(settings)
     if method is None:

@@ -51,8 +51,7 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
 def step_of(name: str, among: Iterable[str] = ()) -> int:
     """Return the number after `step`, or else the one at the end of the name: 1000 for OLMo's step1000-tokens4B.
 
-    Raises:
-        InputError: there is no number; the message lists the names in `among` that have one.
+    Without a number it raises InputError, which lists the names in `among` that have one.
     """
     found = _step(name)
     if found is None:

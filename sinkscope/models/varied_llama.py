@@ -384,11 +384,7 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         position_ids: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return the mask, with the scheme's bias on the logits; `positions` (T,) are the positions of the queries.
-
-        Raises:
-            InputError: the cache holds only a part of a prefix, computed without the rest.
-        """
+        """Return the mask, with the scheme's bias on the logits; `positions` (T,) are the positions of the queries."""
         inputs: dict[str, Any] = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
         inputs |= {"past_key_values": cache, "position_ids": position_ids}
         keys, first = cache.get_mask_sizes(len(positions), 0) if cache is not None else (len(positions), 0)

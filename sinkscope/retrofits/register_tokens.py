@@ -49,8 +49,7 @@ class Registers(Part):
     ) -> Any:
         """Call the model's own `forward` on the text with the registers before it; `inputs` are keyword arguments.
 
-        Raises:
-            InputError: An input cannot be widened by registers, or the text is too long.
+        An input that cannot be widened by registers, or a text that is too long, raises InputError.
         """
         mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
         if getattr(cache, "is_compileable", False):

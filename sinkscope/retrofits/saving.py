@@ -147,8 +147,7 @@ def model_class(base: str, parent: Any, build_in: BuildIn) -> type[PreTrainedMod
 def become_retrofitted(model: PreTrainedModel, method: str, parameters: dict[str, Any], build_in: BuildIn) -> None:
     """Give a loaded model the retrofitted class, with the method in its configuration but not yet installed.
 
-    Raises:
-        InputError: The model is not the plain causal language model of its configuration.
+    A model other than the plain causal language model of its configuration raises InputError.
     """
     config: Any = model.config
     plain: Any = type(model)

@@ -43,9 +43,7 @@ class ChatTemplate:
     def text(self, messages: Messages) -> str:
         """Return the text of a chat, as `tokenizer.apply_chat_template(messages, tokenize=False)` does.
 
-        Raises:
-            ValueError: there is no template, it fails, or it takes longer than SECONDS.
-            SinkscopeError: its process does not start.
+        A template that is missing, fails or takes longer than SECONDS raises ValueError.
         """
         from transformers import PreTrainedTokenizerBase
 

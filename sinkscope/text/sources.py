@@ -244,10 +244,7 @@ def read_array(path: Path) -> Iterator[Document]:
 
 
 def read_dataset(spec: str) -> tuple[str, Iterator[Document]]:
-    """Return the name in tables of a dataset NAME[:CONFIG[:SPLIT]], and its documents, downloaded when they are needed.
-
-    The name is its NAME, or the last part of a folder's path.
-    """
+    """Return the name in tables of a dataset NAME[:CONFIG[:SPLIT]], and its documents, downloaded when needed."""
     label, (name, *options) = f"--dataset {spec}", spec.split(":")
     if not name or len(options) > 2:
         raise InputError(f"{label}: it is written NAME, NAME:CONFIG or NAME:CONFIG:SPLIT")

@@ -43,10 +43,7 @@ WITH_TOWERS = ("blip-2", "diffusion_gemma", "fuyu", "lfm3_vl", "llava", "mllama"
 
 
 def one_of_each(name: str, compared: Collection[str]) -> list[str]:
-    """Return one type for each distinct line of a list, and the types in `compared`.
-
-    Types with equal lines are built alike; tests/sweep_models.py tests all of them.
-    """
+    """Return one type for each distinct line of a list (equal lines are built alike), and the types in `compared`."""
     said: dict[tuple[str, ...], str] = {}
     for model_type, row in ROWS[name].items():
         fields = (row[field] for field in ("outcome", "layers", "wiring", "positions", "padded"))

@@ -97,10 +97,8 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 def repacked(model: PreTrainedModel) -> bool:
-    """Return whether bitsandbytes packs 4-bit weights for a kernel without gradients, as for CPUs with bfloat16.
-
-    The weights are packed in the first pass that needs no gradients, which this function runs.
-    """
+    """Return whether bitsandbytes packs 4-bit weights for a kernel without gradients, as for CPUs with bfloat16."""
+    # it packs them in the first pass that needs no gradients, which is run here
     with torch.no_grad():
         model(torch.ones(1, LENGTH, dtype=torch.long))
     states = (getattr(weight, "quant_state", None) for weight in model.parameters())

@@ -225,7 +225,7 @@ def _run(model: PreTrainedModel, family: Family, batch: Batch, backward: bool = 
 
 
 def _expected(plain: Plain, family: Family) -> Tables:
-    """Return the tables by plain transformers, without branches of layers whose structure sinkscope reports as unknown."""
+    """Return the tables by plain transformers, without branches of layers that sinkscope reports as unknown."""
     tables = plain.tables(LENGTH, WINDOW, Settings().epsilon)
     blocks = {at: family.block(at) for at in range(len(plain.layers))}
     unknown = {at: {*RESIDUAL_SITES} - {*block.sites} for at, block in blocks.items() if block.wiring == "unknown"}

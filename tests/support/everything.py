@@ -41,10 +41,8 @@ def _process() -> dict[str, Any]:
 
 
 def _of_value(value: Any) -> Any:
-    """Represent containers, such as hooks, by their entries; objects by identity; numbers and text by value.
-
-    The configuration that all modules hold is recorded once, separately.
-    """
+    """Represent containers, such as hooks, by their entries; objects by identity; numbers and text by value."""
+    # the configuration that all modules hold is recorded once, separately
     if isinstance(value, dict):
         return {key: id(entry) for key, entry in value.items()}
     by_identity = isinstance(value, nn.Module | torch.Tensor | PreTrainedConfig) or callable(value)

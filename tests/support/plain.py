@@ -408,7 +408,7 @@ def _long(by_layer: dict[int, torch.Tensor], name: str) -> pd.DataFrame:
 def padded_inputs(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, first_position: int | None
 ) -> dict[str, Any]:
-    """Return the inputs of a model of transformers: with a mask and, after padding, positions if the model takes them."""
+    """Return the inputs of a model of transformers: with a mask and, after padding, positions if it takes them."""
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters and first_position is not None
     if takes_positions and not mask[:, 0].all():
