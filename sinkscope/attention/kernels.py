@@ -139,7 +139,7 @@ def fused_attention(
     causal = call.causal and call.mask is None and query.shape[2] > 1
     plain = call.is_softmax and call.softcap is None and not call.dropout and value.shape[-1] == query.shape[-1]
     whole = key.shape[2] == query.shape[2]
-    has_gradient = call.mask is not None and call.mask.requires_grad  # a bias computed from the tokens
+    has_gradient = call.mask is not None and call.mask.requires_grad  # for a bias computed from the tokens
     if not plain or has_gradient or ((causal or call.forbidden) and not whole):
         return chunked_attention(query, key, value, call)
     if call.forbidden:
@@ -168,7 +168,7 @@ def fused_attention(
     return mix, lse[..., : query.shape[2]]  # lse is padded to a multiple of 32
 
 
-PENALTY = 1e4  # on a logit: e^-10000 is 0, and half precision can represent its square root
+PENALTY = 1e4  # added to a logit: e^-10000 is 0, and half precision can represent its square root
 
 
 def _penalized(

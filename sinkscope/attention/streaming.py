@@ -112,7 +112,7 @@ class _Streaming:
         self.seam, self.family, self.cache = seam, family, cache
         self.positions = positions  # positions in this layer
         self.reads_query = reads_query  # whether a term of the denominator depends on the query
-        self.sees: Sees | None = None  # of the current forward, like `in_cache`
+        self.sees: Sees | None = None  # in the current forward, like `in_cache`
         self.in_cache: _QueryKnown | None = None
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -71,7 +71,7 @@ class Denominator(nn.Module, ABC):
 
     called: ClassVar[str] = "further terms in the softmax's denominator"  # its name in messages
     reads_query: ClassVar[bool] = False
-    scaling: float  # of q·k, if the model's own code computes the logits
+    scaling: float  # factor of q·k, if the model's own code computes the logits
     is_biased: bool  # whether the model adds a bias by position to the logits (ALiBi)
 
     @abstractmethod
@@ -162,7 +162,7 @@ class Interceptor(TorchFunctionMode, threading.local):
         self.denominator: Denominator | None = None
         self.batch = 0
         self.kv_heads: int | None = None  # None if the module has no such attribute
-        self.query, self.key = torch.empty(0), torch.empty(0)  # of the current call
+        self.query, self.key = torch.empty(0), torch.empty(0)  # in the current call
         self.awaited = "logits"  # then "softmax", "mix", and "nothing" for the rest of the call
         self.caller: FrameType | None = None  # the frame that calls the module's forward
 

@@ -216,7 +216,7 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
         rows = slice(first * block, min(first + at_once, blocks) * block)
         padding = max(0, rows.stop - read.length)
         query, lse = upcast(read.query[:, :, rows]), read.lse[:, :, rows]
-        if padding:  # otherwise F.pad would copy the tensor all the same
+        if padding:  # without padding, F.pad would still copy the tensor
             query, lse = F.pad(query, (0, 0, 0, padding)), F.pad(lse, (0, padding), value=torch.inf)
         query, lse = (x.unflatten(2, (-1, block)).unflatten(1, groups).transpose(2, 3) for x in (query, lse))
         products = query.flatten(3, 4) @ keys[:, :, first : first + at_once]  # (B,K,blocks at once,H/K · block,C)

@@ -170,7 +170,7 @@ class Known:
     """Facts about the unchanged model, from which defaults and random controls are chosen."""
 
     target: Target
-    length: int  # of the shortest sequence
+    length: int  # length of the shortest sequence
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # tables of the arm `before`
     hidden_means: Callable[[int, int], torch.Tensor] | None = None  # (layer, position) → (D,) mean over sequences
     value_means: Callable[[int, int], torch.Tensor] | None = None  # the same for the value projection → (heads · d,)
@@ -199,7 +199,7 @@ class Intervention(BaseModel, ABC):
     expects: ClassVar[Expectation | None] = None  # the effect according to the paper
     is_control: ClassVar[bool] = False  # useful only as the control of another intervention
     expected: ClassVar[bool] = True  # applies to most models: the doctor reports models where it does not
-    measured_by: ClassVar[str] = "pass"  # a key of Experiment.METHODS; only those measured by "pass" can be combined
+    measured_by: ClassVar[str] = "pass"  # a key of Experiment.METHODS; only with "pass" it can be combined
     heads_of: ClassVar[Role] = "query"  # the heads that the parameter `heads` counts
 
     @classmethod

@@ -48,7 +48,7 @@ class _PositionVectors(Intervention):
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
         if self.at == "epe" and target.family.block(0).wiring not in MLP_IS_A_TERM:
-            raise InputError(f"{self.name}: at=epe: the first layer's output is no sum with its MLP's output as a term")
+            raise InputError(f"{self.name}: at=epe: the first layer's output is not a sum with its MLP's output")
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -101,7 +101,7 @@ class TransplantEpe(_PositionVectors):
     name = "transplant-epe"
     about = "two positions exchange their vectors (source: the sink's position, target: the other; at=epe)"
     paper = "NU intervention 3"
-    control_about = "the target and a random position exchange theirs"
+    control_about = "the target and a random position exchange their vectors"
     expects = Expectation.SINK_MOVES
 
     source: Index = 0

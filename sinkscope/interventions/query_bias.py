@@ -82,7 +82,7 @@ class PerturbQueryBias(_QueryBias):
 
 class ZeroKeyColumns(Intervention):
     name = "zero-key-columns"
-    about = "W_k reads nothing of these coordinates (layers, key heads, coordinates: the massive ones)"
+    about = "W_k does not read these coordinates (layers, key heads, coordinates: the massive ones)"
     paper = "NU intervention 5"
     control_about = "random coordinates"
     redraws = "coordinates"

@@ -19,7 +19,7 @@ from sinkscope.models.quantized import is_quantized
 from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
 
 SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
-TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # other tasks have another head
+TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # models for other tasks have another head
 NAME = "default"  # PEFT's name for a model's only adapter
 
 
@@ -30,7 +30,7 @@ class AdapterFiles:
     folder: Path
     weights: str  # name of the weights file in the folder
     source: str  # the name that the user gave
-    commit: str | None  # of the hub repository
+    commit: str | None  # commit of the hub repository
     base: str | None  # the model that the adapter was trained on, according to its settings
 
     @property

@@ -120,7 +120,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _attends_to_tokens(length: int, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return whether the keys of a call are the tokens, instead of (say) states of earlier layers."""
+    """Return whether the keys of a call are the tokens, and not, for example, states of earlier layers."""
     return query.shape[-2] == key.shape[-2] >= length
 
 

@@ -26,7 +26,7 @@ from sinkscope.models.wiring import End, check_wiring, mlp_reads_attention, outp
 
 
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
-    """Make a row for an architecture that has none, by finding what every layer adds to the residual stream.
+    """Make a row for an architecture that has none, by the sums that add to the residual stream in every layer.
 
     It raises InputError if the model fails on these tokens (B,T), or has a form of attention that is not measured.
     """
@@ -47,7 +47,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         out = next((event.x for event in reversed(events) if event.address == "output"), None)
         if out is not None and (not out.isfinite().all() or not out.any()):
             gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
-            advice = "are its weights what they should be, and does it fit into its dtype?"
+            advice = "check its weights, and whether its numbers fit into its dtype"
             raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
     blocks = _blocks(model, layers, records, attention_paths, inputs)
     ran = [at for at, events in enumerate(records) if events]

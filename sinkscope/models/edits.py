@@ -163,7 +163,7 @@ class Beginning(NamedTuple):
     """A layer at which a forward pass on some inputs begins, with the output of the layer before it."""
 
     layer: int
-    output: Any  # of the layer before, a tensor (B,T,D) or a tuple that begins with one
+    output: Any  # output of the layer before, a tensor (B,T,D) or a tuple that begins with one
 
 
 class _Reached(Exception):
@@ -202,7 +202,7 @@ def begun(layers: Sequence[nn.Module], beginning: Beginning) -> Iterator[None]:
     """
 
     def kept(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        output = beginning.output  # the layer's own copy, because some models add to it in place
+        output = beginning.output  # a copy for the layer, because some models add to it in place
         return (output[0].clone(), *output[1:]) if isinstance(output, tuple) else output.clone()
 
     with ExitStack() as stack:

@@ -243,7 +243,7 @@ def find_family(model: Any) -> Family:
     config: Any = model.config
     model_type = base_type(config.model_type)
     rows = FAMILIES.get(model_type, ())
-    if not rows:  # the rows are those of the text tower, with paths in the complete model
+    if not rows:  # rows of the text tower, with paths in the complete model
         at, tower = text_tower(model)
         config, kind = config.get_text_config(), tower.config.model_type
         known = FAMILIES.get(BUILT_AS.get(kind, kind), ()) if at else ()

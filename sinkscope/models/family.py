@@ -97,8 +97,8 @@ class Block:
     attention: str  # the attention module; "" if the layer has none
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
     wiring: str  # one of the five in the module's docstring
-    kind: str = ATTENTION  # or what replaces attention: linear_attention, mamba, conv, …
-    sums: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)  # site → what is added to the stream there
+    kind: str = ATTENTION  # or the kind of its replacement: linear_attention, mamba, conv, …
+    sums: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)  # site → the terms added to the stream there
 
     def terms(self, site: str) -> tuple[Term, ...]:
         return self.sums.get(site) or (Term(self.sites[site], 1.0),)
@@ -119,7 +119,7 @@ class Family:
     layers: str  # the ModuleList of layers, from the model's root
     attention: str  # the attention module; "" if no layer has one
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
-    wiring: str = "sequential"  # of the first layer that has attention
+    wiring: str = "sequential"  # the first attention layer's
     positions: str = "rotary"  # or "learned", "alibi"; for a loaded model all kinds found (position_kinds.py)
     layer_positions: tuple[str, ...] = ()  # the kind found in each layer; "" for a layer without attention
     door: str = "interface"  # transformers' AttentionInterface, or "interceptor" if the model does not use that
@@ -130,14 +130,14 @@ class Family:
     position_embedding: str = ""  # the embedding of learned positions, from the model's root
     position_offset: int = 0  # its row of position 0
     first_position: int | None = 0  # `position_ids` of a sequence's first token; None: they cannot be given
-    scaling: float | None = None  # of q·k; None: 1/√d
+    scaling: float | None = None  # factor of q·k; None: 1/√d
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
     causal: bool = True  # whether a token sees only earlier ones; False: an encoder, which attends both ways
     prefix: int = 0  # how many first tokens are visible to all others (prefix LM)
     gated: bool = False  # whether the model has a gate that multiplies the input of `output`
     blocks: tuple[Block, ...] = ()  # one per layer, if the layers differ
     projections: Mapping[int, Mapping[Role, Outputs]] = field(default_factory=dict)  # layer → role → found numerically
-    copies: Copies | None = None  # of the residual stream, if there are several
+    copies: Copies | None = None  # the copies of the residual stream, if there are several
 
     def block(self, layer: int) -> Block:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)

@@ -43,7 +43,7 @@ SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # setti
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model whose files are on disk. `weights` are names inside `folder`: shards, or one .gguf file."""
+    """The files of a model on disk. `weights` are names inside `folder`: shards, or one .gguf file."""
 
     folder: Path
     weights: tuple[str, ...]
@@ -147,7 +147,7 @@ def is_path(name: str) -> bool:
 def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
     """Find SmolLM2-135M-Instruct: in 4-bit GGUF in its package, which is not imported, or else on the hub."""
     if revision is not None or gguf_file is not None:
-        raise InputError("a revision or GGUF file was given, but no model to take it from: the demo has none")
+        raise InputError("a revision or GGUF file was given without a model: name the model that it belongs to")
     package = importlib.util.find_spec(DEMO_PACKAGE)
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder) / DEMO_FILE
@@ -161,7 +161,7 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
 def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
     if kind_of(path) == "file":
         if gguf_file is not None:
-            raise InputError(f"{path} is a file, so it holds no {gguf_file}: name the folder, or just one file")
+            raise InputError(f"{path} is a file and cannot contain {gguf_file}: name the folder, or only one file")
         if path.suffix != ".gguf":
             raise InputError(f"{path} is neither a folder nor a .gguf file")
         return ModelFiles(path.parent, (path.name,), path.stem, str(path))
@@ -318,7 +318,7 @@ def _is_original_llama(present: set[str]) -> bool:
 
 
 def check_weights(files: ModelFiles) -> None:
-    """Raise InputError unless every weights file is present and, as far as its header says, complete."""
+    """Raise InputError unless every weights file is present and, according to its header, complete."""
     kinds: set[str] = set()
     for name in files.weights:
         path = files.folder / name

@@ -77,7 +77,7 @@ def check_called_itself(model: Any) -> None:
     while model is not None and not isinstance(model, PreTrainedModel):
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise InputError(
-                "DataParallel on several devices calls copies of the model, which cannot be changed: give it its module"
+                "DataParallel on several devices calls copies of the model, which cannot be changed: pass its `module`"
             )
         model = _inner(model)
 

@@ -48,7 +48,7 @@ class LoadedModel:
     name: str  # for messages: hub id, folder name, or the stem of the .gguf file
     source: str  # hub id, folder or file that was loaded
     revision: str | None
-    commit: str | None  # of the hub repository
+    commit: str | None  # commit of the hub repository
     notices: tuple[str, ...]  # messages for the user, such as a redirect
     weights: str = "in memory"  # how they were stored: "safetensors", "pickle", "Q4_1 (GGUF, dequantized)"
     adapter: Mapping[str, Any] | None = None  # its entry in run.json

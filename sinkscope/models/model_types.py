@@ -1,8 +1,8 @@
-"""Model types in configurations: those of transformers, and those under which retrofitted models are saved."""
+"""Model types in configurations: types of transformers, and the types of saved retrofitted models."""
 
 from typing import Any
 
-PREFIX = "sinkscope_"  # begins the model types of retrofitted models
+PREFIX = "sinkscope_"  # prefix of the model types of retrofitted models
 
 
 def base_type(model_type: str) -> str:

@@ -135,7 +135,7 @@ def _named(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Pro
     rows = torch.arange(heads + 2 * key_heads)
     if family.fused == "blocks":  # all query heads, then all key heads, then all value heads
         by_role = rows.split([heads, key_heads, key_heads])
-    else:  # "groups": a key head's query heads, the key head, its value head; then those of the next key head
+    else:  # "groups": a key head's query heads, the key head, its value head; then the same for the next key head
         grouped = rows.view(key_heads, -1)
         by_role = (grouped[:, :-2].flatten(), grouped[:, -2], grouped[:, -1])
     return {

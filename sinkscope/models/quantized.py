@@ -141,7 +141,7 @@ def without_gradients(model: PreTrainedModel) -> str | None:
             continue
         seen.add(kind)
         if tensor is not None and not tensor.is_meta and not _has_right_gradient(module, tensor.device, model.dtype):
-            return f"the gradient of its quantized layers ({path}) is not that of what they compute"
+            return f"the gradient of its quantized layers ({path}) does not match their outputs"
     return None
 
 

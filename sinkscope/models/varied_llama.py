@@ -301,7 +301,7 @@ class FeedForward(nn.Module):
 
 
 class VariedLlamaLayer(GradientCheckpointingLayer):
-    """Two branches, attention and feed-forward, with norms where the configuration says."""
+    """Two branches, attention and feed-forward, with norms before or after them."""
 
     def __init__(self, config: VariedLlamaConfig, layer_idx: int) -> None:
         super().__init__()

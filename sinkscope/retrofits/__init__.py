@@ -72,7 +72,7 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
         )
     code = unknown_code(family.attentions(model).values())
     if method != "none" and code is not None:
-        raise InputError(f"this model attends by {code}: with {method} built in, it would be loaded again without that")
+        raise InputError(f"this model computes attention by {code}, without which it would be loaded after {method}")
     reason = chosen.inapplicable(model, family)
     if reason is not None:
         raise InputError(f"{method} does not apply to this model: {reason}")

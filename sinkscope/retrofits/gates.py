@@ -56,7 +56,7 @@ class VGA(Gated):
     """Value-state gated attention (VGA §3.2): F is the values of all key/value heads, concatenated."""
 
     name = "vga"
-    about = "gates made from the values (placement: value or output; scale: 2, so that gates start at 1)"
+    about = "gates computed from the values (placement: value or output; scale: 2, so that gates start at 1)"
     paper = "VGA §3.2, app. B"
     reads = "value"
 
@@ -65,6 +65,6 @@ class IGA(Gated):
     """Input-state gated attention (VGA §3.1, Bondarenko et al. 2023): F is the input of the attention."""
 
     name = "iga"
-    about = "gates made from the attention's input (placement: value or output; scale: 2)"
+    about = "gates computed from the attention's input (placement: value or output; scale: 2)"
     paper = "VGA eq. 4, Bondarenko 2023"
     reads = "input"

@@ -53,7 +53,7 @@ class Registers(Part):
         """
         mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
         if getattr(cache, "is_compileable", False):
-            raise InputError("register tokens need a cache that grows: a static one has no place for them")
+            raise InputError("register tokens need a dynamic cache: a static one has no room for them")
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
             raise InputError("register tokens need an attention_mask of two dimensions (sequences, tokens)")
         for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
@@ -106,7 +106,7 @@ class RegisterTokens(Retrofit):
         if family.prefix:
             return "it is a prefix LM, and its prefix would be the registers"
         arguments = text_arguments(model)
-        return f"{', '.join(arguments)} would have to be given for them, too" if arguments else None
+        return f"{', '.join(arguments)} would also need values for them" if arguments else None
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
         part = Registers(model, self.count, known_positions(model, family))

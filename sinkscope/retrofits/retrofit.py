@@ -232,7 +232,7 @@ def _check_applied(attention: nn.Module, args: tuple, output: Any) -> None:
     """Raise if the output gate was not applied: BLOOM with `slow_but_exact` never calls its output projection."""
     part: Any = getattr(attention, RETROFIT)
     if part.awaited is not None:
-        raise SinkscopeError("the attention's output projection was not called: its gates would be without effect")
+        raise SinkscopeError("the attention's output projection was not called: its gates would have no effect")
 
 
 class DenominatorPart(AttentionPart, Denominator):

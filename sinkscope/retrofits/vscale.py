@@ -43,7 +43,7 @@ class ValueScale(ValuePart):
 class VScale(Retrofit):
     name = "vscale"
     about = (
-        "values times r/(r+C), r their squared norm: small ones pass back hardly any gradient "
+        "values times r/(r+C), with r their squared norm: small values pass hardly any gradient "
         "(sigma: 0.02, strength: λ at the start, learned)"
     )
     paper = "GS §5"

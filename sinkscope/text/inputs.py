@@ -85,7 +85,7 @@ class TokenInputs:
     # `sequence` is the index in this tuple, so the order never changes.
     sequences: tuple[np.ndarray, ...]
     token_zero: str  # describes the token at position 0, for example "bos <|im_start|> (id 1)"
-    sha256: str  # of all lengths and ids; equal hashes mean that two runs read the same tokens
+    sha256: str  # hash of all lengths and ids; equal hashes mean that two runs read the same tokens
     notices: tuple[str, ...] = ()  # messages for the user, one line each
     masked: tuple[Masked, ...] | None = None  # for an encoder; None if each token's successor is predicted
     first_predicted: int = 1  # see Batch

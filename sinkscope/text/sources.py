@@ -106,7 +106,7 @@ class Request:
         if around >= self.seq_len:
             where = "around" if self.suffix else "in front of"
             raise InputError(f"--seq-len {self.seq_len}: {around} tokens are {where} every sequence")
-        check_ids(prefix, self.vocab_size, "the tokens in front of every sequence")
+        check_ids(prefix, self.vocab_size, "the tokens before every sequence")
         return prefix
 
     @cached_property
@@ -455,7 +455,7 @@ def _chat_text(template: ChatTemplate, messages: list[dict[str, str]], where: st
     except SinkscopeError:
         raise
     except Exception as error:  # a template is a program, which may raise anything
-        raise InputError(f"{where}: the tokenizer's chat template does not write it: {one_line(error)}") from error
+        raise InputError(f"{where}: the tokenizer's chat template does not render it: {one_line(error)}") from error
 
 
 def rows(documents: Iterator[Document], label: str, request: Request) -> Selection:
@@ -487,7 +487,7 @@ def random_tokens(request: Request) -> Selection:
 def repeated_tokens(request: Request) -> Selection:
     """Draw one ordinary token per sequence, repeated to its end (WSE §3.3), after the prefix."""
     drawn = np.repeat(_draw((request.num_seqs, 1), request), request.room, axis=1)
-    notice = "--input repeated: each sequence is a BOS and one token repeated; --bos never leaves equal tokens alone"
+    notice = "--input repeated: each sequence is a BOS and one token repeated; --bos never removes the BOS"
     notices = [notice] if request.prefix and request.bos == "auto" else []
     return Selection([request.framed(row) for row in drawn.tolist()], request.token_zero("repeated token"), notices)
 
@@ -508,7 +508,7 @@ def sampled_tokens(request: Request) -> Selection:
 
 def _draw(shape: tuple[int, ...], request: Request) -> np.ndarray:
     tokenizer = request.tokenizer
-    # many models pad their vocabulary with ids that never occur in text: those are not drawn
+    # many models pad their vocabulary with ids that never occur in text: these ids are not drawn
     size = request.vocab_size if tokenizer is None else min(request.vocab_size, len(tokenizer))
     ordinary = np.setdiff1d(np.arange(size), list(request.special))
     if len(ordinary) == 0:
@@ -601,7 +601,7 @@ def _existing_file(source: str) -> Path:
     if kind == "folder":
         raise InputError(f"--input {source} is a folder: give a file ({endings})")
     if kind == "file" and not is_known:
-        raise InputError(f"--input {source}: the ending says what a file holds, one of {endings}")
+        raise InputError(f"--input {source}: the name of a file must end in one of {endings}")
     if kind == "file":
         check_readable(path)
         return path

@@ -417,7 +417,7 @@ def test_epe_is_exchanged_in_what_the_first_layer_gives(name: str, text: str) ->
 
 
 def test_after_a_norm_there_is_no_epe_to_exchange() -> None:
-    with pytest.raises(InputError, match="replace-epe: at=epe: the first layer's output is no sum"):
+    with pytest.raises(InputError, match="replace-epe: at=epe: the first layer's output is not a sum"):
         under(tiny_model("opt-post-norm"), "replace-epe:at=epe")
     with pytest.raises(InputError, match="at: input should be 'embedding' or 'epe'"):
         parse("replace-epe:at=layer")

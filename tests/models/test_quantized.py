@@ -177,7 +177,7 @@ def test_wrong_gradients_are_refused() -> None:
         assert quantized.without_gradients(model)
     run = sinkscope.analyze(model, **SMALL)
     assert "gradient" not in run.tables
-    assert "(model.layers.1.mlp.up_proj) is not that of what they compute" in run.manifest["not_measured"]["gradient"]
+    assert "(model.layers.1.mlp.up_proj) does not match their outputs" in run.manifest["not_measured"]["gradient"]
     with pytest.raises(InputError, match="--observables gradient does not apply"):
         sinkscope.analyze(model, observables=("gradient",), **SMALL)
 

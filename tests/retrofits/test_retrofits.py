@@ -142,7 +142,7 @@ def _kept(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def changed_by_hand(model: PreTrainedModel, label: str, trained: PreTrainedModel) -> Iterator[None]:
-    """Change the taps of the plain model as the method says, with the parameters of `trained`."""
+    """Change the taps of the plain model as the method does, with the parameters of `trained`."""
     read: list[torch.Tensor] = []  # the input of the current attention
 
     def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -183,7 +183,7 @@ def _gate(from_input: bool, at_output: bool) -> Callable:
 
 
 def _denominator(seam: Seam, parameters: dict, read: list, model: PreTrainedModel) -> None:
-    """Return a · Z / (Z + exp(b)): a share of the row's weight goes to no token."""
+    """Return a · Z / (Z + exp(b)): a share of the row's weight is on no token."""
     seen: dict[str, torch.Tensor] = {}
     seam.query.register_forward_hook(lambda module, args, query: seen.update(query=query))
     seam.lse.register_forward_hook(lambda module, args, lse: seen.update(lse=lse))
@@ -522,7 +522,7 @@ def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, l
     sequences = ragged_tokens([10, 10, 7])
     with in_double(model):
         ours = measured(model, batched(sequences, 2), SETTINGS)
-        kernel = "sdpa" if name.startswith("falcon") else "eager"  # reference.py says why
+        kernel = "sdpa" if name.startswith("falcon") else "eager"  # the reason is in reference.py
         config = copy.deepcopy(model.config)
         twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation=kernel)
         twin.load_state_dict(model.state_dict())

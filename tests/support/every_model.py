@@ -57,7 +57,7 @@ _WINDOWS = ["sliding_attention", "full_attention"] * 2
 _BLT = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "vocab_size": 260}
 _BLT |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": SKIPPED}
 _INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 32}
-# Settings of a type that replace or extend those of SMALL
+# Settings of a type that replace or extend the entries of SMALL
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (*("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"), "minicpm3"), _LATENT

@@ -17,7 +17,7 @@ def _sections(*sizes: int) -> dict[str, Any]:
 SKIPPED = object()  # the default is kept
 _CODES = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "codebook_size": 64}
 
-# model type → settings in addition to those of every model; a dict for a part goes to that part
+# model type → settings in addition to those of every model; a dict is for the part with this name
 NEEDED: dict[str, dict[str, Any]] = {
     **{
         name: _sections(2, 1, 1)

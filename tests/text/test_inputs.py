@@ -186,7 +186,7 @@ def test_bos_of_the_model_config_where_the_tokenizer_names_none(byte_level):
         assert inputs.sequences[0][0] == bos
         assert inputs.token_zero.startswith("bos ")
     refused("--bos always: neither", **options)
-    refused("in front of every sequence: token id 999", **options, bos_token_id=999)
+    refused("before every sequence: token id 999", **options, bos_token_id=999)
     refused("2 tokens are in front", tokenizer=word_tokenizer("<pad> <s> $A"), seq_len=2)
     for source in ("random", "repeated"):
         inputs = made(source, tokenizer=None, bos="always", bos_token_id=2)
@@ -310,7 +310,7 @@ def test_given_ids_are_taken_as_they_are(tmp_path):
         ('{"input_ids": [5]}', "input_ids holds 1 token;"),
         ('{"messages": "hello"}', "line 1: messages: each message has a `role` and a `content`"),
         ('{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\].content: each message has"),
-        ('{"messages": [{"role": "user", "content": "w1"}]}', "chat template does not write it"),  # there is none
+        ('{"messages": [{"role": "user", "content": "w1"}]}', "chat template does not render it"),  # there is none
     ],
 )
 def test_json_lines_that_cannot_be_used(content, match, tmp_path):
@@ -490,8 +490,8 @@ def test_sources_and_lengths_that_do_not_exist(tmp_path, monkeypatch):
     refused("no such file; did you mean shakespeare.txt", "shakspeare.txt")
     refused("no such file$", tmp_path / "nowhere" / "a.npy")
     refused("is a folder", tmp_path)
-    refused("the ending says", "tokens.bin")
-    refused("the ending says", "noending")
+    refused("must end in one of", "tokens.bin")
+    refused("must end in one of", "noending")
     refused("^--input '': neither an input", "")
     refused("pipe.txt is a pipe", "pipe.txt")
     refused("loop.txt cannot be used: Too many levels", "loop.txt")
