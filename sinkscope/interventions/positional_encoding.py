@@ -25,14 +25,12 @@ MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which the MLP's output 
 
 
 class _PositionVectors(Intervention):
-    """Gives positions the vectors of other positions.
-
-    `at` is "embedding" for the rows of the position embedding, which the first layer's attention reads too, or "epe"
-    for the part EPE_i = MLP⁽¹⁾(p_i) + p_i of the first layer's output, so that only later layers are affected.
-    """
+    """Gives positions the vectors of other positions."""
 
     expected = False  # only some models have learned positions
 
+    # "embedding": rows of the position embedding, which the first layer's attention reads too; "epe": the part
+    # EPE_i = MLP⁽¹⁾(p_i) + p_i of the first layer's output, so that only later layers are affected
     at: Literal["embedding", "epe"] = "embedding"
 
     @classmethod

@@ -199,7 +199,6 @@ def _roles(
 
 
 def _entries(x: torch.Tensor) -> list[bytes]:
-    """Return the bytes of each column of (B,N)."""
     return [entry.tobytes() for entry in x.double().cpu().T.contiguous().numpy()]
 
 

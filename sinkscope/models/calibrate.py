@@ -136,7 +136,6 @@ def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
 
 
 def _has(layer: nn.Module, *paths: str) -> bool:
-    """Return whether the layer has submodules at all these paths."""
     try:
         return all(layer.get_submodule(path) is not None for path in paths)
     except AttributeError:

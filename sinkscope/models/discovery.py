@@ -266,7 +266,6 @@ class Layer:
 
 
 def _within(path: str, other: str) -> bool:
-    """Return whether a module is the other one or a part of it."""
     return path == other or path.startswith(f"{other}.")
 
 

@@ -230,7 +230,6 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, s
 
 
 def _is_server_error(error: BaseException | None) -> bool:
-    """Return whether an HTTP status 500 to 599 caused an error."""
     while error is not None:
         if isinstance(error, errors.HfHubHTTPError) and error.response.status_code >= 500:
             return True
@@ -300,7 +299,6 @@ def _choose_weights(
 
 
 def _what_else(folder: Path, present: set[str], ggufs: str) -> str:
-    """Describe the contents of a folder without a usable model."""
     if ggufs:
         return f"choose one of its GGUF files with --gguf-file ({ggufs})"
     if _is_original_llama(present):

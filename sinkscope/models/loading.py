@@ -203,7 +203,6 @@ def _needs_trust(source: str) -> InputError:
 
 
 def _asks_for_trust(error: Exception) -> bool:
-    """Return whether transformers refused to run code because `trust_remote_code` was not given."""
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
@@ -267,7 +266,6 @@ def _build(
 
 
 def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:
-    """Return the error to raise when transformers fails to read or build a model."""
     source, why = files.source, described(error)
     if isinstance(error, InputError):  # from a retrofit
         return InputError(f"{source}: {error}")
@@ -315,7 +313,6 @@ def _has_tokenizer(folder: Path) -> bool:
 def _read_tokenizer(
     files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer; None if the source has none."""
     if not files.gguf and not _has_tokenizer(files.folder):
         return None
     config.name_or_path = files.source  # transformers recognizes some faulty tokenizers by their hub id

@@ -68,7 +68,6 @@ class Projection:
         return edited
 
     def _oriented(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a view of the weight as (out, in)."""
         return weight.T if isinstance(self.module, Conv1D) else weight
 
 
@@ -112,7 +111,6 @@ def lacking(family: Family, layers: Iterable[int], role: Role) -> str | None:
 
 
 def _named(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
-    """Return the projections that the family's row names."""
     config: Any = model.config.get_text_config()
     attention = family.attentions(model)[layer]
     try:

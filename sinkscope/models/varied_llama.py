@@ -422,10 +422,7 @@ class VariedLlamaForCausalLM(VariedLlamaPreTrainedModel, LlamaForCausalLM):
     def create_masks_for_generate(
         self, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor | None:
-        """Return the padding mask unchanged: the model makes its own mask, with the prefix and the scheme's bias.
-
-        Otherwise `generate` would make a complete mask from it for a static cache.
-        """
+        """Return the padding mask unchanged, because the model makes its own mask, with prefix and bias."""
         return attention_mask
 
 

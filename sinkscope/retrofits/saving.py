@@ -80,7 +80,6 @@ def register_models(base: str, build_in: BuildIn) -> None:
 
 @cache
 def model_class(base: str, parent: Any, build_in: BuildIn) -> type[PreTrainedModel]:
-    """Create the class for `sinkscope_BASE` from one of the base's classes."""
     names, configuration = list(signature(parent.forward).parameters)[1:], config_class(base, build_in)
 
     class Model(parent):

@@ -124,7 +124,6 @@ class Request:
         return self.seq_len - len(self.prefix) - len(self.suffix)
 
     def framed(self, ids: list[int]) -> list[int]:
-        """Return the ids with prefix and suffix."""
         return [*self.prefix, *ids, *self.suffix]
 
     @cached_property
@@ -174,8 +173,6 @@ Text = Annotated[str, AfterValidator(_of_characters)]
 
 
 class _Message(BaseModel):
-    """One turn of a chat."""
-
     model_config = ConfigDict(strict=True)
 
     role: Text
@@ -319,7 +316,6 @@ def _json_type(value: Any) -> str:
 
 
 def _keys(record: dict[str, Any]) -> str:
-    """List the first keys of a record, for an error message."""
     shown = ", ".join(islice(record, 6)) + (", …" if len(record) > 6 else "")
     return shown or "nothing"
 

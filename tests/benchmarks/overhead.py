@@ -190,7 +190,6 @@ def report_memory(peak: Callable[[str], float], shape: tuple[int, int], names: l
 
 
 def device_peak(one_pass: Variant) -> float:
-    """Return the peak memory of the GPU above the memory allocated before the pass, in MB."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     one_pass()
@@ -198,7 +197,6 @@ def device_peak(one_pass: Variant) -> float:
 
 
 def resident_peak(model_name: str | None, shape: tuple[int, int], name: str) -> float:
-    """Return the peak resident memory of a pass in a separate process."""
     return numbers_of(__file__, "--peak-of", name, "--shape", *shape, *([model_name] if model_name else []))[-1]
 
 

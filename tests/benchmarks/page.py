@@ -115,7 +115,6 @@ def main() -> None:
 
 
 def print_opening(browser: Any, file: Path, repeats: int) -> None:
-    """Print the time until the first frame is painted."""
     times = []
     for _ in range(repeats):
         with _opened(browser, file) as page:
@@ -163,7 +162,6 @@ def print_profile(browser: Any, file: Path, name: str, repeats: int) -> None:
 
 
 def _own_times(profile: Any) -> Counter[str]:
-    """Return function and line → milliseconds."""
     frames = {node["id"]: node["callFrame"] for node in profile["nodes"]}
     own: Counter[str] = Counter()
     for identity, passed in zip(profile["samples"], profile["timeDeltas"], strict=True):
@@ -190,7 +188,6 @@ def _timed(page: Any, session: Any, interactions: list[Any], repeats: int) -> It
 
 
 def _session(page: Any) -> Any:
-    """Return a session of the browser's own clocks, in CPU time of the page's thread."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
     return session

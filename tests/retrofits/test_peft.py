@@ -65,7 +65,6 @@ def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> Any:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    """Return the logits of a wrapper or a model."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     with in_double(inner):
         return model(IDS, use_cache=False).logits

@@ -192,7 +192,6 @@ def _wanted(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(kind: Any) -> dict[str, Any]:
-    """Return the default classes of a configuration's parts."""
     specs = kind.sub_configs_defaults.items()
     return {
         name: CONFIG_MAPPING[spec.model_type] if spec.config_class is AutoConfig else spec.config_class

@@ -54,7 +54,6 @@ def forked(work: Callable[[], Any]) -> Iterator[Process]:
 
 
 def work_and_exit(work: Callable[[], Any]) -> None:
-    """Do the work of a forked process and end it, so that no code of its parent runs twice."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)

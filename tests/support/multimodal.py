@@ -10,7 +10,6 @@ SENSES: dict[str, Any] = {
 
 
 def _sections(*sizes: int) -> dict[str, Any]:
-    """Return rotary positions in three sections, for time, height and width."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sizes)}}
 
 
