@@ -161,19 +161,12 @@ def sink_massive(
     coordinates: tuple[int, ...] | None = None,
     to_name: str = "layers and coordinates",
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers and coordinates of the massive activations that distinguish a position.
+    """Return layers and coordinates of the massive activations at a position; raise InputError if there are none.
 
     They are massive in at least half of the sequences, at coordinates that are massive at few other tokens (ELSEWHERE)
     in every layer. Other coordinates are features of the stream instead of the sink: Gemma3-270M has one at nearly all
-    tokens of its first layers.
-
-    Args:
-        layers: Search only these layers.
-        coordinates: Search only these coordinates, if any of them is massive.
-        to_name: The parameters that the user can give instead, for the error message.
-
-    Raises:
-        InputError: There are no such massive activations.
+    tokens of its first layers. `layers` and `coordinates` limit the search; `to_name` is the advice in the error
+    message.
     """
     missing = f"{name}: no massive activations at position {position} are known: name {to_name}"
     if "massive" not in known.tables:

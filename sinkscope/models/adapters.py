@@ -42,10 +42,7 @@ class AdapterFiles:
 def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
     """Find the files of an adapter in an existing folder, or else in a hub repository.
 
-    Raises:
-        InputError: the adapter does not exist, is incomplete or damaged, or has only pickled weights without
-            `allow_pickle`.
-        SinkscopeError: PEFT is not installed, or the hub cannot be reached.
+    An adapter that is missing, incomplete, damaged or pickled (without `allow_pickle`) raises InputError.
     """
     if importlib.util.find_spec("peft") is None:
         raise SinkscopeError("--adapter needs the package PEFT, which is not installed: pip install peft")

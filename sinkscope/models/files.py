@@ -203,17 +203,12 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
 
 
 def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, set[str]]:
-    """Download the files of a hub repository that match the patterns, or find them in the cache.
+    """Return the folder of the cached snapshot, with all files that match, and the names of all files of the
+    repository.
 
     Errors of the hub itself (500 to 599) are retried, and files that have arrived are kept; huggingface_hub only
-    retries if a connection breaks.
-
-    Returns:
-        The folder of the cached snapshot, and the names of all files of the repository.
-
-    Raises:
-        InputError: the repository or revision does not exist, or is gated.
-        SinkscopeError: the hub cannot be reached, and the cache does not have the files.
+    retries if a connection breaks. A missing or gated repository raises InputError; a hub that cannot be reached raises
+    SinkscopeError, unless the cache has the files.
     """
     for wait in (*PAUSES, None):
         try:

@@ -33,9 +33,8 @@ def text_of(name: Any) -> str:
 def unwrapped(model: Any) -> PreTrainedModel:
     """Return the transformers model inside an object of the caller.
 
-    Raises:
-        InputError: it is not a model of transformers, plain or wrapped by torch.compile, DataParallel or PEFT; or its
-            weights were made in inference mode, or are unpacked in its first run.
+    An object that is not a model of transformers, plain or wrapped by torch.compile, DataParallel or PEFT, raises
+    InputError, and so do weights that were made in inference mode or are unpacked in the model's first run.
     """
     kind = _kind(model)
     while not isinstance(model, PreTrainedModel):
@@ -92,10 +91,9 @@ def weight_in_memory(module: Any) -> torch.Tensor:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Let the model compute as in deployment for the length of the block, and restore it afterwards.
+    """Let the model compute as in deployment within the block: eval mode, not compiled, and outputs by name.
 
-    It is in eval mode, is not compiled, returns outputs by name, and ignores the caller's autocast, inference mode and
-    default device.
+    The caller's autocast, inference mode and default device have no effect, and the model is restored afterwards.
     """
     with ExitStack() as stack:
         stack.enter_context(on_cpu_by_default())

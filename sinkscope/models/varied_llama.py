@@ -149,11 +149,8 @@ def bucket(distance: torch.Tensor) -> torch.Tensor:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return the slopes 2^(-8h/H) for h = 1 … H.
-
-    If H is not a power of two, they are those of the next smaller power, followed by every second one of the next
-    larger power.
-    """
+    """Return the slopes 2^(-8h/H) for h = 1 … H."""
+    # if H is not a power of two: the slopes of the next smaller power, then every second one of the next larger power
     smaller = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * head / smaller) for head in range(1, smaller + 1)]
     further = [2 ** (-8 * head / (2 * smaller)) for head in range(1, 2 * (heads - smaller), 2)]

@@ -44,13 +44,11 @@ class PlacedHook:
     A projection may be replaced: PEFT puts a module of its own at its path, which holds the projection and adds to its
     output (LoRA), multiplies it (IA³) or rotates its input (OFT), and puts the projection back once the adapter is
     merged into its weight. A hook on the projection itself would act before the adapter in the first case and after it
-    in the second; a hook on the path acts after the adapter in both.
+    in the second; a hook on the path acts after the adapter in both. The retrofit's module is also looked up in each
+    forward: with `modules_to_save`, PEFT trains a copy of it.
 
-    The retrofit's module is also looked up in each forward: with `modules_to_save`, PEFT trains a copy of it.
-
-    Args:
-        act: Called with the retrofit's module, and the arguments and output of the hooked module; returns a replacement
-            of the output (of the arguments, in a hook that acts before), or None.
+    `act` is called with the retrofit's module, and the arguments and output of the hooked module; it returns a
+    replacement of the output (of the arguments, in a hook that acts before), or None.
     """
 
     def __init__(self, path: str, act: Callable[[Any, tuple, Any], Any], before: bool = False) -> None:

@@ -125,10 +125,8 @@ class Batch:
     def queries(self, positions: int, window: int | None = None, causal: bool = True, prefix: int = 0) -> torch.Tensor:
         """Return how many queries t see a key at position s, (B,P), at least 1 so that it can be a divisor.
 
-        Args:
-            window: count only queries at a distance |t - s| below this; None: all.
-            causal: count only queries t ≥ s.
-            prefix: this many keys at the beginning are seen by all queries.
+        With `window`, only queries with |t - s| < window count; with `causal`, only t ≥ s, except for keys in the
+        prefix.
         """
         asked = (positions, window, causal, prefix)
         if asked not in self._queries:  # the result is the same for every layer

@@ -61,9 +61,7 @@ def masked(
 ) -> tuple[Masked, ...]:
     """Mask tokens of every sequence for an encoder.
 
-    Raises:
-        InputError: the tokenizer has ids that the model lacks.
-        ValueError: the tokenizer has no mask token.
+    A tokenizer with ids that the model lacks raises InputError, one without a mask token ValueError.
     """
     collator = DataCollatorForLanguageModeling(tokenizer)
     found = []

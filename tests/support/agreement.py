@@ -107,10 +107,7 @@ Tables = Mapping[str, pd.DataFrame]
 def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -> dict[str, float]:
     """Return each column's largest relative difference from plain transformers and autograd, for one float64 sequence.
 
-    Args:
-        model_type: the type of any model that works.
-        file: the file to write the ids to.
-        auto: the class of transformers that makes the model.
+    The ids are written to `file`; `auto` is the class of transformers that makes the model.
     """
     model = tiny_of(model_type, torch.float64, auto=auto)
     np.save(file, _sequence(LENGTH).numpy()[None])
@@ -133,14 +130,10 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
 
 
 def padded_differences(model: PreTrainedModel, family: Family, whole: bool) -> dict[str, dict[str, float]]:
-    """Return the differences for a padded batch of two sequences, for each side of the padding.
+    """Return the differences for a padded batch of two sequences in float64, for each side of the padding.
 
-    ALONE is the difference of the bare model's logits from those of the shorter sequence alone.
-
-    Args:
-        model: a float64 model.
-        family: its family.
-        whole: whether to compare every column and the logits; otherwise only sink mass and norms of the stream.
+    ALONE is the difference of the bare model's logits from those of the shorter sequence alone. If not `whole`, only
+    sink mass and norms of the stream are compared, instead of every column and the logits.
     """
     batches = {side: _batch([LENGTH, SHORTER], side, family.causal) for side in SIDES}
     found = {}

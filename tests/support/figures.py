@@ -17,12 +17,7 @@ from sinkscope.results.run import RunData
 
 
 def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> None:
-    """Skip all figures of runs wherever figures are saved; files of other figures are empty.
-
-    Args:
-        patch: undoes it.
-        of_runs_only: save figures of several runs, steps or arms as usual.
-    """
+    """Skip all figures of runs wherever figures are saved; other figures' files are empty, unless `of_runs_only`."""
     patch.setattr(sinkscope.figures, "applicable", lambda run: [])
     if not of_runs_only:
         patch.setattr(Figure, "lay_out", lambda figure: None)

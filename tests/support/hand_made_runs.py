@@ -66,10 +66,7 @@ def analysis(tables: Mapping[str, pd.DataFrame], condition: str = "natural", **g
 def experiment(rates: Mapping[str, Sequence[float]], name: str, condition: str = "natural", **given: Any) -> RunData:
     """Return a run with an arm and the unchanged model.
 
-    Args:
-        rates: "before", "after" and "control 0", "control 1", … → sink rates at positions 0, 1, …, the same in all
-            layers.
-        name: the intervention.
+    `rates`: "before", "after" and "control 0", … → sink rates at positions 0, 1, …, the same in all layers.
     """
     parts = []
     for condition_of, by_position in rates.items():

@@ -40,17 +40,10 @@ def sharding_environment() -> dict[str, str]:
 
 
 def on_two_ranks(work: Callable[[], Any], log: Path, **environment: str) -> list[int]:
-    """Do `work` on two processes of the CPU, which communicate through gloo.
+    """Do `work` on two processes of the CPU with their output in `log`, and return their exit statuses.
 
-    As with a launcher, an error in one process ends the other.
-
-    Args:
-        work: the work of both processes.
-        log: the file for their output.
-        **environment: variables in addition to those of a launcher.
-
-    Returns:
-        Their exit statuses, as `subprocess.Popen.returncode`.
+    They communicate through gloo, and have `environment` in addition to a launcher's variables. As with a launcher, an
+    error in one process ends the other.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=3))
     variables = environment | {
@@ -84,10 +77,8 @@ def on_two_ranks(work: Callable[[], Any], log: Path, **environment: str) -> list
 def sharded_retrofit(notes: Path, arguments: Sequence[str], kills: bool = False) -> None:
     """Run `sinkscope retrofit` without figures on one of two processes of the CPU.
 
-    Args:
-        notes: the folder for notes on every step: the wrapped modules, and the parameters on this process.
-        arguments: arguments of the command line.
-        kills: whether to kill the second process in step 5.
+    Every step's wrapped modules and this process's parameters are written to `notes`; `kills` kills the second process
+    in step 5.
     """
     rank, plain_step = os.environ["RANK"], Trainer.training_step
 

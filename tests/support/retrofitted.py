@@ -39,12 +39,7 @@ def each_pair(
 
     Methods and families interact only in the seam: a fault is either in the method, and visible in the first family, or
     in the family, and visible with any method. The same is true for sides of padding, commands and ways to end.
-
-    Args:
-        names: The families.
-        labels: The methods, or anything else that is independent of the family.
-        arguments: The test's names for a family and a method.
-        whole: Further families to test with every method, because they differ in this interaction.
+    Families in `whole` are tested with every method, because they differ in this interaction.
     """
     return pytest.mark.parametrize(arguments, pairs(names, labels, whole))
 
