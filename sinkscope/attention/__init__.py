@@ -1,1 +1,1 @@
-"""The one way into attention: taps, kernels and any rectangle of the weights."""
+"""The way into attention: taps, kernels, and any rectangle of the weights."""

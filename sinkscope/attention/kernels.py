@@ -1,10 +1,10 @@
-"""The attention of one layer from query, key and value, in several ways that agree: fused, chunked and eager.
+"""The attention of one layer from query, key and value, by three kernels with equal results: fused, chunked and eager.
 
 Attention operations other than softmax (WSE §7) turn a row of logits l into weights of the values by
 
     mix[t] = Σ_s sim(l[t,s]) v[s] / Z[t]        l[t,s] = scaling · φ(q_t)·φ(k_s)
 
-Measurements read |sim| ÷ Σ|sim| = exp(ℓ - lse) in place of softmax weights, the paper's proxy, with ℓ = log|sim| and
+In place of softmax weights, measurements read |sim| ÷ Σ|sim| = exp(ℓ - lse), the paper's proxy, with ℓ = log|sim| and
 lse = log Σ|sim|; only the mix needs sim ÷ Z. φ is applied before the taps (retrofits/operation.py).
 """
 
@@ -31,7 +31,7 @@ LOG_SIMILARITIES: dict[str, Elementwise] = {
     "elu": lambda s: torch.where(s > 0, s.clamp(min=0).log1p(), s),
     "identity": lambda s: s.abs().clamp(min=torch.finfo(s.dtype).tiny).log(),
 }
-# sim itself, 0 with a gradient of 0 at masked logits; without "exp", which may overflow
+# sim itself, without "exp", which may overflow; at masked logits sim and its gradient are 0
 SIMILARITIES: dict[str, Elementwise] = {
     "sigmoid": torch.sigmoid,
     "elu": lambda s: F.elu(s) + 1,
@@ -58,7 +58,7 @@ class Operation:
         The logits (B,H,R,T) are over all keys, MASKED or less where the query may not attend. For a fully masked row
         lse is the dtype's minimum; without `with_lse` it is NaN unless sim ÷ Z needs it.
         """
-        if self.similarity == "exp":  # in logarithms: e^s may overflow
+        if self.similarity == "exp":  # in logarithms, because e^s may overflow
             seen = logits > MASKED
             logits = logits.masked_fill(~seen, 0.0)  # keeps the gradient finite
             lse = _log_sum(logits, seen)
@@ -90,25 +90,25 @@ class ForbiddenKeys:
     """Keys that an intervention hides from all queries except the key's own token."""
 
     pairs: Callable[[slice, slice, torch.device], torch.Tensor]  # (rows, cols, device) → (B|1,H,R,C) bool
-    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): the columns of the keys in whole sequences
+    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): the columns of the keys in complete sequences
     heads: tuple[int, ...]  # query heads from which the keys are hidden
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The parameters of one attention call, which its taps do not show."""
+    """The parameters of one attention call that its taps do not show."""
 
     mask: torch.Tensor | None  # (B,1|H,T,T), bool (True = may attend) or additive; None: decided by `causal`
-    scaling: float  # NaN if the model computes the logits itself, and not only by scaling
+    scaling: float  # NaN if the model computes the logits itself, by more than a scaling
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None  # (H,) or (B,H,T): a learned logit in each row's denominator (gpt-oss)
     scores: torch.Tensor | None = None  # (B,H,T,T) logits after masking, if the model computes them itself
     forbidden: tuple[ForbiddenKeys, ...] = ()  # in addition to the mask
     causal: bool = True  # queries see no later keys; False: an encoder's attention, to all keys that the mask allows
     prefix: int = 0  # the number of first keys that all queries see (prefix LM); the mask includes them
-    dropout: float = 0.0  # of the weights, in training
-    operation: Operation | None = None  # in place of softmax
-    reads_lse: bool = True  # whether the log-sum-exp of another operation is needed; its mix does not need it
+    dropout: float = 0.0  # probability of dropping a weight, in training
+    operation: Operation | None = None  # the operation in place of softmax
+    reads_lse: bool = True  # whether the log-sum-exp of another operation is needed; the mix does not need it
 
     @property
     def is_softmax(self) -> bool:
@@ -139,7 +139,7 @@ def fused_attention(
     causal = call.causal and call.mask is None and query.shape[2] > 1
     plain = call.is_softmax and call.softcap is None and not call.dropout and value.shape[-1] == query.shape[-1]
     whole = key.shape[2] == query.shape[2]
-    has_gradient = call.mask is not None and call.mask.requires_grad  # a bias computed from the tokens
+    has_gradient = call.mask is not None and call.mask.requires_grad  # for a bias computed from the tokens
     if not plain or has_gradient or ((causal or call.forbidden) and not whole):
         return chunked_attention(query, key, value, call)
     if call.forbidden:
@@ -168,17 +168,15 @@ def fused_attention(
     return mix, lse[..., : query.shape[2]]  # lse is padded to a multiple of 32
 
 
-PENALTY = 1e4  # on a logit: e^-10000 is 0, and half precision can represent its square root
+PENALTY = 1e4  # added to a logit: e^-10000 is 0, and half precision can represent its square root
 
 
 def _penalized(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add a coordinate to query and key for each forbidden key, so that the fused kernel needs no T × T mask.
-
-    The product of these coordinates is -PENALTY for forbidden pairs and 0 for all others. Value is padded with zeros,
-    which the caller cuts off.
-    """
+    """Add a coordinate to query and key for each forbidden key, so that the fused kernel needs no T × T mask."""
+    # The product of these coordinates is -PENALTY for forbidden pairs and 0 for all others. Value is padded with zeros,
+    # which the caller cuts off.
     token = torch.arange(query.shape[2], device=query.device)
     size = (PENALTY / call.scaling) ** 0.5
     queries, keys = [], []
@@ -198,7 +196,7 @@ def _penalized(
 def chunked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int = ROW_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what `fused_attention` does, for any call, with `chunk` rows of weights in memory at a time.
+    """Compute the same as `fused_attention`, for any call, with `chunk` rows of weights in memory at a time.
 
     The backward pass recomputes them, so that no T × T weights are kept.
     """
@@ -222,7 +220,7 @@ def _attend_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mix (B,H,R,d) and the log-sum-exp (B,H,R) of a chunk of queries."""
     if call.causal and call.mask is None and not call.forbidden and key.shape[2] == query.shape[2]:
-        key, value = key[:, :, : rows.stop], value[:, :, : rows.stop]  # the queries see no later keys
+        key, value = key[:, :, : rows.stop], value[:, :, : rows.stop]  # the queries of these rows see no later keys
     weights, lse = row_weights(masked_logits(query, key, call, rows), call, rows)
     return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
@@ -233,10 +231,8 @@ KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": partial(chunked_
 
 
 def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, rows: slice) -> torch.Tensor:
-    """Return rows of pre-softmax logits over all keys, (B,H,R,T), the dtype's minimum where the query may not attend.
-
-    They are not -inf, because a fully masked row (a padding query) must stay finite.
-    """
+    """Return rows of logits over all keys (B,H,R,T), with the dtype's minimum where the query may not attend."""
+    # not -inf, because a fully masked row (a padding query) must stay finite
     return masked(raw_logits(query[:, :, rows], key, call), call, rows, query.shape[2])
 
 
@@ -252,7 +248,7 @@ def masked(logits: torch.Tensor, call: AttentionCall, rows: slice, queries: int)
         return logits.masked_fill(~call.mask[:, :, rows], torch.finfo(logits.dtype).min)
     if not call.causal:
         return logits
-    # No mask, several queries and more keys than queries: the additional keys are a static cache's empty slots.
+    # If there are several queries, more keys and no mask, the additional keys are a static cache's empty slots.
     ahead = 0 if queries > 1 else offset
     return logits.masked_fill(~causal(rows, keys, ahead, logits.device), torch.finfo(logits.dtype).min)
 
@@ -300,7 +296,7 @@ def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def causal(rows: slice, cols: slice, offset: int, device: torch.device) -> torch.Tensor:
-    """Return the causal mask (R,C) bool: whether query `row + offset` may see key `column`."""
+    """Return the causal mask (R,C) bool: whether the query in `row + offset` may see the key in `column`."""
     row = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     return row >= torch.arange(cols.start, cols.stop, device=device)
 

@@ -1,4 +1,4 @@
-"""Finds numerically how each layer of a model encodes positions, from what its attention computes, not from its name.
+"""Finds numerically how each layer of a model encodes positions, from the results of its attention instead of its name.
 
     learned     a learned vector for each position is added to the token embeddings
     sinusoidal  a vector of sines and cosines of the position is added to the token embeddings
@@ -8,7 +8,7 @@
     none        only the causal mask (NoPE)
 
 All tokens of the text are the same, so that differences between positions come from the positional encoding; and each
-layer's attention gets the same vector at all positions, so that a layer is not credited with what others do.
+layer's attention gets the same vector at all positions, so that the effect of other layers is not attributed to it.
 """
 
 from contextlib import ExitStack
@@ -38,7 +38,7 @@ from sinkscope.models.wiring import first_floats
 
 TOKENS = 24  # T5's buckets have a width of one token up to a distance of 15
 CLOSE = 1e-3  # vectors are equal up to this relative difference …
-ROUNDED = 4  # … or this times the dtype's eps, if that is more
+ROUNDED = 4  # … or up to this times the dtype's eps, if that is more
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
 
 
 def _attended(model: PreTrainedModel, family: Family, ids: torch.Tensor) -> dict[int, dict[str, Any]]:
-    """Return each layer's query and key (1,H,T,d) on equal inputs, and as "lse" its call."""
+    """Return each layer's query and key (1,H,T,d) on equal inputs, and its call under the key "lse"."""
     seen: dict[int, dict[str, Any]] = {layer: {} for layer in family.attentions(model)}
 
     def keep(layer: int, name: str, seam: Seam, tap: nn.Module, args: tuple, x: torch.Tensor) -> None:
@@ -103,10 +103,8 @@ def _repeat_last_state(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
 
 
 def _turns(x: torch.Tensor) -> torch.Tensor:
-    """Return whether any head's vector (1,H,T,d) has another direction than the one before it, (T-1,) bool.
-
-    Norms may differ, as for queries that are scaled by the logarithm of their position: all keys see the same factor.
-    """
+    """Return whether any head's vector (1,H,T,d) has another direction than the one before it, (T-1,) bool."""
+    # Norms may differ, as for queries that are scaled by the logarithm of their position: all keys see the same factor.
     directions = F.normalize(upcast(x), dim=-1)
     return (directions.diff(dim=2).norm(dim=-1) > _close(x)).any(1)[0]
 
@@ -166,7 +164,7 @@ def _added(model: PreTrainedModel, family: Family, one: torch.Tensor, other: tor
 def _before_layers(
     model: PreTrainedModel, family: Family, ids: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the input of the first layer (T,D), and by path the outputs (T,…) of modules that ran before it."""
+    """Return the input of the first layer (T,D), and the outputs (T,…) of the modules that ran before it, by path."""
     hidden: list[torch.Tensor] = []
     outputs: dict[str, torch.Tensor] = {}
 
@@ -200,10 +198,8 @@ def _differs(x: torch.Tensor) -> bool:
 
 
 def _is_sinusoidal(given: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Return whether every column of `rows` (T,D) is a wave of the position: x(t+1) + x(t-1) = 2 cos(ω) x(t).
-
-    The rows were computed from `given`, whose size and dtype decide the round-off.
-    """
+    """Return whether every column of `rows` (T,D) is a wave of the position: x(t+1) + x(t-1) = 2 cos(ω) x(t)."""
+    # the rows were computed from `given`, whose size and dtype decide the round-off
     rows = upcast(rows)
     middle, sides = rows[1:-1], rows[2:] + rows[:-2]
     size = middle.square().sum(0)

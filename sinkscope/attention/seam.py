@@ -1,8 +1,8 @@
-"""The one way into attention: identity modules (taps) in every attention module, which nnsight can read.
+"""The way into attention: identity modules (taps) in every attention module, which nnsight can read.
 
 A model whose family uses transformers' `AttentionInterface` calls `attend` below in place of its own attention
-function. Any other family keeps its own code, in which `Interceptor` recognizes either a fused SDPA call or
-matmul → softmax → matmul. Both ways pass the same tensors through the same taps:
+function. Any other family keeps its own code, in which `Interceptor` recognizes either a fused SDPA call or matmul →
+softmax → matmul. Both ways pass the same tensors through the same taps:
 
     query (B,H,T,d)   key, value (B,K,T,d)   lse (B,H,T)   mix (B,T,H,d)
 
@@ -49,7 +49,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with the taps before and after the kernel: (B,H,T,d), 2 × (B,K,T,d) → (B,T,H,d).
 
-    It is registered with transformers. A module without a seam, a further denominator term and another operation, for
+    It is registered with transformers. A module without a seam, a further denominator term or another operation, for
     example in a vision tower, gets plain SDPA.
     """
     seam: Seam | None = getattr(module, NAME, None)
@@ -72,7 +72,7 @@ def attend(
         query, key, value = seam.query(query), seam.key(key), seam.value(value)
     widened = call if denominator is None else denominator.added_to(call, query)
     if seam is not None:
-        seam.call = widened  # before the kernel, because that of streaming.py removes it again
+        seam.call = widened  # before the kernel, because the kernel of streaming.py removes it again
     mix, lse = (fused_attention if seam is None else seam.kernel)(query, key, value, widened)
     if denominator is not None:
         mix = denominator.mixed(mix, lse, query, call)
@@ -99,13 +99,9 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[dict[int, Seam]]:
-    """Put a seam into every attention layer until the end of the block, and yield them by layer.
+    """Put a seam into every attention layer until the end of the block, and yield the seams by layer.
 
-    Args:
-        kernel: "sdpa" (fused) or "eager" (the reference).
-
-    Raises:
-        SinkscopeError: The model has seams already.
+    `kernel` is "sdpa" (fused) or "eager" (the reference). A model with open seams raises SinkscopeError.
     """
     attentions = family.attentions(model)
     seams = {layer: Seam(kernel, family.door, family.causal, family.prefix) for layer in attentions}
@@ -117,7 +113,7 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
                 attention.add_module(NAME, seams[layer])
                 stack.callback(attention._modules.pop, NAME, None)
         for attention in attentions.values() if family.door == "interceptor" else ():
-            if denominator_of(attention) is None:  # a module with a term is watched already
+            if denominator_of(attention) is None:  # a module with a term is already watched
                 interceptor = Interceptor()
                 stack.callback(interceptor.leave)  # after an interrupt
                 for handle in interceptor.watch(attention):
@@ -132,7 +128,7 @@ def _interface(model: PreTrainedModel) -> Iterator[None]:
     """Call `attend` in place of the model's own attention function for the length of the block."""
 
     def attend_if_ours(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call `attend` if the module is measured or changed, else its own function, as for another model."""
+        """Call `attend` if the module is measured or changed, or else its own function, as for another model."""
         is_ours = hasattr(module, NAME) or attends_by_us(module)
         return (attend if is_ours else own)(module, *args, **kwargs)
 

@@ -1,19 +1,19 @@
 """Attention over a cache of the last tokens, with or without the first: StreamingLLM, Xiao et al. 2024.
 
-When token t is processed the cache holds the first `keep` tokens and the last `window`, itself included:
+When token t is processed, the cache holds the first `keep` tokens and the last `window`, including t:
 
     t sees s   iff   s ≤ t  and  (s < keep  or  t − s < window)
 
-Keys and values are those made when a token entered, so deeper layers still depend on tokens that have left the cache.
+Keys and values are computed when a token enters, so deeper layers still depend on tokens that have left the cache.
 Positions are slots of the cache: the query's is c(t) = min(t, keep + window - 1), that of first token i is i, and a
 token in the window is t - s slots before the query. So only the pairs with a first token differ from dense attention:
 with rotary positions they use the query rotated to c(t); with learned positions each token gets the vector of c(t).
 
-Register tokens are ordinary tokens: they come first, so they are among the first `keep`, and those that are not kept
-leave the cache. A learned sink logit and a key bias are not tokens and never leave; a key bias has no position, and
-uses the query at c(t), as dense attention over a text that fits into the cache does.
+Register tokens are ordinary tokens: they come first, so they are among the first `keep`, or leave the cache if `keep`
+is smaller. A learned sink logit and a key bias are not tokens and never leave; a key bias has no position, and uses the
+query at c(t), as dense attention over a text that fits into the cache does.
 
-The whole text goes through the model in one pass, in blocks of queries against the keys in their caches: time grows
+The complete text goes through the model in one pass, in blocks of queries against the keys in their caches: time grows
 with T · (keep + window), memory with T. Dense attention of a model with sliding windows also needs a T × T mask.
 """
 
@@ -34,7 +34,7 @@ from sinkscope.errors import InputError, SinkscopeError, described
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.models.towers import text_arguments
 
-NAME = "sinkscope-streaming"  # of the attention implementation
+NAME = "sinkscope-streaming"  # name of the attention implementation
 BLOCK = 128  # queries at a time
 
 # (sequence, head, query's position, key's position) → bool, broadcasting: transformers makes its masks from it
@@ -56,7 +56,7 @@ class Cache(NamedTuple):
         return slice(max(self.keep, rows.start - self.window + 1), max(self.keep, rows.stop))
 
     def visible(self, queries: torch.Tensor, keys: torch.Tensor, sees: Sees) -> torch.Tensor:
-        """Return whether keys (C,) are in the cache and the model's mask allows them to queries (R,): (R,C) bool."""
+        """Return whether keys (C,) are in the cache and the model's mask shows them to queries (R,): (R,C) bool."""
         query, key = queries[:, None], keys[None]
         is_first = key < self.keep
         slot = self.positions(query)
@@ -77,8 +77,8 @@ def streamed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute mix and log-sum-exp of every token over its cache, as one row over the first tokens and the window.
 
-    query (B,H,T,d) is rotated to t, for the keys of the window; query_in_cache to c(t), for those of the first tokens.
-    `sees` is the model's own mask.
+    query (B,H,T,d) is rotated to t, for the keys of the window; query_in_cache to c(t), for the keys of the first
+    tokens. `sees` is the model's own mask.
     """
     mixes, lses = [], []
     length = query.shape[2]
@@ -98,7 +98,7 @@ def streamed_attention(
 
 
 class _QueryKnown(Exception):
-    """Ends an attention module's forward as soon as its query is known, and the sink logits that depend on it."""
+    """Ends an attention module's forward as soon as its query and the sink logits that depend on it are computed."""
 
     def __init__(self, query: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
         super().__init__()
@@ -106,27 +106,27 @@ class _QueryKnown(Exception):
 
 
 class _Streaming:
-    """One attention layer while it streams: a hook before its forward, and the kernel in its seam."""
+    """The streaming of one attention layer: a hook before its forward, and the kernel in its seam."""
 
     def __init__(self, seam: Seam, family: Family, positions: str, cache: Cache, reads_query: bool) -> None:
         self.seam, self.family, self.cache = seam, family, cache
-        self.positions = positions  # of this layer
+        self.positions = positions  # positions in this layer
         self.reads_query = reads_query  # whether a term of the denominator depends on the query
-        self.sees: Sees | None = None  # of the current forward, as is `in_cache`
+        self.sees: Sees | None = None  # in the current forward, like `in_cache`
         self.in_cache: _QueryKnown | None = None
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Forward pre-hook of the attention module: keep the model's mask function, and compute `in_cache`."""
+        """Keep the model's mask function and compute `in_cache`; a forward pre-hook of the attention module."""
         self.sees = kwargs.get("attention_mask")
         if not callable(self.sees):
-            raise does_not_apply(self.family, "it does not ask transformers for the mask of its attention")
+            raise does_not_apply(self.family, "it does not get the mask of its attention from transformers")
         kwargs = kwargs | {"attention_mask": None}
         self.in_cache = None
         if self.positions == "rotary":
             tables = kwargs.get("position_embeddings")
             if tables is None:
-                raise does_not_apply(self.family, "its attention is not given its rotary positions from outside")
-            if self.cache.keep or self.reads_query:  # otherwise all distances are those in the text
+                raise does_not_apply(self.family, "its attention does not get its rotary positions as an argument")
+            if self.cache.keep or self.reads_query:  # otherwise all distances are the distances in the text
                 in_cache = tuple(_at_cache_positions(table, self.cache) for table in tables)  # cosines and sines
                 self.in_cache = self._run_to_kernel(module, args, kwargs | {"position_embeddings": in_cache})
         return args, kwargs
@@ -151,7 +151,7 @@ class _Streaming:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.sees is None or key.shape[2] != query.shape[2] or call.forbidden:
             raise SinkscopeError("streaming needs whole sequences, use_cache=False and no other forbidden attention")
-        if call.mask is not None:  # not made by transformers: see `_mask_function`
+        if call.mask is not None:  # it was not made by transformers: see `_mask_function`
             raise does_not_apply(self.family, "it adds a bias of its own to its logits")
         in_cache, sees = self.in_cache, self.sees
         self.in_cache = self.sees = self.seam.call = None  # weights computed from the taps would be wrong
@@ -188,7 +188,7 @@ def _mask_function(
         if limit is not None and q_length > limit:
             raise InputError(
                 f"streaming does not apply to {q_length} tokens, because past {limit} the rotary frequencies of this "
-                f"{text.model_type} are others than those of a short cache: take a --seq-len of at most {limit}"
+                f"{text.model_type} differ from those of a short cache: use a --seq-len of at most {limit}"
             )
     return mask_function
 
@@ -197,10 +197,8 @@ def _mask_function(
 def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], keep: int, window: int) -> Iterator[None]:
     """Let the model read text with a cache of the first `keep` and the last `window` tokens, within the block.
 
-    The model must be called with whole sequences of one length and use_cache=False; `seams` come from `open_seam`.
-
-    Raises:
-        InputError: streaming does not apply to this model, keep < 0 or window < 1.
+    The model must be called with complete sequences of one length and use_cache=False; `seams` come from `open_seam`.
+    An unsuitable model, keep < 0 or window < 1 raise InputError.
     """
     check_applies(model, family)
     if keep < 0 or window < 1:
@@ -235,7 +233,7 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
         "sinusoidal": "its positions are sines that are added to the token embeddings",
     }
     for kind in sorted(family.kinds_of_positions - {"rotary", "learned", NO_POSITIONS}):
-        return reasons.get(kind, "how it has positions is not known")
+        return reasons.get(kind, "the kind of its positions is not known")
     if family.door != "interface":
         return "it has attention code of its own, in which sinkscope cannot change the window"
     if family.blocks:
@@ -243,9 +241,9 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
     terms = [term for attention in family.attentions(model).values() if (term := denominator_of(attention))]
     depends_on_query = any(term.reads_query and term.values() is not None for term in terms)
     if "rotary" in family.kinds_of_positions and depends_on_query:
-        return "its key biases have values, whose weights are those of queries at their positions in the text"
+        return "its key biases have values, which are weighted by queries at their positions in the text"
     if text_arguments(model):
-        return "what its tokens see depends on an input for each token"
+        return "which tokens a token sees depends on an input for each token"
     return None
 
 

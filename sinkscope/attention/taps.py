@@ -1,7 +1,7 @@
 """The modules that sinkscope adds to an attention layer, and the interceptor that runs them inside a model's own code.
 
 An attention module may hold taps while it is measured, a further term in the softmax's denominator, and an operation
-other than softmax. The interceptor serves the families that do not use transformers' AttentionInterface.
+other than softmax. The interceptor is for families that do not use transformers' AttentionInterface.
 """
 
 import math
@@ -31,11 +31,11 @@ from sinkscope.attention.kernels import (
 )
 from sinkscope.models.attention_functions import MATMULS, SOFTMAXES
 
-NAME = "sinkscope"  # of the attention implementation, and of the seam inside each attention module
+NAME = "sinkscope"  # name of the attention implementation, and of the seam inside each attention module
 
 
 class Tap(nn.Module):
-    """An identity, which nnsight reads, overwrites or differentiates."""
+    """An identity module whose tensor nnsight reads, overwrites or differentiates."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -66,12 +66,12 @@ class Seam(nn.Module):
 class Denominator(nn.Module, ABC):
     """A further term in the denominator of every row's softmax: a logit without a token, with or without a value.
 
-    An attention module that has such a submodule, under any name, attends with this term.
+    An attention module that has such a submodule, under any name, computes attention with this term.
     """
 
     called: ClassVar[str] = "further terms in the softmax's denominator"  # its name in messages
     reads_query: ClassVar[bool] = False
-    scaling: float  # of q·k, if the model's own code computes the logits
+    scaling: float  # factor of q·k, if the model's own code computes the logits
     is_biased: bool  # whether the model adds a bias by position to the logits (ALiBi)
 
     @abstractmethod
@@ -93,8 +93,8 @@ class Denominator(nn.Module, ABC):
     def added_to(self, call: AttentionCall, query: torch.Tensor, own_bias: torch.Tensor | None = None) -> AttentionCall:
         """Return the call with this term added to the model's own sink logits, if it has any (gpt-oss).
 
-        own_bias (B|1,H,T) is ALiBi's bias on the logit of the query's own key. Models define ALiBi up to a constant
-        per row (MPT counts from the last key); the new logit needs the constant that gives 0 at distance 0.
+        own_bias (B|1,H,T) is ALiBi's bias on the logit of the query's own key. Models define ALiBi up to a constant per
+        row (MPT counts from the last key); the new logit needs the constant that gives 0 at distance 0.
         """
         logits = upcast(self(query, call))
         if own_bias is not None:
@@ -110,23 +110,23 @@ def denominator_of(attention: nn.Module) -> Denominator | None:
 
 
 class OtherOperation(nn.Module):
-    """An operation other than softmax. An attention module that has such a submodule, under any name, attends by it."""
+    """An operation other than softmax, for any attention module that has it as a submodule, under any name."""
 
     operation: Operation
     called: str  # its name in messages
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        """Return φ of queries (B,H,T,d) or keys (B,K,T,d), of the same shape, which the taps show."""
+        """Return φ of queries (B,H,T,d) or keys (B,K,T,d), in the same shape; the taps show φ."""
         return x
 
 
 def operation_of(attention: nn.Module) -> OtherOperation | None:
-    """Return the operation by which this attention module attends; None for softmax."""
+    """Return the operation of this attention module; None for softmax."""
     return next((child for child in _children(attention) if isinstance(child, OtherOperation)), None)
 
 
 def operations_of(model: nn.Module) -> list[str]:
-    """Return the names of the operations of a model's layers, each once; none if all are softmax."""
+    """Return the distinct names of the operations of a model's layers; [] if all are softmax."""
     return list(dict.fromkeys(module.called for module in model.modules() if isinstance(module, OtherOperation)))
 
 
@@ -136,10 +136,7 @@ def attends_by_us(module: nn.Module) -> bool:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module's children, unwrapped from PEFT.
-
-    A module that PEFT trains as a whole (`modules_to_save`) is inside a wrapper, as a copy for each adapter.
-    """
+    """Yield a module's children, without PEFT's wrappers around completely trained modules (`modules_to_save`)."""
     for child in module.children():
         wrapper: Any = child
         if "original_module" not in child._modules:
@@ -153,7 +150,7 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
 class Interceptor(TorchFunctionMode, threading.local):
     """Recognizes attention in a module's own code: F.scaled_dot_product_attention, or matmul → softmax → matmul.
 
-    Several threads may run the module at once: attributes are thread-local, as torch's stack of modes is. Torch runs
+    Several threads may run the module at once: attributes are thread-local, like torch's stack of modes. Torch runs
     `__torch_function__` with the mode off, so computations of an observer at a tap are not intercepted.
     """
 
@@ -164,9 +161,9 @@ class Interceptor(TorchFunctionMode, threading.local):
         self.seam = self.idle
         self.denominator: Denominator | None = None
         self.batch = 0
-        self.kv_heads: int | None = None  # if the module has such an attribute
-        self.query, self.key = torch.empty(0), torch.empty(0)  # of the current call
-        self.awaited = "logits"  # then "softmax", "mix" and, for the rest of the call, "nothing"
+        self.kv_heads: int | None = None  # None if the module has no such attribute
+        self.query, self.key = torch.empty(0), torch.empty(0)  # in the current call
+        self.awaited = "logits"  # then "softmax", "mix", and "nothing" for the rest of the call
         self.caller: FrameType | None = None  # the frame that calls the module's forward
 
     def __reduce__(self) -> tuple[type["Interceptor"], tuple[()]]:
@@ -205,7 +202,7 @@ class Interceptor(TorchFunctionMode, threading.local):
     ) -> torch.Tensor:
         seam = self.seam
         is_bare = attn_mask is None and not is_causal and query.shape[2] > 1
-        if is_bare and seam.causal:  # not the attention of a decoder
+        if is_bare and seam.causal:  # a decoder's attention would not be bare
             return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
@@ -258,10 +255,8 @@ class Interceptor(TorchFunctionMode, threading.local):
 
     @torch.no_grad()
     def _own_bias(self, scores: torch.Tensor | None, has_dots: bool = False) -> torch.Tensor | None:
-        """Return ALiBi's bias on the logit of each query's own key, (B|1,H,T); None without ALiBi.
-
-        scores (B|1,H,T,S) are masked biases, plus scaling · q·k where `has_dots`.
-        """
+        """Return ALiBi's bias on the logit of each query's own key, (B|1,H,T); None without ALiBi."""
+        # scores (B|1,H,T,S) are masked biases, plus scaling · q·k with `has_dots`
         term = self.denominator
         if term is None or not term.is_biased or scores is None:
             return None
@@ -301,7 +296,7 @@ class Interceptor(TorchFunctionMode, threading.local):
         self.kv_heads = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         self.awaited = "logits"
         self.caller = sys._getframe(1)
-        if self not in _get_current_function_mode_stack():  # it is there if an interrupt ended the last forward
+        if self not in _get_current_function_mode_stack():  # it is still there if an interrupt ended the last forward
             self.__enter__()
 
     def leave(self, *forward: Any) -> None:
@@ -324,7 +319,7 @@ class Interceptor(TorchFunctionMode, threading.local):
 
 @torch.no_grad()
 def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
-    """Return the factor of q·k in a model's own scores (B,H,T,T), read off their diagonal.
+    """Return the factor of q·k in a model's own scores (B,H,T,T), read from their diagonal.
 
     It is NaN if a bias was added (ALiBi), or if the scores are not of these queries and keys.
     """

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from sinkscope.attention.kernels import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, sink_rows, upcast
 from sinkscope.text.batch import Batch
 
-SHORT = 256  # up to this length all columns are always read: it costs little
+SHORT = 256  # all columns are read up to this length, where this costs little
 SMALLEST = -80.0  # the logarithm of a weight is clamped here, at 2e-35
 AT_ONCE = 400_000  # weights in memory at a time: with their derived tensors they fit into a CPU's cache
 
@@ -43,7 +43,7 @@ class AttentionRead:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the logits are scaling · q·k and nothing else: softmax, no softcap, no additive bias (ALiBi)."""
+        """Whether the logits are only scaling · q·k: softmax, no softcap, no additive bias (ALiBi)."""
         additive = self.call.mask is not None and self.call.mask.dtype != torch.bool
         return (self.call.scores, self.call.softcap, self.call.operation) == (None, None, None) and not additive
 
@@ -54,7 +54,7 @@ class AttentionRead:
 
     @property
     def is_plain_except_forbidden(self) -> bool:
-        """The same, except for keys that an intervention may have forbidden."""
+        """Whether the call is plain except for keys that an intervention may have forbidden."""
         return self.call.causal and self.is_linear and self.call.mask is None and self.batch.valid is None
 
     def keys(self, rows: slice, columns: int | None = None) -> slice:
@@ -92,7 +92,7 @@ class AttentionRead:
 
     @property
     def _is_long(self) -> bool:
-        """Whether logits are computed in chunks; otherwise they are computed once, and must not be changed in place."""
+        """Whether logits are computed in chunks; otherwise they are cached, and must not be changed in place."""
         return self.length > ROW_CHUNK
 
     @cached_property
@@ -124,7 +124,7 @@ class AttentionRead:
         allowed = self.allowed(rows, hidden)
         if allowed is not None:  # mixed types are several times slower
             weights[..., hidden.start - cols.start :].mul_(allowed.to(weights.dtype))
-        if self.batch.valid is not None:  # a padding query may see nothing, and have no lse
+        if self.batch.valid is not None:  # a padding query may see no key, and then has no lse
             weights.nan_to_num_(0.0)
             log_weights.nan_to_num_(0.0)
         return weights, log_weights
@@ -133,7 +133,7 @@ class AttentionRead:
         """Return the factors of the values, (B,H,R,C): softmax weights, or sim ÷ Z of another operation."""
         if self.call.operation is None:
             return self.weights(rows, cols)[0]
-        keys = self.keys(rows)  # Z is over all of them
+        keys = self.keys(rows)  # all keys, because Z is their sum
         logits = self.logits(rows, keys)
         allowed = self.allowed(rows, keys)
         if allowed is not None:
@@ -156,7 +156,7 @@ class ColumnSums:
 
     mass: torch.Tensor  # (B,H,C): Σ_t a[t,s] for the first C columns
     second: torch.Tensor  # (B,H,C): Σ_t a[t,s]²
-    window: torch.Tensor  # (B,H,T): the same sum of a[t,s] where |t - s| < W, for every column
+    window: torch.Tensor  # (B,H,T): Σ_t a[t,s] for every column, with |t - s| < W
     entropy: torch.Tensor | None  # (B,H,T): -Σ_s a[t,s] log a[t,s] of each row; None unless all columns were read
 
 
@@ -216,7 +216,7 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
         rows = slice(first * block, min(first + at_once, blocks) * block)
         padding = max(0, rows.stop - read.length)
         query, lse = upcast(read.query[:, :, rows]), read.lse[:, :, rows]
-        if padding:  # otherwise F.pad would copy, too
+        if padding:  # without padding, F.pad would still copy the tensor
             query, lse = F.pad(query, (0, 0, 0, padding)), F.pad(lse, (0, padding), value=torch.inf)
         query, lse = (x.unflatten(2, (-1, block)).unflatten(1, groups).transpose(2, 3) for x in (query, lse))
         products = query.flatten(3, 4) @ keys[:, :, first : first + at_once]  # (B,K,blocks at once,H/K · block,C)
@@ -250,7 +250,7 @@ def keys_seen(read: AttentionRead) -> torch.Tensor:
 
 
 def chunks_at_once(read: AttentionRead, columns: int, most: int) -> Iterator[slice]:
-    """Yield chunks of at most `most` rows whose weights to the first `columns` keys, and queries, are AT_ONCE numbers.
+    """Yield chunks of at most `most` rows, with AT_ONCE numbers in the weights to `columns` keys and the queries.
 
     Under a causal mask the first rows see few keys, so that their chunks are larger.
     """

@@ -1,4 +1,4 @@
-"""Interventions: changes of a model for the length of a block. To add one, write it here and register it below."""
+"""Interventions: changes to a model for the length of a block. To add one, write it here and register it below."""
 
 from collections.abc import Iterable
 
@@ -34,7 +34,7 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
 
 
 def parse(text: str) -> Intervention:
-    """Parse an intervention of the command line, NAME or NAME:key=value,…; InputError if something does not exist.
+    """Parse an intervention of the command line, NAME or NAME:key=value,…; raise InputError for an unknown name or key.
 
     A value may be a list: coordinates=138,447 or layers=1-3.
     """

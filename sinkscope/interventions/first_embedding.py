@@ -1,4 +1,4 @@
-"""Removal of the first token's embedding, keeping its position (NU intervention 4)."""
+"""Removal of the first token's embedding, with its position kept (NU intervention 4)."""
 
 from contextlib import AbstractContextManager
 

@@ -58,7 +58,7 @@ class Layout(threading.local):
         return torch.zeros(1, dtype=torch.long, device=device)
 
     def locate(self, x: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows and columns of x (B,T,…) at which sequences have this position."""
+        """Return the rows and columns of x (B,T,…) that are at this position of their sequence."""
         columns = (self.start(x.device) + position - self.past).expand(x.shape[0])
         rows = ((columns >= 0) & (columns < x.shape[1])).nonzero().flatten()
         return rows, columns[rows]
@@ -78,7 +78,7 @@ class Target:
         return self.family.layer_modules(self.model)
 
     def attending(self, layers: tuple[int, ...] | None = None) -> list[int]:
-        """Return the named layers, or all that have attention; InputError if a named layer has none."""
+        """Return the named layers, or all that have attention; raise InputError if a named layer has none."""
         have = list(self.family.attentions(self.model))
         without = next((layer for layer in layers or () if layer not in have), None)
         if without is not None:
@@ -112,11 +112,11 @@ class Target:
 
 
 def chosen(numbers: tuple[int, ...] | None, count: int) -> list[int]:
-    """Return the named numbers, or all numbers below `count`."""
+    """Return the chosen numbers, or all numbers below `count` for None."""
     return list(range(count)) if numbers is None else list(numbers)
 
 
-MOST_NUMBERS = 1_000_000  # numbers in a range
+MOST_NUMBERS = 1_000_000  # at most this many numbers in a range
 
 
 def _parse_numbers(value: Any) -> Any:
@@ -133,7 +133,7 @@ def _parse_numbers(value: Any) -> Any:
     for part in value.replace("+", ",").split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if not match:
-            raise ValueError(f"'{part.strip()}' is no number, no range as 1-3 and not all")
+            raise ValueError(f"'{part.strip()}' is neither a number, nor a range such as 1-3, nor all")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"the range {part.strip()} is empty")
@@ -145,7 +145,7 @@ def _parse_numbers(value: Any) -> Any:
 
 def _parse_named_numbers(value: Any) -> Any:
     if isinstance(value, str) and value.strip() == "all":
-        raise ValueError("all is not meant here: name some")
+        raise ValueError("all cannot be used here: name some numbers")
     return _parse_numbers(value)
 
 
@@ -160,7 +160,7 @@ Index = Annotated[int, Field(ge=0, lt=2**62)]
 Indices = Annotated[tuple[Index, ...], BeforeValidator(_parse_named_numbers), Field(min_length=1)]
 _Some = Annotated[tuple[Index, ...], Field(min_length=1)] | None
 Chosen = Annotated[_Some, BeforeValidator(_parse_numbers)]  # None: all
-Open = Annotated[_Some, BeforeValidator(_parse_named_numbers)]  # None: still to be decided
+Open = Annotated[_Some, BeforeValidator(_parse_named_numbers)]  # None: to be decided by `resolved`
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Reals = Annotated[tuple[Real, ...], BeforeValidator(_parse_reals)]
 
@@ -170,14 +170,14 @@ class Known:
     """Facts about the unchanged model, from which defaults and random controls are chosen."""
 
     target: Target
-    length: int  # of the shortest sequence
+    length: int  # length of the shortest sequence
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # tables of the arm `before`
     hidden_means: Callable[[int, int], torch.Tensor] | None = None  # (layer, position) → (D,) mean over sequences
     value_means: Callable[[int, int], torch.Tensor] | None = None  # the same for the value projection → (heads · d,)
 
 
 class Expectation(StrEnum):
-    """The effect of an intervention that a paper found."""
+    """The effect of an intervention according to its paper."""
 
     SINK_FALLS = "sink-falls"
     SINK_STAYS = "sink-stays"
@@ -194,13 +194,13 @@ class Intervention(BaseModel, ABC):
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list`
     paper: ClassVar[str]  # the paper that did the experiment
-    control_about: ClassVar[str] = ""  # what its random control changes; "" if it has none
+    control_about: ClassVar[str] = ""  # the change in its random control; "" if it has none
     redraws: ClassVar[Literal["", "positions", "coordinates"]] = ""  # the parameter that its random control redraws
-    expects: ClassVar[Expectation | None] = None  # what the paper found
+    expects: ClassVar[Expectation | None] = None  # the effect according to the paper
     is_control: ClassVar[bool] = False  # useful only as the control of another intervention
-    expected: ClassVar[bool] = True  # applies to most models: the doctor reports where it does not
-    measured_by: ClassVar[str] = "pass"  # a key of Experiment.METHODS; only those measured by "pass" can be combined
-    heads_of: ClassVar[Role] = "query"  # which heads the parameter `heads` counts
+    expected: ClassVar[bool] = True  # applies to most models: the doctor reports models where it does not
+    measured_by: ClassVar[str] = "pass"  # a key of Experiment.METHODS; can be combined only if "pass"
+    heads_of: ClassVar[Role] = "query"  # the heads that the parameter `heads` counts
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
@@ -211,7 +211,7 @@ class Intervention(BaseModel, ABC):
         """Raise InputError if a parameter names a layer, head, coordinate or position that does not exist.
 
         Args:
-            length: The length of the sequences; None if it is not known.
+            length: The length of the sequences; None if it is unknown.
         """
         counts: dict[str, tuple[str, Callable[[], int | None]]] = {
             "layers": ("layer", lambda: len(target.layers)),
@@ -229,11 +229,11 @@ class Intervention(BaseModel, ABC):
                 raise InputError(f"{self.name}: there is no {what} {max(numbers)}: {whose} {total}, from 0 on")
 
     def resolved(self, known: Known) -> Self:
-        """Return the intervention with all open parameters decided; InputError if one cannot be decided."""
+        """Return the intervention with all open parameters decided; raise InputError if one cannot be decided."""
         return self
 
     def control(self, known: Known, draw: torch.Generator) -> "Intervention | None":
-        """Return the same kind of change at a random place or in a random direction; None if there is no control."""
+        """Return the same kind of change at a random place or in a random direction, or None."""
         if not self.redraws:
             return None
         own: tuple[int, ...] = getattr(self, self.redraws) or ()
@@ -245,28 +245,30 @@ class Intervention(BaseModel, ABC):
 
     @property
     def watched(self) -> tuple[int, ...]:
-        """The positions at which an effect is expected, that of the sink first."""
+        """The positions at which an effect is expected, first that of the sink."""
         return getattr(self, "positions", (0,))
 
     @property
     def reads_means(self) -> tuple[int, ...]:
-        """The positions of which `resolved` needs the model's hidden means."""
+        """The positions at which `resolved` needs the model's hidden means."""
         return ()
 
     def begins_at(self, target: Target) -> int:
         """Return the first affected layer; earlier layers are unaffected. 0 if the input of the layers may change."""
-        layers: tuple[int, ...] | None = getattr(self, "layers", (0,))  # None: all that have attention
+        layers: tuple[int, ...] | None = getattr(self, "layers", (0,))  # None: all layers with attention
         return min(target.attending() if layers is None else layers)
 
     @abstractmethod
     def applied(self, target: Target) -> AbstractContextManager[None]:
         """Change the model until the end of the block, and then restore it bit for bit.
 
-        InputError: nothing would change. UntouchedError, at the end: no forward pass had the positions to change.
+        Raises:
+            InputError: nothing would change.
+            UntouchedError: at the end, no forward pass had the positions to change.
         """
 
     def __str__(self) -> str:
-        """Return the intervention in the syntax of --do, with the parameters that are not at their default."""
+        """Return the intervention in the syntax of --do, without parameters at their default."""
         given = []
         for name, entry in type(self).model_fields.items():
             value = getattr(self, name)
@@ -281,7 +283,7 @@ class Intervention(BaseModel, ABC):
 
 @contextmanager
 def applied(target: Target, interventions: Iterable[Intervention]) -> Iterator[None]:
-    """Apply interventions in their order until the end of the block, each to the model that the previous ones left."""
+    """Apply interventions in order until the end of the block, each to the model with the previous ones applied."""
     with ExitStack() as stack:
         handle = target.model.register_forward_pre_hook(target.layout.record, with_kwargs=True, prepend=True)
         stack.callback(handle.remove)
@@ -300,7 +302,7 @@ class UntouchedError(SinkscopeError):
 
 @contextmanager
 def must_touch(name: str, missing: str) -> Iterator[Callable[[], None]]:
-    """Yield a function to call whenever an edit changes something; UntouchedError at the end if it was not called."""
+    """Yield a function to call at each change of a tensor; raise UntouchedError at the end if it was not called."""
     is_touched = False
 
     def touch() -> None:
@@ -342,12 +344,12 @@ def edited_positions(
 
 
 def random_positions(count: int, known: Known, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:
-    """Draw positions for a control: not in `but`, not 0 (the usual sink), not the last (which no later query sees)."""
+    """Draw positions for a control, except `but`, 0 (the usual sink) and the last (which no later query sees)."""
     return random_choice(count, known.length - 1, draw, {0, *but}, "position")
 
 
 def random_choice(count: int, total: int, draw: torch.Generator, but: Iterable[int], what: str) -> tuple[int, ...]:
-    """Draw `count` different numbers below `total`, none of them in `but`."""
+    """Draw `count` different numbers below `total`, except those in `but`."""
     free = sorted(set(range(total)) - set(but))
     if len(free) < count:
         raise InputError(f"a random control needs {counted(count, f'other {what}')}, and there are {len(free)}")
@@ -361,7 +363,7 @@ Stack = tuple[Intervention, ...]
 def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[Stack]:
     """Draw `draws` different random controls of a stack of interventions, or fewer if there are not that many.
 
-    In each, every part that has a control is replaced by it. If no part has a control, there is none.
+    Every intervention that has a control is replaced by it. If none has a control, the list is empty.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[Stack] = []
@@ -378,9 +380,9 @@ def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[S
 
 
 def expectation(intervention: Intervention, target: Target) -> Expectation | None:
-    """Return the effect that the paper found, if its findings apply to this kind of model.
+    """Return the effect according to the paper, if the paper's findings apply to this kind of model.
 
-    NU's apply to models with learned positions and a query bias, those of other papers to all models.
+    NU's findings apply to models with learned positions and a query bias, other papers' to all models.
     """
     if not intervention.paper.startswith("NU "):
         return intervention.expects

@@ -1,4 +1,4 @@
-"""Changes of the sink's residual state: massive activations set to zero or to their mean, and its norm rescaled."""
+"""Changes to the sink's residual state: massive activations set to zero or to their mean, and its norm rescaled."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ class _Massive(Intervention):
     control_about = "random coordinates"
     redraws = "coordinates"
 
-    layers: Open = None  # None: all layers at whose output one of them is massive
+    layers: Open = None  # None: all layers at whose output a coordinate is massive
     positions: Indices = (0,)
-    coordinates: Open = None  # None: those that are massive there and at few other tokens
+    coordinates: Open = None  # None: coordinates that are massive at the sink and at few other tokens
     # massive activations of other tokens, such as delimiters: groups of layer, coordinate, smallest magnitude and mean
     elsewhere: Reals | None = None
 
@@ -62,7 +62,7 @@ class _Massive(Intervention):
 
     @abstractmethod
     def value_elsewhere(self, mean: float) -> float:
-        """Return the new value of other tokens' massive activations, whose mean is given."""
+        """Return the new value of other tokens' massive activations, given their mean."""
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -78,7 +78,7 @@ class _Massive(Intervention):
         numbers = self.elsewhere or ()
         rows = [(int(row[0]), int(row[1]), *row[2:]) for row in zip(*[iter(numbers)] * 4, strict=False)]
         if len(numbers) % 4 or not all(row[0] in layers and row[1] in coordinates for row in rows):
-            raise InputError(f"{self.name}: elsewhere needs layer, coordinate, magnitude and mean, of those chosen")
+            raise InputError(f"{self.name}: elsewhere needs a chosen layer, a chosen coordinate, magnitude and mean")
 
         def edit(module: nn.Module, position: int, x: torch.Tensor) -> torch.Tensor:
             x[:, coordinates] = values[module, position].to(x)
@@ -88,7 +88,7 @@ class _Massive(Intervention):
             for layer, coordinate, least, mean in rows:
                 put = partial(_replace_large, coordinate=coordinate, least=least, value=self.value_elsewhere(mean))
                 stack.enter_context(edited_output(layers[layer], put))
-            # after these, so that the positions get their own values
+            # registered later, so that the positions get their own values
             stack.enter_context(edited_positions(self.name, target, layers.values(), self.positions, edit))
             yield
 
@@ -161,16 +161,12 @@ def sink_massive(
     coordinates: tuple[int, ...] | None = None,
     to_name: str = "layers and coordinates",
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers and coordinates of the massive activations that distinguish a position; InputError if none.
+    """Return layers and coordinates of the massive activations at a position; raise InputError if there are none.
 
     They are massive in at least half of the sequences, at coordinates that are massive at few other tokens (ELSEWHERE)
     in every layer. Other coordinates are features of the stream instead of the sink: Gemma3-270M has one at nearly all
-    tokens of its first layers.
-
-    Args:
-        layers: Search only these layers.
-        coordinates: Search only these coordinates, if any of them is massive.
-        to_name: The parameters that the user can give instead, for the error message.
+    tokens of its first layers. `layers` and `coordinates` limit the search; `to_name` is the advice in the error
+    message.
     """
     missing = f"{name}: no massive activations at position {position} are known: name {to_name}"
     if "massive" not in known.tables:
@@ -195,7 +191,7 @@ def sink_massive(
 def massive_elsewhere(
     known: Known, position: int, layers: tuple[int, ...], coordinates: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    """Return layer, coordinate, smallest magnitude and mean of other tokens' massive activations there, flat."""
+    """Return other tokens' massive activations there: layer, coordinate, smallest magnitude and mean of each, flat."""
     table = known.tables["massive"]
     rows = table[table["is_massive"] & (table["position"] != position)]
     rows = rows[rows["layer"].isin(layers) & rows["coordinate"].isin(coordinates)]
@@ -207,14 +203,14 @@ def massive_elsewhere(
 class RescaleNorm(Intervention):
     """Multiplies the input of the chosen layers at the sink by a factor (GS §4: does the norm regulate gradients?).
 
-    Later layers see the change too. RMSNorm maps c·h to the same output as h, up to its ε, and scales the gradient by
-    1/c. So a branch computes the same, and its gradient enters the residual stream 1/c times as large.
+    The change also affects later layers. RMSNorm maps c·h to the same output as h, up to its ε, and scales the gradient
+    by 1/c. So a branch computes the same, and its gradient enters the residual stream 1/c times as large.
     """
 
     name = "rescale-norm"
     about = (
-        "what enters a layer at the sink times a factor, its direction kept (layers: the one after the first massive "
-        "activation, positions, factor: 0.5)"
+        "the input of a layer at the sink times a factor, with its direction kept (layers: the one after the first "
+        "massive activation, positions, factor: 0.5)"
     )
     paper = "GS §4"
     control_about = "another position"

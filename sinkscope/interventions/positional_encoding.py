@@ -21,19 +21,16 @@ from sinkscope.interventions.intervention import (
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.positions import effective_positions
 
-MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which a layer's output is a sum with its MLP's output as a term
+MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which the MLP's output is a term of the layer's output
 
 
 class _PositionVectors(Intervention):
-    """Gives positions the vectors of others.
-
-    Attributes:
-        at: "embedding", the rows of the position embedding, which the first layer's attention reads too; or "epe", the
-            part EPE_i = MLP⁽¹⁾(p_i) + p_i of the first layer's output, so that only later layers see the change.
-    """
+    """Gives positions the vectors of other positions."""
 
     expected = False  # only some models have learned positions
 
+    # "embedding": rows of the position embedding, which the first layer's attention reads too; "epe": the part
+    # EPE_i = MLP⁽¹⁾(p_i) + p_i of the first layer's output, so that only later layers are affected
     at: Literal["embedding", "epe"] = "embedding"
 
     @classmethod
@@ -49,7 +46,7 @@ class _PositionVectors(Intervention):
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
         if self.at == "epe" and target.family.block(0).wiring not in MLP_IS_A_TERM:
-            raise InputError(f"{self.name}: at=epe: the first layer's output is no sum with its MLP's output as a term")
+            raise InputError(f"{self.name}: at=epe: the first layer's output is not a sum with its MLP's output")
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -66,7 +63,7 @@ class _PositionVectors(Intervention):
             yield
 
     def _epe_exchanged(self, target: Target) -> AbstractContextManager[None]:
-        """Replace each position's own EPE in the first layer's output by that of its giver."""
+        """Replace each position's own EPE in the first layer's output by the EPE of its giver."""
         givers = self.givers()
         epe = effective_positions(target.model, target.family, max(*givers, *givers.values()) + 1)
         shifts = {position: epe[giver] - epe[position] for position, giver in givers.items()}
@@ -77,7 +74,7 @@ class _PositionVectors(Intervention):
 
 class ReplaceEpe(_PositionVectors):
     name = "replace-epe"
-    about = "position 0 gets another position's vector p (positions, source: whose; at=epe: its EPE instead)"
+    about = "position 0 gets another position's vector p (positions, source: the other; at=epe: its EPE instead)"
     paper = "NU intervention 2"
     control_about = "the same at another position"
     expects = Expectation.SINK_FALLS
@@ -100,9 +97,9 @@ class ReplaceEpe(_PositionVectors):
 
 class TransplantEpe(_PositionVectors):
     name = "transplant-epe"
-    about = "two positions exchange their vectors (source: the sink's, target: where it goes; at=epe)"
+    about = "two positions exchange their vectors (source: the sink's position, target: the other; at=epe)"
     paper = "NU intervention 3"
-    control_about = "the target and a random position exchange theirs"
+    control_about = "the target and a random position exchange their vectors"
     expects = Expectation.SINK_MOVES
 
     source: Index = 0

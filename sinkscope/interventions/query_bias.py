@@ -1,4 +1,4 @@
-"""Edits of weights: the query bias b_Q removed (NU 1) or perturbed as its control, and columns of W_k zeroed (NU 5)."""
+"""Edits of weights: the query bias b_Q removed (NU 1) or, as a control, perturbed; and columns of W_k zeroed (NU 5)."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ class PerturbQueryBias(_QueryBias):
 
 class ZeroKeyColumns(Intervention):
     name = "zero-key-columns"
-    about = "W_k reads nothing of these coordinates (layers, key heads, coordinates: the massive ones)"
+    about = "W_k does not read these coordinates (layers, key heads, coordinates: the massive ones)"
     paper = "NU intervention 5"
     control_about = "random coordinates"
     redraws = "coordinates"
@@ -91,7 +91,7 @@ class ZeroKeyColumns(Intervention):
 
     layers: Chosen = None
     heads: Chosen = None
-    coordinates: Open = None  # None: those that are massive in EPE_0, or, without learned positions, in the stream
+    coordinates: Open = None  # None: massive in EPE_0, or in the stream if positions are not learned
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:

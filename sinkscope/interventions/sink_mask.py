@@ -87,7 +87,7 @@ class StreamingWindow(Intervention):
 
     @property
     def watched(self) -> tuple[int, ...]:
-        return ()  # no attention is read
+        return ()  # its measurement reads no attention
 
     def applied(self, target: Target) -> AbstractContextManager[None]:
         if self.window is None or len(self.window) > 1 or len(self.keep) > 1:

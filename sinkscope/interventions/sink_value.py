@@ -1,4 +1,4 @@
-"""The sink's value state scaled or made constant, its key kept (VGA §1: does the sink's contribution matter?)."""
+"""The sink's value state scaled or made constant, with its key kept (VGA §1: does the sink's contribution matter?)."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -24,15 +24,15 @@ from sinkscope.interventions.intervention import (
 )
 
 DECIDED = "is decided by measuring the observable attention, as `sinkscope intervene` does: name layers and heads"
-# layer, position and value states (n, heads · d) there → their replacement
+# (layer, position, value states (n, heads · d)) → the new value states
 Edit = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
 class _AtValues(Intervention):
     """Changes the value states of chosen layers and heads at chosen positions.
 
-    With where=sinks, only those key/value heads change that a query head with a sink at one of the positions reads (a
-    sink in at least half of the sequences).
+    With where=sinks, only key/value heads change that are read by a query head with a sink at one of the positions (in
+    at least half of the sequences).
     """
 
     paper = "VGA §1"
@@ -51,7 +51,7 @@ class _AtValues(Intervention):
         return target.without_projection("value")
 
     def resolved(self, known: Known) -> Self:
-        if self.where == "all" or self._sinks is not None:  # a control changes the heads of what it controls
+        if self.where == "all" or self._sinks is not None:  # a control changes the same heads as the intervention
             return self
         if "attention" not in known.tables:
             raise InputError(f"{self.name}: where=sinks {DECIDED}")
@@ -62,7 +62,7 @@ class _AtValues(Intervention):
         return decided
 
     def heads_in(self, target: Target, layer: int) -> list[int]:
-        """Return the key/value heads of a layer to change; InputError if the sinks are not known."""
+        """Return the key/value heads of a layer to change; raise InputError if the sinks have not been measured."""
         heads = chosen(self.heads, target.projection(layer, "value").heads)
         if self.where == "all":
             return heads
@@ -72,7 +72,7 @@ class _AtValues(Intervention):
 
     @abstractmethod
     def edit(self, target: Target) -> Edit:
-        """Return the function that changes values; InputError if it would change nothing or needs means."""
+        """Return the function that changes values; raise InputError if it would change nothing or needs means."""
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -116,7 +116,7 @@ class MeanSinkValue(_AtValues):
     name = "mean-sink-value"
     about = "value states at the sink = their mean over sequences (layers, key/value heads, positions, where; means)"
 
-    # by layer, position, head and dimension, or one for all; None: measured, and not saved in run.json for their size
+    # by layer, position, head and dimension, or one for all; None: measured, and too large to be saved in run.json
     means: Reals | None = None
     _measured: Callable[[int, int], torch.Tensor] | None = PrivateAttr(None)
 
@@ -160,7 +160,7 @@ class MeanSinkValue(_AtValues):
 
 
 class ReadValues(_AtValues):
-    """Changes nothing; passes the outputs of the value projections at the positions to a callback."""
+    """Passes the outputs of the value projections at the positions to a callback, without a change."""
 
     name = "read-values"
     about = "measures the means of mean-sink-value"
@@ -176,9 +176,7 @@ class ReadValues(_AtValues):
 
 
 def heads_with_a_sink(attention: pd.DataFrame, positions: Iterable[int]) -> frozenset[tuple[int, int]]:
-    """Return (layer, key/value head) of each head that a query head with a sink at one of the positions reads.
-
-    A head has a sink if at least half of the sequences do, by the table `attention`.
-    """
+    """Return (layer, key/value head) for each head that is read by a query head with a sink at one of the positions."""
+    # a head has a sink if it does in at least half of the sequences
     rows = attention[attention["position"].isin(list(positions)) & (attention["sink_rate"] >= 0.5)]
     return frozenset(zip(rows["layer"].astype(int), rows["kv_head"].astype(int), strict=True))

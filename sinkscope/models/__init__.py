@@ -1,1 +1,1 @@
-"""Turns a name into a model: loading, families, wiring."""
+"""Loading of models by name, the families of architectures, and the checks of their wiring."""

@@ -1,8 +1,8 @@
-"""Finds and checks adapters (LoRA and others) that PEFT reads, and merges them into a model's weights.
+"""Finds adapters that PEFT reads (LoRA and others), checks them, and merges them into a model's weights.
 
 A merged model is an ordinary one: its weights can be edited, quantized and trained, and in float32 it computes the same
 as the model with its adapter, up to round-off. In bfloat16 and float16 the merged weights are rounded to that dtype.
-Quantized weights would be rounded again, so there the adapter stays separate.
+Quantized weights would be rounded again, so an adapter of a quantized model stays separate.
 """
 
 import hashlib
@@ -19,33 +19,30 @@ from sinkscope.models.quantized import is_quantized
 from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
 
 SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
-TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # other tasks have another head
+TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # models for other tasks have another head
 NAME = "default"  # PEFT's name for a model's only adapter
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """An adapter whose files are on disk."""
+    """The files of an adapter on disk."""
 
     folder: Path
-    weights: str  # the name of their file in the folder
+    weights: str  # name of the weights file in the folder
     source: str  # the name that the user gave
-    commit: str | None  # of the hub repository
-    base: str | None  # the model on which it was trained, according to its settings
+    commit: str | None  # commit of the hub repository
+    base: str | None  # the model that the adapter was trained on, according to its settings
 
     @property
     def name(self) -> str:
-        """The last part of its name, for messages."""
+        """The last part of the adapter's name, for messages."""
         return self.source if self.commit else self.folder.resolve().name
 
 
 def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
-    """Find the files of an adapter: in an existing folder, or else in a hub repository.
+    """Find the files of an adapter in an existing folder, or else in a hub repository.
 
-    Raises:
-        InputError: there is no such adapter, it is incomplete or damaged, or its weights are pickles that may not be
-            read.
-        SinkscopeError: PEFT is not installed, or the hub cannot be reached.
+    An adapter that is missing, incomplete, damaged or pickled (without `allow_pickle`) raises InputError.
     """
     if importlib.util.find_spec("peft") is None:
         raise SinkscopeError("--adapter needs the package PEFT, which is not installed: pip install peft")
@@ -83,15 +80,11 @@ def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
 def with_adapter(
     model: PreTrainedModel, files: AdapterFiles
 ) -> tuple[PreTrainedModel, dict[str, Any], tuple[str, ...]]:
-    """Merge the adapter into the model, or add it to quantized weights.
+    """Merge the adapter into the model, or add it to quantized weights; raise InputError if it does not fit.
 
-    Returns:
-        The model, the adapter's entry in run.json, and notices for the user.
-
-    Raises:
-        InputError: the adapter does not fit the model, or is of a kind that cannot be merged.
+    The result is the model, the adapter's entry in run.json, and notices for the user.
     """
-    import peft  # optional, and takes seconds
+    import peft  # optional, and its import takes seconds
 
     source, own = f"--adapter {files.source}", str(model.config.name_or_path)
     try:
@@ -100,7 +93,7 @@ def with_adapter(
         raise InputError(f"{source}: PEFT cannot use its {ADAPTER_CONFIG} [{described(error)}]") from error
     method, merging = str(getattr(config.peft_type, "value", config.peft_type)), not is_quantized(model)
     if config.is_prompt_learning:
-        raise InputError(f"{source} is of prompts ({method}), not of weights: the model cannot be measured with it")
+        raise InputError(f"{source} adds prompts ({method}) and no weights: the model cannot be measured with it")
     try:
         wrapped: Any = peft.get_peft_model(model, config, NAME)
         read = wrapped.load_adapter(files.folder, NAME, torch_device=str(model.device))
@@ -108,7 +101,7 @@ def with_adapter(
         raise InputError(f"{source} does not fit {own} [{described(error)}]") from error
     for what, names in (("lacks", read.missing_keys), ("has, and the model does not have,", read.unexpected_keys)):
         if names:
-            raise InputError(f"{source} does not fit {own}: it {what} {names[0]} ({len(names)} in all)")
+            raise InputError(f"{source} does not fit {own}: it {what} {names[0]} ({len(names)} in total)")
     try:
         network = wrapped.merge_and_unload(safe_merge=True) if merging else wrapped.get_base_model()
     except Exception as error:
@@ -126,7 +119,7 @@ def with_adapter(
 
 def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
     """Raise InputError if a model has an adapter that is not merged, which `purpose` would ignore."""
-    kept = (".base_layer", ".original_module")  # PEFT's names for what its own modules hold
+    kept = (".base_layer", ".original_module")  # the names of the original layers in PEFT's modules
     adapted = next((path for path, _ in model.named_modules() if path.endswith(kept)), None)
     if adapted is not None:
         raise InputError(f"{purpose} needs weights without a separate adapter ({adapted}): merge it first")

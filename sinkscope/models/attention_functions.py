@@ -1,9 +1,9 @@
 """Replaces transformers' attention functions in the modules of one model, for the length of a block.
 
 The model keeps the name of its attention implementation, because some models decide by it whether to make masks. The
-table in which functions are looked up by that name is global to the process, so its entries are not changed either.
-While a block is open, the table returns functions that first check whether the calling module belongs to a block:
-other models get the registered function, even if the user registers it in the meantime.
+table in which functions are looked up by that name is global to the process, so its entries stay as they are. While a
+block is open, the table returns functions that first check whether the calling module belongs to a block: other models
+get the registered function, even if the user registers it in the meantime.
 """
 
 import sys
@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.models.edits import forward_of, name_of, written_in
 
-# The functions with which a model's own code attends: matmul (q, kᵀ) → softmax → matmul (weights, v).
+# The functions with which a model's own code computes attention: matmul(q, kᵀ) → softmax → matmul(weights, v).
 MATMULS = frozenset({
     torch.matmul, torch.bmm, torch.baddbmm,
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm,
@@ -30,7 +30,7 @@ SOFTMAXES = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 
 Attend = Callable[..., Any]  # (module, query, key, value, mask, …) → mix (B,T,H,d), weights or None
 
-INSTEAD = "_sinkscope_attends_by"  # module attribute: what to call in place of its attention function
+INSTEAD = "_sinkscope_attends_by"  # module attribute: the functions to call in place of its attention function
 _lock = threading.Lock()
 # id of a table → its class, and the number of open blocks
 _watching: dict[int, tuple[type[AttentionInterface], int]] = {}
@@ -38,7 +38,7 @@ _watching: dict[int, tuple[type[AttentionInterface], int]] = {}
 
 @contextmanager
 def attending_by(model: nn.Module, instead: Callable[..., Any]) -> Iterator[None]:
-    """Call `instead(own, module, query, …)` where a module of this model would call `own(module, query, …)` to attend.
+    """Call `instead(own, module, query, …)` where a module of this model would call its attention function `own`.
 
     Blocks may overlap, on one model or several, in one thread or several: the innermost is called first.
     """
@@ -60,7 +60,7 @@ def attending_by(model: nn.Module, instead: Callable[..., Any]) -> Iterator[None
 
 
 class _Watched(AttentionInterface):
-    """A table whose functions check the calling module first, no matter when they were registered."""
+    """A table of attention functions that check the calling module first, no matter when they were registered."""
 
     def __getitem__(self, key: str) -> Attend:
         return partial(_attend, super().__getitem__(key))
@@ -78,7 +78,7 @@ def _attend(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _watched(table: AttentionInterface) -> Iterator[None]:
-    """Change the table's class until the last of its blocks ends."""
+    """Change the class of the table until the last of its blocks ends."""
     with _lock:
         kind, count = _watching.get(id(table), (type(table), 0))
         _watching[id(table)] = kind, count + 1
@@ -100,14 +100,14 @@ def _watched_kind(kind: type[AttentionInterface]) -> type[AttentionInterface]:
 
 
 def unknown_code(attentions: Iterable[nn.Module]) -> str | None:
-    """Return the name of the first function in the attention of these modules that is not transformers' own.
+    """Return the name of the first attention function of these modules that is not transformers' own, or None.
 
-    A user may have registered it, or replaced the forward of a module or a class by it. None if there is none.
+    A user may have registered it, or assigned it as the forward of a module or a class.
     """
     for attention in attentions:
         functions = [forward_of(attention)]
         config, file = vars(attention).get("config"), sys.modules.get(type(attention).__module__)
-        table = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)  # None if it attends in its own code
+        table = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)  # None if attention is in the module's own code
         if isinstance(config, PreTrainedConfig) and table is not None:
             found = table.get(config._attn_implementation, getattr(file, "eager_attention_forward", None))
             if isinstance(found, partial) and found.func is _attend:  # while the table is watched

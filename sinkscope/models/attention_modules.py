@@ -1,10 +1,10 @@
-"""Finds, in runs on a few tokens, which modules attend by a softmax of q·k, and how they make q, k and v.
+"""Finds the modules that compute a softmax of q·k, and how they make q, k and v, in runs on a few tokens.
 
 Queries, keys and values are found with sequences of one token: rotary positions leave position 0 unrotated, so the
 input of attention equals the output of a projection bit for bit, unless a norm, a convolution or a latent is between.
-Any order of heads and roles within a module is found: one projection for all three, a latent's up-projection that
-holds keys and values, or one module each. Queries and keys may be normalized head by head, because their weights can
-still be edited; values may not, because a norm would undo a scaling of them.
+Any order of heads and roles within a module is found: one projection for all three, a latent's up-projection that holds
+keys and values, or one module each. Queries and keys may be normalized head by head, because their weights can still be
+edited; values may not, because a norm would undo a scaling of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,11 +27,8 @@ def find_attentions(
 ) -> tuple[str, list[str]]:
     """Find the attention module of every layer, for the list of layers at a path.
 
-    Returns:
-        The family's `door`, and the module's path by layer, "" for a layer without attention.
-
-    Raises:
-        InputError: a layer attends more than once, or in a form that is not measured.
+    The result is the family's `door`, and the module's path by layer, "" for a layer without attention. A layer with
+    several attentions, or with a form of attention that is not measured, raises InputError.
     """
     seen = watch_attention(model, inputs)
     names = {module: name for name, module in model.named_modules()}
@@ -65,7 +62,7 @@ def find_attentions(
 
 @torch.no_grad()
 def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> "_Watch":
-    """Run the model, and record which modules attend."""
+    """Run the model, and record the modules that compute attention."""
     watch = _Watch(inputs["input_ids"].shape[1])
 
     def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -89,15 +86,13 @@ def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> "_Watch":
 
 
 class _Watch(TorchFunctionMode):
-    """Records the modules that attend, in the order in which they run: through transformers' interface, or by a
-    softmax over keys in their own code.
-    """
+    """Records in order the modules that compute attention, by transformers' interface or by their own softmax."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
         self.through_interface: list[tuple[nn.Module, torch.Tensor]] = []  # with their mix (B,T,H,d)
         self.in_own_code: list[nn.Module] = []
-        self.in_other_form: list[nn.Module] = []  # a softmax over keys that is not of a product
+        self.in_other_form: list[nn.Module] = []  # modules with a softmax over keys that is not of a product
         self.length = length  # T
         self.running: list[nn.Module] = []
         self.product = 0  # size of the last product of two batched tensors in the running module
@@ -125,13 +120,13 @@ class _Watch(TorchFunctionMode):
 
 
 def _attends_to_tokens(length: int, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return whether the keys of a call are the tokens, not states of one token (of earlier layers, say)."""
+    """Return whether the keys of a call are the tokens, and not, for example, states of earlier layers."""
     return query.shape[-2] == key.shape[-2] >= length
 
 
 @torch.no_grad()
 def is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the output projection reads attention's mix times factors in (0, 1) that no module returns."""
+    """Return whether the output projection reads attention's mix times factors in (0, 1), which no module returns."""
     if not output:
         return False
     given: list[torch.Tensor] = []
@@ -156,7 +151,7 @@ PROBES = 4  # sequences: two outputs that are equal in all of them are taken to 
 
 @torch.no_grad()
 def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[Role, Outputs], ...]:
-    """Find role → outputs of each module that attends by transformers' interface, without the roles not found."""
+    """Find the outputs of each role (query, key, value) in each module that uses transformers' attention interface."""
     states: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
     given: dict[nn.Module, torch.Tensor] = {}
 
@@ -176,7 +171,7 @@ def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[R
         for module in linear:
             stack.enter_context(module.register_forward_hook(keep))
         stack.enter_context(attending_by(model, listening))
-        with suppress(RuntimeError, ValueError, IndexError):  # if the model cannot read single tokens, none are found
+        with suppress(RuntimeError, ValueError, IndexError):  # for a model that cannot read single tokens
             model(input_ids=ids, use_cache=False)
     return tuple(_roles(attention, states.get(attention, ()), given) for attention in attending)
 
@@ -192,7 +187,7 @@ def _roles(
     for role, state in zip(roles, states, strict=False):
         heads, width = state.shape[1:]
         entries, in_order = _entries(state.flatten(1)), list(range(heads * width))
-        # the outputs are found by their values, all of them and distinct, or else in order before a norm of each head
+        # all outputs are found by their values, which are distinct, or else by their order before a norm of each head
         exact = [(path, [known[entry] for entry in entries if entry in known]) for path, known in columns.items()]
         candidates = [(path, places) for path, places in exact if len(places) == len(set(places)) == len(entries)]
         if role != "value":
@@ -204,7 +199,6 @@ def _roles(
 
 
 def _entries(x: torch.Tensor) -> list[bytes]:
-    """Return the bytes of each column of (B,N)."""
     return [entry.tobytes() for entry in x.double().cpu().T.contiguous().numpy()]
 
 

@@ -26,10 +26,9 @@ from sinkscope.models.wiring import End, check_wiring, mlp_reads_attention, outp
 
 
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
-    """Make a row for an architecture that has none: find numerically what every layer adds to the residual stream.
+    """Make a row for an architecture that has none, by the sums that add to the residual stream in every layer.
 
-    Raises:
-        InputError: the model fails on these tokens (B,T), or attends in a form that is not measured.
+    It raises InputError if the model fails on these tokens (B,T), or has a form of attention that is not measured.
     """
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
     if getattr(model.config, "is_encoder_decoder", False):
@@ -48,7 +47,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         out = next((event.x for event in reversed(events) if event.address == "output"), None)
         if out is not None and (not out.isfinite().all() or not out.any()):
             gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
-            advice = "are its weights what they should be, and does it fit into its dtype?"
+            advice = "check its weights, and whether its numbers fit into its dtype"
             raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
     blocks = _blocks(model, layers, records, attention_paths, inputs)
     ran = [at for at, events in enumerate(records) if events]
@@ -96,10 +95,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
 def _blocks(
     model: Any, layers: list[nn.Module], records: list[list[Event]], attentions: list[str], inputs: dict[str, Any]
 ) -> list[Block]:
-    """Find how each layer is built. One that does not run has no sites.
-
-    A layer that adds nothing (its last projections are 0) reuses the wiring of a layer of the same class.
-    """
+    """Find how each layer is built; a layer that adds 0 is assumed to be wired like others of its class."""
     eps = torch.finfo(next(model.parameters()).dtype).eps
     config = model.config.get_text_config()
     named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
@@ -114,7 +110,7 @@ def _blocks(
         block, other = found[at], alike.get((type(layers[at]), view.attention))
         if block is None and other is not None and check_wiring(other, view.sites(other)) <= ULPS * eps:
             block = other
-        # of unknown wiring: only its input and output are read
+        # the wiring is unknown: only the layer's input and output are read
         blocks[at] = block or Block(view.attention, {"layer_in": "input", "layer_out": "output"}, "unknown", view.kind)
     first = {type(layers[at]): at for at, block in reversed([*enumerate(blocks)]) if block.wiring == "parallel"}
     in_turn = {kind for kind, at in first.items() if mlp_reads_attention(model, layers[at], blocks[at], inputs)}
@@ -125,11 +121,7 @@ def _blocks(
 
 
 def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
-    """Return the projections' fields of a row.
-
-    `qkv` is empty if one projection holds all three, because their layout is then unknown, and if some layers use keys
-    of other layers.
-    """
+    """Return the projections' fields of a row; `qkv` is empty if their layout is unknown or some layers share keys."""
     several, attention = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value")), attentions[0]
     known = next((names for names in several if all(_has(other, *names) for other in attentions)), ())
     output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense", "wo") if _has(attention, name)), "")
@@ -144,7 +136,6 @@ def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
 
 
 def _has(layer: nn.Module, *paths: str) -> bool:
-    """Return whether all these submodules exist."""
     try:
         return all(layer.get_submodule(path) is not None for path in paths)
     except AttributeError:
@@ -158,12 +149,12 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
     """Return the path of the ModuleList through which the residual stream passes.
 
     Each entry reads the output of the one before, and the input of the first that runs depends on the tokens: `others`
-    are the same inputs of the model with other tokens. The largest of several lists is returned.
+    are the same inputs of the model with other tokens. If there are several lists, the largest is returned.
     """
     lists = {path: list(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     entries = {entry for entries in lists.values() for entry in entries}
     ends = record_ends(model, entries, inputs)
-    alike = torch.equal(inputs["input_ids"], others["input_ids"])  # for a vocabulary of one token
+    alike = torch.equal(inputs["input_ids"], others["input_ids"])  # true for a vocabulary of one token
     ends_of_others = None if alike else record_ends(model, entries, others)
     chains = [path for path, layers in lists.items() if _pass_tokens(layers, ends, ends_of_others)]
     if not chains:
@@ -177,11 +168,9 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
 
 
 def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | None) -> bool:
-    """Return whether most of these modules run once, each on the output of the one before, the first on the tokens.
-
-    Some may not run, such as layers that read pictures. Without other tokens to compare with, the input of the first is
-    assumed to depend on the tokens.
-    """
+    """Return whether most modules run once, each on the output of the one before, and the first on the tokens."""
+    # Some may not run, such as layers that read pictures. If there are no other tokens to compare with, the input of
+    # the first is assumed to depend on the tokens.
     ran = [layer for layer in layers if layer in ends and (ends_of_others is None or layer in ends_of_others)]
     pairs = [ends[layer] for layer in ran]
     if 2 * len(ran) <= len(layers) or any(len(pair) != 2 for pair in pairs):
@@ -198,7 +187,7 @@ def _equal(a: End, b: End) -> bool:
 
 @torch.no_grad()
 def sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> bool:
-    """Return whether a token changes the last layer's output at the tokens before it."""
+    """Return whether a token changes the last layer's output at earlier tokens."""
     changed = token_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % len(embedding_weight(model))
     before, after = (output_of(last, model, {"input_ids": ids, "use_cache": False}) for ids in (token_ids, changed))
@@ -210,7 +199,7 @@ def sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tensor
 
 @torch.no_grad()
 def first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> int | None:
-    """Return the number of a sequence's first position in `position_ids`; None if the model does not take them.
+    """Return the number in `position_ids` of a sequence's first position; None if the model takes none.
 
     Models like RoBERTa count from the id of their padding token plus one.
     """
@@ -221,7 +210,7 @@ def first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -
     padding: Any = getattr(model.config, "pad_token_id", None)
     for first in (0, (padding or 0) + 1):
         positions = torch.arange(first, first + token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-        with suppress(RuntimeError, IndexError, ValueError):  # positions of another shape, or fewer of them
+        with suppress(RuntimeError, IndexError, ValueError):  # positions of another shape, or fewer than needed
             if _are_alike(expected, output_of(last, model, inputs | {"position_ids": positions})):
                 return first
     return None

@@ -1,4 +1,4 @@
-"""Finds numerically what a layer adds to the residual stream, and where that can be read.
+"""Finds numerically what a layer adds to the residual stream, and where each summand can be read.
 
 A few tokens are run through the model, and inputs and outputs of every module of a layer are kept. A branch is then a
 module whose output r, times a constant s, is the difference between two states of the residual stream (or two parallel
@@ -47,7 +47,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Branch:
-    """The modules, one or two, whose outputs times their scales are added to the residual stream."""
+    """One or two modules whose outputs, times their scales, are added to the residual stream."""
 
     events: tuple[Event, ...]  # in the order in which they ran
     scales: tuple[float, ...]
@@ -58,12 +58,12 @@ class Branch:
 
     @property
     def rank(self) -> tuple:
-        """A sort key, smaller is better: unscaled outputs first, then outer modules, then early ones."""
+        """Return a sort key, smaller is better: unscaled outputs first, then outer modules, then early ones."""
         scaled = any(scale != 1.0 for scale in self.scales)
         return (scaled, sum(event.depth for event in self.events), self.last.order)
 
     def covers(self, path: str) -> bool:
-        """Return whether a module is one of these or part of one."""
+        """Return whether the module at this path is one of the branch's modules or part of one."""
         return any(_within(path, event.path) for event in self.events)
 
 
@@ -77,7 +77,7 @@ class Found(NamedTuple):
 
 
 class Layer:
-    """The inputs and outputs of the modules of one layer, and the search for its sums."""
+    """The inputs and outputs of the modules of one layer, and the search for the sums between them."""
 
     def __init__(self, module: nn.Module, events: Sequence[Event], attention: str, kind: str, eps: float) -> None:
         self.module = module
@@ -88,7 +88,7 @@ class Layer:
         self.out = next(event for event in reversed(events) if event.address == "output")
         self.inner = [event for event in events if event.path]
         runs = Counter(event.address for event in self.inner)
-        # of several runs a hook would read the first
+        # a hook would read only the first of several runs
         inner = [event for event in self.inner if runs[event.address] == 1]
         self.inputs = [event for event in inner if event.end == "input"]
         self.outputs = [event for event in inner if event.end == "output"]
@@ -137,7 +137,7 @@ class Layer:
         )
 
     def sites(self, block: Block) -> dict[str, torch.Tensor]:
-        """Return the tensors at the sites of a block, possibly another layer's; sites missing here are left out."""
+        """Return the tensors at the sites of a block, possibly another layer's; missing sites are left out."""
         known = {event.address: event.x for event in [*self.outputs, *self.inputs]}
         known |= {"input": self.h.x, "output": self.out.x}
         terms = {site: block.terms(site) for site in block.sites if site in RESIDUAL_SITES}
@@ -148,7 +148,7 @@ class Layer:
         }
 
     def _sequential(self) -> Found | None:
-        """Find a branch followed by another, or by one inside a norm that ends the layer."""
+        """Find two sequential branches, where a norm that ends the layer may follow the second."""
         for mid in self.inputs:
             if self._is(mid.x, self.h.x):
                 continue
@@ -164,7 +164,7 @@ class Layer:
         return None
 
     def _normed_branch(self, mid: Event) -> Branch | None:
-        """Find the second branch of a post-norm layer: what is added to norm(mid)."""
+        """Find the second branch of a post-norm layer: the modules whose output is added to norm(mid)."""
         normed = [given for taken in self.inputs if self._is(taken.x, mid.x) and (given := self._given(taken))]
         for end in (event for event in self.inner if event.end == "input"):
             if end.order < mid.order or self._is(end.x, mid.x):
@@ -179,12 +179,12 @@ class Layer:
         return None
 
     def _given(self, taken: Event) -> Event | None:
-        """Return a module's output for an input."""
+        """Return the output of the module that reads this input."""
         later = (event for event in self.inner if event.path == taken.path and event.order > taken.order)
         return next(later, None)
 
     def _parallel(self) -> Found | None:
-        """Find two parallel branches. Attention's is the one with the attention module, or else the first."""
+        """Find two parallel branches; attention's is the one with the attention module, or else the first."""
         both = self._pair(self.h.x, self.out.x, self.outputs)
         if both is None:
             return None
@@ -202,7 +202,7 @@ class Layer:
         return single or self._pair(start, end, [event for event in between if event.depth == 0])
 
     def _module(self, start: torch.Tensor, end: torch.Tensor, events: Sequence[Event]) -> Branch | None:
-        """Find the single module that makes the step."""
+        """Find the one module that makes the step."""
         found = []
         for event in events:
             for scale in (1.0, _one_scale(end - start, event.x)):
@@ -212,9 +212,9 @@ class Layer:
         return min(found, key=lambda branch: branch.rank, default=None)
 
     def _pair(self, start: torch.Tensor, end: torch.Tensor, events: Sequence[Event]) -> Branch | None:
-        """Find two modules, neither part of the other, that together make the step."""
+        """Find two modules that together make the step; neither contains the other."""
         found = []
-        others = [event for event in events if not self._is(event.x, start)]  # end - start makes any step
+        others = [event for event in events if not self._is(event.x, start)]  # else end - start makes any step
         for first, second in combinations(others, 2):
             if _within(first.path, second.path) or _within(second.path, first.path):
                 continue
@@ -234,7 +234,7 @@ class Layer:
         return bool(((a - b).abs() <= ULPS * self.eps * b.abs()).all())
 
     def _carries_attention(self, branch: Branch | None) -> bool:
-        """Return whether the attention module is in a branch, or its output is the input of the branch's modules."""
+        """Return whether a branch contains the attention module, or reads its output."""
         if branch is None:
             return False
         if branch.covers(self.attention) or any(_within(event.path, self.attention) for event in branch.events):
@@ -244,7 +244,7 @@ class Layer:
         return any(torch.equal(holder.x, taker.x) for holder in holders for taker in takers)
 
     def _norm_before(self, stream: Event, branch: Branch) -> str | None:
-        """Find the norm that reads the stream for a branch: a module before the branch that has no matrix."""
+        """Find the norm that reads the stream for a branch: a module without a matrix that runs before the branch."""
         elsewhere = None
         taken_by = {event.path: event for event in self.inputs}
         top = branch.last.path.split(".")[0]
@@ -261,12 +261,11 @@ class Layer:
             if top in readers:
                 return norm.address
             if elsewhere is None and readers - {norm.path.split(".")[0]}:
-                elsewhere = norm.address  # other modules than the branch's read the norm
+                elsewhere = norm.address  # modules outside the branch also read the norm
         return elsewhere
 
 
 def _within(path: str, other: str) -> bool:
-    """Return whether a module is another one or part of it."""
     return path == other or path.startswith(f"{other}.")
 
 
@@ -286,9 +285,9 @@ def _two_scales(step: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[f
 
 
 def record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
-    """Run the model, and return inputs and outputs of every layer's modules that have the residual stream's size.
+    """Run the model, and return the inputs and outputs of every layer's modules that have the residual stream's size.
 
-    They are in float64 and in the shape of the layer's input. A layer that does not run has none.
+    They are in float64 and in the shape of the layer's input. The list of a layer that does not run is empty.
     """
     ends = record_ends(model, {module for layer in layers for module in layer.modules()}, inputs)
     records: list[list[Event]] = []

@@ -1,8 +1,8 @@
-"""Changes of a module for the length of a block: replaced parameters, wrapped forwards, edited inputs and outputs.
+"""Changes to a module for the length of a block: replaced parameters, wrapped forwards, edited inputs and outputs.
 
-Parameters are never written to: an edited copy replaces them, and the original Parameter returns at the end. A
-forward is wrapped rather than hooked, so that nnsight, which wraps it once more, sees the changed tensors. A forward
-or a hook of the user may compute more than the module's weights say, so the checks here ask where it was written.
+Parameters are never written to: an edited copy replaces them, and the original Parameter returns at the end. A forward
+is wrapped rather than hooked, so that nnsight, which wraps it once more, sees the changed tensors. A forward or a hook
+of the user may compute more than the module's weights say, so the checks find out in which module it was defined.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ Edit = tuple[nn.Module, str, torch.Tensor]  # module, name of its parameter, the
 
 @contextmanager
 def replaced(edits: Iterable[Edit]) -> Iterator[None]:
-    """Replace parameters by other tensors for the length of the block; the same Parameter objects return after it."""
+    """Replace parameters by other tensors for the length of the block, and restore the same Parameters after it."""
     with ExitStack() as stack:
         for module, name, tensor in edits:
             before = module._parameters[name]
@@ -49,12 +49,12 @@ def check_changes(name: str, edits: list[Edit]) -> None:
 
 @contextmanager
 def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
-    """Let module(…) compute around(forward, …) for the length of the block, where `forward` is the module's own."""
+    """Replace the forward of a module by around(forward, …) for the length of the block."""
     own: Any = vars(module).get("forward")  # set by accelerate or by another edit
     forward, moves = module.forward, vars(module).pop(ACCELERATE, None)
     if moves is not None:
-        # if nnsight finds accelerate's attribute, it runs the forward of the module's class in place of `wrapped`: so
-        # the attribute is removed, and the forward moves inputs and weights as accelerate's hook does
+        # if accelerate's attribute is there, nnsight runs the forward of the module's class in place of `wrapped`: so
+        # the attribute is removed, and `wrapped` moves inputs and weights as accelerate's hook does
         forward = partial(_moved, module, moves, module._old_forward)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def _moved(module: nn.Module, moves: Any, forward: Any, *args: Any, **kwargs: An
 def edited_output(
     module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]
 ) -> AbstractContextManager[None]:
-    """Let module(…) return edit(module, output) for the length of the block; of a tuple, the first tensor is edited."""
+    """Edit the output of a module for the length of the block; if it is a tuple, its first tensor."""
 
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
@@ -95,10 +95,10 @@ def first_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def edited_input(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let module(x, …) compute module(edit(module, x), …) for the length of the block, with x its first argument.
+    """Edit the first argument of a module for the length of the block.
 
-    The hook runs before the forward that nnsight wraps, so that nnsight reads the changed tensor as the module's
-    input, while the output of the previous module is unchanged.
+    The hook runs before the forward that nnsight wraps, so that nnsight reads the changed tensor as the module's input,
+    while the output of the previous module is unchanged.
     """
 
     def changed(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -134,7 +134,7 @@ def forward_of(module: Any) -> Callable[..., Any]:
 
 
 def check_own_map(module: nn.Module) -> None:
-    """Raise InputError if a hook or a forward of the user may change the module's output."""
+    """Raise InputError if a user's hook or forward may change the module's output."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     for hook in (hook.func if isinstance(hook, partial) else hook for hook in hooks):
         if not written_in(hook).startswith(LIBRARIES):
@@ -150,7 +150,7 @@ def check_own_map(module: nn.Module) -> None:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Raise InputError if the weight or the bias is computed at each call, and cannot be replaced."""
+    """Raise InputError if the weight or the bias is computed at each call, so that it cannot be replaced."""
     for name in ("weight", "bias"):
         if getattr(module, name, None) is not None and module._parameters.get(name) is None:
             raise InputError(
@@ -160,10 +160,10 @@ def check_parameters(module: nn.Module) -> None:
 
 
 class Beginning(NamedTuple):
-    """A layer at which a forward pass on some inputs begins, with the output of the layers before it."""
+    """A layer at which a forward pass on some inputs begins, with the output of the layer before it."""
 
     layer: int
-    output: Any  # of the layer before, a tensor (B,T,D) or a tuple that begins with one
+    output: Any  # output of the layer before, a tensor (B,T,D) or a tuple that begins with one
 
 
 class _Reached(Exception):
@@ -178,7 +178,7 @@ def beginning_at(
     inputs: Mapping[str, Any],
     before: Beginning | None = None,
 ) -> Beginning | None:
-    """Run the model up to this layer, starting from `before` if given; None if the layer before it does not run."""
+    """Run the model up to this layer, from `before` if given; return None if the previous layer does not run."""
     outputs: list[Any] = []
 
     def keep(module: nn.Module, args: tuple, output: Any) -> None:
@@ -202,7 +202,7 @@ def begun(layers: Sequence[nn.Module], beginning: Beginning) -> Iterator[None]:
     """
 
     def kept(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        output = beginning.output  # its own copy: some models add to it in place
+        output = beginning.output  # a copy for the layer, because some models add to it in place
         return (output[0].clone(), *output[1:]) if isinstance(output, tuple) else output.clone()
 
     with ExitStack() as stack:

@@ -151,7 +151,7 @@ _VARIED = replace(
     when={"norm_placement": "pre"},
 )
 
-# model type (config.json) → its rows; the first row whose `when` holds is used.
+# model type (config.json) → its rows, of which the first whose `when` matches is used
 FAMILIES: dict[str, tuple[Family, ...]] = {
     **{
         name: (replace(_LLAMA, name=name),)
@@ -233,25 +233,21 @@ BUILT_AS = {
 
 
 def find_family(model: Any) -> Family:
-    """Return the row of FAMILIES for a loaded model: that of its type, or of the type of its text tower.
-
-    Raises:
-        InputError: the model type has no row, or none whose `when` holds for this configuration.
-    """
+    """Return the row of FAMILIES for a loaded model, by its type or its text tower's; raise InputError if none fits."""
 
     def within(path: str) -> str:
-        """Return a path of a row in the complete model, whose tower may lack the language model's head."""
+        """Return a row's path as a path in the complete model, because the tower may lack the language model's head."""
         head, _, rest = path.partition(".")
         return path and f"{at}.{path if head in tower._modules else rest}"
 
     config: Any = model.config
     model_type = base_type(config.model_type)
     rows = FAMILIES.get(model_type, ())
-    if not rows:  # those of the text tower, with paths in the complete model
+    if not rows:  # rows of the text tower, with paths in the complete model
         at, tower = text_tower(model)
         config, kind = config.get_text_config(), tower.config.model_type
         known = FAMILIES.get(BUILT_AS.get(kind, kind), ()) if at else ()
-        # the row is that of a language model only if the tower and its configuration are of one package
+        # the row is that of a language model only if the tower and its configuration are from one package
         if type(tower).__module__.rpartition(".")[0] == type(tower.config).__module__.rpartition(".")[0]:
             rows = tuple(
                 replace(row, name=kind, layers=within(row.layers), position_embedding=within(row.position_embedding))

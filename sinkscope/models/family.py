@@ -57,11 +57,11 @@ def find_copies(x: torch.Tensor, tokens: torch.Size, width: int) -> Copies | Non
     return None
 
 
-# In the order in which a forward pass reaches them. The sites within attention are in attention/seam.py.
+# In the order of a forward pass. The sites within attention are in attention/seam.py.
 RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
 
 
-ATTENTION, NOT_RUN = "attention", "not run"  # kinds of a layer; the second does not run on text
+ATTENTION, NOT_RUN = "attention", "not run"  # kinds of layers; the second does not run on text
 NO_POSITIONS, UNKNOWN_POSITIONS = "none", "unknown"  # kinds of positions
 ON_LOGITS = {"alibi", "relative"}  # kinds of positions that are a bias on the logits
 FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
@@ -90,21 +90,21 @@ class Outputs:
 class Block:
     """How one layer is built. Paths of modules are relative to it.
 
-    A branch that is not just one module's output has its terms in `sums`. Its address in `sites` is that of the last
+    If a branch is not just one module's output, its terms are in `sums`. Its address in `sites` is that of the last
     term; earlier terms also have entries in `sites`, under other names.
     """
 
     attention: str  # the attention module; "" if the layer has none
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
-    wiring: str  # see above
-    kind: str = ATTENTION  # or what replaces attention: linear_attention, mamba, conv, …
-    sums: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)  # site → what is added to the stream there
+    wiring: str  # one of the five in the module's docstring
+    kind: str = ATTENTION  # or the kind of its replacement: linear_attention, mamba, conv, …
+    sums: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)  # site → the terms added to the stream there
 
     def terms(self, site: str) -> tuple[Term, ...]:
         return self.sums.get(site) or (Term(self.sites[site], 1.0),)
 
     def reading_order(self, wanted: Container[str]) -> list[tuple[str, int]]:
-        """Return the wanted sites with the index of a term, one entry per term, in the order of a forward pass."""
+        """Return pairs (wanted site, index of a term), one per term, in the order of a forward pass."""
         order = {address: at for at, address in enumerate(self.sites.values())}
         present = [site for site in RESIDUAL_SITES if site in self.sites and site in wanted]
         steps = [(site, at, term.address) for site in present for at, term in enumerate(self.terms(site))]
@@ -119,9 +119,9 @@ class Family:
     layers: str  # the ModuleList of layers, from the model's root
     attention: str  # the attention module; "" if no layer has one
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
-    wiring: str = "sequential"  # of the first layer that has attention
+    wiring: str = "sequential"  # the first attention layer's
     positions: str = "rotary"  # or "learned", "alibi"; for a loaded model all kinds found (position_kinds.py)
-    layer_positions: tuple[str, ...] = ()  # the kind found by layer; "" for a layer without attention
+    layer_positions: tuple[str, ...] = ()  # the kind found in each layer; "" for a layer without attention
     door: str = "interface"  # transformers' AttentionInterface, or "interceptor" if the model does not use that
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in the attention module: three projections, or one fused
     fused: str = ""  # layout of a fused one: "blocks" (all of q, of k, of v) or "groups" (a key head's q, k and v)
@@ -130,14 +130,14 @@ class Family:
     position_embedding: str = ""  # the embedding of learned positions, from the model's root
     position_offset: int = 0  # its row of position 0
     first_position: int | None = 0  # `position_ids` of a sequence's first token; None: they cannot be given
-    scaling: float | None = None  # of q·k; None: 1/√d
+    scaling: float | None = None  # factor of q·k; None: 1/√d
     when: Mapping[str, Any] = field(default_factory=dict)  # config attributes that this row's wiring requires
     causal: bool = True  # whether a token sees only earlier ones; False: an encoder, which attends both ways
     prefix: int = 0  # how many first tokens are visible to all others (prefix LM)
     gated: bool = False  # whether the model has a gate that multiplies the input of `output`
-    blocks: tuple[Block, ...] = ()  # of every layer, if the layers differ
+    blocks: tuple[Block, ...] = ()  # one per layer, if the layers differ
     projections: Mapping[int, Mapping[Role, Outputs]] = field(default_factory=dict)  # layer → role → found numerically
-    copies: Copies | None = None  # of the residual stream, if there are several
+    copies: Copies | None = None  # the copies of the residual stream, if there are several
 
     def block(self, layer: int) -> Block:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
@@ -156,7 +156,7 @@ class Family:
         return set(self.layer_positions) - {""} or {self.positions}
 
     def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
-        """Return layer → attention module for the layers that have one."""
+        """Return layer → attention module, without the layers that have no attention."""
         layers = enumerate(self.layer_modules(model))
         return {at: layer.get_submodule(path) for at, layer in layers if (path := self.block(at).attention)}
 
@@ -194,7 +194,7 @@ class Family:
 
 
 def embedding_weight(model: Any) -> torch.Tensor:
-    """Return the token embeddings (V,D); raise InputError if the model has none, or several tables."""
+    """Return the token embeddings (V,D); raise InputError if the model has no table of them, or several."""
     embedding: Any = token_embedding(model)
     if embedding is None:
         raise InputError("it has no token embeddings")
@@ -210,12 +210,12 @@ def input_device(model: Any) -> torch.device:
 
 
 def first_tensor(value: Any) -> torch.Tensor:
-    """Return a module's main output if it returns several."""
+    """Return a module's output, or the first tensor of several outputs."""
     return value[0] if isinstance(value, tuple | list) else value
 
 
 def number_of_positions(model: Any, family: Family | None = None) -> int | None:
-    """Return how many positions a model's configuration allows from `first_position` on; None if it has no limit."""
+    """Return how many positions a model's configuration allows from `first_position` on; None if unlimited."""
     text = model.config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     before = (family and family.first_position) or 0

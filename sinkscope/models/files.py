@@ -32,9 +32,9 @@ DEMO_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEMO_NAMES = (Path(DEMO_REPO).name, Path(DEMO_FILE).stem)  # its names in help and in the tables of its runs
 
 ADAPTER_CONFIG = "adapter_config.json"
-FIRST_FILES = ["config.json", ADAPTER_CONFIG, "*.index.json"]  # they say which weights files are needed
-SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # the weights in one file; an index of shards is named alike
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # all files of the first kind that a repository has are read
+FIRST_FILES = ["config.json", ADAPTER_CONFIG, "*.index.json"]  # they name the weights files that are needed
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # the weights in one file, or an index of shards
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # only the first kind present is read
 TWIN = "-hf"  # suffix of the converted twin of a repository in the original Llama layout
 SPARE = 1 << 28  # bytes that a download leaves free
 PAUSES = (1.0, 4.0)  # seconds before a download is tried again after an error of the hub
@@ -43,7 +43,7 @@ SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # setti
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model whose files are on disk. `weights` are names inside `folder`: shards, or one .gguf file."""
+    """The files of a model on disk. `weights` are names inside `folder`: shards, or one .gguf file."""
 
     folder: Path
     weights: tuple[str, ...]
@@ -55,7 +55,7 @@ class ModelFiles:
 
     @property
     def gguf(self) -> str | None:
-        """The GGUF file's absolute path: transformers looks for relative paths in the working directory first."""
+        """The GGUF file's absolute path, because transformers looks in the working directory first."""
         return str((self.folder / self.weights[0]).absolute()) if self.weights[0].endswith(".gguf") else None
 
     @property
@@ -66,7 +66,7 @@ class ModelFiles:
                 header = file.read(1 << 25)
             _, _, value = header.partition(b"general.file_type" + struct.pack("<I", GGUFValueType.UINT32))
             kinds = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
-            kind = kinds.get(int.from_bytes(value[:4], "little"), "?") if value else "?"  # of most weights
+            kind = kinds.get(int.from_bytes(value[:4], "little"), "?") if value else "?"  # type of most weights
             return f"{kind} (GGUF, dequantized)"
         plain = "safetensors" if self.weights[0].endswith(".safetensors") else "pickle"
         return stored_as(read_settings(self.folder / "config.json")) or plain
@@ -94,7 +94,7 @@ def quiet() -> Iterator[None]:
 
 
 def find_files(model: str | None, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    """Find the files of a model: an existing folder or file, or else a hub repository. Raises as `fetch` does."""
+    """Find the files of a model in an existing folder or file, or else in a hub repository. Raises as `fetch` does."""
     if model is None:
         return _find_demo(revision, gguf_file)
     path = user_path(model)
@@ -112,7 +112,7 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
 def find_settings(model: str | None, revision: str | None, gguf_file: str | None) -> ModelFiles:
     """Find the files as `find_files` does, but download only the config.json of a hub repository.
 
-    A GGUF file on the hub contains its settings, and raises InputError.
+    The settings of a GGUF file on the hub are inside the file, so it raises InputError.
     """
     if model in DEMO_NAMES and kind_of(user_path(model)) is None:
         model = None
@@ -134,7 +134,7 @@ def is_demo(source: str) -> bool:
 
 
 def is_on_hub(model: str | None) -> bool:
-    """Return whether a name is that of a hub repository, and not a path or the demo model."""
+    """Return whether a name is that of a hub repository, rather than a path or the demo model."""
     return model is not None and model not in DEMO_NAMES and not is_path(model) and kind_of(user_path(model)) is None
 
 
@@ -145,14 +145,14 @@ def is_path(name: str) -> bool:
 
 
 def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
-    """Find SmolLM2-135M-Instruct: in 4-bit GGUF from its package, which is not imported, else from the hub."""
+    """Find SmolLM2-135M-Instruct: in 4-bit GGUF in its package, which is not imported, or else on the hub."""
     if revision is not None or gguf_file is not None:
-        raise InputError("a revision or GGUF file was given, but no model to take it from: the demo has none")
+        raise InputError("a revision or GGUF file was given without a model: name the model that it belongs to")
     package = importlib.util.find_spec(DEMO_PACKAGE)
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder) / DEMO_FILE
         if path.is_file():
-            # named by its package instead of the path where that is installed
+            # where the package is installed, the source is its name instead of the path
             return replace(_from_disk(path, None, allow_pickle=False), source=f"{DEMO_PACKAGE}/{DEMO_FILE}")
     notice = f"package {DEMO_PACKAGE} of the demo model is not installed: using {DEMO_REPO} from the hub"
     return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
@@ -161,12 +161,12 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
 def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
     if kind_of(path) == "file":
         if gguf_file is not None:
-            raise InputError(f"{path} is a file, so it holds no {gguf_file}: name the folder, or just one file")
+            raise InputError(f"{path} is a file and cannot contain {gguf_file}: name the folder, or only one file")
         if path.suffix != ".gguf":
             raise InputError(f"{path} is neither a folder nor a .gguf file")
         return ModelFiles(path.parent, (path.name,), path.stem, str(path))
     present = set(names_in(path))
-    for name in present:  # transformers opens what it finds, and would wait at a pipe
+    for name in present:  # transformers opens the files that it finds, and would wait at a pipe
         if name.endswith(SMALL_FILES):
             kind_of(path / name)
     if gguf_file is not None and kind_of(path / gguf_file) == "file":
@@ -178,7 +178,7 @@ def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFi
 
 
 def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    """Download only the files that the model needs: repositories often hold the weights in several formats."""
+    """Download only the files that the model needs, because repositories often hold the weights in several formats."""
     folder, present = fetch(repo, revision, FIRST_FILES)
     notices: tuple[str, ...] = ()
     if gguf_file is None and _is_original_llama(present):
@@ -203,17 +203,12 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
 
 
 def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, set[str]]:
-    """Download the files of a hub repository that match the patterns, or find them in the cache.
+    """Return the folder of the cached snapshot, with all files that match, and the names of all files of the
+    repository.
 
     Errors of the hub itself (500 to 599) are retried, and files that have arrived are kept; huggingface_hub only
-    retries if a connection breaks.
-
-    Returns:
-        The folder of the cached snapshot, and the names of all files of the repository.
-
-    Raises:
-        InputError: the repository or revision does not exist, or is gated.
-        SinkscopeError: the hub cannot be reached, and the cache does not have the files.
+    retries if a connection breaks. A missing or gated repository raises InputError; a hub that cannot be reached raises
+    SinkscopeError, unless the cache has the files.
     """
     for wait in (*PAUSES, None):
         try:
@@ -225,12 +220,11 @@ def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, s
             time.sleep(wait)
     try:
         return folder, {file.path for file in get_cached_repo_tree(repo, revision=folder.name)}
-    except errors.CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: use what is there
+    except errors.CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: use the files in it
         return folder, {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
 def _is_server_error(error: BaseException | None) -> bool:
-    """Return whether an HTTP status 500 to 599 caused an error."""
     while error is not None:
         if isinstance(error, errors.HfHubHTTPError) and error.response.status_code >= 500:
             return True
@@ -239,7 +233,7 @@ def _is_server_error(error: BaseException | None) -> bool:
 
 
 def _hub_error(repo: str, revision: str | None, error: Exception) -> SinkscopeError:
-    """Return the error to raise for a failed download, which says what the user can do."""
+    """Return the error for a failed download, with advice for the user."""
     hub, log_in = constants.ENDPOINT, "log in with `hf auth login` or set HF_TOKEN"
     # the order matters: a gated repository is a RepositoryNotFoundError, and most of these are HfHubHTTPErrors
     if isinstance(error, errors.HFValidationError):
@@ -259,14 +253,14 @@ def _hub_error(repo: str, revision: str | None, error: Exception) -> SinkscopeEr
             "a .gguf file"
         )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
-        return InputError(f"{hub} refuses the token that it was given: {log_in}")
+        return InputError(f"{hub} refuses the token: {log_in}")
     return SinkscopeError(f"downloading {repo} failed [{described(error)}]")
 
 
 def _choose_weights(
     label: str, folder: Path, present: set[str], gguf_file: str | None, allow_pickle: bool
 ) -> tuple[str, ...]:
-    """Return which of the files `present` hold the weights; an index of shards must be in `folder` already."""
+    """Return the names of the weights files among the files `present`; a shard index must be in `folder` already."""
     ggufs = ", ".join(sorted(name for name in present if name.endswith(".gguf")))
     if gguf_file is not None:
         if gguf_file not in present or not gguf_file.endswith(".gguf"):
@@ -300,7 +294,6 @@ def _choose_weights(
 
 
 def _what_else(folder: Path, present: set[str], ggufs: str) -> str:
-    """Describe what a folder without a usable model holds instead."""
     if ggufs:
         return f"choose one of its GGUF files with --gguf-file ({ggufs})"
     if _is_original_llama(present):
@@ -318,7 +311,7 @@ def _is_original_llama(present: set[str]) -> bool:
 
 
 def check_weights(files: ModelFiles) -> None:
-    """Raise InputError unless every weights file is present and, as far as its header says, complete."""
+    """Raise InputError unless every weights file is present and, according to its header, complete."""
     kinds: set[str] = set()
     for name in files.weights:
         path = files.folder / name
@@ -356,7 +349,7 @@ def free_room() -> int:
 
 
 def _missing(repo: str, folder: Path) -> dict[str, int]:
-    """Return file → bytes of a repository that a snapshot does not have yet; {} if the sizes are not known."""
+    """Return file → bytes for the files of a repository that a snapshot lacks; {} if the sizes are not known."""
     try:
         tree = get_cached_repo_tree(repo, revision=folder.name)
     except errors.CachedRepoTreeNotFoundError:  # offline, and other software filled the cache
@@ -376,7 +369,7 @@ def gigabytes(count: int) -> str:
 
 
 def evict(repo: str, revision: str | None) -> int:
-    """Remove a model at one revision from the cache, except files that another revision shares; return freed bytes."""
+    """Remove a model at one revision from the cache, except files shared with another revision; return freed bytes."""
     try:
         cached = scan_cache_dir(constants.HF_HUB_CACHE)
     except errors.CacheNotFound:
@@ -398,11 +391,10 @@ TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # some checkpoints have -1 for
 
 
 class _Settings(BaseModel):
-    """The entries of a config.json that are checked before transformers reads it.
+    """The entries of a config.json that are checked before transformers reads it."""
 
-    transformers checks most entries when it builds the model, except those that would keep it building for hours, that
-    choose a class, or that are only used to read text.
-    """
+    # transformers checks most entries when it builds the model, except for sizes that would take hours to build, names
+    # of classes, and entries that are only used to read text.
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -419,7 +411,7 @@ class _Settings(BaseModel):
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a config.json or generation_config.json; raise InputError if that fails, or a checked entry is wrong."""
+    """Read a config.json or generation_config.json; raise InputError if it is not valid JSON or an entry is wrong."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise InputError(f"{path} is JSON, but not an object")

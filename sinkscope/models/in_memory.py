@@ -1,4 +1,4 @@
-"""Models that the caller has already loaded: found inside their wrappers, and measured without a lasting change."""
+"""Models that the caller has already loaded: they are unwrapped, measured, and restored."""
 
 import copy
 import hashlib
@@ -33,9 +33,8 @@ def text_of(name: Any) -> str:
 def unwrapped(model: Any) -> PreTrainedModel:
     """Return the transformers model inside an object of the caller.
 
-    Raises:
-        InputError: it is neither a model of transformers nor one that torch.compile, DataParallel or PEFT has wrapped,
-            or its weights were made in inference mode, or are unpacked in its first run.
+    An object that is not a model of transformers, plain or wrapped by torch.compile, DataParallel or PEFT, raises
+    InputError, and so do weights that were made in inference mode or are unpacked in the model's first run.
     """
     kind = _kind(model)
     while not isinstance(model, PreTrainedModel):
@@ -73,17 +72,17 @@ def _inner(model: Any) -> Any:
 
 
 def check_called_itself(model: Any) -> None:
-    """Raise InputError if a wrapper calls copies of the model, which changes of the model do not reach."""
+    """Raise InputError if a wrapper calls copies of the model, because changes to the model do not reach them."""
     while model is not None and not isinstance(model, PreTrainedModel):
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise InputError(
-                "DataParallel on several devices calls copies of the model, which cannot be changed: give it its module"
+                "DataParallel on several devices calls copies of the model, which cannot be changed: pass its `module`"
             )
         model = _inner(model)
 
 
 def weight_in_memory(module: Any) -> torch.Tensor:
-    """Return the weight of a module; if accelerate has offloaded it, a copy."""
+    """Return the weight of a module, or a copy of it if accelerate has offloaded it."""
     if not module.weight.is_meta:
         return module.weight
     with align_module_device(module):
@@ -92,10 +91,9 @@ def weight_in_memory(module: Any) -> torch.Tensor:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Let the model compute as in deployment for the length of the block, and restore it afterwards.
+    """Let the model compute as in deployment within the block: eval mode, not compiled, and outputs by name.
 
-    It is in eval mode, is not compiled, returns outputs by name, and ignores the caller's autocast, inference mode and
-    default device.
+    The caller's autocast, inference mode and default device have no effect, and the model is restored afterwards.
     """
     with ExitStack() as stack:
         stack.enter_context(on_cpu_by_default())
@@ -117,23 +115,20 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def on_cpu_by_default() -> AbstractContextManager[Any]:
-    """Create new tensors on the CPU for the length of the block, whatever torch's default is."""
+    """Create new tensors on the CPU for the length of the block, regardless of torch's default."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 @contextmanager
 def own_configurations(model: nn.Module) -> Iterator[None]:
-    """Give the model's modules copies of their configurations for the length of the block.
-
-    Other models may share the originals.
-    """
+    """Give the modules copies of their configurations, which other models may share, within the block."""
     held = [
         (module, name, value)
         for module in model.modules()
         for name, value in vars(module).items()
         if isinstance(value, PreTrainedConfig)
     ]
-    copies: dict[int, Any] = {}  # one copy each, also of configurations nested in others
+    copies: dict[int, Any] = {}  # one copy each, also of nested configurations
     try:
         for module, name, value in held:
             vars(module)[name] = copy.deepcopy(value, copies)
@@ -147,7 +142,7 @@ def own_configurations(model: nn.Module) -> Iterator[None]:
 def called_uncompiled(model: PreTrainedModel) -> Iterator[None]:
     """Let every call of the model, compiled or not, run its Python code for the length of the block.
 
-    Compiled code would not notice all changes that are made to the model within the block.
+    Compiled code would ignore some of the changes that are made to the model within the block.
     """
     with ExitStack() as stack:
         for module in model.modules():
@@ -163,7 +158,7 @@ def called_uncompiled(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _uncompiled(module: nn.Module) -> dict[str, Any]:
-    """Return a module's forward from before `module.forward = torch.compile(module.forward)`; {} if not compiled."""
+    """Return a module's forward from before torch.compile replaced it; {} if it is not compiled."""
     before = getattr(vars(module).get("forward"), BEFORE_COMPILING, None)
     return {} if before is None else {"forward": before}
 
@@ -174,7 +169,8 @@ def unchanged_after(model: nn.Module) -> Iterator[None]:
 
     Weights are not copied: code that changes their values has to restore them.
     """
-    # name, value, and a copy of a dict, such as hooks and parameters, unless it is empty, as most of the thousands are
+    # name, value, and a copy if it is a dict, such as hooks and parameters; most of the thousands of dicts are empty
+    # and need no copy
     before = [
         (vars(module), [(name, x, dict(x) if isinstance(x, dict) and x else None) for name, x in vars(module).items()])
         for module in model.modules()
@@ -196,7 +192,7 @@ NOT_DECISIVE = {"_name_or_path", "transformers_version"}  # entries of a configu
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a hexadecimal SHA-256 of a model's configuration, parameters and buffers: equal for equal models.
+    """Return the SHA-256, in hexadecimal, of a model's configuration, parameters and buffers: equal for equal models.
 
     Offloaded parameters enter by name and shape only, all others with their values.
     """

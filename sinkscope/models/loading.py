@@ -1,8 +1,8 @@
 """Loads a frozen language model or encoder from a hub id, a local folder or a .gguf file.
 
-`load` finds the files (`files.py`), downloading those that are missing, checks them, lets transformers build the
-model, and checks the result. transformers always reads from a folder on disk, the hub's cache included, so that
-downloads fail at one point only and transformers never falls back to pickled weights.
+`load` finds the files (`files.py`), downloading missing ones, checks them, lets transformers build the model, and
+checks the result. transformers always reads from a folder on disk, also for the hub's cache, so that downloads fail at
+one point only and transformers never falls back to pickled weights.
 """
 
 import copy
@@ -44,11 +44,11 @@ class LoadedModel:
     """A model in eval mode, its parameters frozen, on its device or devices."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None  # None where the source has none
+    tokenizer: PreTrainedTokenizerBase | None  # None if the source has no tokenizer
     name: str  # for messages: hub id, folder name, or the stem of the .gguf file
-    source: str  # hub id, folder or file actually loaded
+    source: str  # hub id, folder or file that was loaded
     revision: str | None
-    commit: str | None  # of the hub repository
+    commit: str | None  # commit of the hub repository
     notices: tuple[str, ...]  # messages for the user, such as a redirect
     weights: str = "in memory"  # how they were stored: "safetensors", "pickle", "Q4_1 (GGUF, dequantized)"
     adapter: Mapping[str, Any] | None = None  # its entry in run.json
@@ -120,7 +120,7 @@ def load(
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load only the tokenizer of a folder or a hub repository. Python code that comes with it is not run."""
+    """Load only the tokenizer of a folder or a hub repository, without running Python code that comes with it."""
     folder = user_path(source)
     is_folder = bool(source) and kind_of(folder) == "folder"
     if not is_folder and is_path(source):
@@ -158,7 +158,7 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
     kind, has_code = raw.get("model_type"), "AutoConfig" in (raw.get("auto_map") or {})
     if kind not in transformers.CONFIG_MAPPING and not has_code:
         raise InputError(
-            f"{files.source}: transformers {transformers.__version__} does not know the architecture in its "
+            f"{files.source}: transformers {transformers.__version__} does not support the architecture in its "
             f"config.json ({kind}); --trust-remote-code would not help, because it brings no code"
         )
     if kind not in transformers.CONFIG_MAPPING and not trust_remote_code:
@@ -174,10 +174,8 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
-    """Raise InputError if a configuration has more parameters than the files have bits.
-
-    transformers allocates all parameters, also those that it then finds missing.
-    """
+    """Raise InputError if a configuration has more parameters than the files have bits."""
+    # transformers would allocate all parameters, and only then report the missing ones
     bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
     try:
         count = count_parameters(config)
@@ -191,7 +189,7 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
-    """Return the number of parameters of a configuration's model, built on the meta device; any error is raised."""
+    """Return the number of parameters of a configuration's model, built on the meta device; all errors are raised."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = class_for(config, "the model").from_config(copy.deepcopy(config), attn_implementation=None)
         return sum(parameter.numel() for parameter in model.parameters())
@@ -205,24 +203,20 @@ def _needs_trust(source: str) -> InputError:
 
 
 def _asks_for_trust(error: Exception) -> bool:
-    """Return whether transformers refused to run code because `trust_remote_code` was not given."""
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
 def _build(
     files: ModelFiles, config: PreTrainedConfig, dtype: str | None, device_map: str | None, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Let transformers build the model; return it with notices on its weights.
-
-    Raises:
-        InputError: the checkpoint lacks weights, which transformers would only warn of, and make random.
-    """
+    """Let transformers build the model; return it with notices on its weights."""
+    # raises InputError for missing weights: transformers would only warn, and initialize them at random
     on_cpu = stays_on_cpu(device_map)
     if dtype is None:
         dtype = "float32" if on_cpu or files.gguf else "auto"  # a GGUF file is unpacked to float32 anyway
     options: dict[str, Any] = {"use_safetensors": files.weights[0].endswith(".safetensors")}
     if files.gguf:
-        # dequantized: otherwise the model would count as quantized and refuse to be cast or saved
+        # dequantized: otherwise the model would count as quantized and could not be cast or saved
         options = {"gguf_file": files.gguf, "quantization_config": transformers.GgufConfig(dequantize=True)}
     try:
         built: Any = class_for(config, files.source).from_pretrained(
@@ -256,7 +250,7 @@ def _build(
         name, found, expected = mismatched[0]
         raise InputError(
             f"{files.source}: its weights do not fit its config.json: {name} has shape {tuple(found)}, "
-            f"not {tuple(expected)} ({len(mismatched)} in all)"
+            f"not {tuple(expected)} ({len(mismatched)} in total)"
         )
     if missing:
         raise InputError(
@@ -272,9 +266,8 @@ def _build(
 
 
 def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:
-    """Return the error to raise when transformers fails to read or build a model."""
     source, why = files.source, described(error)
-    if isinstance(error, InputError):  # of a retrofit
+    if isinstance(error, InputError):  # from a retrofit
         return InputError(f"{source}: {error}")
     if is_out_of_memory(error):
         return SinkscopeError(f"{source} does not fit into memory here; try --dtype bfloat16 or --device-map auto")
@@ -282,7 +275,7 @@ def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:
         return InputError(f"{source}: transformers cannot read GGUF files of this kind [{why}]")
     if files.gguf:
         return InputError(f"{source} is damaged or cut short; download it again [{why}]")
-    if "conversion of the weights" in str(error):  # the details went to stderr
+    if "conversion of the weights" in str(error):  # the details are on stderr only
         return SinkscopeError(
             f"{source}: the model could not be put together from its weights: some are missing or "
             "of another shape, or memory ran out"
@@ -301,7 +294,7 @@ def _check_values(files: ModelFiles, model: PreTrainedModel) -> None:
         if not is_ordinary(parameter) or parameter.is_meta or parameter.numel() == 0:
             is_zero = False  # unknown
             continue
-        # minimum and maximum: one pass, no copy, and a NaN is in both
+        # minimum and maximum need one pass and no copy, and are both NaN if an entry is
         ends = torch.stack(torch.aminmax(parameter.detach()))
         if not ends.isfinite().all():
             hint = " (too large for float16? try bfloat16)" if parameter.dtype == torch.float16 else ""
@@ -320,10 +313,9 @@ def _has_tokenizer(folder: Path) -> bool:
 def _read_tokenizer(
     files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer; None if the source has none."""
     if not files.gguf and not _has_tokenizer(files.folder):
         return None
-    config.name_or_path = files.source  # transformers knows some faulty tokenizers by their hub id
+    config.name_or_path = files.source  # transformers recognizes some faulty tokenizers by their hub id
     options: dict[str, Any] = {"gguf_file": files.gguf} if files.gguf else {"config": config}
     try:
         return _tokenizer_in(files.folder, trust_remote_code=trust_remote_code, **options)
@@ -343,8 +335,8 @@ def _tokenizer_in(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-# The classes of transformers in the order in which a configuration is looked up, unless it names a class or is an
-# encoder's. Models of the last two also read pictures or sound; their text tower is measured (towers.py).
+# The classes of transformers in the order in which a configuration is looked up, unless it names a class or is that of
+# an encoder. Models of the last two also read pictures or sound; their text tower is measured (towers.py).
 AUTO_CLASSES: tuple[Any, ...] = (
     transformers.AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -354,11 +346,11 @@ AUTO_CLASSES: tuple[Any, ...] = (
 
 
 def class_for(config: PreTrainedConfig, name: str) -> Any:
-    """Return the one of AUTO_CLASSES for a configuration; `name` begins the error's message.
+    """Return the class in AUTO_CLASSES for a configuration; `name` begins the error's message.
 
-    For an encoder it is AutoModelForMaskedLM: BERT and similar models also have a causal class, which they request by
-    `is_decoder`. Otherwise it is the class whose model the configuration names in `architectures`, else the first that
-    knows the configuration, or, for code that comes with a model, the first in its `auto_map`.
+    For an encoder it is AutoModelForMaskedLM: BERT and similar models also have a causal class, which is for
+    configurations with `is_decoder`. Otherwise it is the class whose model the configuration names in `architectures`,
+    else the first that supports the configuration, or, for code that comes with a model, the first in its `auto_map`.
 
     Raises:
         InputError: there is no such class, or it is an encoder–decoder.
@@ -387,12 +379,12 @@ COUNTS: dict[str, Callable[[], int]] = {
 
 
 def check_devices(device_map: str) -> None:
-    """Raise InputError if a device name is unknown, there is no such device, or it has no float64."""
+    """Raise InputError if a device name is unknown, or the device does not exist or has no float64."""
     try:
         check_device_map(device_map)
     except ValueError as error:
         raise InputError(f"device map {error}") from None
-    asked = f"device map '{device_map}' was asked for, but"
+    asked = f"device map '{device_map}' was requested, but"
     kind, _, number = device_map.partition(":")
     if kind in COUNTS:
         there, index = COUNTS[kind](), int(number or 0)
@@ -413,7 +405,7 @@ def stays_on_cpu(device_map: str | None) -> bool:
 
 
 class _Reader(gguf.GGUFReader):
-    """gguf's reader over a plain array: most of its time goes into indexing numpy's memmap, string by string."""
+    """A gguf reader on a plain array, because gguf spends most time on indexing numpy's memmap, string by string."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
@@ -423,8 +415,8 @@ class _Reader(gguf.GGUFReader):
 def read_once() -> Iterator[None]:
     """Let transformers share one reader per GGUF file, and one table of names, within the block.
 
-    It would otherwise read the file three times, for configuration, weights and tokenizer, and spend half of the
-    time on making the table of names again for every module.
+    It would otherwise read the file three times, for configuration, weights and tokenizer, and spend half of the time
+    on making the table of names again for every module.
     """
     reader, names = cache(_Reader), cache(gguf.get_tensor_name_map)
     patched = {"GGUFReader": lambda path: reader(Path(path)), "get_tensor_name_map": names}

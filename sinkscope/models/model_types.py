@@ -1,12 +1,12 @@
-"""Model types in configurations: those of transformers, and those under which retrofitted models are saved."""
+"""Model types in configurations: types of transformers, and the types of saved retrofitted models."""
 
 from typing import Any
 
-PREFIX = "sinkscope_"  # of the model types of retrofitted models
+PREFIX = "sinkscope_"  # prefix of the model types of retrofitted models
 
 
 def base_type(model_type: str) -> str:
-    """Return `llama` for `sinkscope_llama`; return any other model type unchanged."""
+    """Return `llama` for `sinkscope_llama`, and any other model type unchanged."""
     return model_type.removeprefix(PREFIX)
 
 

@@ -35,45 +35,44 @@ class Projection:
 
     @property
     def width(self) -> int:
-        """The width D of its input."""
+        """The width D of the input."""
         return int(self.module.nx if isinstance(self.module, Conv1D) else self.module.in_features)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the module's outputs are exactly these places, in order."""
+        """Whether the module's outputs are exactly this projection's, in order."""
         return bool(torch.equal(self.places.flatten(), torch.arange(_outputs(self.module), device="cpu")))
 
     @property
     def weight(self) -> torch.Tensor:
-        """W (heads, d, D) of k = W x."""
+        """The weight W (heads, d, D) of k = W x."""
         check_plain(self.module)
         return self._oriented(self.module.weight)[self.places]
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """(heads, d); None if the module has no bias."""
+        """The bias (heads, d); None if the module has none."""
         check_plain(self.module)
         return None if self.module.bias is None else self.module.bias[self.places]
 
     def with_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the module's weight, in its own layout, with this projection's set to (heads, d, D)."""
+        """Return a copy of the module's weight, in its own layout, with this projection's part set to (heads, d, D)."""
         edited = self.module.weight.detach().clone()
         self._oriented(edited)[self.places] = weight.to(edited.dtype)
         return edited
 
     def with_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the module's bias with this projection's set to (heads, d)."""
+        """Return a copy of the module's bias with this projection's part set to (heads, d)."""
         edited = self.module.bias.detach().clone()
         edited[self.places] = bias.to(edited.dtype)
         return edited
 
     def _oriented(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a view (out, in)."""
         return weight.T if isinstance(self.module, Conv1D) else weight
 
 
 def check_plain(module: Any) -> None:
-    """Raise InputError unless a module computes only with its `weight` and `bias`, which are not quantized."""
+    """Raise InputError unless a module's output depends only on its `weight` and `bias`, which are not quantized."""
     check_ordinary(module)
     if not isinstance(module, nn.Linear | Conv1D):  # an adapter's layer has more weights than `weight`
         package, kind = type(module).__module__.partition(".")[0], type(module).__name__
@@ -82,13 +81,13 @@ def check_plain(module: Any) -> None:
 
 
 def check_ordinary(module: Any) -> None:
-    """Raise InputError if a module's weight is quantized; it may have an adapter."""
+    """Raise InputError if a module's weight is quantized; an adapter is allowed."""
     if not hasattr(module, "weight") or not is_ordinary(module.weight):
         raise InputError("its weights are quantized: load it in float32, bfloat16 or float16")
 
 
 def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
-    """Return the query, key and value projections of a layer, or those of them that were found numerically."""
+    """Return the query, key and value projections of a layer, or only those that were found."""
     if not family.qkv and not family.projections.get(layer):
         raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")
     named = _named(model, family, layer) if family.qkv else {}
@@ -112,7 +111,6 @@ def lacking(family: Family, layers: Iterable[int], role: Role) -> str | None:
 
 
 def _named(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
-    """Return the projections that the family's row names."""
     config: Any = model.config.get_text_config()
     attention = family.attentions(model)[layer]
     try:
@@ -135,7 +133,7 @@ def _named(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Pro
     rows = torch.arange(heads + 2 * key_heads)
     if family.fused == "blocks":  # all query heads, then all key heads, then all value heads
         by_role = rows.split([heads, key_heads, key_heads])
-    else:  # "groups": a key head's query heads, the key head, its value head; then those of the next key head
+    else:  # "groups": a key head's query heads, the key head, its value head; then the same for the next key head
         grouped = rows.view(key_heads, -1)
         by_role = (grouped[:, :-2].flatten(), grouped[:, -2], grouped[:, -1])
     return {

@@ -1,8 +1,8 @@
-"""Checkpoints with quantized weights: which packages read them, and what applies to their models.
+"""Checkpoints with quantized weights: the packages that read them, and the operations that their models allow.
 
 If transformers can dequantize the weights while it loads them, they are dequantized, as for a GGUF file: the layers are
 then ordinary ones, with correct gradients and editable weights, and no kernel is downloaded. A checkpoint's settings
-for rounding activations have no effect then. The other methods compute on packed weights: such a model can be measured,
+for rounding activations then have no effect. The other methods compute on packed weights: such a model can be measured,
 but its weights cannot be edited or trained.
 """
 
@@ -33,7 +33,7 @@ PACKAGES = {  # method → module and distribution of each package that transfor
     "quark": {"quark": "amd-quark"},
 }
 REFUSED = {"eetq": "its kernels are code that would be downloaded from the hub and run"}
-BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # of methods with a fixed number
+BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # bits of the methods with a fixed number
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AGREEING = 0.1  # largest relative error of a linear layer's gradient
 
@@ -48,11 +48,9 @@ def method_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def check_packages(source: str, settings: Mapping[str, Any]) -> None:
-    """Check that a quantized checkpoint can be loaded here, before anything is downloaded.
+    """Raise an error if a quantized checkpoint cannot be loaded here, before anything is downloaded.
 
-    Raises:
-        InputError: the method in the settings (config.json) is unknown, or refused.
-        SinkscopeError: a package is not installed.
+    An unknown or refused method in the settings (config.json) is an InputError, a missing package a SinkscopeError.
     """
     method = method_of(settings)
     if method is None:
@@ -96,7 +94,7 @@ def stored_as(settings: Mapping[str, Any]) -> str | None:
 
 
 def unpacking(config: Any) -> None:
-    """Set the configuration so that transformers dequantizes the weights while it loads them, if it can."""
+    """Change the configuration so that transformers dequantizes the weights while it loads them, if it can."""
     given = getattr(config, "quantization_config", None)
     if isinstance(given, dict) and method_of({"quantization_config": given}) in UNPACKED:
         config.quantization_config = given | {"dequantize": True}
@@ -143,7 +141,7 @@ def without_gradients(model: PreTrainedModel) -> str | None:
             continue
         seen.add(kind)
         if tensor is not None and not tensor.is_meta and not _has_right_gradient(module, tensor.device, model.dtype):
-            return f"the gradient of its quantized layers ({path}) is not that of what they compute"
+            return f"the gradient of its quantized layers ({path}) does not match their outputs"
     return None
 
 
@@ -156,7 +154,7 @@ def _has_right_gradient(module: Any, device: torch.device, dtype: torch.dtype) -
             linear = given - module(torch.zeros_like(x))
         try:
             (gradient,) = torch.autograd.grad(given, x, linear)
-        except RuntimeError:  # not part of the graph
+        except RuntimeError:  # a tensor that is not part of the graph
             return False
     computed = float(linear.double().square().sum())
     return abs(float((gradient.double() * x.detach().double()).sum()) - computed) <= AGREEING * computed

@@ -14,7 +14,7 @@ class Checkpoint:
     """One step of a training, and the model that `analyze` loads for it."""
 
     step: int
-    name: str  # the revision's or the subfolder's
+    name: str  # name of the revision or the subfolder
     model: str
     revision: str | None
 
@@ -24,7 +24,7 @@ class Checkpoint:
 
 
 def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -> list[Checkpoint]:
-    """Return the checkpoints ordered by step; raise InputError for fewer than two, or names without a step."""
+    """Return the checkpoints ordered by step; raise InputError for fewer than two, or for names without a step."""
     if isinstance(revisions, str):
         revisions = revisions.split(",")
     names = [name.strip() for name in revisions or () if name.strip()]
@@ -49,10 +49,9 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
 
 
 def step_of(name: str, among: Iterable[str] = ()) -> int:
-    """Return the number after `step`, else the one at the end of the name: 1000 for OLMo's step1000-tokens4B.
+    """Return the number after `step`, or else the one at the end of the name: 1000 for OLMo's step1000-tokens4B.
 
-    Raises:
-        InputError: there is no number; the message says which of the names `among` have one.
+    Without a number it raises InputError, which lists the names in `among` that have one.
     """
     found = _step(name)
     if found is None:
@@ -70,7 +69,7 @@ def _step(name: str) -> int | None:
 
 
 def _subfolders(model: str, folder: Path, names: list[str]) -> list[str]:
-    """Return the named subfolders, or else all `checkpoint-…`, after a check that each looks like a model."""
+    """Return the named subfolders, or else all `checkpoint-…`, after a check that each has a config.json."""
     there = sorted(path.name for path in folder.iterdir() if path.is_dir())
     for name in names:
         if not (folder / name).is_dir():

@@ -1,7 +1,7 @@
 """The text tower: the part of a model for pictures or sound that reads the token embeddings.
 
-It is found by structure: among the nested transformers models that contain the token embeddings, the outermost with
-the same configuration as the innermost. For a plain language model it is the model itself.
+It is found by structure: among the nested transformers models that contain the token embeddings, it is the outermost
+with the same configuration as the innermost. For a plain language model it is the model itself.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError, described
 from sinkscope.models.model_types import base_type
 
-# Types whose text towers may be of a family with a row, so that a retrofitted model can be loaded from its folder
+# Model types with text towers that may be of a family with a row, so that a retrofitted model can be loaded from its
+# folder
 WITH_TOWERS = (
     *("got_ocr2", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
     *("paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava", "voxtral"),
@@ -28,7 +29,7 @@ TEXT: Mapping[str, Mapping[str, int]] = {"paligemma": {"token_type_ids": 1}}
 
 
 def text_tower(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
-    """Return path and module of the text tower; "" and the model if that is the complete model."""
+    """Return path and module of the text tower; "" and the model if the tower is the complete model."""
     parts = embedding_path(model).split(".")
     outer = [".".join(parts[:count]) for count in range(len(parts))]
     modules = [(path, module) for path in outer if isinstance(module := model.get_submodule(path), PreTrainedModel)]
@@ -36,7 +37,7 @@ def text_tower(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
 
 
 def token_embedding(model: PreTrainedModel) -> nn.Module:
-    """Return the module that embeds the tokens; raise InputError if transformers does not know it."""
+    """Return the module that embeds the tokens; raise InputError if transformers cannot find it."""
     try:
         return model.get_input_embeddings()
     except (NotImplementedError, AttributeError) as error:
@@ -50,7 +51,7 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 
 def placeholders(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the ids that are not text but placeholders or marks of pictures or sound."""
+    """Return the ids of placeholders or marks of pictures or sound, which are not text."""
     if not text_tower(model)[0]:
         return ()
     entries = model.config.to_dict().items()
@@ -58,7 +59,7 @@ def placeholders(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def embedding_path(model: PreTrainedModel) -> str:
-    """Return the path of the token embeddings; raise InputError if transformers does not know them."""
+    """Return the path of the token embeddings; raise InputError if transformers cannot find them."""
     embedding = token_embedding(model)
     path = next((path for path, module in model.named_modules() if module is embedding), None)
     if path is None:
@@ -67,7 +68,7 @@ def embedding_path(model: PreTrainedModel) -> str:
 
 
 def tower_notice(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return notices on a model of which only the text tower is measured."""
+    """Return notices on a model if only its text tower is measured."""
     path, tower = text_tower(model)
     notice = f"{type(model).__name__}: its text tower is measured ({type(tower).__name__} at '{path}'), on text only"
     return (notice,) if path else ()
@@ -90,7 +91,7 @@ def reached_by_text(model: PreTrainedModel) -> set[str]:
 
 
 def check_reads_text(model: PreTrainedModel, layers: str) -> None:
-    """Raise InputError unless text alone runs through the layers of a text tower, and its next tokens are predicted."""
+    """Raise InputError unless text alone runs through the text tower's layers, and the model predicts next tokens."""
     if not text_tower(model)[0]:
         return
     try:
@@ -105,7 +106,7 @@ def check_reads_text(model: PreTrainedModel, layers: str) -> None:
 
 
 def text_arguments(model: nn.Module) -> Mapping[str, int]:
-    """Return this model's entry of TEXT, {} for most models."""
+    """Return this model's entry of TEXT, or {}, as for most models."""
     return TEXT.get(base_type(str(getattr(getattr(model, "config", None), "model_type", ""))), {})
 
 

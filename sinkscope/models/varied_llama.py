@@ -39,21 +39,21 @@ from transformers.utils.output_capturing import capture_outputs
 
 from sinkscope.errors import InputError, unknown
 
-BASE = 10_000.0  # of the wavelengths of sinusoidal positions (Vaswani et al. 2017)
-BUCKETS, MAX_DISTANCE = 32, 128  # of T5 (Raffel et al. 2020), as in WSE's code
+BASE = 10_000.0  # base of the wavelengths of sinusoidal positions (Vaswani et al. 2017)
+BUCKETS, MAX_DISTANCE = 32, 128  # from T5 (Raffel et al. 2020), as in WSE's code
 
 
 class PositionScheme(nn.Module):
     """No positions at all (NoPE), and the base class of the other schemes."""
 
-    kind: ClassVar[str] = "none"  # that attention/position_kinds.py finds
+    kind: ClassVar[str] = "none"  # the kind that attention/position_kinds.py finds
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
 
     def added(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
-        """Return what is added to token embeddings x (B,T,D) at positions (B|1,T): (B|1,T,D)."""
+        """Return the vectors (B|1,T,D) to add to token embeddings x (B,T,D) at positions (B|1,T)."""
         return None
 
     def rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -117,7 +117,7 @@ class Relative(PositionScheme):
 
 
 class BucketNumber(PositionScheme):
-    """The number of the distance's bucket as bias, which prefers distant keys.
+    """The number of the distance's bucket as bias, which favors distant keys.
 
     WSE's released code computes this for its "relative" model, whose loss is the worst of table 3.
     """
@@ -149,11 +149,8 @@ def bucket(distance: torch.Tensor) -> torch.Tensor:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return the slopes 2^(-8h/H) for h = 1 … H.
-
-    If H is not a power of two, they are those of the next smaller power, followed by every second one of the next
-    larger power.
-    """
+    """Return the slopes 2^(-8h/H) for h = 1 … H."""
+    # if H is not a power of two: the slopes of the next smaller power, then every second one of the next larger power
     smaller = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * head / smaller) for head in range(1, smaller + 1)]
     further = [2 ** (-8 * head / (2 * smaller)) for head in range(1, 2 * (heads - smaller), 2)]
@@ -213,9 +210,9 @@ class VariedLlamaConfig(LlamaConfig):
     norm_placement: str = "pre"
     feed_forward: str = "swiglu"  # also decides `hidden_act`; the width is always `intermediate_size`
     head_mix: str = "concatenated"  # whether the output projection reads all heads, or their sum ("summed")
-    sliding_window: int | None = None  # the number of tokens that a query sees, with its own; None: all earlier ones
+    sliding_window: int | None = None  # the number of tokens that a query sees, itself included; None: all
     prefix_length: int = 0  # the number of first tokens that are visible to all others (prefix LM)
-    # the standard deviation of all weights before training; None: that of WSE's released code
+    # the standard deviation of all weights before training; None: as in WSE's released code
     initializer_range: float | None = None  # type: ignore[assignment]
     layer_types: list[str] | None = None
 
@@ -224,7 +221,7 @@ class VariedLlamaConfig(LlamaConfig):
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} {unknown(getattr(self, field), known)}")
         if self.prefix_length < 0 or (self.prefix_length and self.sliding_window is not None):
-            raise ValueError("prefix_length is a number of tokens, and goes without sliding_window")
+            raise ValueError("prefix_length is a number of tokens, and cannot be combined with sliding_window")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError("sliding_window is at least 1: a query sees itself")
         self.hidden_act = FEED_FORWARDS[self.feed_forward][1]
@@ -292,7 +289,7 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(outer, inner, bias=False) if gated else None
         self.up_proj = nn.Linear(outer, inner, bias=False)
         self.down_proj = nn.Linear(inner, outer, bias=False)
-        self.down_proj.deviation = inner**-0.5 / config.num_hidden_layers  # of its initial weights
+        self.down_proj.deviation = inner**-0.5 / config.num_hidden_layers  # standard deviation of its initial weights
         self.act_fn = ACT2FN[activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -301,7 +298,7 @@ class FeedForward(nn.Module):
 
 
 class VariedLlamaLayer(GradientCheckpointingLayer):
-    """Two branches, attention and feed-forward, with norms where the configuration says."""
+    """Two branches, attention and feed-forward, with norms before or after them."""
 
     def __init__(self, config: VariedLlamaConfig, layer_idx: int) -> None:
         super().__init__()
@@ -384,11 +381,7 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         position_ids: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return the mask, with the scheme's bias on the logits; `positions` (T,) are the positions of the queries.
-
-        Raises:
-            InputError: a part of a prefix is in a cache, and has not seen the rest.
-        """
+        """Return the mask, with the scheme's bias on the logits; `positions` (T,) are the positions of the queries."""
         inputs: dict[str, Any] = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
         inputs |= {"past_key_values": cache, "position_ids": position_ids}
         keys, first = cache.get_mask_sizes(len(positions), 0) if cache is not None else (len(positions), 0)
@@ -426,10 +419,7 @@ class VariedLlamaForCausalLM(VariedLlamaPreTrainedModel, LlamaForCausalLM):
     def create_masks_for_generate(
         self, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor | None:
-        """Return the padding mask unchanged: the model makes its own mask, with the prefix and the scheme's bias.
-
-        Otherwise `generate` would make a complete mask from it for a static cache.
-        """
+        """Return the padding mask unchanged, because the model makes its own mask, with prefix and bias."""
         return attention_mask
 
 

@@ -16,14 +16,14 @@ class End(NamedTuple):
 
     order: int  # counts all inputs and outputs in the order in which they appear
     end: str  # input or output
-    x: torch.Tensor  # the first floating-point tensor of it
+    x: torch.Tensor  # its first floating-point tensor
 
 
 @torch.no_grad()
 def record_ends(
     model: nn.Module, modules: Iterable[nn.Module], inputs: Mapping[str, Any]
 ) -> dict[nn.Module, list[End]]:
-    """Run the model, and return copies of the inputs and outputs of those of these modules that run.
+    """Run the model, and return copies of the inputs and outputs of these modules, without the modules that do not run.
 
     torch's forward hooks read them, without nnsight.
     """

@@ -58,7 +58,7 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
     """
     chosen = make_retrofit(method, parameters)
     if unwrapped(model) is not model:
-        raise InputError(f"a {type(model).__name__} is around the model: give retrofit_model the model itself")
+        raise InputError(f"the model is wrapped in a {type(model).__name__}: give retrofit_model the model itself")
     if is_retrofitted(model.config) and method != "none":
         before = model.config.retrofit["method"]
         raise InputError(
@@ -72,7 +72,7 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
         )
     code = unknown_code(family.attentions(model).values())
     if method != "none" and code is not None:
-        raise InputError(f"this model attends by {code}: with {method} built in, it would be loaded again without that")
+        raise InputError(f"this model computes attention by {code}, without which it would be loaded after {method}")
     reason = chosen.inapplicable(model, family)
     if reason is not None:
         raise InputError(f"{method} does not apply to this model: {reason}")
@@ -86,7 +86,7 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
 
 
 def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
-    """Create a method with its parameters, given as numbers or as text; InputError if there is a wrong one."""
+    """Create a method from its parameters, given as numbers or as text; raise InputError if one is wrong."""
     if method not in RETROFITS:
         raise InputError(f"retrofit {unknown(method, RETROFITS)}")
     return filled_in(RETROFITS[method], parameters, method)
@@ -105,7 +105,7 @@ def _build_in(model: PreTrainedModel) -> None:
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Map the path of each module that a retrofit has added to the module."""
+    """Return path → module for the modules that a retrofit has added."""
     return {path: module for path, module in model.named_modules() if isinstance(module, Part)}
 
 

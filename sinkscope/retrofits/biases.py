@@ -19,14 +19,13 @@ class KeyBias(DenominatorPart):
 
         mix[t] = Σ_s a[t,s] v_s + a*[t] v*        a*[t] = exp(scaling · q_t·k* - lse[t])
 
-    v* = 0 contributes nothing (the paper's K biases), a learned v* makes KV biases, and a fixed one of norm m has a
+    v* = 0 contributes nothing (the paper's K biases), a learned v* makes KV biases, and a fixed v* of norm m has a
     cost. The logit has the model's softcap, if there is one. k* has no position, so it is not rotated. By default it
     starts at 0, a logit of 0 in every row: no other start lowers every query's logit without looking at data. The paper
     trains from scratch and starts at N(0, .02²): `deviation=0.02`.
 
-    Attributes:
-        key: (H,n), or (1,n) shared by the heads: the first n ≤ d dimensions of k*.
-        value: (H,d) or (1,d), if v* is learned.
+    The parameter `key` (H,n), or (1,n) if shared by the heads, holds the first n ≤ d dimensions of k*; `value` is (H,d)
+    or (1,d), if v* is learned.
     """
 
     called = "key biases"
@@ -73,15 +72,15 @@ class KeyBiases(Retrofit):
     paper = "WSE §7"
 
     value: Literal["zero", "learned", "axis", "uniform"] = "zero"
-    norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # m of a fixed value
+    norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # norm m of a fixed value
     shared: bool = False
-    dimensions: int | None = Field(default=None, ge=1)  # d_a; None: all
+    dimensions: int | None = Field(default=None, ge=1)  # d_a, the number of learned dimensions; None: all
     deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _check_norm(self) -> "KeyBiases":
         if self.norm != 1.0 and self.value not in ("axis", "uniform"):
-            raise ValueError("norm is of value=axis and value=uniform")
+            raise ValueError("norm applies only to value=axis and value=uniform")
         return self
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
@@ -130,8 +129,8 @@ class ValueBiases(Retrofit):
 class SinkLogit(DenominatorPart):
     """A learned logit b per query head in every row's softmax, without a value: `logit` (H,).
 
-    a[t,s] = exp(l[t,s]) / (exp(b) + Σ exp(l[t,·])). b = −∞ is the pretrained attention, but not trainable, because
-    ∂a/∂b falls with exp(b). The starting value is a compromise.
+    a[t,s] = exp(l[t,s]) / (exp(b) + Σ exp(l[t,·])). b = −∞ is the pretrained attention, but it is not trainable,
+    because ∂a/∂b falls with exp(b). The starting value is a compromise.
     """
 
     called = "learned sink logits"
@@ -150,7 +149,7 @@ class SinkLogit(DenominatorPart):
 
 class LearnableSink(Retrofit):
     name = "learnable-sink"
-    about = "a learned logit per head in the softmax's denominator, with no value (first: where it starts)"
+    about = "a learned logit per head in the softmax's denominator, with no value (first: its starting value)"
     paper = "S2M §1, gpt-oss"
 
     first: float = Field(default=-5.0, allow_inf_nan=False)

@@ -2,7 +2,7 @@
 
 At W = 0 the sigmoid is ½ everywhere. With scale 2 the gate is exactly 1: the retrofitted model starts bit for bit as
 the pretrained one, where the sigmoid is steepest. A bias would only approach 1, where the sigmoid is flat. Scale 1 is
-the papers' own gate, which halves everything at the start.
+the papers' own gate, which halves the values or outputs at the start.
 """
 
 from typing import ClassVar, Literal
@@ -43,7 +43,7 @@ PLACEMENTS: dict[str, type[ValueGate] | type[OutputGate]] = {"value": ValueGate,
 class Gated(Retrofit):
     """A method with gates; `placement`: on the value at the key's position, or on the head's output at the query's."""
 
-    reads: ClassVar[str]  # what the gate is computed from: "value" or "input"
+    reads: ClassVar[str]  # "value" or "input": the gate is computed from this
 
     placement: Literal["value", "output"] = "value"
     scale: float = Field(default=2.0, gt=0, allow_inf_nan=False)
@@ -56,7 +56,7 @@ class VGA(Gated):
     """Value-state gated attention (VGA §3.2): F is the values of all key/value heads, concatenated."""
 
     name = "vga"
-    about = "gates made from the values (placement: value or output; scale: 2, so that gates start at 1)"
+    about = "gates computed from the values (placement: value or output; scale: 2, so that gates start at 1)"
     paper = "VGA §3.2, app. B"
     reads = "value"
 
@@ -65,6 +65,6 @@ class IGA(Gated):
     """Input-state gated attention (VGA §3.1, Bondarenko et al. 2023): F is the input of the attention."""
 
     name = "iga"
-    about = "gates made from the attention's input (placement: value or output; scale: 2)"
+    about = "gates computed from the attention's input (placement: value or output; scale: 2)"
     paper = "VGA eq. 4, Bondarenko 2023"
     reads = "input"

@@ -33,16 +33,16 @@ KINDS: dict[str, tuple[str, Operation]] = {
     "mlp-kernel-normalized": ("mlp", Operation("identity", "at-least-1")),
 }
 
-SCALED = "scaled softmax"  # by α
-# operations whose weights have a fixed sum, however many tokens a query sees
+SCALED = "scaled softmax"  # softmax scaled by α
+# operations with weights of a fixed sum, regardless of the number of tokens that a query sees
 SUM_TO_ONE = {SCALED, *(kind for kind, (_, operation) in KINDS.items() if operation.divisor == "sum")}
 
 
 class AttendBy(AttentionPart, OtherOperation):
     """The operation of one attention layer; an MLP kernel has `weights` (2,K,d,d), two matrices for each key head.
 
-    The paper does not define its networks. These are d → d → d with GELU between, and preserve the size of their input:
-    the weights start at N(0, 1/d).
+    The paper does not define its networks. Here they are d → d → d with GELU between, and preserve the size of their
+    input: the weights start at N(0, 1/d).
     """
 
     head_axis = 1
@@ -73,7 +73,7 @@ class AttendBy(AttentionPart, OtherOperation):
 class AttentionOperation(Retrofit):
     name = "operation"
     about = (
-        f"another attention operation, to train from scratch with (kind: {', '.join(KINDS)}; of softmax factor: α of "
+        f"another attention operation, for training from scratch (kind: {', '.join(KINDS)}; of softmax factor: α of "
         "Z = Σ/α, power: p of Z = (Σ simᵖ)^(1/p))"
     )
     paper = "WSE §7.4"

@@ -4,9 +4,9 @@ They start at the mean of the vocabulary, which in a trained model is similar to
 the mean is much smaller; there `deviation=0.02` starts them at N(0, .02²), as WSE does.
 
 They are placed directly before each sequence's first token, after any padding on the left, so that a padded batch gives
-the same results as single sequences. Inputs and outputs keep the length of the text: masks and positions are widened on
-the way in, logits cut on the way out, and the first token is not a target, because nothing predicts it in the plain
-model. Hidden states and attentions, if requested, include the registers.
+the same results as single sequences. Inputs and outputs keep the length of the text: masks and positions are widened
+for the forward pass and logits are cut after it, and the first token is not a target, because nothing predicts it in
+the plain model. Hidden states and attentions, if requested, include the registers.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class Registers(Part):
         super().__init__()
         weight = embedding_weight(model)
         self.count = count
-        self.limit = limit  # positions that the model has a vector for
+        self.limit = limit  # number of positions for which the model has a vector
         self.takes_positions = "position_ids" in signature(model.forward).parameters
         self.embeddings = nn.Parameter(weight.new_empty(count, weight.shape[1]))
         self.register_buffer("first", weight.new_empty(count, weight.shape[1]))
@@ -49,19 +49,18 @@ class Registers(Part):
     ) -> Any:
         """Call the model's own `forward` on the text with the registers before it; `inputs` are keyword arguments.
 
-        Raises:
-            InputError: An input cannot be widened by registers, or the text is too long.
+        An input that cannot be widened by registers, or a text that is too long, raises InputError.
         """
         mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
         if getattr(cache, "is_compileable", False):
-            raise InputError("register tokens need a cache that grows: a static one has no place for them")
+            raise InputError("register tokens need a dynamic cache: a static one has no room for them")
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
             raise InputError("register tokens need an attention_mask of two dimensions (sequences, tokens)")
         for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
             if inputs.get(name) is not None:
                 raise InputError(f"register tokens support only text: {name} is not widened")
         if isinstance(inputs.get("logits_to_keep"), torch.Tensor):
-            raise InputError("with register tokens logits_to_keep is a number: the last so many")
+            raise InputError("with register tokens logits_to_keep must be the number of last tokens")
         return_dict = inputs.pop("return_dict", None)
         embeds = inputs.pop("inputs_embeds", None)
         ids = inputs.pop("input_ids", None)
@@ -107,7 +106,7 @@ class RegisterTokens(Retrofit):
         if family.prefix:
             return "it is a prefix LM, and its prefix would be the registers"
         arguments = text_arguments(model)
-        return f"{', '.join(arguments)} would have to be given for them, too" if arguments else None
+        return f"{', '.join(arguments)} would also need values for them" if arguments else None
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
         part = Registers(model, self.count, known_positions(model, family))

@@ -1,6 +1,6 @@
 """The base class of retrofits, and the points at which a retrofit can act on attention.
 
-    values       after the value projection, before anything is cached: `ValuePart`
+    values       after the value projection, before the values are cached: `ValuePart`
     output       before the output projection, on every head's mix: `OutputPart`
     denominator  inside the softmax, a further logit: `taps.Denominator`
     operation    in place of the softmax: `taps.OtherOperation`
@@ -9,8 +9,9 @@ The first two are hooks at the paths of modules that every family has, so the mo
 cache, which holds the changed values. They act on the output or input of a projection together with its adapter, if
 PEFT has added one, so merging the adapter changes nothing. The others need the attention function of seam.py.
 
-At the taps of seam.py, `value` is what is attended to, after V-scale or a gate, so ∇v_s = Σ_t a[t,s] g_t holds there;
-`mix` is the heads' output before an output gate. The raw value is the output of the projection.
+At the taps of seam.py, `value` is the tensor that attention weights multiply, after V-scale or a gate, so ∇v_s = Σ_t
+a[t,s] g_t is true there; `mix` is the heads' output before an output gate. The raw value is the output of the
+projection.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,18 +39,16 @@ def registers_before(model: nn.Module) -> int:
 
 
 class PlacedHook:
-    """Calls `act` before or after the module that is at a path of an attention module when the latter runs.
+    """Calls `act` before or after the module at a path of an attention module, whichever module is there when it runs.
 
-    A projection may be replaced: PEFT puts a module of its own at its path, which holds the projection and adds to
-    its output (LoRA), multiplies it (IA³) or rotates its input (OFT), and puts the projection back once the adapter is
+    A projection may be replaced: PEFT puts a module of its own at its path, which holds the projection and adds to its
+    output (LoRA), multiplies it (IA³) or rotates its input (OFT), and puts the projection back once the adapter is
     merged into its weight. A hook on the projection itself would act before the adapter in the first case and after it
-    in the second; a hook on the path acts after the adapter in both.
+    in the second; a hook on the path acts after the adapter in both. The retrofit's module is also looked up in each
+    forward: with `modules_to_save`, PEFT trains a copy of it.
 
-    The retrofit's module is also looked up in each forward: with `modules_to_save`, PEFT trains a copy of it.
-
-    Args:
-        act: Called with the retrofit's module, and the arguments and output of the hooked module; returns a
-            replacement of the output (of the arguments, in a hook that acts before), or None.
+    `act` is called with the retrofit's module, and the arguments and output of the hooked module; it returns a
+    replacement of the output (of the arguments, in a hook that acts before), or None.
     """
 
     def __init__(self, path: str, act: Callable[[Any, tuple, Any], Any], before: bool = False) -> None:
@@ -63,7 +62,7 @@ class PlacedHook:
 
     def _find(self, attention: nn.Module, args: tuple) -> None:
         if getattr(attention, "_is_replica", False):  # replicas in other threads share its hooks
-            raise SinkscopeError("nn.DataParallel cannot run a retrofitted model: take DistributedDataParallel")
+            raise SinkscopeError("nn.DataParallel cannot run a retrofitted model: use DistributedDataParallel")
         self.module, self.part = attention.get_submodule(self.path), getattr(attention, RETROFIT)
         self._join(self.module)
 
@@ -77,7 +76,7 @@ class PlacedHook:
         return self.act(self.part, args, output) if module is self.module else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Forget the module: a copy of a projection, which PEFT makes for `modules_to_save`, is at no path yet."""
+        """Drop the module: a copy of a projection, which PEFT makes for `modules_to_save`, is not at a path yet."""
         return vars(self) | {"module": None, "part": None}
 
 
@@ -93,7 +92,7 @@ class Layer:
     head_dim: int
     width: int  # D, width of the attention's input
     scaling: float  # factor of q·k
-    is_biased: bool  # whether it has ALiBi
+    is_biased: bool  # whether the model has ALiBi
     dtype: torch.dtype
     device: torch.device
 
@@ -102,7 +101,7 @@ class Layer:
 
 
 def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
-    """Describe every attention layer; InputError if the family's row does not have its value projection."""
+    """Describe every attention layer; raise InputError if the family's row does not have its value projection."""
     config: Any = model.config.get_text_config()
     layers = []
     for index, attention in family.attentions(model).items():
@@ -121,10 +120,10 @@ def layers_of(model: PreTrainedModel, family: Family) -> list[Layer]:
 class Part(nn.Module):
     """The module that a retrofit adds to one module, with new parameters and their starting values."""
 
-    head_axis = 0  # of the parameters
+    head_axis = 0  # axis of the heads in the parameters
 
     def start(self) -> Mapping[str, torch.Tensor]:
-        """Return each parameter's value before training by name: 0, or what `draw_start` has drawn."""
+        """Return the starting value of each parameter by name: 0, or the values that `draw_start` has drawn."""
         drawn = dict(self.named_buffers())
         return {name: drawn.get(f"first_{name}", torch.zeros_like(p)) for name, p in self.named_parameters()}
 
@@ -228,10 +227,10 @@ class OutputPart(GatePart):
 
 
 def _check_applied(attention: nn.Module, args: tuple, output: Any) -> None:
-    """Check that the output gate was applied: BLOOM with `slow_but_exact` never calls its output projection."""
+    """Raise if the output gate was not applied: BLOOM with `slow_but_exact` never calls its output projection."""
     part: Any = getattr(attention, RETROFIT)
     if part.awaited is not None:
-        raise SinkscopeError("the attention's output projection was not called: its gates would be without effect")
+        raise SinkscopeError("the attention's output projection was not called: its gates would have no effect")
 
 
 class DenominatorPart(AttentionPart, Denominator):
@@ -246,7 +245,7 @@ class DenominatorPart(AttentionPart, Denominator):
         if family.door == "interceptor":
             Interceptor().watch(layer.attention)
         else:
-            text_tower(model)[1].set_attn_implementation(NAME)  # other towers keep theirs
+            text_tower(model)[1].set_attn_implementation(NAME)  # other towers keep their attention function
 
 
 class Retrofit(BaseModel):

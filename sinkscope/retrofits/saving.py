@@ -2,8 +2,8 @@
 
 `sinkscope_llama` is Llama with a retrofit: its configuration is Llama's with a field that names the method, and
 `SinkscopeLlamaForCausalLM` builds the method in when it is created. `save_pretrained` then writes the new parameters
-with all others, and `from_pretrained` loads them. Without `import sinkscope.retrofits`, transformers does not know the
-type and refuses the folder; it never loads the model without its retrofit.
+with all others, and `from_pretrained` loads them. Without `import sinkscope.retrofits`, the type is unknown to
+transformers, which refuses the folder; it never loads the model without its retrofit.
 
 `import sinkscope.retrofits` registers the configurations of all families in the table (0.16 s). A model without a row
 cannot be loaded with its retrofit. The class of a model, which imports its modeling code, is registered when the first
@@ -46,7 +46,7 @@ model = {auto}.from_pretrained("this folder")
 def register_model_types(model_types: Iterable[str], build_in: BuildIn) -> None:
     """Register `sinkscope_TYPE` with transformers' auto classes for each of the types."""
     for model_type in model_types:
-        if model_type in CONFIG_MAPPING:  # the installed transformers has it
+        if model_type in CONFIG_MAPPING:  # the installed version of transformers has this type
             config_class(model_type, build_in)
 
 
@@ -70,7 +70,7 @@ def config_class(base: str, build_in: BuildIn) -> type[PreTrainedConfig]:
 
 @cache
 def register_models(base: str, build_in: BuildIn) -> None:
-    """Register a class for `sinkscope_BASE` with each auto class that knows the base."""
+    """Register a class for `sinkscope_BASE` with each auto class that has one for the base."""
     parent: Any = CONFIG_MAPPING[base]
     for auto in AUTO_CLASSES:
         if parent in auto._model_mapping:
@@ -80,12 +80,11 @@ def register_models(base: str, build_in: BuildIn) -> None:
 
 @cache
 def model_class(base: str, parent: Any, build_in: BuildIn) -> type[PreTrainedModel]:
-    """Create the class for `sinkscope_BASE` from one of the base's classes."""
     names, configuration = list(signature(parent.forward).parameters)[1:], config_class(base, build_in)
 
     class Model(parent):
         config_class = configuration
-        # transformers determines this from the source of the class's module, which is not this one
+        # transformers determines this from the source of the class's module, which is not this module
         _can_set_attn_implementation_cached_value = parent._can_set_attn_implementation()
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -147,8 +146,7 @@ def model_class(base: str, parent: Any, build_in: BuildIn) -> type[PreTrainedMod
 def become_retrofitted(model: PreTrainedModel, method: str, parameters: dict[str, Any], build_in: BuildIn) -> None:
     """Give a loaded model the retrofitted class, with the method in its configuration but not yet installed.
 
-    Raises:
-        InputError: The model is not the plain causal language model of its configuration.
+    A model other than the plain causal language model of its configuration raises InputError.
     """
     config: Any = model.config
     plain: Any = type(model)

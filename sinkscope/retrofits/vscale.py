@@ -43,7 +43,7 @@ class ValueScale(ValuePart):
 class VScale(Retrofit):
     name = "vscale"
     about = (
-        "values times r/(r+C), r their squared norm: small ones pass back hardly any gradient "
+        "values times r/(r+C), with r their squared norm: small values pass hardly any gradient "
         "(sigma: 0.02, strength: λ at the start, learned)"
     )
     paper = "GS §5"
@@ -55,7 +55,7 @@ class VScale(Retrofit):
     @model_validator(mode="after")
     def _check_start(self) -> "VScale":
         if self.learned and self.strength == 0:
-            raise ValueError("λ = exp(θ) is never 0: take a small strength, or learned=false")
+            raise ValueError("λ = exp(θ) is never 0: use a small strength, or learned=false")
         return self
 
     def part(self, layer: Layer) -> ValueScale:

@@ -1,4 +1,4 @@
-"""A batch of token sequences, which knows where each begins and ends, with padding on either side."""
+"""A batch of token sequences with the start and end of each, and padding on either side."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,12 +29,12 @@ class Batch:
     attention_mask: torch.Tensor  # (B,T), 1 for real tokens, which are contiguous
     first: int = 0  # index of the first sequence within the run
     labels: torch.Tensor | None = None  # (B,T): the target at each token, or IGNORED; None: its successor
-    masked: "Batch | None" = None  # for an encoder: the same sequences with masked tokens, which it predicts
+    masked: "Batch | None" = None  # for an encoder: the same sequences with masked tokens, which the encoder predicts
     first_predicted: int = 1  # the first position that is predicted; for a prefix LM the first one after its prefix
 
     @cached_property
     def valid(self) -> torch.Tensor | None:
-        """(B,T) bool: real tokens; None without padding."""
+        """(B,T) bool: real tokens; None if there is no padding."""
         mask = self.attention_mask.bool()
         return None if bool(mask.all()) else mask
 
@@ -60,7 +60,7 @@ class Batch:
 
     @cached_property
     def predicting(self) -> torch.Tensor:
-        """(B,T) bool: tokens whose successor is predicted: all except each sequence's last, and those in a prefix."""
+        """(B,T) bool: tokens whose successor is predicted: all except each sequence's last token and a prefix."""
         real = self.attention_mask.bool()
         followed = real & torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
         return followed & (self.position_ids >= self.first_predicted - 1)
@@ -98,7 +98,7 @@ class Batch:
         return min(int(self.start.max()) + positions, self.token_ids.shape[1])
 
     def at_positions(self, x: torch.Tensor, positions: int) -> torch.Tensor:
-        """Statistics by column (B,…,C) → by position (B,…,P); undefined past a sequence's end."""
+        """Gather statistics by column (B,…,C) by position (B,…,P); undefined past a sequence's end."""
         if self.valid is None and positions <= x.shape[-1]:
             return x[..., :positions]
         index = self.start[:, None] + torch.arange(positions, device=self.start.device)
@@ -108,7 +108,7 @@ class Batch:
         return x.gather(-1, index.expand(*x.shape[:-1], positions))
 
     def tokens_at(self, x: torch.Tensor, positions: int) -> torch.Tensor:
-        """Tokens by column (B,T,…) → by position (B,P,…); zero past a sequence's end."""
+        """Gather tokens by column (B,T,…) by position (B,P,…); zero past a sequence's end."""
         by_position = self.at_positions(x.movedim(1, -1), positions)
         present = self.present(positions)
         if present is not None:
@@ -125,13 +125,11 @@ class Batch:
     def queries(self, positions: int, window: int | None = None, causal: bool = True, prefix: int = 0) -> torch.Tensor:
         """Return how many queries t see a key at position s, (B,P), at least 1 so that it can be a divisor.
 
-        Args:
-            window: count only queries at a distance |t - s| below this; None: all.
-            causal: count only queries t ≥ s.
-            prefix: this many keys at the beginning are seen by all queries.
+        With `window`, only queries with |t - s| < window count; with `causal`, only t ≥ s, except for keys in the
+        prefix.
         """
         asked = (positions, window, causal, prefix)
-        if asked not in self._queries:  # the same for every layer
+        if asked not in self._queries:  # the result is the same for every layer
             position = torch.arange(positions, device=self.lengths.device)
             within = int(self.lengths.max()) if window is None else window
             later = (self.lengths[:, None] - position).clamp(min=1, max=within)

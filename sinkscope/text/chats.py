@@ -25,7 +25,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. The first chat starts its process; leaving the context ends it."""
+    """The chat template of a tokenizer. The first chat starts its process, and leaving the context ends it."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._tokenizer = tokenizer
@@ -43,9 +43,7 @@ class ChatTemplate:
     def text(self, messages: Messages) -> str:
         """Return the text of a chat, as `tokenizer.apply_chat_template(messages, tokenize=False)` does.
 
-        Raises:
-            ValueError: there is no template, it fails, or it takes longer than SECONDS.
-            SinkscopeError: its process does not start.
+        A template that is missing, fails or takes longer than SECONDS raises ValueError.
         """
         from transformers import PreTrainedTokenizerBase
 

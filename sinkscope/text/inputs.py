@@ -2,7 +2,7 @@
 
 `build_inputs` is a pure function of its source, the tokenizer and a few numbers; it never sees the model. Ids are
 checked against the vocabulary here, so that no later code indexes outside the embedding. The token at position 0 has a
-large effect on sinks, so it is always recorded. Every error is an `InputError` that says what to do.
+large effect on sinks, so it is always recorded. Every error is an `InputError` with advice.
 
     "natural"     the text shipped with sinkscope, in consecutive windows
     "code", "documentation"
@@ -61,9 +61,7 @@ def masked(
 ) -> tuple[Masked, ...]:
     """Mask tokens of every sequence for an encoder.
 
-    Raises:
-        InputError: the tokenizer has ids that the model lacks.
-        ValueError: the tokenizer has no mask token.
+    A tokenizer with ids that the model lacks raises InputError, one without a mask token ValueError.
     """
     collator = DataCollatorForLanguageModeling(tokenizer)
     found = []
@@ -81,15 +79,15 @@ class TokenInputs:
     """Token sequences, ready for the model."""
 
     condition: str  # in tables: "natural", "random", "repeated", a file's stem or a dataset's name
-    # Read-only 1-D int64 arrays of 2 … seq_len ids, of equal length except from JSON lines. The tables' `sequence` is
-    # the index in this tuple, so the order never changes.
+    # Read-only 1-D int64 arrays of 2 … seq_len ids, of equal length except if they are from JSON lines. The tables'
+    # `sequence` is the index in this tuple, so the order never changes.
     sequences: tuple[np.ndarray, ...]
     token_zero: str  # describes the token at position 0, for example "bos <|im_start|> (id 1)"
-    sha256: str  # of all lengths and ids; equal hashes mean that two runs read the same tokens
+    sha256: str  # hash of all lengths and ids; equal hashes mean that two runs read the same tokens
     notices: tuple[str, ...] = ()  # messages for the user, one line each
     masked: tuple[Masked, ...] | None = None  # for an encoder; None if each token's successor is predicted
     first_predicted: int = 1  # see Batch
-    per_passage: int = 1  # how many consecutive sequences come from one passage of a text, and are not independent
+    per_passage: int = 1  # number of consecutive sequences from one passage of a text, which are not independent
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -123,7 +121,7 @@ class TokenInputs:
         return self.condition == "repeated" and all((ids == ids[0]).all() for ids in self.sequences)
 
     def part(self, first: int, last: int) -> "TokenInputs":
-        """Return inputs with only sequences first … last − 1."""
+        """Return only the sequences first … last − 1."""
         sequences, masked = self.sequences[first:last], self.masked and self.masked[first:last]
         return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=(), masked=masked)
 
@@ -155,10 +153,10 @@ def build_inputs(
     max_positions: int | None = None,
     **options: Any,
 ) -> TokenInputs:
-    """Return the first `num_seqs` sequences of `seq_len` tokens of a source; fewer, with a notice, if it has fewer.
+    """Return the first `num_seqs` sequences of `seq_len` tokens of a source; fewer, with a notice, if it is too short.
 
     Args:
-        source: an input kind or a file, see the head of this module.
+        source: an input kind or a file, see the docstring of this module.
         dataset: instead of a source, "NAME", "NAME:CONFIG" or "NAME:CONFIG:SPLIT" (default: train) of a HuggingFace
             dataset or a local folder: its documents of at least seq_len tokens, cut.
         prompt: instead of a source, one text.
@@ -185,7 +183,7 @@ def build_inputs(
     if len(sequences) < num_seqs:
         label = f"--dataset {dataset}" if dataset else f"--input {source}"
         of = "of" if all(len(ids) == seq_len for ids in sequences) else "of at most"
-        held = f"{counted(len(sequences), 'sequence')} {of} {seq_len} tokens; {num_seqs} were asked for"
+        held = f"{counted(len(sequences), 'sequence')} {of} {seq_len} tokens; {num_seqs} were requested"
         notices.append(f"{label} holds {held}")
     for ids in sequences:
         ids.setflags(write=False)

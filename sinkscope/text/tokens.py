@@ -35,12 +35,12 @@ def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
 
 
 def own_prefix(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that a tokenizer adds before a text: usually one BOS or nothing; never its EOS."""
+    """Return the tokens that a tokenizer adds before a text, except its EOS: usually one BOS or nothing."""
     return own_frame(tokenizer)[0]
 
 
 def own_frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens that a tokenizer adds before and after a text; after it, most encoders have a separator."""
+    """Return the tokens that a tokenizer adds before and after a text; most encoders add a separator after it."""
     if tokenizer is None:
         return (), ()
     plain = encode(tokenizer, "x", special=False)
@@ -48,7 +48,7 @@ def own_frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     for start in range(len(full) - len(plain) + 1):
         if plain and full[start : start + len(plain)] == plain:
             return tuple(full[:start]), tuple(full[start + len(plain) :])
-    # the tokenizer does not know "x" at all, for example one of nucleotides
+    # "x" is unknown to the tokenizer, for example to one of nucleotides
     first, last = tokenizer.bos_token_id, getattr(tokenizer, "sep_token_id", None)
     return (
         tuple(full[:1]) if full and full[0] in (first, getattr(tokenizer, "cls_token_id", None)) else (),
@@ -57,7 +57,7 @@ def own_frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def special_token_ids(tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:
-    """Return all ids that a tokenizer marks special, including those that only its list of added tokens names."""
+    """Return all ids that a tokenizer marks special, including ids that only its list of added tokens names."""
     if tokenizer is None:
         return frozenset()
     added = getattr(tokenizer, "added_tokens_decoder", {})

@@ -10,13 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sinkscope.attention.kernels import AttentionCall, chunked_attention, fused_attention
 
 HEADS, CALL = 6, AttentionCall(mask=None, scaling=0.3)
-WIDTHS, LENGTHS = (64, 36), (1, 33, 200)  # 36: no multiple of 8, which the flash kernel wants
+WIDTHS, LENGTHS = (64, 36), (1, 33, 200)  # 36 is not a multiple of 8, which the flash kernel needs
 ERRORS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest entry
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 def test_the_flash_kernel_takes_grouped_heads(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use tensors without data, which need no GPU."""
+    """The tensors have no data, so no GPU is needed."""
     monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda asked: True)
     with FakeTensorMode():
@@ -29,14 +29,14 @@ def test_the_flash_kernel_takes_grouped_heads(kv_heads: int, monkeypatch: pytest
 
 
 def drawn(length: int, width: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Query, key and value on the GPU."""
+    """Return query, key and value on the GPU."""
     generator = torch.Generator().manual_seed(length + width)
     shapes = ((2, heads, length, width) for heads in (HEADS, kv_heads, kv_heads))
     return [torch.randn(shape, generator=generator).to("cuda", dtype) for shape in shapes]
 
 
 def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference ÷ the largest entry."""
+    """Return the largest difference ÷ the largest entry."""
     return float((found.double().cpu() - exact).abs().max() / exact.abs().max())
 
 

@@ -1,4 +1,4 @@
-"""The kinds of positions of models, found layer by layer from what their attention computes."""
+"""The kinds of positions of models, found layer by layer from the results of their attention."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_the_doctor_names_the_layers() -> None:
 
 @pytest.mark.parametrize("model_type", ["blenderbot", "bart", "whisper", "biogpt"])
 def test_learned_vectors_are_those_that_are_added(model_type: str) -> None:
-    """Some of these tables begin with two rows of no position, and some do not."""
+    """Some of these tables begin with two rows that belong to no position."""
     model = tiny_of(model_type)
     family, _ = family_of(model)
     given: list[torch.Tensor] = []

@@ -46,7 +46,7 @@ def batch() -> Batch:
 
 
 class Failing(Observable):
-    """Raises in the middle of a trace."""
+    """An observable that raises in the middle of a trace."""
 
     name = about = "failing"
 
@@ -83,7 +83,7 @@ def test_the_model_is_as_before_after_an_exception_in_the_trace(name: str) -> No
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_DOOR)
 def test_the_model_is_as_before_after_an_exception_in_the_model(name: str) -> None:
-    """Inside an attention module too, where an interceptor is active, and while the seams are installed."""
+    """The exception is raised inside an attention module, under an interceptor, or while seams are installed."""
     model = tiny_model(name)
     family = find_family(model)
 
@@ -125,7 +125,7 @@ def test_a_tracer_inside_a_tracer_is_refused_and_the_outer_one_lives_on() -> Non
 
 
 def test_one_tracer_serves_forward_after_forward() -> None:
-    """Values that the last batch left in the seams are not used for the next one."""
+    """The seams do not keep values of the last batch for the next one."""
     model = tiny_model("mistral")
     tables = []
     for warm_up in ([], [padded(ragged_tokens((7, 3), seed=5), "left")]):
@@ -142,7 +142,7 @@ def test_one_tracer_serves_forward_after_forward() -> None:
 
 
 def test_a_vision_tower_next_to_the_language_model_keeps_its_attention() -> None:
-    """Gemma 3's vision tower has attention that is not causal, gets no seam and may have a kernel of its own."""
+    """Gemma 3's vision tower has attention that is not causal, gets no seam and may have its own kernel."""
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Gemma3Config(
         text_config=TINY["gemma3"][1],
@@ -163,7 +163,7 @@ def test_a_vision_tower_next_to_the_language_model_keeps_its_attention() -> None
                 tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
                 assert model.config.vision_config._attn_implementation == kernel
                 assert torch.equal(model.model.get_image_features(pixels).pooler_output, before)
-            assert before.std() > 1e-3  # there is something to compare
+            assert before.std() > 1e-3  # otherwise the comparison would be trivial
             assert model.config.vision_config._attn_implementation == kernel
             assert model.config.text_config._attn_implementation == model.config._attn_implementation == "sdpa"
 
@@ -231,7 +231,7 @@ def test_kernels_give_mix_and_log_sum_exp(mask: str) -> None:
 
 
 def test_without_a_mask_a_lone_query_is_the_last_token_and_several_are_the_first() -> None:
-    """Several queries with more keys mean a static cache, whose last slots are empty, as in transformers."""
+    """Several queries with more keys mean a static cache with empty last slots, as in transformers."""
     query, key, value = random_qkv()
     call = AttentionCall(None, 0.7)
     mix, lse = dense(query, key, value, call)
@@ -244,7 +244,7 @@ def test_without_a_mask_a_lone_query_is_the_last_token_and_several_are_the_first
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_fused_kernel_forbids_keys_without_a_mask(dtype: torch.dtype) -> None:
-    """A further coordinate that is -10000 in the logits does what a mask does."""
+    """A further coordinate that is -10000 in the logits has the effect of a mask."""
     query, key, value = (x.to(dtype) for x in random_qkv())
     length, columns = query.shape[2], torch.tensor([[2, 5], [0, 3]])
 
@@ -265,7 +265,7 @@ def test_the_fused_kernel_forbids_keys_without_a_mask(dtype: torch.dtype) -> Non
 
 
 def test_vectors_whose_numbers_are_not_adjacent_are_read_right() -> None:
-    """A convolution over time returns such tensors; the fused kernel itself would read other numbers there."""
+    """A convolution over time returns such tensors; the fused kernel itself would read wrong numbers from them."""
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(2, heads, 13, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
     expected = fused_attention(*given, AttentionCall(None, 0.3))
@@ -277,8 +277,8 @@ def test_vectors_whose_numbers_are_not_adjacent_are_read_right() -> None:
 
 # torch's fused kernel takes exp(x) of half-precision inputs from a cubic polynomial (`fexp_u20`) wherever a row has
 # keys for a whole vector: 8 with AVX2, 16 with AVX-512. Its relative error is at most 1.0704e-4 (at powers of 2), so
-# whatever the number of keys their sum is off by no more than that share δ, and its logarithm by -log(1 - δ).
-# Added to it are float32's own: 11 terms, each rounded. Sums in bfloat16 would be off by 2⁻⁹ = 2e-3.
+# for any number of keys the relative error of their sum is at most this δ, and the error of its logarithm at most
+# -log(1 - δ). float32's own error is added: 11 terms, each rounded. The error of sums in bfloat16 would be 2⁻⁹ = 2e-3.
 FAST_EXPONENTIAL = 1.08e-4 + 11 * torch.finfo(torch.float32).eps
 
 
@@ -298,7 +298,7 @@ def test_half_precision_sums_in_float32() -> None:
 
 @contextmanager
 def attention_of_gptj(mixed: Callable) -> Iterator[PreTrainedModel]:
-    """A tiny GPT-J whose attention modules compute their mix by another function of query, key and value."""
+    """Yield a tiny GPT-J whose attention modules compute their mix by another function of query, key and value."""
 
     def forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple:
         projections = (module.q_proj, module.k_proj, module.v_proj)
@@ -320,7 +320,7 @@ def sigmoid_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value
 
 
 def blockwise_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The second half of the queries has a call of its own."""
+    """Compute attention with a separate call for the second half of the queries."""
     half = query.shape[2] // 2
     early = F.scaled_dot_product_attention(query[:, :, :half], key[:, :, :half], value[:, :, :half], is_causal=True)
     mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()[half:]
@@ -328,7 +328,7 @@ def blockwise_attention(module: Any, query: torch.Tensor, key: torch.Tensor, val
 
 
 def linear_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The softmax is over the head's width, not over keys."""
+    """Compute a softmax over the head's width instead of the keys."""
     state = key.softmax(-1).transpose(-1, -2) @ value
     return query.softmax(-1) @ state
 
@@ -360,7 +360,7 @@ def test_a_model_that_does_not_use_the_attention_interface_is_refused() -> None:
 
 @pytest.mark.parametrize("mask", [None, "bool", "additive"])
 def test_a_bias_and_sinks_of_each_query_are_in_the_softmax(mask: str | None) -> None:
-    """Inkling adds both to the logits; their gradients reach what they are made from."""
+    """Inkling adds both to the logits; their gradients reach the tensors from which they are computed."""
     module = nn.Module()
     module.add_module(NAME, Seam("sdpa", "interface"))
     query, key, value = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64).unbind()
@@ -380,7 +380,7 @@ def test_a_bias_and_sinks_of_each_query_are_in_the_softmax(mask: str | None) -> 
 
 
 class Busy(Observable):
-    """Does at the taps what the interceptor looks for."""
+    """An observable that calls, at the taps, the functions that the interceptor looks for."""
 
     name = about = "busy"
     sites = ("attention",)
@@ -410,7 +410,7 @@ def causal_softmax(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def attention_then_more(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Every head's result is multiplied by a matrix of its own, and another softmax follows."""
+    """Multiply every head's result by its own matrix, and compute another softmax afterwards."""
     mix = causal_softmax(query, key) @ value
     matrix = torch.eye(8).expand(len(mix), 4, 8, 8)
     return (mix @ matrix).softmax(-1) @ matrix
@@ -445,14 +445,14 @@ def test_a_tensor_overwritten_at_its_tap_is_used(name: str) -> None:
             found.append(seen)
     assert found[0].abs().max() > 0.1
     torch.testing.assert_close(found[1], 3 * found[0])
-    if name != "gpt_oss":  # its sink logits are part of the log-sum-exp
+    if name != "gpt_oss":  # the sink logits of gpt_oss are part of the log-sum-exp
         expected = torch.arange(1, 10).log().expand(2, found[2].shape[1], 9)
         for lse in found[2:]:
             torch.testing.assert_close(lse, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_only_the_first_product_of_two_batched_factors_is_q_and_k() -> None:
-    """Falcon writes its projections as x @ W.T: its weights are not keys."""
+    """Falcon writes its projections as x @ W.T, and its weights are not keys."""
     model = tiny_model("falcon")
     reads: list[AttentionRead] = []
 
@@ -468,14 +468,14 @@ def test_only_the_first_product_of_two_batched_factors_is_q_and_k() -> None:
 
 
 def test_heads_that_the_models_code_repeats_are_counted_once() -> None:
-    """Falcon 40B has 8 key and value heads and hands 128 to the kernel."""
+    """Falcon 40B has 8 key and value heads and passes 128 to the kernel."""
     model = tiny_model("falcon-new")
     tables = measured(model, [batch()], SETTINGS, ("attention", "activation"))
     assert tables["attention"].groupby("kv_head")["head"].unique().map(list).to_dict() == {0: [0, 1], 1: [2, 3]}
 
 
 def grouped_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Two key and value heads, repeated by hand, as much code does that comes with a model from the hub."""
+    """Repeat two key and value heads by hand, as in much code that comes with models from the hub."""
     key, value = (x[:, :2].repeat_interleave(2, dim=1) for x in (key, value))
     if module.fused:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -487,7 +487,7 @@ def test_heads_that_any_other_code_repeats_are_counted_once_too(fused: bool) -> 
     norms: list[float] = []
 
     def keep(module: Any, args: tuple, value: torch.Tensor) -> None:
-        norms.extend(value[:, : SETTINGS.positions, :16].norm(dim=-1).mean(0).tolist())  # the heads that there are
+        norms.extend(value[:, : SETTINGS.positions, :16].norm(dim=-1).mean(0).tolist())  # the distinct heads
 
     with attention_of_gptj(grouped_attention) as model:
         for layer in model.transformer.h:

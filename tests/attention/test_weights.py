@@ -1,4 +1,4 @@
-"""Rectangles of attention weights and their column sums, compared with whole matrices in float64."""
+"""Rectangles of attention weights and their column sums, compared with complete matrices in float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from sinkscope.attention.weights import AttentionRead, ColumnSums, chunks_at_onc
 
 
 def dense_weights(read: AttentionRead) -> torch.Tensor:
-    """(B,H,T,T), 0 wherever either token is padding."""
+    """Return weights (B,H,T,T), 0 wherever either token is padding."""
     call, length = read.call, read.length
     logits = call.scaling * read.query @ read.key.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(-1, -2)
     if call.softcap is not None:
@@ -61,7 +61,7 @@ CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
 def test_any_rectangle_and_the_column_sums_are_those_of_the_dense_matrix(
     kind: str, lengths: tuple | None, side: str
 ) -> None:
-    """Each real query gives out 1, less what a learned sink takes: Σ_s Σ_t a[t,s] = number of queries - missing."""
+    """Each real query gives 1 in total, minus a learned sink's weight: Σ_s Σ_t a[t,s] = number of queries - missing."""
     read = make_read(kind, lengths=lengths, side=side)
     whole = dense_weights(read)
     for rows, cols in (
@@ -94,7 +94,7 @@ def assert_sums(found: ColumnSums, expected: dict[str, torch.Tensor]) -> None:
 def test_a_long_sequence_is_read_by_first_columns_and_diagonal_band(
     chunk: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No sequence is SHORT here, and none is one chunk of logits: what the dense path gives, the sparse one does."""
+    """No sequence is SHORT here or one chunk of logits: the sparse path gives the same results as the dense one."""
     for window in (1, 4, 7, 9, 23):
         with naming(window):
             monkeypatch.setattr(attention_weights, "SHORT", 0)
@@ -121,7 +121,7 @@ def test_scores_of_the_models_own_say_the_same(lengths: tuple | None, side: str)
 
 
 def test_equal_logits_give_uniform_attention() -> None:
-    """q = 0: a[t,s] = 1/(t+1), whatever k is."""
+    """With q = 0, a[t,s] = 1/(t+1) for any k."""
     length, window = 23, 8
     read = make_read("causal")
     zero = torch.zeros_like(read.query)
@@ -136,7 +136,7 @@ def test_equal_logits_give_uniform_attention() -> None:
 
 
 def test_attention_to_one_key_alone_has_no_entropy_and_no_nan() -> None:
-    """A logit gap of 1000: weights of exactly 1 and, as good as, 0."""
+    """With a logit gap of 1000, the weights are exactly 1 and practically 0."""
     read = make_read("causal")
     key = torch.zeros_like(read.key)
     key[:, :, 0] = 1000.0
@@ -149,7 +149,7 @@ def test_attention_to_one_key_alone_has_no_entropy_and_no_nan() -> None:
 
 
 def test_a_padding_query_that_sees_nothing_is_nothing() -> None:
-    """Its log-sum-exp may be the mask's own number, infinite or NaN."""
+    """The log-sum-exp of the query may be the mask's value, infinite or NaN."""
     for nothing in (torch.finfo(torch.float64).min, -torch.inf, torch.nan, 0.0):
         read = make_read("bool mask", lengths=(15, 23), side="left")
         expected = column_sums(read, 23, 4)
@@ -191,4 +191,4 @@ def test_chunks_at_once_cover_every_row_once_and_have_room(monkeypatch: pytest.M
 def test_logits_that_are_more_than_a_product_are_not_taken_for_one(kind: str) -> None:
     assert not make_read(kind).is_linear
     assert make_read("window").is_linear
-    assert make_read("sink").is_linear  # the sink is in the row's sum, not in its logits
+    assert make_read("sink").is_linear  # the sink is in the row's sum and does not change its logits

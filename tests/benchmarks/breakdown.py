@@ -1,13 +1,13 @@
 """Time of measuring by observable and by operation: `python tests/benchmarks/breakdown.py [MODEL]`.
 
-Everything is CPU time of one process with one torch thread, so that other work on the machine hardly counts, and is
-given as a share of the bare pass of the same round: the fused forward that makes no logits, as measuring makes none, or
-with `--backward` the frozen forward and backward. The lowest time over rounds ÷ the lowest of the bare pass, and the
-median of the rounds' ratios, the passes of a round one after the other.
+Everything is CPU time of one process with one torch thread, because other work on the machine hardly affects it, and is
+given as a share of the bare pass of the same round: the fused forward without logits, because measuring computes none,
+or with `--backward` the frozen forward and backward. Printed are the lowest time over rounds ÷ the lowest of the bare
+pass, and the median of the rounds' ratios; the passes of a round run one after the other.
 
-"seams and trace" is a pass in which nothing is read; the rows of observables are the time inside their own calls
-during one pass with all of them, so that shared work counts for the first that needs it. Run it also as
-`ATEN_CPU_CAPABILITY=avx2 python tests/benchmarks/breakdown.py`. README.md has what it printed.
+"seams and trace" is a pass in which nothing is read; the rows of observables are the time inside their own calls during
+one pass with all of them, so that shared work is part of the first observable that needs it. Run it also as
+`ATEN_CPU_CAPABILITY=avx2 python tests/benchmarks/breakdown.py`. README.md has the results.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from sinkscope.text.batch import Batch
 FEW = ("attention", "activation")
 CALLS = ("see", "see_attention", "watch", "watch_attention")
 BARE, EMPTY = "bare pass", "seams and trace"
-OPERATIONS = 12  # shown of those that cost most
+OPERATIONS = 12  # number of operations shown, the most expensive ones
 
 Pass = Callable[[], Any]
 
@@ -58,7 +58,7 @@ class Clock:
 
 
 def measuring(model: PreTrainedModel, batch: Batch, names: tuple[str, ...], positions: int, clock: Clock) -> Pass:
-    """One pass of the tracer with these observables, inside an open one that is not timed."""
+    """Return one pass of the tracer with these observables; the tracer is already open, so opening it is not timed."""
     family = find_family(model)
     settings = Settings(positions=positions, window=min(64, batch.token_ids.shape[1]))
 
@@ -76,9 +76,9 @@ def measuring(model: PreTrainedModel, batch: Batch, names: tuple[str, ...], posi
 
 
 def passes_of(model: PreTrainedModel, batch: Batch, backward: bool, clock: Clock) -> dict[str, Pass]:
-    """Name → one pass; those of the tracer give their own time."""
+    """Return name → one pass; passes of the tracer return their own time."""
     length = batch.token_ids.shape[1]
-    unseen = Clock()  # of passes whose calls are not shown apart
+    unseen = Clock()  # for passes whose calls are not shown separately
     if backward:
         return {
             BARE: lambda: bare_backward(model, batch.token_ids),
@@ -104,7 +104,7 @@ def seconds_of(one_pass: Pass) -> float:
 def print_shares(passes: dict[str, Pass], clock: Clock, rounds: int) -> None:
     """Print each pass ÷ the bare one, and the calls of each observable in the pass with all of them."""
     times: dict[str, list[float]] = defaultdict(list)
-    passes[BARE]()  # takes the memory that the later ones find
+    passes[BARE]()  # allocates the memory that later passes reuse
     for _ in range(rounds):
         clock.seconds.clear()
         for name, one_pass in passes.items():
@@ -117,7 +117,7 @@ def print_shares(passes: dict[str, Pass], clock: Clock, rounds: int) -> None:
 
 
 def print_operations(passes: dict[str, Pass]) -> None:
-    """The operations that the pass with all observables spends more on than the bare pass, ÷ the bare pass."""
+    """Print the operations on which the pass with all observables spends more than the bare pass, ÷ the bare pass."""
     times = {}
     for name in (BARE, next(name for name in reversed(passes) if "all positions" not in name)):
         with profile(activities=[ProfilerActivity.CPU]) as profiled:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from sinkscope.text.batch import Batch
 
 FORWARD = ("attention", "geometry", "activation", "massive", "outlier")  # observables without gradients
-# environment of a process in which every large tensor has a mapping of its own, so that freed memory is returned at
+# environment of a process in which every large tensor has its own memory mapping, so that freed memory is returned at
 # once and the high-water mark is exact
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
@@ -38,7 +38,7 @@ def bare_backward(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 def numbers_of(file: str, *arguments: object, environment: dict[str, str] = EXACT) -> list[float]:
-    """Run a benchmark in a process of its own and return the numbers in its last line."""
+    """Run a benchmark in a separate process and return the numbers in its last line."""
     command = [sys.executable, file, *map(str, arguments)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
     return [float(part) for part in done.stdout.splitlines()[-1].split()]
@@ -46,7 +46,7 @@ def numbers_of(file: str, *arguments: object, environment: dict[str, str] = EXAC
 
 def peak_of(one_pass: Callable[[], object]) -> float:
     """Return the peak memory in MB above the memory before the pass, after a short pass has loaded the libraries."""
-    gc.collect()  # otherwise the pass would do that, and free more than it takes
+    gc.collect()  # otherwise the pass would collect garbage, and free more memory than it allocates
     with open("/proc/self/clear_refs", "w") as clear:
         clear.write("5")  # resets the high-water mark
     before = _status("VmRSS")

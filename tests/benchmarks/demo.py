@@ -1,8 +1,8 @@
 """`make demo` compared with the bare forward and backward of the same tokens: `python tests/benchmarks/demo.py`.
 
-Each in a process of its own that begins with its imports and loads the model: `sinkscope analyze`, and the frozen model
-whose gradients flow from the embeddings, in batches of the same size. Wall time, and CPU time of the process and its
-children; set OMP_NUM_THREADS=1 for that of one thread. README.md has what it printed.
+Two processes import their packages, load the model and run: `sinkscope analyze`, and the frozen model with gradients
+from the embeddings, in batches of the same size. Printed are wall time, and CPU time of the process and its children;
+set OMP_NUM_THREADS=1 for the CPU time of one thread. README.md has the results.
 """
 
 import argparse
@@ -12,11 +12,11 @@ import sys
 import tempfile
 import time
 
-BATCH = 8  # sequences, as `analyze` takes them
+BATCH = 8  # sequences, as in `analyze`
 
 
 def bare(num_seqs: int) -> None:
-    """Load the model, then read and differentiate as many tokens as the demo does."""
+    """Load the model, then run forward and backward on as many tokens as the demo."""
     from common import bare_backward, random_batch
 
     from sinkscope.models.loading import load
@@ -29,7 +29,7 @@ def bare(num_seqs: int) -> None:
 
 
 def measured(*command: str) -> tuple[float, float]:
-    """Wall and CPU seconds."""
+    """Return wall and CPU seconds."""
     before, start = os.times(), time.perf_counter()
     subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
     wall, after = time.perf_counter() - start, os.times()

@@ -1,9 +1,9 @@
 """Time and memory against the length of the text: `python tests/benchmarks/long_context.py [T …]`.
 
 A small random Llama (4 layers, 4 query and 2 key heads of 64, width 256) reads one sequence of T tokens: the bare fused
-forward that makes no logits, and the same with all forward observables, 16 positions. Each is a process of its own with
-one torch thread: CPU seconds of one pass after a short one, and in a further process, in which memory is counted
-exactly, its peak above what was resident before. README.md has what it printed.
+forward without logits, and the same with all forward observables, 16 positions. Each runs in a separate process with
+one torch thread, which measures CPU seconds of one pass after a short one, and in another process, in which memory is
+counted exactly, which measures its peak above the resident memory before the pass. README.md has the results.
 """
 
 import argparse

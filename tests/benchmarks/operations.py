@@ -2,9 +2,9 @@
 
     python tests/benchmarks/operations.py
 
-A step is the Trainer's, of a fresh model at 8 × 256 tokens, in CPU time of one thread, so that other work on the
-machine does not count, but for the caches that it takes. The model and the plain one take steps in turn; the ratio is
-the median over rounds. `softmax` is what the chunked path costs by itself: the same without the fused kernel.
+A step is the Trainer's, of a new model at 8 × 256 tokens, in CPU time of one thread, so that other work on the machine
+affects it only through the caches. The model and the plain one run steps in turn; the ratio is the median over rounds.
+`softmax` is the cost of the chunked path alone: the same without the fused kernel.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from sinkscope.training.architectures import architecture, fresh_model
 
 CONFIG = "llama-1m:num_hidden_layers=6"
 SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")
-TARGET = 1.3  # of an operation's step ÷ that of fused softmax
+TARGET = 1.3  # largest accepted time of an operation's step ÷ that of fused softmax
 
 
 def cost(changed: object, plain: object, rounds: int) -> tuple[float, float]:
-    """Medians over rounds: CPU seconds of the plain step, and of the other ÷ the plain one's."""
+    """Return medians over rounds: CPU seconds of the plain step, and of the other step ÷ the plain one's."""
 
     def seconds(step: object) -> float:
         start = time.process_time()

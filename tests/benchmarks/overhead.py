@@ -1,15 +1,15 @@
 """Cost of sinkscope compared with the bare model, in one process: `python tests/benchmarks/overhead.py [MODEL]`.
 
-Without options it takes at most five minutes on two slow cores: the rows in `QUICK`, as many rounds as fit into
-`SECONDS` for each table, and peak memory for the first and the last row. `--thorough` takes seven rounds of every row,
-at the longer shapes too, and the memory of every row: half an hour on such a machine. The last line is the summary.
+Without options it runs for at most five minutes on two slow cores: the rows in `QUICK`, as many rounds as fit into
+`SECONDS` for each table, and peak memory for the first and the last row. `--thorough` runs seven rounds of every row,
+also at the longer shapes, and the memory of every row: half an hour on such a machine. The last line is the summary.
 
-Every variant runs once a round in turn, so that a machine whose speed drifts drifts for all of them alike; time is
-the median over rounds of each variant ÷ the bare SDPA forward of the same round. Peak memory is measured apart,
-one variant a subprocess: the high-water mark of resident memory during the pass above what was resident before it.
-On a GPU (`--device cuda`) the clock stops when the device has finished, and memory is the device's, in this process;
-`--random` takes a model of Llama-2-7B's shape with random weights. The bare forward is `model(input_ids)`. The forward
-observables need no logits and compute none; the row "no logits" is the bare forward that does not either, the strictest
+Every variant runs once per round in turn, so that a change of the machine's speed affects all of them equally; time is
+the median over rounds of each variant ÷ the bare SDPA forward of the same round. Peak memory is measured separately,
+with one variant per subprocess: the high-water mark of resident memory during the pass above the resident memory before
+it. On a GPU (`--device cuda`) the clock stops when the device has finished, and memory is the device's, in this
+process; `--random` uses a model of Llama-2-7B's shape with random weights. The bare forward is `model(input_ids)`. The
+forward observables compute no logits; the row "no logits" is a bare forward that also computes none, the strictest
 baseline.
 """
 
@@ -36,7 +36,7 @@ from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
-Variant = Callable[[], float]  # runs one pass and gives its seconds
+Variant = Callable[[], float]  # runs one pass and returns its seconds
 
 FORWARD = (Attention, Geometry, Activation, Massive, Outlier)
 ROUNDS = 7
@@ -54,7 +54,7 @@ QUICK = (
 
 
 def finish() -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -76,7 +76,7 @@ def bare(one_pass: Callable[[], None]) -> Variant:
 
 
 def traced(model, one_pass: Callable[[Tracer], None]) -> Variant:
-    """Timed inside an open tracer, which a run opens once; out again afterwards, so that bare passes are bare."""
+    """Return a pass that is timed inside an open tracer, which is removed afterwards so that bare passes are bare."""
 
     def timed() -> float:
         with open_tracer(model, find_family(model)) as tracer:
@@ -86,7 +86,7 @@ def traced(model, one_pass: Callable[[Tracer], None]) -> Variant:
 
 
 def variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
-    """Name → one timed pass."""
+    """Return name → one timed pass."""
     length, batch = shape[1], batch_for(model, shape)
     ids = batch.token_ids
 
@@ -120,7 +120,7 @@ def variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
 
 
 def backward_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
-    """Name → one forward and backward pass of the frozen model, gradients flowing from the embeddings."""
+    """Return name → one forward and backward pass of the frozen model, with gradients from the embeddings."""
     batch, settings = batch_for(model, shape), Settings(positions=16, window=64)
     ids = batch.token_ids
 
@@ -143,7 +143,7 @@ ARMS = ("zero-key-columns:coordinates=507", "zero-massive:layers=11,coordinates=
 
 
 def arm_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
-    """Name → one pass of an arm of `intervene`: attention, massive activations, maps and the loss."""
+    """Return name → one pass of an arm of `intervene`: attention, massive activations, maps and the loss."""
     batch, settings = batch_for(model, shape), Settings(positions=16, window=64)
 
     def plain() -> None:
@@ -161,7 +161,7 @@ def arm_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
 
 
 def report_times(passes: dict[str, Variant], shape: tuple[int, int], rounds: int, seconds: float) -> dict[str, float]:
-    """Name → time ÷ the first variant's. Stops after `rounds` rounds, or `seconds`, but takes one round at least."""
+    """Return name → time ÷ the first variant's, after `rounds` rounds or `seconds`, but at least one round."""
     for one_pass in passes.values():  # warms up
         one_pass()
     times: dict[str, list[float]] = {name: [] for name in passes}
@@ -180,7 +180,7 @@ def report_times(passes: dict[str, Variant], shape: tuple[int, int], rounds: int
 
 
 def report_memory(peak: Callable[[str], float], shape: tuple[int, int], names: list[str]) -> dict[str, float]:
-    """Name → peak memory in MB by `peak` ÷ the first variant's."""
+    """Return name → peak memory in MB by `peak` ÷ the first variant's."""
     print(f"\n{shape[0]} × {shape[1]} tokens: peak memory above what is taken before the pass")
     peaks = {}
     for name in names:
@@ -190,7 +190,6 @@ def report_memory(peak: Callable[[str], float], shape: tuple[int, int], names: l
 
 
 def device_peak(one_pass: Variant) -> float:
-    """Peak memory of the GPU above what is allocated before the pass, in MB."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     one_pass()
@@ -198,7 +197,6 @@ def device_peak(one_pass: Variant) -> float:
 
 
 def resident_peak(model_name: str | None, shape: tuple[int, int], name: str) -> float:
-    """Return the peak resident memory of a pass in a process of its own."""
     return numbers_of(__file__, "--peak-of", name, "--shape", *shape, *([model_name] if model_name else []))[-1]
 
 
@@ -257,7 +255,7 @@ def main() -> None:
 
 
 def report(model, arguments: argparse.Namespace, passes: dict[str, Variant], shape: tuple[int, int]) -> str:
-    """Prints the tables of one kind and shape. → its last row in the words of the summary."""
+    """Print the tables of one kind and shape; return the last row in the words of the summary."""
     if not arguments.thorough:
         passes = {name: one_pass for name, one_pass in passes.items() if name in QUICK}
     seconds = float("inf") if arguments.thorough else SECONDS

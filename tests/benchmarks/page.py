@@ -2,10 +2,10 @@
 
     python tests/benchmarks/page.py runs/demo --repeats 9
 
-In Chromium, at 1280 × 900. Every option of every choice, the end of each slider, and the first boxes, buttons, folds,
-cells and tokens of each section are used REPEATS times. Wall time is the lowest and the median; CPU time is that of the
-page's own thread (median), which other work on the machine lengthens less. Printed is each control's slowest value.
-`--profile NAME` prints where the time goes of the interactions whose names contain NAME.
+The page is opened in Chromium, at 1280 × 900. Every option of every choice, the end of each slider, and the first
+boxes, buttons, folds, cells and tokens of each section are used REPEATS times. Wall time is the lowest and the median;
+CPU time is that of the page's own thread (median), which depends less on other work on the machine. Each control's
+slowest value is printed. `--profile NAME` prints the time by function for the interactions whose names contain NAME.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from sinkscope.html_page import PAGE
 ANSWERS = 100  # milliseconds, the target
 CLOCKS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 PAINTED = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
-# all that can be used: [section, control, value, how, which of its kind]
+# all controls: [section, control, value, kind of use, index among its kind]
 INTERACTIONS = """() => {
     window.dispatchEvent(new Event("beforeprint"));  // draws all charts
     const found = [];
@@ -49,7 +49,8 @@ INTERACTIONS = """() => {
     }
     return found;
 }"""
-# does one of them once, or what has to be before it; → milliseconds until its frame is painted; null of what is gone
+# performs one use, or the step that has to come before it; → milliseconds until its frame is painted; null if the
+# control has disappeared
 USE = """async ([id, control, value, how, which, isBefore]) => {
     const painted = PAINTED;
     const section = document.getElementById(id);
@@ -114,7 +115,6 @@ def main() -> None:
 
 
 def print_opening(browser: Any, file: Path, repeats: int) -> None:
-    """Until the first frame is painted."""
     times = []
     for _ in range(repeats):
         with _opened(browser, file) as page:
@@ -123,7 +123,7 @@ def print_opening(browser: Any, file: Path, repeats: int) -> None:
 
 
 def print_interactions(browser: Any, file: Path, repeats: int) -> None:
-    """The slowest of each control, and how many miss the target."""
+    """Print the slowest value of each control, and how many interactions miss the target."""
     with _opened(browser, file) as page:
         taken = list(_timed(page, _session(page), page.evaluate(INTERACTIONS), repeats))
     slowest: dict[str, Taken] = {}
@@ -139,7 +139,7 @@ def print_interactions(browser: Any, file: Path, repeats: int) -> None:
 
 
 def print_profile(browser: Any, file: Path, name: str, repeats: int) -> None:
-    """Own time of functions, and that of style and layout, of one use."""
+    """Print the own time of functions, and the time of style and layout, for one use."""
     with _opened(browser, file) as page:
         session = _session(page)
         chosen = [one for one in page.evaluate(INTERACTIONS) if name in f"{one[0]}: {one[1]} {one[2]}"]
@@ -162,7 +162,6 @@ def print_profile(browser: Any, file: Path, name: str, repeats: int) -> None:
 
 
 def _own_times(profile: Any) -> Counter[str]:
-    """Function and line → milliseconds."""
     frames = {node["id"]: node["callFrame"] for node in profile["nodes"]}
     own: Counter[str] = Counter()
     for identity, passed in zip(profile["samples"], profile["timeDeltas"], strict=True):
@@ -189,14 +188,13 @@ def _timed(page: Any, session: Any, interactions: list[Any], repeats: int) -> It
 
 
 def _session(page: Any) -> Any:
-    """Return a session of the browser's own clocks, in CPU time of the page's thread."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
     return session
 
 
 def _clocks(session: Any) -> dict[str, float]:
-    """Milliseconds since the page was opened."""
+    """Return the milliseconds since the page was opened, by kind of work."""
     metrics = session.send("Performance.getMetrics")["metrics"]
     return {one["name"]: one["value"] * 1000 for one in metrics if one["name"] in CLOCKS}
 

@@ -1,20 +1,20 @@
 """Cost of the same numbers with other tools: `python tests/benchmarks/peers.py [MODEL]`, a Llama; default the demo's.
 
-bare: the fused forward that makes no logits; nothing is read.
-sinkscope: all forward observables, at 16 positions or at all.
-output_attentions: transformers' eager attention with all weights and hidden states kept, reduced after the pass;
-  of the layers' inputs and outputs alone, without branches, norms, q, k, v.
-hooks: eager attention and PyTorch's hooks, each layer reduced as soon as it is there: weights, the five sites of the
-  residual stream, the outputs of both norms, the norms of q, k, v. Neither the cosine of q and k nor the logit gap:
-  between rotary and softmax there is no module to hook.
-TransformerLens: the same tensors and reductions as hooks, by `run_with_hooks`, or by `run_with_cache` of these tensors
-  alone and reduced after the pass; its bridge around the same transformers model.
+- bare: the fused forward without logits; nothing is read.
+- sinkscope: all forward observables, at 16 positions or at all.
+- output_attentions: transformers' eager attention with all weights and hidden states kept, reduced after the pass;
+  only layers' inputs and outputs are read, without branches, norms, q, k, v.
+- hooks: eager attention and PyTorch's hooks, with each layer reduced at once: weights, the five sites of the
+  residual stream, the outputs of both norms, the norms of q, k, v. The cosine of q and k and the logit gap are missing,
+  because there is no module to hook between rotary and softmax.
+- TransformerLens: the same tensors and reductions as hooks, by `run_with_hooks`, or by `run_with_cache` of only these
+  tensors, reduced after the pass; its bridge is around the same transformers model.
 
-What sinkscope computes besides: values by sequence for intervals, every sink position in every head, the padding of
-batches, and geometry. All reductions but sinkscope's are written as one would by hand, and their numbers are compared
-with sinkscope's first. TransformerLens is asked for in the environment that runs this; without it its rows are left
-out. CPU time of one thread, the rows of a round one after the other; peak memory of a process of its own each.
-README.md has what it printed.
+Only sinkscope also computes values by sequence for intervals, every sink position in every head, the padding of
+batches, and geometry. All reductions except sinkscope's are written as one would by hand, and their numbers are
+compared with sinkscope's first. TransformerLens must be installed in the environment that runs this; otherwise its rows
+are left out. Printed are CPU time of one thread, with the rows of a round one after the other, and peak memory, each in
+a separate process. README.md has the results.
 """
 
 import argparse
@@ -44,8 +44,8 @@ try:
 except ImportError:
     transformer_lens = None
 POSITIONS, WINDOW, EPSILON = 16, 64, 0.3
-SHAPES = {(8, 64): 7, (1, 1024): 3, (1, 4096): 1}  # and rounds
-KEEPS_ALL = ("output_attentions", "TransformerLens, run_with_cache")  # 18 GB of weights at 4,096 tokens: not run there
+SHAPES = {(8, 64): 7, (1, 1024): 3, (1, 4096): 1}  # shape → rounds
+KEEPS_ALL = ("output_attentions", "TransformerLens, run_with_cache")  # not run at 4,096 tokens: 18 GB of weights
 LENS_SITES = {
     "hook_resid_pre": "layer_in", "ln1.hook_out": "attn_norm", "attn.hook_q": "query", "attn.hook_k": "key",
     "attn.hook_v": "value", "attn.hook_pattern": "weights", "hook_attn_out": "attn_out", "hook_resid_mid": "mid",
@@ -53,11 +53,11 @@ LENS_SITES = {
 }  # fmt: skip
 
 Found = dict[tuple[int, str, str], torch.Tensor]  # by layer, site and statistic
-Pass = Callable[[], tuple[float, Found]]  # CPU seconds and what was found
+Pass = Callable[[], tuple[float, Found]]  # CPU seconds and the statistics
 
 
 def of_attention(weights: torch.Tensor) -> dict[str, torch.Tensor]:
-    """(B,H,T,T) → by head, and of what has positions the first of them."""
+    """Return the statistics of weights (B,H,T,T) by head, at the first positions."""
     place = torch.arange(weights.shape[-1])
     near = (place[:, None] - place < WINDOW).tril()
     queries = len(place) - place
@@ -72,25 +72,25 @@ def of_attention(weights: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def of_heads(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """(B,T,H,d)."""
+    """Return the statistics of (B,T,H,d)."""
     return {"norm": x[:, :POSITIONS].norm(dim=-1).mean(0)}
 
 
 def of_tokens(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """(B,T,D)."""
+    """Return the statistics of (B,T,D)."""
     norms = x.norm(dim=-1)
     return {"norm_mean": norms[:, :POSITIONS].mean(0), "norm_max": norms[:, :POSITIONS].amax(0)}
 
 
 def of_entries(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """(B,T,D)."""
+    """Return the statistics of (B,T,D)."""
     centered = x - x.mean((1, 2), keepdim=True)
     kurtosis = centered.pow(4).mean((1, 2)) / centered.square().mean((1, 2)).square()
     return {"largest": x.abs().amax((1, 2)).mean(), "kurtosis": kurtosis.mean()}
 
 
 def of_outputs(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """(B,T,D)."""
+    """Return the statistics of (B,T,D)."""
     magnitudes = x.abs().flatten(1)
     return {"top": magnitudes.topk(3).values, "median": magnitudes.median(dim=1).values}
 
@@ -120,7 +120,7 @@ def timed(one_pass: Callable[[Found], None]) -> Pass:
 
 
 def sinkscope_pass(model: nn.Module, ids: torch.Tensor, positions: int) -> Pass:
-    """Inside an open tracer, which a run opens once and which is not timed."""
+    """Return a pass inside an open tracer; a run opens it once, so opening it is not timed."""
 
     def measured() -> tuple[float, Found]:
         family, batch = find_family(model), Batch(ids, torch.ones_like(ids))
@@ -135,7 +135,7 @@ def sinkscope_pass(model: nn.Module, ids: torch.Tensor, positions: int) -> Pass:
 
 
 def from_tables(observables: list[Observable], layers: int) -> Found:
-    """Return the numbers that are compared with the others, one of each kind."""
+    """Return the numbers that are compared with the other tools', one of each kind."""
     tables = {name: table for observable in observables for name, table in observable.tables().items()}
     found: Found = {}
     for layer in range(layers):
@@ -155,7 +155,7 @@ def output_attentions(model: nn.Module, ids: torch.Tensor, found: Found) -> None
     for layer, weights in enumerate(out.attentions):
         reduce(found, layer, "weights", weights)
         reduce(found, layer, "layer_in", out.hidden_states[layer])
-        if layer + 1 < len(out.attentions):  # after the last one is the final norm
+        if layer + 1 < len(out.attentions):  # the output of the last layer is after the final norm
             reduce(found, layer, "layer_out", out.hidden_states[layer + 1])
 
 
@@ -196,7 +196,7 @@ def hook_block(block: nn.Module, layer: int, found: Found) -> list[Any]:
 
 
 def lens_places(bridge: Any) -> dict[str, tuple[int, str]]:
-    """TransformerLens's name → layer and site."""
+    """Return TransformerLens's name → layer and site."""
     names = LENS_SITES.items()
     return {f"blocks.{layer}.{name}": (layer, site) for layer in range(bridge.cfg.n_layers) for name, site in names}
 
@@ -216,7 +216,7 @@ def lens_cache(bridge: Any, ids: torch.Tensor, found: Found) -> None:
 
 
 def passes_of(loaded: Any, shape: tuple[int, int]) -> dict[str, Pass]:
-    """Name → one pass."""
+    """Return name → one pass."""
     model, ids = loaded.model, random_batch(shape).token_ids
 
     def eagerly(one_pass: Callable[[nn.Module, torch.Tensor, Found], None]) -> Pass:
@@ -237,7 +237,7 @@ def passes_of(loaded: Any, shape: tuple[int, int]) -> dict[str, Pass]:
         "hooks": eagerly(hooks),
     }
     if transformer_lens is not None:
-        own = copy.deepcopy(model)  # it changes the model's modules
+        own = copy.deepcopy(model)  # a copy, because TransformerLens changes the model's modules
         bridge = TransformerBridge.boot_transformers(
             loaded.source, hf_model=own, tokenizer=loaded.tokenizer, device="cpu"
         )
@@ -250,7 +250,7 @@ def passes_of(loaded: Any, shape: tuple[int, int]) -> dict[str, Pass]:
 def print_times(passes: dict[str, Pass], rounds: int) -> None:
     found: dict[str, Found] = {}
     times: dict[str, list[float]] = {name: [] for name in passes}
-    passes["bare"]()  # takes the memory that the later ones find
+    passes["bare"]()  # allocates the memory that later passes reuse
     for _ in range(rounds):
         for name, one_pass in passes.items():
             seconds, found[name] = one_pass()
@@ -264,7 +264,7 @@ def print_times(passes: dict[str, Pass], rounds: int) -> None:
 
 
 def furthest(found: Found, reference: Found) -> str:
-    """The largest difference from the sink masses, norms and kurtoses that sinkscope found, ÷ that kind's largest."""
+    """Return the largest difference from sinkscope's sink masses, norms and kurtoses, ÷ the kind's largest entry."""
     both = found.keys() & reference.keys()
     kinds = {name for _, _, name in both}
     largest = {kind: max(float(reference[key].abs().max()) for key in both if key[2] == kind) for kind in kinds}

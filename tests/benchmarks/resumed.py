@@ -1,8 +1,8 @@
 """Time saved because arms and single sites begin at the layer that they change: `python tests/benchmarks/resumed.py`.
 
-CPU time of one thread, on the demo model: runs of `intervene` with an arm and its random controls, and the sites of
-single layers that `quantize` looks at, each measured whole and from its layer on. What is measured has to be the same,
-bit for bit. README.md has what it printed.
+It is CPU time of one thread, on the demo model: runs of `intervene` with an arm and its random controls, and the sites
+of single layers in `quantize`, each measured from the first layer and from the changed layer on. Both measurements must
+be equal bit for bit. README.md has the results.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from sinkscope.quantization.grids import Precision
 
 ARMS = ("zero-massive:layers=11,coordinates=247+507", "rescale-norm:layers=12")
 KIND, PART = "mlp.down_proj", "output"
-LAYERS = (1, 2, 8, 9, 10, 11, 28, 29)  # those of SmolLM2 in which most of these entries become 0
+LAYERS = (1, 2, 8, 9, 10, 11, 28, 29)  # the layers of SmolLM2 in which most of these entries become 0
 
 Found = TypeVar("Found")
 
@@ -40,7 +40,7 @@ def print_row(name: str, whole: float, resumed: float) -> None:
 
 
 def time_arm(loaded: LoadedModel, do: str, num_seqs: int, draws: int) -> None:
-    """A run with the model as it is, the arm and its controls."""
+    """Time a run with the unchanged model, the arm and its controls."""
 
     def measure() -> Run:
         return intervene(loaded, do, draws=draws, num_seqs=num_seqs)

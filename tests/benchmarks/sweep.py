@@ -38,7 +38,7 @@ def main(cells: int = 3, sequences: int = 24) -> None:
     groups = groups_of(todo, {cell.name: _task(found, cell, folders, reads) for cell in found.cells})
     planning = time.process_time() - start
 
-    sinkscope.analyze(num_seqs=1, observables=("attention",))  # what a first run imports and makes
+    sinkscope.analyze(num_seqs=1, observables=("attention",))  # imports packages and fills caches
     times, begun = [], 0.0
     for event in measured(groups[0]):
         if event.state == State.RUNNING:

@@ -1,8 +1,8 @@
 """Cost of a training step with each retrofit, compared with the plain fine-tune: `python tests/benchmarks/training.py`.
 
-A step is the Trainer's: forward, loss, backward, gradients clipped, AdamW with our groups. The plain model and one
-with a retrofit take steps in turn in one process, so that a machine whose speed drifts drifts for both alike; the
-ratio is the median over rounds. It says what a method costs only where nothing else is running.
+A step is the Trainer's: forward, loss, backward, clipping of gradients, AdamW with our groups. The plain model and one
+with a retrofit run steps in turn in one process, so that a change of the machine's speed affects both equally; the
+ratio is the median over rounds. It is the cost of a method only if nothing else is running.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from sinkscope.retrofits import retrofit_model
 from sinkscope.training.arms import Method, parse_methods
 from sinkscope.training.trainer import _arguments, parameter_groups
 
-METHODS = "vscale,vga,vga:placement=output,iga,iga:placement=output,none"  # the last: plain again, how exact this is
+METHODS = "vscale,vga,vga:placement=output,iga,iga:placement=output,none"  # the last, plain again, shows the precision
 SHAPES = ((8, 64), (4, 256))
 CONFIG = TrainingConfig()
 
 
 def training_step(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], float]:
-    """→ one step of the optimiser, which gives its seconds."""
+    """Return a function that runs one step of the optimizer and returns its seconds."""
     model.train().requires_grad_(True)
     with tempfile.TemporaryDirectory() as folder:
         arguments = _arguments(CONFIG, folder, kept=1, cpu=True)

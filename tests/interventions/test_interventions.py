@@ -1,4 +1,4 @@
-"""Interventions against models edited by hand in plain transformers, and whether they leave a model as it was."""
+"""Interventions compared with models edited by hand in plain transformers, and the state of a model after them."""
 
 import copy
 import inspect
@@ -30,7 +30,7 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
-# One of each; a query bias is perturbed before it is zeroed, which leaves nothing to perturb.
+# One of each; a query bias is perturbed before it is zeroed, because a zero bias cannot be perturbed.
 EACH = {
     "perturb-query-bias": "perturb-query-bias:seed=3",
     "nullify-query-bias": "nullify-query-bias:layers=1-2",
@@ -48,9 +48,9 @@ EACH = {
 }
 BIASED = ("gpt2", "gpt_neox", "gpt_neox-sequential", "bloom", "opt", "opt-post-norm", "qwen2", "phi", "gpt_oss")
 LEARNED = {"gpt2": 0, "gpt_neo": 0, "opt": 2, "opt-post-norm": 2}  # family → row of position 0
-WITHOUT_NORMS = ("olmo2", "opt-post-norm")  # in front of the branches
+WITHOUT_NORMS = ("olmo2", "opt-post-norm")  # no norms before the branches
 OWN_CODE = ("bloom", "falcon", "falcon-alibi", "falcon-new", "mpt", "gptj", "gpt_neo")  # no attention interface
-# Ours goes in row chunks or repeats no heads where the bare model's own kernel does (test_tracer.py).
+# Row chunks and ungrouped heads are computed by other operations than in the bare model's own kernel (test_tracer.py).
 ROUNDED = ("gemma2", "gpt_oss", "falcon")
 IDS = tiny_tokens(2, 9)
 
@@ -105,7 +105,7 @@ def inputs_of(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     return inputs
 
 
-# ---------------------------------------------------------------------------- by hand, nothing of sinkscope's
+# ---------------------------------------------------------------------------- by hand, without sinkscope
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -121,7 +121,7 @@ def first_of(output: Any) -> torch.Tensor:
 
 
 def query_bias(attention: Any) -> torch.Tensor:
-    """(4,d), a view."""
+    """Return a view of the query bias (4,d)."""
     if hasattr(attention, "c_attn"):
         return attention.c_attn.bias.data[:32].view(4, 8)
     if hasattr(attention, "query_key_value"):
@@ -130,7 +130,7 @@ def query_bias(attention: Any) -> torch.Tensor:
 
 
 def key_weight(name: str, attention: Any) -> torch.Tensor:
-    """(K,d,32), a view."""
+    """Return a view of the key weight (K,d,32)."""
     if name == "gpt2":
         return attention.c_attn.weight.data[:, 32:64].T.unflatten(0, (4, 8))
     if name == "mpt":
@@ -190,7 +190,7 @@ def with_entries(model: PreTrainedModel, entries: dict[tuple[int, int, int], flo
 
 
 class Before:
-    """A model's state, to be compared with the later one."""
+    """The state of a model, to be compared with its later state."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.state = model, state_of(model)
@@ -217,7 +217,7 @@ def test_a_model_is_bit_for_bit_what_it_was_when_an_intervention_ends(name: str)
         assert not torch.equal(changed, before.state["logits"]), f"{intervention} did nothing"
         before.check(intervention)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(model), slopes, strict=True))
-    with target_of(model) as target:  # one arm after the other, while the seams stay in
+    with target_of(model) as target:  # one arm after the other, while the seams stay installed
         seams = [(seam.forbidden, seam.kernel) for seam in target.seams.values()]
         for text in applicable_to(target).values():
             with applied(target, [parse(text)]):
@@ -266,7 +266,7 @@ def test_an_intervention_that_cannot_be_done_undoes_those_before_it() -> None:
 
 
 def test_a_loss_made_before_still_has_its_own_gradients_inside() -> None:
-    """Weights are never written to."""
+    """Edits never write to the weights."""
     model = tiny_model("gpt2").requires_grad_(True)
     expected = gradients(model)
     loss = model(IDS, labels=IDS, use_cache=False).loss
@@ -310,7 +310,7 @@ def test_what_does_not_apply_says_why_and_is_refused() -> None:
         with naming(name):
             model = tiny_model(name)
             before = Before(model)
-            refused = EACH.keys() - applicable(model).keys() - {"streaming-window"}  # its own: test_streaming.py
+            refused = EACH.keys() - applicable(model).keys() - {"streaming-window"}  # tested in test_streaming.py
             biased = {"nullify-query-bias", "perturb-query-bias"} if name not in BIASED else set()
             learned = {"replace-epe", "transplant-epe"} if name not in LEARNED else set()
             normed = {"rescale-norm"} if name in WITHOUT_NORMS else set()
@@ -326,7 +326,7 @@ def test_what_does_not_apply_says_why_and_is_refused() -> None:
 
 
 def test_without_known_projections_what_edits_them_does_not_apply() -> None:
-    """The family of an architecture that was found by `calibrate` may lack them."""
+    """The family of an architecture that was found by `calibrate` may lack these projections."""
     model = tiny_model("gpt2")
     with target_of(model) as target:
         target.family = replace(target.family, qkv=())
@@ -390,7 +390,7 @@ def test_positions_are_exchanged_as_in_a_model_with_exchanged_rows_and_as_positi
 
 @torch.no_grad()
 def effective_position(name: str, model: PreTrainedModel, position: int) -> torch.Tensor:
-    """p + MLP⁽¹⁾(p), written out."""
+    """Return p + MLP⁽¹⁾(p), written out."""
     p = position_table(model)[LEARNED[name] + position]
     if name == "opt":
         first = model.model.decoder.layers[0]
@@ -417,7 +417,7 @@ def test_epe_is_exchanged_in_what_the_first_layer_gives(name: str, text: str) ->
 
 
 def test_after_a_norm_there_is_no_epe_to_exchange() -> None:
-    with pytest.raises(InputError, match="replace-epe: at=epe: the first layer's output is no sum"):
+    with pytest.raises(InputError, match="replace-epe: at=epe: the first layer's output is not a sum"):
         under(tiny_model("opt-post-norm"), "replace-epe:at=epe")
     with pytest.raises(InputError, match="at: input should be 'embedding' or 'epe'"):
         parse("replace-epe:at=layer")
@@ -531,7 +531,7 @@ def test_gradients_under_an_edit_of_weights_are_those_of_the_edited_model() -> N
 
 
 def taps(model: PreTrainedModel, layer: int, *do: str) -> dict[str, torch.Tensor]:
-    """Key and value (B,K,T,d) that a layer's attention works with."""
+    """Return the key and value (B,K,T,d) in a layer's attention."""
     seen = {}
     with intervening(model, *do):
         seam = attentions_of(model)[layer].get_submodule("sinkscope")
@@ -542,7 +542,7 @@ def taps(model: PreTrainedModel, layer: int, *do: str) -> dict[str, torch.Tensor
 
 
 def test_values_are_changed_in_the_heads_with_a_sink_alone() -> None:
-    """Two query heads read each key/value head here: one of them is enough."""
+    """Two query heads read each key/value head here: a sink in one of them is enough."""
     model, sinks = tiny_model("llama"), {(1, 0), (2, 3)}
     rows = [(layer, head, head // 2, 0, float((layer, head) in sinks)) for layer in range(3) for head in range(4)]
     table = pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", "sink_rate"])
@@ -594,7 +594,7 @@ def test_scale_sink_value_is_the_projections_output_scaled_in_an_eager_model(nam
 
 
 def with_forbidden(model: PreTrainedModel, positions: list[int], heads: list[int], layers: Sequence[int]) -> Any:
-    """Return its eager twin, with another mask in some layers."""
+    """Return the model's eager twin, with another mask in some layers."""
     pairs = torch.zeros(1, 4, 9, 9, dtype=torch.bool)
     for position in positions:
         pairs[:, heads, position + 1 :, position] = True
@@ -618,7 +618,7 @@ def test_mask_sink_is_an_eager_model_with_the_pairs_masked(name: str) -> None:
 
 
 def traced(model: PreTrainedModel, batch: Batch, *do: str) -> tuple[Rows, torch.Tensor]:
-    """Return what an observable sees, and the logits."""
+    """Return the rows that an observable reads, and the logits."""
     rows = Rows(Settings(positions=4, window=4))
     with open_tracer(model, find_family(model), interventions=[parse(text) for text in do]) as tracer:
         tracer.forward(batch, [rows])
@@ -641,7 +641,7 @@ def test_the_attention_that_is_read_under_mask_sink_is_none_to_the_sink(name: st
         for position in (0, 3):
             assert not weights[:, head, position + 1 :, position].any()
         assert weights[:, head, 0, 0].min() > 0.01
-    # the others share what is free: each weight over what was not forbidden before
+    # the other keys share the freed weight: each weight ÷ the sum over the keys that are not forbidden
     others = torch.ones(9, 9, dtype=torch.bool)
     others[1:, 0] = others[4:, 3] = False
     missing = before.missing[1][:, [0, 2], :, None]
@@ -690,7 +690,7 @@ ONE_OF_EACH_CACHE = ("llama", "gemma3", "gpt_oss", "opt", "bloom", "falcon", "gp
 
 
 def generated(model: PreTrainedModel, batch: Batch, text: str, **how: Any) -> torch.Tensor:
-    """The logits (tokens, B, V) of greedy decoding."""
+    """Return the logits (tokens, B, V) of greedy decoding."""
     with intervening(model, text):
         output = model.generate(
             batch.token_ids,
@@ -707,7 +707,7 @@ def generated(model: PreTrainedModel, batch: Batch, text: str, **how: Any) -> to
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_CACHE)
 def test_generating_with_a_cache_is_generating_without(name: str) -> None:
-    """Also where the cache of a sliding window (6 tokens) has dropped the sink's column, and from a static cache."""
+    """This includes a sliding window (6 tokens) whose cache has dropped the sink's column, and a static cache."""
     model = tiny_model(name)
     batch = padded(ragged_tokens((9, 7)), "left")
     by_position = [text for text in BY_POSITION if "rescale" not in text]
@@ -740,7 +740,7 @@ def test_a_text_may_be_read_in_parts(name: str) -> None:
                 second = model(IDS[:, cut:], past_key_values=first.past_key_values).logits
             assert_close(torch.cat([first.logits, second], dim=1), expected)
     with torch.no_grad():
-        cache = model(IDS[:, :4], use_cache=True).past_key_values  # read before anything is changed
+        cache = model(IDS[:, :4], use_cache=True).past_key_values  # computed before the model is changed
         with intervening(model, "scale-sink-value:positions=5,factor=3"):
             second = model(IDS[:, 4:], past_key_values=cache).logits
     assert_close(second, under(model, "scale-sink-value:positions=5,factor=3")[:, 4:])
@@ -800,19 +800,19 @@ def test_each_edit_is_done_to_the_model_that_those_before_it_have_left() -> None
     ours = under(model, "nullify-query-bias:heads=0", "nullify-query-bias:layers=1,heads=2")  # of one parameter
     assert torch.equal(ours, logits(without_query_bias(without_query_bias(model, heads=(0,)), (1,), (2,))))
     with pytest.raises(InputError, match="transplant-epe would change nothing"):
-        under(model, "replace-epe", "transplant-epe")  # by then both positions have one vector
+        under(model, "replace-epe", "transplant-epe")  # after the first, both positions have the same vector
     edited = copy.deepcopy(model)
     table = position_table(edited)
-    table[:3] = position_table(model)[[2, 1, 1]]  # by way of 1, 1, 2
+    table[:3] = position_table(model)[[2, 1, 1]]  # via 1, 1, 2
     assert torch.equal(under(model, "replace-epe", "transplant-epe:target=2"), logits(edited))
-    table[:3] = position_table(model)[[1, 1, 0]]  # by way of 2, 1, 0
+    table[:3] = position_table(model)[[1, 1, 0]]  # via 2, 1, 0
     assert torch.equal(under(model, "transplant-epe:target=2", "replace-epe"), logits(edited))
     before.check("stacked")
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_two_interventions_at_one_position(name: str) -> None:
-    """The later of two values wins, masks forbid what either forbids, and scales multiply."""
+    """The later of two values is used, the masks' forbidden keys are united, and scales multiply."""
     model = tiny_model(name)
     zero, mean = "zero-massive:layers=1,coordinates=3,17", "mean-massive:layers=1,coordinates=17,means=9"
     assert torch.equal(under(model, zero, mean), logits(with_entries(model, {(1, 0, 3): 0.0, (1, 0, 17): 9.0})))
@@ -833,11 +833,11 @@ WRONG = [
     ("llama", "mask-sink:layer=1", "'layer' is unknown; did you mean 'layers'"),
     ("llama", "mask-sink:3", "'3' is no key=value"),
     ("llama", "mask-sink:layers=1,layers=2", "'layers' is given twice"),
-    ("llama", "mask-sink:layers=one", "layers: 'one' is no number"),
-    ("llama", "mask-sink:layers=-1", "layers: '-1' is no number"),
+    ("llama", "mask-sink:layers=one", "layers: 'one' is neither a number"),
+    ("llama", "mask-sink:layers=-1", "layers: '-1' is neither a number"),
     ("llama", "mask-sink:layers=2-1", "layers: the range 2-1 is empty"),
-    ("llama", "mask-sink:positions=all", "positions: all is not meant here"),
-    ("llama", "zero-massive:layers=all,coordinates=3", "layers: all is not meant here"),
+    ("llama", "mask-sink:positions=all", "positions: all cannot be used here"),
+    ("llama", "zero-massive:layers=all,coordinates=3", "layers: all cannot be used here"),
     ("llama", "scale-sink-value:factor=much", "factor: input should be a valid number"),
     ("llama", "scale-sink-value:factor=nan", "factor: input should be a finite number"),
     ("llama", "mean-massive:layers=0,coordinates=3,means=inf", "means: input should be a finite number"),
@@ -885,7 +885,7 @@ def test_weights_that_cannot_be_edited_are_refused() -> None:
     for text in ("nullify-query-bias", "perturb-query-bias", "zero-key-columns:coordinates=3"):
         with naming(text):
             model = without_key_columns("gpt2", without_query_bias(tiny_model("gpt2")), [3])
-            with pytest.raises(InputError, match="would change nothing"):  # they are zero already
+            with pytest.raises(InputError, match="would change nothing"):  # the values are already zero
                 under(model, text)
             query_bias(attentions_of(model)[2])[0, 0] = 1.0
             key_weight("gpt2", attentions_of(model)[2])[0, 0, 3] = 1.0
@@ -908,7 +908,7 @@ NEVER_REACHED = (
     "mean-massive:layers=0,positions=9,coordinates=3,means=1",
     "scale-sink-value:positions=9",
     "rescale-norm:layers=2,positions=9",
-    "mask-sink:positions=8",  # no token follows it
+    "mask-sink:positions=8",  # no token follows position 8
 )
 
 
@@ -923,7 +923,7 @@ def test_a_position_that_no_pass_had_is_reported_at_the_end(name: str) -> None:
             before.check(text)
             with intervening(model, text):
                 logits(model)
-                logits(model, tiny_tokens(1, 10))  # one is enough
+                logits(model, tiny_tokens(1, 10))  # one forward pass with the position is enough
 
 
 # ------------------------------------------------------------------------------------------- as text
@@ -1015,8 +1015,8 @@ def test_what_is_left_open_is_what_is_massive_in_most_sequences() -> None:
 
 
 def test_what_is_massive_at_most_tokens_is_not_the_sinks() -> None:
-    """As in Gemma3-270M: coordinate 400 at few tokens of layer 0, most of layers 1 and 2 and the first of later ones;
-    163 at the sink from layer 3 on, and at one delimiter, which does not count against it.
+    """The table is like Gemma3-270M's: coordinate 400 at few tokens of layer 0, most of layers 1 and 2 and the first of
+    later ones; 163 at the sink from layer 3 on, and at one delimiter, which is too few tokens to exclude it.
     """
     length = 64
     places = {(0, 400): range(4), (1, 400): range(53), (2, 400): range(34)}
@@ -1110,14 +1110,14 @@ def test_a_control_is_the_same_at_as_many_random_places_elsewhere(text: str) -> 
         assert len(set(others)) == len(mine)
         assert not set(others) & ({*mine} if "coordinates" in moved else {0, *mine, *original.watched})
         assert max(others) < (known.target.width if "coordinates" in moved else 20)
-        kept = type(original).model_fields.keys() - {*moved, "means"}  # which are measured again
+        kept = type(original).model_fields.keys() - {*moved, "means"}  # the means are measured again
         assert {key: getattr(made, key) for key in kept} == {key: getattr(original, key) for key in kept}
         assert type(made) is type(original)
         seen.add(tuple(others))
     assert len(seen) > 5
     draw = torch.Generator().manual_seed(0)
     assert original.control(known, draw) != original.control(known, draw)
-    if original.name == "mean-massive":  # it measures the means of its own coordinates
+    if original.name == "mean-massive":  # the control of mean-massive measures the means of its own coordinates
         known.hidden_means = lambda layer, position: torch.arange(32.0)
         measured: Any = original.control(known, draw)
         assert measured.resolved(known).means == measured.coordinates
@@ -1153,7 +1153,7 @@ def test_where_an_intervention_should_show_is_where_it_acts() -> None:
 
 @pytest.mark.parametrize("columns", [4, 300])
 def test_a_hidden_key_of_a_long_text_has_the_statistics_of_a_dense_mask(columns: int) -> None:
-    """Past 256 tokens the window sums of a plain causal mask have a form of their own."""
+    """Above 256 tokens, window sums of a plain causal mask are computed by a separate function."""
     model, ids = tiny_model("llama"), tiny_tokens(2, 300)
     batch = Batch(ids, torch.ones_like(ids))
     tables = {}

@@ -1,4 +1,4 @@
-"""Interventions on trained weights: as plain transformers give them, and the facts known of these models."""
+"""Interventions on trained weights: results of plain transformers, and known facts about these models."""
 
 import copy
 from pathlib import Path
@@ -34,13 +34,13 @@ def mgm_text(mgm: LoadedModel) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def mgm_run(mgm: LoadedModel) -> Run:
-    """NU's five interventions, as its recipe names them."""
+    """Return a run of NU's five interventions, as in its recipe."""
     recipe = recipes.read_recipe(recipes.find_recipe("not-universal-interventions"))
     return sinkscope.intervene(mgm, arms=recipe.content.options["arms"], draws=3, **OPTIONS)
 
 
 def test_sampled_text_is_natural_to_the_model(mgm: LoadedModel, mgm_text: list[np.ndarray]) -> None:
-    """The loss on its own text equals its entropy, unlike that of text whose end was forbidden."""
+    """The loss on the model's own text equals its entropy, unlike the loss on text whose end was forbidden."""
     logits = mgm.model(torch.as_tensor(np.stack(mgm_text))).logits[:, :-1].log_softmax(-1)
     ids = torch.as_tensor(np.stack(mgm_text))[:, 1:]
     loss = -logits.gather(-1, ids[..., None]).mean()
@@ -116,7 +116,7 @@ def test_smollm_streams_with_its_first_token_kept(smollm: LoadedModel) -> None:
 
 
 def test_compress_is_inverse_to_the_norm_of_the_sink(smollm_on_cpu: LoadedModel) -> None:
-    """GS §4: from the massive activation's onset to where the last layers take it away, at no cost in loss."""
+    """GS §4: from the onset of the massive activation to the layers that remove it, without a cost in loss."""
     arms = {"half": "rescale-norm", "double": "rescale-norm:factor=2"}
     run = sinkscope.intervene(smollm_on_cpu, arms=arms, observables=("gradient",), draws=0, num_seqs=3, seq_len=32)
     assert run.manifest["arms"]["double"]["do"] == ["rescale-norm:layers=12,factor=2.0"]

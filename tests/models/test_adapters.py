@@ -90,7 +90,7 @@ def test_runs_with_an_adapter(base: Path, saved: Path) -> None:
 
 
 def test_an_adapter_next_to_whole_weights_is_ignored(base: Path, saved: Path, tmp_path: Path) -> None:
-    """transformers would apply it if and only if PEFT is installed."""
+    """transformers would apply the adapter if and only if PEFT is installed."""
     both = Path(shutil.copytree(base, tmp_path / "both"))
     shutil.copytree(saved, both, dirs_exist_ok=True)
     ids = torch.arange(3, 19)[None]
@@ -110,7 +110,7 @@ def test_the_base_of_an_adapter(hub: Hub, base: Path, adapter: Path) -> None:
         load(str(adapter))
     edit(adapter, base_model_name_or_path="org/other")
     assert "trained on org/other, which may be another model" in load(str(base), adapter=str(adapter)).notices[1]
-    shutil.copy(base / "config.json", adapter)  # as some tools leave it
+    shutil.copy(base / "config.json", adapter)  # some tools save this file with an adapter
     with pytest.raises(InputError, match="no weights of a complete model: it is an adapter of"):
         load(str(adapter))
 
@@ -147,7 +147,7 @@ def test_prompts_and_names_that_are_no_adapter(
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     folder = save_adapter(base, tmp_path / "prompts", prompts)
     for source, match in (
-        (str(folder), "is of prompts"),
+        (str(folder), "adds prompts"),
         (str(base), "is not an adapter: it has no adapter_config.json"),
         (str(tmp_path / "none"), "no such folder"),
         (str(base / "config.json"), "is a file: name the folder"),

@@ -1,4 +1,4 @@
-"""Calibration of layers that are broken, add nothing, do not attend, or add an unknown sum."""
+"""Calibration of layers that are broken, add nothing, have no attention, or add an unknown sum."""
 
 import copy
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def two_networks(layer, x, attend):
 
 
 def half_a_sum(layer, x, attend):
-    """The MLP reads half of the sum, which is no site of the residual stream."""
+    """Return a layer's output if the MLP reads half of the sum, which is not a site of the residual stream."""
     attended = attend(layer.input_layernorm(x))
     return x + attended + layer.mlp(layer.post_attention_layernorm((x + attended) / 2))
 
@@ -128,7 +128,7 @@ def test_a_layer_that_adds_nothing_yet_is_built_as_the_others() -> None:
 
 
 def test_the_stack_is_the_chain_with_most_weights() -> None:
-    """Neither a longer parallel chain nor a larger list that is not a chain is chosen."""
+    """A longer parallel chain and a larger list that is not a chain are not chosen."""
 
     class Around(nn.Module):
         def __init__(self, head: nn.Module) -> None:
@@ -185,14 +185,14 @@ def test_causality_is_found() -> None:
 
 
 class Running(nn.Module):
-    """The mean of the tokens so far, as a module called attention."""
+    """A module called attention that computes the mean of the tokens so far."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
         return hidden_states.cumsum(1) / torch.arange(1, hidden_states.shape[1] + 1)[:, None], None
 
 
 class EinsumAttention(Running):
-    """A causal softmax, by einsum."""
+    """A causal softmax, computed by einsum."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
         logits = torch.einsum("btd,bsd->bts", hidden_states, hidden_states)
@@ -201,7 +201,7 @@ class EinsumAttention(Running):
 
 
 def put(layers: nn.ModuleList, at: int, attention: nn.Module) -> None:
-    attention.weight = nn.Parameter(torch.ones(()))  # a module of a model has some
+    attention.weight = nn.Parameter(torch.ones(()))  # modules of a model have parameters
     layers[at].self_attn = attention
 
 
@@ -223,7 +223,7 @@ def test_a_model_without_attention_has_the_other_tables() -> None:
 
 
 def test_copies() -> None:
-    """They are found by their shape, and the stream is their mean."""
+    """The copies are found by their shape, and the stream is their mean."""
     copies = torch.randn(2, 9, 4, 16)
     for x, expected in (
         (copies, Copies(4, "third")),
@@ -248,7 +248,7 @@ def test_changes_that_do_not_apply_are_refused() -> None:
 
 
 def test_a_bias_of_the_models_own_is_not_dropped_by_streaming() -> None:
-    """Doge adds to its logits what it computes from the values."""
+    """Doge adds a bias to its logits that it computes from the values."""
     model = tiny_of("doge")
     family, _ = family_of(model)
     with (

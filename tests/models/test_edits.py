@@ -1,4 +1,4 @@
-"""Wrapped forwards: the module's output within the block, and that everything is restored."""
+"""Wrapped forwards: the module's output within the block, and the restoration of everything after it."""
 
 from contextlib import suppress
 

@@ -30,7 +30,7 @@ from sinkscope.text.batch import Batch
 
 ROWS = {name: {row["model_type"]: row for row in written_rows(name)} for name in LISTS}
 
-# One for each way in which a layer is built that no other here has.
+# One model for each structure of layers that no other model here has.
 DIFFERENT = (
     "afmoe", "bamba", "codegen", "cohere2", "deepseek_v3", "doge", "exaone4", "falcon_h1", "gemma3n_text",
     "gemma4_text", "glm4", "granite", "granite_swa", "granitemoehybrid", "hy_v4", "jamba", "lfm2_moe", "llama4_text",
@@ -38,14 +38,12 @@ DIFFERENT = (
     "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "smollm3", "zamba2",
 )  # fmt: skip
 ENCODERS = ("esmc", "eurobert", "modernbert", "nystromformer", "roberta-prelayernorm", "xmod")
-# One for each outcome, and for each of the kinds of layers.
+# One for each outcome, and for each kind of layers.
 WITH_TOWERS = ("blip-2", "diffusion_gemma", "fuyu", "lfm3_vl", "llava", "mllama", "paligemma", "qwen2_vl")
 
 
 def one_of_each(name: str, compared: Collection[str]) -> list[str]:
-    """Return one type for each distinct line of a list, and those that are compared below: types with equal lines are
-    built alike. tests/sweep_models.py tests all of them.
-    """
+    """Return one type for each distinct line of a list (equal lines are built alike), and the types in `compared`."""
     said: dict[tuple[str, ...], str] = {}
     for model_type, row in ROWS[name].items():
         fields = (row[field] for field in ("outcome", "layers", "wiring", "positions", "padded"))
@@ -152,7 +150,7 @@ def test_a_model_that_is_not_left_as_it_was_is_noticed(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("name", ["falcon", "gemma2", "gptj", "gpt_neo", "mpt", "olmo2", "opt-post-norm", "phi"])
 def test_sums_and_own_attention_are_read_where_they_are_known_to_be(name: str) -> None:
-    """reference.py lists the modules by hand."""
+    """The modules are listed by hand in reference.py."""
     model, ids = tiny_model(name, dtype=torch.float64), tiny_tokens(1, 9)
     with only_float64():
         plain = run_plainly(model, reference.place_of(model.config).layers, ids, torch.ones_like(ids))
@@ -168,7 +166,7 @@ def test_sums_and_own_attention_are_read_where_they_are_known_to_be(name: str) -
 
 
 def test_a_model_that_padding_changes_is_measured_without(tmp_path: Path) -> None:
-    """The sparse attention of deepseek_v32 chooses other keys next to a longer sequence."""
+    """The sparse attention of deepseek_v32 chooses other keys if a longer sequence is in the batch."""
     lines = [f'{{"input_ids": {list(range(3, 3 + length))}}}' for length in (20, 13)]
     (tmp_path / "ids.jsonl").write_text("\n".join(lines), encoding="utf-8")
     given = {"input": str(tmp_path / "ids.jsonl"), "bos": "never", "observables": ("attention",)}

@@ -1,4 +1,4 @@
-"""The table of families: every row's wiring holds, a wrong one's does not, and an unknown model is refused."""
+"""The table of families: every row's wiring is right, a wrong row is detected, and an unknown model is refused."""
 
 from dataclasses import replace
 
@@ -32,11 +32,11 @@ MLPS = {"opt": "fc1", "mpt": "ffn"}
 
 @pytest.mark.parametrize("name", TINY)
 def test_rows(name: str) -> None:
-    """The wiring equation holds, sites are where the reference (written by hand) finds them, and norms are inputs."""
+    """The wiring equation holds, sites are where the reference (written by hand) has them, and norms are inputs."""
     model = tiny_model(name)
     family, block = find_family(model), find_family(model).block(0)
     layer = family.layer_modules(model)[1]
-    given: dict[str, torch.Tensor] = {}  # attn_norm and mlp_norm are in no equation: what the two branches are given
+    given: dict[str, torch.Tensor] = {}  # inputs of the two branches: attn_norm and mlp_norm, which are in no equation
     for site, path in (("attn_norm", family.attention), ("mlp_norm", MLPS.get(family.name, "mlp"))):
 
         def keep(module: object, args: tuple, kwargs: dict, site: str = site) -> None:
@@ -94,13 +94,13 @@ def test_every_row_has_a_tiny_model() -> None:
 # --- wrong rows
 
 WRONG = {
-    # family → what is wrong with its row
+    # family → the error in its row
     "llama": {"attn_out": "post_attention_layernorm.output"},
     "gemma2": {"attn_out": "self_attn.output"},  # before the norm after the branch
     "gemma3": {"mlp_out": "mlp.output"},
     "olmo2": {"attn_out": "self_attn.output"},
     "gpt2": {"mid": "ln_2.output"},
-    "bloom": {"attn_out": "self_attention.output"},  # the residual is in it already
+    "bloom": {"attn_out": "self_attention.output"},  # this already includes the residual
     "mpt": {"mlp_out": "ffn.output"},
     "falcon": {"mlp_out": "self_attention.output"},
     "opt-post-norm": {"mid": "self_attn_layer_norm.output"},
@@ -145,7 +145,7 @@ def test_models_without_a_row_are_refused() -> None:
         find_family(model)
     for block in model.transformer.h:
         block.apply_residual_connection_post_layernorm = True
-    assert worst_error(model, family) > 1e-2  # Bloom's row is indeed wrong for it
+    assert worst_error(model, family) > 1e-2  # Bloom's row is indeed wrong for this model
 
 
 # --- calibration
@@ -163,7 +163,7 @@ def calibrated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Famil
 
 @pytest.mark.parametrize("name", TINY)
 def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements with the calibrated row equal those with the known one."""
+    """Measurements with the calibrated row equal measurements with the known row."""
     model = tiny_model(name)
     known, found = find_family(model), calibrated(model, monkeypatch)
     assert found.name == model.config.model_type
@@ -190,7 +190,7 @@ def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.M
 
 
 def test_reading_sites_leaves_no_hook_and_no_change() -> None:
-    model = tiny_model("falcon")  # adds into its MLP's output in place
+    model = tiny_model("falcon")  # adds to its MLP's output in place
     ids = tiny_tokens(2, 9)
     with torch.no_grad():
         before = model(ids).logits

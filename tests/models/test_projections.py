@@ -32,10 +32,10 @@ def seen_at_the_taps(model, family, ids):
 
 @pytest.mark.parametrize("name", TINY)
 def test_projections_of_known_families(name):
-    """They give what attention sees, and writing back what was read changes nothing.
+    """They equal the tensors in attention, and writing back the same weights changes nothing.
 
     Rotation keeps each vector's norm (YaRN scales all alike), and position 0 is not rotated; a norm after the
-    projection hides both, so there only the value is compared.
+    projection hides both, so only the value is compared in that case.
     """
     model = tiny_model(name, spread=3.0)
     family = find_family(model)
@@ -71,7 +71,7 @@ def test_learned_positions(name):
     model = tiny_model(name, dtype=torch.float64)
     family = find_family(model)
     vectors, layer, ids = position_vectors(model, family, 5), family.layer_modules(model)[0], tiny_tokens(1, 5)
-    if name != "opt-post-norm":  # they are what is added to the embeddings
+    if name != "opt-post-norm":  # the vectors are added to the embeddings
         first = read_sites(model, family, ids)[0]["layer_in"][0]
         torch.testing.assert_close(first - model.get_input_embeddings()(ids)[0], vectors)
     if name.startswith("opt"):
@@ -99,16 +99,16 @@ def test_rotary_positions_have_no_vectors():
     ("model_type", "roles"),
     [
         ("deepseek_v3", {"query", "value"}),  # a latent's up-projection; its keys share a rotary part
-        ("dbrx", set(ROLES)),  # all in one
+        ("dbrx", set(ROLES)),  # one projection for all roles
         ("gpt_bigcode", set(ROLES)),  # one key head
-        ("qwen3_next", {"key", "value"}),  # queries and their gates in one, keys normed
+        ("qwen3_next", {"key", "value"}),  # queries and their gates in one projection, normed keys
         ("inkling_text", {"query", "key"}),  # a convolution after the values
     ],
 )
 def test_found_projections_give_what_attention_sees(model_type, roles):
     model = tiny_of(model_type)
     family, _ = family_of(model)
-    ids = tiny_tokens(2, 1)  # at position 0 nothing is rotated
+    ids = tiny_tokens(2, 1)  # position 0 is not rotated
     given = {}
     for layer in family.attentions(model):
         for role, projection in projections(model, family, layer).items():
@@ -140,7 +140,7 @@ def test_values_are_scaled_where_a_latent_makes_them():
 
 
 def test_changes_that_a_norm_would_undo_are_refused():
-    """Gemma 3n norms its values: scaled by 0.5 they would be what they were."""
+    """Gemma 3n norms its values, so values scaled by 0.5 would be unchanged."""
     model = tiny_of("gemma3n_text")
     target = Target(model, family_of(model)[0], {})
     refused = INTERVENTIONS["scale-sink-value"].inapplicable(target)

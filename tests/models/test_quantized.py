@@ -30,7 +30,7 @@ from sinkscope.verdict.analysis import quantized_source
 LENGTH = 12
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 1, "seq_len": LENGTH}
 EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
-SETTINGS: dict[str, dict[str, Any]] = {  # of the checkpoints written by hand
+SETTINGS: dict[str, dict[str, Any]] = {  # for the checkpoints written by hand
     "compressed-tensors": {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
@@ -53,7 +53,7 @@ STORED = {"compressed-tensors": "8-bit compressed-tensors, dequantized", "fp8": 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized") / "plain"
-    # where a CPU multiplies in bfloat16, bitsandbytes' kernel takes only rows that are multiples of 64
+    # on CPUs that multiply in bfloat16, bitsandbytes' kernel needs rows of a multiple of 64
     wide = {"hidden_size": 64, "intermediate_size": 128}
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(TINY, "wide", ("llama", TINY["llama"][1] | wide))
@@ -97,10 +97,8 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 def repacked(model: PreTrainedModel) -> bool:
-    """Return whether bitsandbytes packs 4-bit weights for a kernel without gradients, as for CPUs with bfloat16.
-
-    It does so in the first pass that needs no gradients, which this function runs.
-    """
+    """Return whether bitsandbytes packs 4-bit weights for a kernel without gradients, as for CPUs with bfloat16."""
+    # it packs them in the first pass that needs no gradients, which is run here
     with torch.no_grad():
         model(torch.ones(1, LENGTH, dtype=torch.long))
     states = (getattr(weight, "quant_state", None) for weight in model.parameters())
@@ -137,7 +135,7 @@ def test_on_packed_weights_all_but_edits_of_weights_is_right(stored: str, plain:
     run = sinkscope.analyze(loaded, **SMALL)
     assert_measured_as_plain_transformers_computes(run, AutoModelForCausalLM.from_pretrained(folder))
     assert doctor(loaded).ok
-    sinkscope.intervene(loaded, "scale-sink-value:heads=1", draws=0, **SMALL)  # of outputs, not of weights
+    sinkscope.intervene(loaded, "scale-sink-value:heads=1", draws=0, **SMALL)  # changes outputs instead of weights
     with pytest.raises(InputError, match=r"zero-key-columns does not apply .* its weights are quantized"):
         sinkscope.intervene(loaded, "zero-key-columns:coordinates=3", **SMALL)
     with pytest.raises(InputError, match="simulated quantization needs weights that are not quantized"):
@@ -179,7 +177,7 @@ def test_wrong_gradients_are_refused() -> None:
         assert quantized.without_gradients(model)
     run = sinkscope.analyze(model, **SMALL)
     assert "gradient" not in run.tables
-    assert "(model.layers.1.mlp.up_proj) is not that of what they compute" in run.manifest["not_measured"]["gradient"]
+    assert "(model.layers.1.mlp.up_proj) does not match their outputs" in run.manifest["not_measured"]["gradient"]
     with pytest.raises(InputError, match="--observables gradient does not apply"):
         sinkscope.analyze(model, observables=("gradient",), **SMALL)
 

@@ -62,7 +62,7 @@ def ids_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# --- as plain transformers computes it
+# --- compared with plain transformers
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
@@ -142,11 +142,11 @@ def test_what_does_not_read_text_alone_is_refused(kind: str, message: str) -> No
         sinkscope.analyze(tiny(kind), input="random", num_seqs=1, seq_len=8)
 
 
-# --- what is particular to some
+# --- peculiarities of some models
 
 
 def test_paligemma_reads_text_as_what_follows_its_prompt() -> None:
-    """Without token_type_ids it would see later tokens without padding, and not with it."""
+    """Without token_type_ids a token would see later tokens if there is no padding, and otherwise not."""
     model: Any = tiny("paligemma")
     ids, changed = IDS[None], torch.cat([IDS[:-1], IDS[:1]])[None]
     assert not torch.allclose(model(ids).logits[:, :-1], model(changed).logits[:, :-1])
@@ -224,7 +224,7 @@ def test_a_retrofitted_tower_is_saved_and_loaded_by_its_own_class(kind: str, met
     told = {name: torch.full_like(IDS[None], value) for name, value in TOLD.get(kind, {}).items()}
     logits = model(IDS[None], **told).logits
     changed = torch.cat([IDS[:-1], IDS[:1]])[None]
-    torch.testing.assert_close(logits[:, :-1], model(changed, **told).logits[:, :-1])  # its masks are still there
+    torch.testing.assert_close(logits[:, :-1], model(changed, **told).logits[:, :-1])  # its masks have been restored
     assert model.config.vision_config._attn_implementation == "sdpa"
     model.save_pretrained(tmp_path)
     loaded = load(str(tmp_path))
@@ -233,7 +233,7 @@ def test_a_retrofitted_tower_is_saved_and_loaded_by_its_own_class(kind: str, met
     assert sinkscope.analyze(loaded, input="random", num_seqs=1, seq_len=8).tables["attention"]["layer"].nunique() == 4
 
 
-# --- by which class
+# --- the class of a model
 
 
 def test_a_configuration_is_loaded_by_the_class_that_it_names() -> None:

@@ -34,7 +34,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-# label → what differs from Llama
+# label → differences from Llama
 VARIANTS: dict[str, dict[str, Any]] = {
     **{scheme: {"position_scheme": scheme} for scheme in POSITION_SCHEMES},
     "post-norm": {"norm_placement": "post"},
@@ -192,7 +192,7 @@ class DoubleTorch:
 
 @pytest.fixture(autouse=True)
 def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Llama's norms compute in float64, as the rest does."""
+    """Let Llama's norms compute in float64, like the rest."""
     monkeypatch.setattr(modeling_llama, "torch", DoubleTorch())
 
 
@@ -213,7 +213,7 @@ def test_logits_and_gradients_are_the_formulas(label: str) -> None:
 
 
 def test_the_formulas_differ() -> None:
-    """With the same weights: otherwise the test above would not notice an option that does nothing."""
+    """The weights are the same: otherwise the test above would not detect an option without effect."""
     logits = {label: shared(label)(IDS).logits for label in VARIANTS}
     plain = logits.pop("rotary")
     assert all(float((other - plain).abs().max()) > 1e-3 for other in logits.values())
@@ -278,7 +278,7 @@ def test_what_a_prefix_does_not_allow() -> None:
 def test_saved_and_loaded_it_is_the_same(label: str, tmp_path: Path) -> None:
     model = made(label, torch.float32)
     model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)  # a gradient takes another kernel
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)  # with a gradient another kernel runs
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
@@ -313,7 +313,7 @@ def test_weights_start_as_those_of_the_released_code() -> None:
 
 @EACH
 def test_its_row_holds(label: str) -> None:
-    """The positions that are found are those of the row, and so is the wiring, by its equation and by calibration."""
+    """The kinds of positions equal those of the row, and so does the wiring, by its equation and by calibration."""
     model = shared(label)
     family = find_family(model)
     assert with_positions(model, family).positions == family.positions
@@ -326,7 +326,7 @@ def test_its_row_holds(label: str) -> None:
 
 
 def test_a_key_of_the_prefix_has_all_queries() -> None:
-    """Means over the queries that see a key: all T of a prefix's, T - s of the others."""
+    """The means are over the queries that see a key: all T for a prefix's key, T - s for other keys."""
     model = shared("prefix")
     observable = OBSERVABLES["attention"](Settings(positions=LENGTH, window=LENGTH, epsilon=0.3))
     with open_tracer(model, find_family(model)) as tracer:
@@ -366,7 +366,7 @@ def test_it_takes_operations_and_biases(label: str, method: str, tmp_path: Path)
     parameters = dict(part.split("=") for part in filter(None, given.split(",")))
     model = retrofit_model(made(label, torch.float32), None, name, **parameters)
     model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)  # a gradient takes another kernel
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)  # with a gradient another kernel runs
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     assert sum(1 for _ in model.parameters()) >= sum(1 for _ in shared(label).parameters())
 
@@ -376,7 +376,7 @@ def test_it_takes_operations_and_biases(label: str, method: str, tmp_path: Path)
 
 def test_slopes_and_buckets() -> None:
     assert alibi_slopes(8) == [2.0**-h for h in range(1, 9)]
-    assert alibi_slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]  # those of 2 heads, and the first of 4
+    assert alibi_slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]  # the slopes of 2 heads, and the first of 4
     distances = torch.arange(200)
     assert bucket(distances).tolist() == [bucket_by_hand(int(d)) for d in distances]
     assert bucket(torch.tensor([-5])).tolist() == [0]
@@ -385,7 +385,7 @@ def test_slopes_and_buckets() -> None:
 def test_wrong_fields_are_refused() -> None:
     for fields, message in (
         ({"position_scheme": "rotray"}, "position_scheme 'rotray' is unknown; did you mean 'rotary'"),
-        ({"sliding_window": 4, "prefix_length": 2}, "goes without sliding_window"),
+        ({"sliding_window": 4, "prefix_length": 2}, "cannot be combined with sliding_window"),
         ({"sliding_window": 0}, "sliding_window is at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -393,7 +393,7 @@ def test_wrong_fields_are_refused() -> None:
 
 
 def test_the_weight_on_a_windows_first_token() -> None:
-    """Only queries t ≥ 3, because earlier ones see position 0; sequences of 9, 5 and 2 tokens, padded."""
+    """The mean is over queries t ≥ 3, because earlier ones see position 0; padded sequences of 9, 5 and 2 tokens."""
     model, lengths = shared("window"), [9, 5, 2]
     observable = OBSERVABLES["window-edge"](Settings())
     with open_tracer(model, find_family(model)) as tracer:

@@ -1,4 +1,4 @@
-"""Attention operations and biases against their formulas, in plain transformers with an attention of the test's own."""
+"""Attention operations and biases against their formulas, in plain transformers with the test's own attention."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -69,7 +69,7 @@ def formula(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """v_i = Z_i⁻¹ Σ_j sim(φ(q_i), φ(k_j)) v_j, and the biases, as WSE writes them."""
+    """Compute v_i = Z_i⁻¹ Σ_j sim(φ(q_i), φ(k_j)) v_j, and the biases, as WSE writes them."""
     method, given, parameters = getattr(module, FORMULA)
     heads, width = query.shape[1], query.shape[-1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
@@ -107,7 +107,7 @@ def formula(
 def weights_of(
     kind: str, given: dict[str, Any], logits: torch.Tensor, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sim ÷ Z, and |sim| ÷ Σ |sim|."""
+    """Return sim ÷ Z, and |sim| ÷ Σ |sim|."""
     name = kind if kind in ELEMENTWISE else "sigmoid" if kind.startswith("sigmoid") else "identity"
     sim = torch.where(seen, ELEMENTWISE[name](logits), 0.0)
     proxy = sim.abs() / sim.abs().sum(-1, keepdim=True)
@@ -131,11 +131,11 @@ def changed(name: str, label: str) -> PreTrainedModel:
     return model
 
 
-shared = cache(changed)  # its models are not to be changed
+shared = cache(changed)  # a cache of models that must not be changed
 
 
 def by_formula(name: str, label: str) -> PreTrainedModel:
-    """The plain model, whose attention is this file's."""
+    """Return the plain model with the attention of this file."""
     model, ours = plain_model(name), shared(name, label)
     model.set_attn_implementation(NAME)
     pairs = zip(find_family(model).attentions(model).values(), find_family(ours).attentions(ours).values(), strict=True)
@@ -193,14 +193,14 @@ def test_what_is_measured_is_the_proxy(name: str, label: str) -> None:
 
 @EACH
 def test_values_get_the_gradient_that_attention_routes_to_them(label: str) -> None:
-    """∇v_s = Σ_t sim/Z g_t, of sequences of several lengths."""
+    """∇v_s = Σ_t sim/Z g_t, for sequences of several lengths."""
     check = gradient_tables(shared("llama", label), ragged_tokens((10, 10, 7)))["gradient_check"]
     assert check["identity_residual"].max() < 1e-9
 
 
 @EACH
 def test_cache_padding_and_other_kernels_change_nothing(label: str) -> None:
-    """Other kernels: that of a cache which holds everything, and that of quantized scores, here by nothing."""
+    """The other kernels are for a cache that holds everything, and for quantized scores, here without rounding."""
     model = shared("llama", label)
     family = find_family(model)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -250,7 +250,7 @@ def test_every_observable_measures_it(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["sigmoid", "identity-normalized", "p-norm"])
 def test_gradients_keep_no_weights_of_the_whole_sequence(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for the backward pass grows with T, and chunks have the gradients of all rows at once."""
+    """Memory for the backward pass grows with T, and the gradients of chunks equal those of all rows at once."""
     model = changed("llama", label).requires_grad_(True)
 
     def kept(length: int) -> int:
@@ -273,7 +273,7 @@ def test_gradients_keep_no_weights_of_the_whole_sequence(label: str, monkeypatch
     loss(model, tiny_tokens(1, 150)).backward()
     for ours, parameter in zip(chunked, model.parameters(), strict=True):
         assert_close(ours, parameter.grad)
-    assert kept(256) > 1.5 * whole  # the check fails where all weights are kept
+    assert kept(256) > 1.5 * whole  # the check fails if all weights are kept
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -282,7 +282,7 @@ def test_what_cannot_be_is_refused() -> None:
         ("llama", "operation", {"kind": "sigmoid", "factor": 2}, "factor and power are of kind=softmax"),
         ("bloom", "operation", {}, "does not call transformers' attention interface"),
         ("bloom", "key-bias", {"value": "learned"}, "its own code mixes the values"),
-        ("llama", "key-bias", {"norm": 2.0}, "norm is of value=axis"),
+        ("llama", "key-bias", {"norm": 2.0}, "norm applies only to value=axis"),
     ):
         with pytest.raises(InputError, match=message):
             retrofit_model(plain_model(name), None, method, **parameters)

@@ -1,4 +1,4 @@
-"""Adapters on retrofitted models: the order in which they come, and merging them, change nothing."""
+"""Adapters on retrofitted models: the order in which they are added, and merging them, change nothing."""
 
 import copy
 from pathlib import Path
@@ -57,7 +57,7 @@ def retrofit(model: PreTrainedModel, label: str) -> PreTrainedModel:
 
 
 def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> Any:
-    """Return the model with the same random adapter each time."""
+    """Return the model with an adapter, random but the same each time."""
     torch.manual_seed(2)
     wrapped = peft.get_peft_model(model, config).eval()
     return wrapped.double() if model.dtype == torch.float64 else wrapped
@@ -65,7 +65,6 @@ def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> Any:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    """A wrapper's or a model's own."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     with in_double(inner):
         return model(IDS, use_cache=False).logits
@@ -81,7 +80,7 @@ ORDERS = [
 
 @pytest.mark.parametrize(("name", "label", "kind"), list(dict.fromkeys(ORDERS)))
 def test_all_orders(name: str, label: str, kind: str) -> None:
-    """All against the definition: an adapter that is merged into a plain model, which then is retrofitted."""
+    """All are compared with the definition: an adapter is merged into a plain model, which is then retrofitted."""
     config = KINDS[kind](TARGETS[name])
     expected = logits(retrofit(adapted(plain_model(name), copy.deepcopy(config)).merge_and_unload(), label))
     alone = logits(retrofit(plain_model(name), label))
@@ -100,7 +99,7 @@ def test_all_orders(name: str, label: str, kind: str) -> None:
 
 @pytest.mark.parametrize("label", [label for label in ALL if label != "vscale-fixed"])
 def test_a_retrofit_that_peft_trains_as_a_whole_is_the_one_that_acts(label: str) -> None:
-    """`modules_to_save=["retrofit"]` makes a copy of each part, and trains and saves that."""
+    """`modules_to_save=["retrofit"]` makes a copy of each part, and trains and saves the copy."""
     model = adapted(retrofit(plain_model("llama"), label), lora(["v_proj"], modules_to_save=["retrofit"]))
     before = logits(model)
     copies = {name: p for name, p in model.named_parameters() if "retrofit.modules_to_save.default" in name}
@@ -114,7 +113,7 @@ def test_a_retrofit_that_peft_trains_as_a_whole_is_the_one_that_acts(label: str)
     with model.disable_adapter():
         assert_close(logits(model), logits(retrofit(plain_model("llama"), label)))
     assert_close(logits(model.merge_and_unload()), moved)
-    if label in ("vga", "vga-output"):  # a projection that is trained as a whole is gated once
+    if label in ("vga", "vga-output"):  # a completely trained projection is gated once
         model = adapted(retrofit(plain_model("llama"), label), lora(["up_proj"], modules_to_save=["v_proj"]))
         expected = logits(adapted(retrofit(plain_model("llama"), label), lora(["up_proj"])))
         assert_close(logits(model), expected)

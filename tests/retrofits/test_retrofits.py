@@ -64,7 +64,7 @@ def v_scale(value: torch.Tensor, c: float) -> torch.Tensor:
 
 
 def test_v_scale_has_the_papers_jacobian_and_eigenvalues() -> None:
-    """GS §5.1: φ(r) I + 2C/(r+C)² v vᵀ; r/(r+C) across v, (r²+3Cr)/(r+C)² along it."""
+    """GS §5.1: φ(r) I + 2C/(r+C)² v vᵀ; eigenvalues r/(r+C) across v, (r²+3Cr)/(r+C)² along it."""
     torch.manual_seed(0)
     for size, c in ((0.01, 2.0), (1.0, 0.7), (20.0, 1.6384)):
         v = size * torch.randn(6, dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_vga_in_a_model_has_the_papers_gradient_at_every_layer(name: str) -> Non
         regulation = (2 * sigmoid * (1 - sigmoid) * (value * gradient).sum(-1)) @ part.weight.T
         expected = content + regulation.unflatten(-1, value.shape[-2:])
         assert_close(whole.grad[..., places], expected.detach())
-        assert regulation.abs().max() > 1e-3 * content.abs().max()  # there is something to compare
+        assert regulation.abs().max() > 1e-3 * content.abs().max()  # otherwise the comparison would be trivial
 
 
 def _kept(x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def _kept(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def changed_by_hand(model: PreTrainedModel, label: str, trained: PreTrainedModel) -> Iterator[None]:
-    """The plain model, its taps changed as the method says, with the parameters of `trained`."""
+    """Change the taps of the plain model as the method does, with the parameters of `trained`."""
     read: list[torch.Tensor] = []  # the input of the current attention
 
     def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -183,7 +183,7 @@ def _gate(from_input: bool, at_output: bool) -> Callable:
 
 
 def _denominator(seam: Seam, parameters: dict, read: list, model: PreTrainedModel) -> None:
-    """a · Z / (Z + exp(b)): a share of the row that nothing gets."""
+    """Return a · Z / (Z + exp(b)): a share of the row's weight is on no token."""
     seen: dict[str, torch.Tensor] = {}
     seam.query.register_forward_hook(lambda module, args, query: seen.update(query=query))
     seam.lse.register_forward_hook(lambda module, args, lse: seen.update(lse=lse))
@@ -196,7 +196,7 @@ def _denominator(seam: Seam, parameters: dict, read: list, model: PreTrainedMode
     def term(query: torch.Tensor) -> torch.Tensor:
         if "logit" in parameters:
             return parameters["logit"][None, :, None]
-        unscaled = model.config.model_type in ("gpt_neo", "opt")  # OPT scales its queries before
+        unscaled = model.config.model_type in ("gpt_neo", "opt")  # OPT scales its queries earlier
         scaling = 1.0 if unscaled else query.shape[-1] ** -0.5
         if model.config.model_type.startswith("gemma"):
             scaling = model.config.query_pre_attn_scalar**-0.5
@@ -233,8 +233,8 @@ BY_HAND: dict[str, Callable] = {
 
 @each_pair(list(TINY), AT_TAPS)
 def test_logits_are_those_of_the_definition(name: str, label: str) -> None:
-    """At its start, with every parameter moved, and for key biases of a text with more rows than one chunk."""
-    # BLOOM's, Falcon's and MPT's ALiBi is made in float32
+    """The parameters are at their start, or all moved; key biases also read a text with more rows than one chunk."""
+    # the ALiBi of BLOOM, Falcon and MPT is computed in float32
     tolerance = 1e-5 if name in ("bloom", "falcon-alibi", "mpt") else 1e-10
     is_long = label == "key-bias" and name in ("llama", "gemma2", "gptj")
     for trained in (False, True):
@@ -260,7 +260,7 @@ def test_register_tokens_are_embeddings_before_the_text() -> None:
             every = tiny_model(name).get_input_embeddings()(torch.arange(VOCAB)).mean(0)
             torch.testing.assert_close(start.detach(), every.expand(2, -1))
     starts = []
-    for seed in (0, 0, 1):  # WSE starts them at N(0, .02²)
+    for seed in (0, 0, 1):  # WSE's start is N(0, .02²)
         model = tiny_model("llama")
         torch.manual_seed(seed)
         starts.append(retrofit_model(model, None, "register-tokens", count=200, deviation=0.02).retrofit.embeddings)
@@ -321,7 +321,7 @@ def test_gradients_reach_every_new_parameter(name: str, label: str) -> None:
 
 
 def test_so_many_parameters_are_added() -> None:
-    """H query heads, K key/value heads of width d, D the width of the attention's input."""
+    """There are H query heads, K key/value heads of width d, and D is the width of the attention's input."""
     for name in ("llama", "qwen3", "gpt2", "falcon", "gptj"):
         with naming(name):
             plain = tiny_model(name)
@@ -381,7 +381,7 @@ def test_generates_the_same_with_the_cache_and_without(name: str, label: str) ->
 
 @each_pair(list(TINY), list(METHODS))
 def test_padding_changes_nothing(name: str, label: str) -> None:
-    """Except for a sliding window, which counts tokens and not positions when the padding is inside it."""
+    """An exception is a sliding window, which counts tokens instead of positions when the padding is inside it."""
     model, sequences = shared(name, label), ragged_tokens([9, 5, 7])
     alone = [logits(model, torch.as_tensor(ids)[None])[0] for ids in sequences]
     has_alibi = name in ("bloom", "mpt", "falcon-alibi")
@@ -473,7 +473,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, label: str) 
 
 @pytest.mark.parametrize(("name", "label"), [("gpt2", "learnable-sink"), ("opt", "key-bias")])
 def test_dropout_of_the_weights_is_kept_in_training(name: str, label: str) -> None:
-    """The plain fine-tune, with which a retrofit is compared, has it."""
+    """The plain fine-tune, with which a retrofit is compared, has this dropout."""
     model = retrofitted(name, label, torch.float32).train()
     without_dropout(model)
     with torch.no_grad():
@@ -511,7 +511,7 @@ def test_displacement_is_measured_from_the_start() -> None:
 
 
 def as_the_plain_family(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """For the references, which go by the model type and know nothing of sinkscope."""
+    """Present the model as the plain one to the references, which depend on the model type and do not use sinkscope."""
     model.__class__, model.config.__class__ = type(tiny_model(name)), type(tiny_model(name).config)
     return model
 
@@ -522,7 +522,7 @@ def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, l
     sequences = ragged_tokens([10, 10, 7])
     with in_double(model):
         ours = measured(model, batched(sequences, 2), SETTINGS)
-        kernel = "sdpa" if name.startswith("falcon") else "eager"  # reference.py says why
+        kernel = "sdpa" if name.startswith("falcon") else "eager"  # the reason is in reference.py
         config = copy.deepcopy(model.config)
         twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation=kernel)
         twin.load_state_dict(model.state_dict())
@@ -555,13 +555,13 @@ LENGTHS = (10, 10, 7)
 
 @cache
 def backward_tables(name: str, label: str) -> dict[str, pd.DataFrame]:
-    """Not to be changed."""
+    """Return tables that must not be changed."""
     return gradient_tables(shared(name, label), ragged_tokens(LENGTHS))
 
 
 @each_pair(list(TINY), list(METHODS))
 def test_the_value_gradient_is_what_attention_routes_to_it(name: str, label: str) -> None:
-    """∇v_s = Σ_t a[t,s] g_t at the value tap, whatever was done to the value before and to the mix after."""
+    """∇v_s = Σ_t a[t,s] g_t at the value tap, for any change of the value before it and of the mix after it."""
     check = backward_tables(name, label)["gradient_check"]
     assert check["identity_residual"].max() < (1e-5 if name in ("bloom", "falcon-alibi", "mpt") else 1e-9)
 
@@ -587,7 +587,7 @@ def test_missing_mass_is_what_the_new_denominator_takes(name: str, label: str) -
 
 @pytest.mark.parametrize("name", ["gemma2", "opt", "falcon", "bloom"])
 def test_registers_are_measured_as_the_first_positions(name: str) -> None:
-    """Tables are those of a plain model that has three tokens more in its vocabulary, written before every text."""
+    """The tables equal those of a plain model with three more tokens in its vocabulary, written before every text."""
     model = retrofitted(name, "register-tokens")
     sequences = ragged_tokens([10, 10, 7])
     with in_double(model):
@@ -639,7 +639,7 @@ def test_the_doctor_finds_nothing_wrong(name: str, label: str) -> None:
     ("name", "label"), [("llama", "vga"), ("bloom", "learnable-sink"), ("llama", "register-tokens")]
 )
 def test_interventions_act_on_a_retrofitted_model(name: str, label: str) -> None:
-    """No later token sees position 0: with registers the first of them."""
+    """No later token sees position 0, which is the first register if there are registers."""
     model = retrofitted(name, label, torch.float32)
     with torch.no_grad():
         before = model(IDS).logits
@@ -647,7 +647,7 @@ def test_interventions_act_on_a_retrofitted_model(name: str, label: str) -> None
             masked = model(IDS).logits
             assert torch.equal(generate(model), generate(model, use_cache=False))
         assert torch.equal(model(IDS).logits, before)
-        if label == "register-tokens":  # the same as that register changed: nobody sees it
+        if label == "register-tokens":  # the same as a change of that register, because no token sees it
             model.retrofit.embeddings[0] += 1.0
             with intervening(model, "mask-sink"):
                 assert_close(model(IDS).logits, masked, 1e-5)
@@ -694,7 +694,7 @@ def test_models_that_cannot_be_retrofitted_are_refused_and_stay_as_they_were() -
         with pytest.raises(InputError, match=f"retrofitted with vga already: apply {method} to the model it was made"):
             retrofit_model(shared("llama", "vga"), None, method)
     bloom = retrofit_model(tiny_model("bloom"), None, "vga", placement="output")
-    for layer in bloom.transformer.h:  # does not call its output projection
+    for layer in bloom.transformer.h:  # the output projection is not called
         layer.self_attention.slow_but_exact, layer.self_attention.pretraining_tp = True, 2
     with pytest.raises(SinkscopeError, match="output projection was not called"):
         bloom(IDS)

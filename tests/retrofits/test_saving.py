@@ -1,4 +1,4 @@
-"""A retrofitted model saved and loaded again: the same logits bit for bit, and never mistaken for the plain one."""
+"""A retrofitted model is saved and loaded again: the logits are equal bit for bit, and the plain class refuses it."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def as_loaded(name: str, dtype: torch.dtype) -> Any:
-    """GPT-J's table of positions is in half precision in a model that was made so, in float32 in one from a file."""
+    """Return a tiny model as read from a file, because GPT-J's table of positions is then in float32 in any dtype."""
     if dtype == torch.float32:
         return tiny_model(name)
     with TemporaryDirectory() as folder:
@@ -48,7 +48,7 @@ def as_loaded(name: str, dtype: torch.dtype) -> Any:
 
 
 def trained(name: str, label: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Retrofitted, every new parameter moved from its start."""
+    """Return a retrofitted model, with every new parameter moved from its start."""
     if (name, label) == ("gpt_oss", "learnable-sink"):
         pytest.skip("has learnable sinks of its own")
     method, parameters = METHODS[label]
@@ -135,7 +135,7 @@ def test_a_model_read_from_a_folder_is_retrofitted_saved_and_read(name: str, tmp
 
 @EACH_METHOD
 def test_copied_in_memory_it_is_a_model_of_its_own(label: str) -> None:
-    """Hooks and all: the copy's parameters count in the copy."""
+    """The hooks are copied too: changes of the copy's parameters affect the copy."""
     for name in ("llama", "gptj"):
         model = trained(name, label)
         twin, before = copy.deepcopy(model), logits(model)
@@ -147,7 +147,7 @@ def test_copied_in_memory_it_is_a_model_of_its_own(label: str) -> None:
         assert label == "vscale-fixed" or not torch.equal(logits(model), before)
 
 
-# ----------------------------------------------------------------------------------- without sinkscope, and with
+# ----------------------------------------------------------------------------------- without sinkscope, and with it
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ note("sinkscope itself", lambda: type(sinkscope.load(folder).model).__name__)
 
 
 def test_plain_transformers_refuses_it_and_importing_the_retrofits_is_enough(folder: Path) -> None:
-    """The retrofits' model types are registered by `import sinkscope.retrofits`, and by nothing before it."""
+    """Only `import sinkscope.retrofits` registers the retrofits' model types."""
     program = TRANSFORMERS_FIRST.format(folder=str(folder))
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 0, result.stderr
@@ -228,7 +228,7 @@ def test_transformers_own_types_are_what_they_were() -> None:
     assert base_type("sinkscope_gpt2") == "gpt2"
 
 
-# --------------------------------------------------------------------------------------- through sinkscope's door
+# --------------------------------------------------------------------------------------- with sinkscope's commands
 
 
 @pytest.mark.parametrize("label", ["vscale", "key-bias", "register-tokens"])

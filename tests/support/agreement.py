@@ -41,10 +41,10 @@ from support.plain import Plain, only_float64, run_plainly
 class Row:
     """The outcome for one model type.
 
-    outcome: row (of the table of families), wiring (found numerically), refused, or not built.
-    layers: how many of which kind.
-    padded: of a causal one, whether what is measured of a padded batch is what plain transformers compute of it, on
-        either side; "yes, but" where transformers itself gives other numbers then than for a sequence alone.
+    `outcome` is row (of the table of families), wiring (found numerically), refused, or not built; `layers` is the
+    number of layers of each kind. `padded`, for a causal model, is whether measurements of a padded batch equal those
+    of plain transformers, on either side; "yes, but" if transformers' own numbers then differ from those of a sequence
+    alone.
     """
 
     model_type: str
@@ -61,7 +61,7 @@ class AllSites(Observable):
 
 
 def row_of(model_type: str, auto: Any = AutoModelForCausalLM) -> Row:
-    """Build the model, look for its family, and read every site of the residual stream and all attention."""
+    """Build the model, find its family, and read every site of the residual stream and all attention."""
     if model_type in NOT_BUILT:
         return Row(model_type, "not built", reason=NOT_BUILT[model_type])
     model = tiny_of(model_type, auto=auto)
@@ -89,15 +89,15 @@ def padding(model_type: str, by_side: Mapping[str, Mapping[str, float]]) -> str:
 
 
 LENGTH = 20
-SHORTER = 13  # the second sequence of a padded batch
-WINDOW = 7  # of window masses
+SHORTER = 13  # length of the second sequence of a padded batch
+WINDOW = 7  # width of window masses
 SIDES = ("right", "left")
 MEASURED = ("attention", "activation", "massive", "gradient")
 COMPARED = ("attention", "attention_heads", "sink_positions", "activation", "massive", "gradient")
 ROUND_OFF = 1e-10  # relative, in float64
-# Where more is lost: a sum that it keeps in float32 whatever its weights are; code for float32 alone
+# Types with larger errors: sums that are kept in float32 for weights of any dtype; code for float32 only
 LESS_EXACT = {"recurrent_gemma": 1e-6, "mobilebert": 1e-6}
-# concern plain transformers only, not the measurement
+# columns that concern only plain transformers
 ALONE = "bare model, alone and padded"
 UNDEFINED = "entries that are NaN by plain transformers"
 
@@ -107,10 +107,7 @@ Tables = Mapping[str, pd.DataFrame]
 def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -> dict[str, float]:
     """Return each column's largest relative difference from plain transformers and autograd, for one float64 sequence.
 
-    Args:
-        model_type: of any model that works.
-        file: to write the ids to.
-        auto: the class of transformers that makes it.
+    The ids are written to `file`; `auto` is the class of transformers that makes the model.
     """
     model = tiny_of(model_type, torch.float64, auto=auto)
     np.save(file, _sequence(LENGTH).numpy()[None])
@@ -119,7 +116,7 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
         with undisturbed(model):
             found = family_of(model)
         family, _ = found
-        patch.setattr(subject, "family_of", lambda model: found)  # which would take as long a second time
+        patch.setattr(subject, "family_of", lambda model: found)  # the search would take as long a second time
         tables = analyze(
             model,
             tokenizer=None if family.causal else word_tokenizer(),
@@ -133,14 +130,10 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
 
 
 def padded_differences(model: PreTrainedModel, family: Family, whole: bool) -> dict[str, dict[str, float]]:
-    """Return the differences for a padded batch of two sequences, for each side of the padding.
+    """Return the differences for a padded batch of two sequences in float64, for each side of the padding.
 
-    ALONE is how far the bare model's logits are from those of the shorter sequence alone.
-
-    Args:
-        model: in float64.
-        family: its own.
-        whole: whether to compare every column and the logits; without, no more than sink mass and norms of the stream.
+    ALONE is the difference of the bare model's logits from those of the shorter sequence alone. If not `whole`, only
+    sink mass and norms of the stream are compared, instead of every column and the logits.
     """
     batches = {side: _batch([LENGTH, SHORTER], side, family.causal) for side in SIDES}
     found = {}
@@ -164,7 +157,7 @@ def is_equal(model_type: str, found: Mapping[str, float]) -> bool:
     return largest < LESS_EXACT.get(model_type, ROUND_OFF)
 
 
-# --- what is measured
+# --- measurements
 
 
 def _sequence(length: int) -> torch.Tensor:
@@ -208,7 +201,7 @@ def _traced(tracer: Tracer, batch: Batch, whole: bool) -> Tables:
     return tables if whole else {name: tables[name] for name in ("attention", "activation") if name in tables}
 
 
-# --- what plain transformers compute
+# --- plain transformers
 
 
 def _run(model: PreTrainedModel, family: Family, batch: Batch, backward: bool = True) -> Plain:
@@ -225,9 +218,7 @@ def _run(model: PreTrainedModel, family: Family, batch: Batch, backward: bool = 
 
 
 def _expected(plain: Plain, family: Family) -> Tables:
-    """The tables by plain transformers, without branches of layers of which sinkscope says that it does not know how
-    they are built.
-    """
+    """Return the tables by plain transformers, without branches of layers that sinkscope reports as unknown."""
     tables = plain.tables(LENGTH, WINDOW, Settings().epsilon)
     blocks = {at: family.block(at) for at in range(len(plain.layers))}
     unknown = {at: {*RESIDUAL_SITES} - {*block.sites} for at, block in blocks.items() if block.wiring == "unknown"}
@@ -235,16 +226,13 @@ def _expected(plain: Plain, family: Family) -> Tables:
     return {**tables, "activation": tables["activation"][[site not in unknown.get(at, ()) for at, site in places]]}
 
 
-# --- how far they are apart
+# --- differences
 
 KEYS = ("layer", "head", "kv_head", "pathway", "site", "sequence", "position", "token_id", "coordinate", "is_massive")
 
 
 def _apart(tables: Tables, expected: Tables) -> dict[str, float]:
-    """Return each column's largest difference, relative to the largest entry at the same layer and site, or pathway.
-
-    Infinite where there are other rows.
-    """
+    """Return each column's largest difference ÷ the largest entry there (layer and site); infinite if rows differ."""
     tables = {name: _compared(table) for name, table in tables.items()}
     apart = {f"{name}.rows": np.inf for name in COMPARED if (name in tables) != (name in expected)}
     apart |= {
@@ -276,7 +264,7 @@ def _columns_apart(found: pd.DataFrame, expected: pd.DataFrame) -> dict[str, flo
 
 
 def _column_apart(found: np.ndarray, expected: np.ndarray, place: np.ndarray, absolute: bool) -> float:
-    """The largest difference, relative to the largest entry at the same place; absolute of what is 1 minus a sum."""
+    """Return the largest difference, relative to the largest entry at the same place; absolute for 1 minus a sum."""
     largest = np.zeros(place.max() + 1)
     np.fmax.at(largest, place, np.abs(expected))
     apart = np.abs(found - expected) / (1.0 if absolute else np.where(largest > 0, largest, 1.0)[place])

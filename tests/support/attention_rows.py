@@ -14,7 +14,7 @@ class Rows(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.weights: list[torch.Tensor] = []  # (B,H,T,T) of each layer
+        self.weights: list[torch.Tensor] = []  # (B,H,T,T) in each layer
         self.missing: list[torch.Tensor] = []  # (B,H,T)
         self.values: list[torch.Tensor] = []  # (B,T,K,d)
         self.hidden: list[torch.Tensor] = []  # (B,T,D) after each layer

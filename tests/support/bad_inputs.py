@@ -1,6 +1,6 @@
 """Wrong input of users, as hypothesis strategies: files by their content, options by their text.
 
-The fast tests draw a few of each for the readers; tests/torture/inputs.py draws thousands for the whole commands.
+The fast tests draw a few of each for the readers; tests/torture/inputs.py draws thousands for the complete commands.
 """
 
 import io
@@ -29,7 +29,7 @@ json_values = st.recursive(
 
 
 def written(value: Any) -> bytes:
-    """JSON as Python writes it, NaN and halves of surrogate pairs included."""
+    """Return JSON as Python writes it, including NaN and halves of surrogate pairs."""
     return json.dumps(value).encode()
 
 
@@ -39,7 +39,7 @@ some_json = json_values.map(written) | st.sampled_from(NESTED)
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """A file cut short, or with a few of its bytes changed."""
+    """Draw a file that is cut short, or has a few changed bytes."""
     if draw(st.booleans()):
         return whole[: draw(st.integers(0, len(whole)))]
     content = bytearray(whole)
@@ -50,7 +50,7 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 
 @st.composite
 def edited(draw: st.DrawFn, whole: dict[str, Any]) -> dict[str, Any]:
-    """An object with one or two of its entries replaced, at any depth, or removed."""
+    """Draw an object with one or two of its entries replaced, at any depth, or removed."""
     content = json.loads(json.dumps(whole))
     for _ in range(draw(st.integers(1, 2))):
         place = content

@@ -14,11 +14,11 @@ from sinkscope.html_page import PAGE, Contents, write_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LARGEST = 5e6  # bytes
-OPENS = 2000.0  # milliseconds: the limit; it takes a third of that on two busy cores
+OPENS = 2000.0  # milliseconds: the limit; two busy cores need a third of it
 SLACK = 10  # the factor by which a machine that runs other tests may be slower
 DIGITS = 1e-3  # relative: numbers on the page have four digits
 
-# opens all details, gives every choice its last and its first value, presses every button; returns their number
+# opens all details, sets every choice to its last and its first value, presses every button; returns their number
 USE_EVERY_CONTROL = """async () => {
     document.querySelectorAll("details").forEach((node) => { node.open = true; });
     const use = (control, isLast) => {
@@ -37,8 +37,8 @@ USE_EVERY_CONTROL = """async () => {
     window.dispatchEvent(new Event("beforeprint"));
     return controls.length;
 }"""
-# chooses one table after another; returns by name its columns, the texts of the rows that are shown, and whether the
-# page has all rows
+# selects one table after another; returns by name its columns, the texts of the visible rows, and whether the page has
+# all rows
 READ_TABLES = """() => {
     const section = document.getElementById("tables"), select = section.querySelector("select");
     const texts = (nodes) => [...nodes].map((node) => node.textContent);
@@ -96,7 +96,7 @@ def opened(browser: Any, contents: Contents, folder: Path, **context: Any) -> It
 
 
 def check_page(browser: Any, contents: Contents, folder: Path) -> None:
-    """Assert that the page is small, opens soon, shows the tables' rows, and has no control that fails."""
+    """Assert that the page is small, opens fast, shows the tables' rows, and has no control that fails."""
     tables = contents.all_tables
     with opened(browser, contents, folder) as page:
         assert (folder / PAGE).stat().st_size < LARGEST
@@ -105,10 +105,10 @@ def check_page(browser: Any, contents: Contents, folder: Path) -> None:
         assert shown.keys() == tables.keys()
         for name, (columns, rows, is_whole) in shown.items():
             assert columns == list(tables[name].columns)
-            if is_whole:  # else the first rows may be others
+            if is_whole:  # otherwise the first rows may differ
                 check_rows(tables[name], rows)
         assert page.evaluate(USE_EVERY_CONTROL) > 1
-        page.wait_for_timeout(50)  # charts are drawn
+        page.wait_for_timeout(50)  # time to draw the charts
         assert not page.locator("main svg:has(text:text-is('NaN'))").count()
         assert not page.get_by_text("This part of the page failed").count()
 

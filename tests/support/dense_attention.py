@@ -6,7 +6,7 @@ import torch
 
 
 class DenseAttention(NamedTuple):
-    """The tensors of attention, including those that a fused kernel does not return."""
+    """The tensors of attention, including tensors that a fused kernel does not return."""
 
     logits: torch.Tensor  # (B,H,T,S), masked
     weights: torch.Tensor  # (B,H,T,S)

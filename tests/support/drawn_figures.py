@@ -21,7 +21,7 @@ TEXTS = {"scorecard", "scorecard-by-model", "routes"}
 
 
 def drawn(name: str) -> Figure:
-    """The figure of this name."""
+    """Return the figure of this name."""
     if name in OF_RUNS:
         return OF_RUNS[name]([make_run(model="org/One_1"), make_run(model="org/Two_2")])
     if name in OF_STEPS:

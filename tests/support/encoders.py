@@ -1,7 +1,7 @@
 """Tiny random encoders, a tokenizer for them, and their attention by plain transformers.
 
-Every sequence goes through the model alone and unpadded, with eager attention in float64 and `output_attentions=True`.
-No code of sinkscope is used.
+Every sequence is read by the model alone and unpadded, with eager attention in float64 and `output_attentions=True`,
+without code of sinkscope.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def encoder(name: str, dtype: torch.dtype = torch.float64, spread: float = 8.0, **changes: Any) -> PreTrainedModel:
-    """Return a random encoder in eval mode, its matrices wide enough for attention far from uniform."""
+    """Return a random encoder in eval mode, with matrices wide enough for attention far from uniform."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **ENCODERS[name] | changes)
     model = AutoModelForMaskedLM.from_config(config, dtype=dtype).eval().requires_grad_(False)

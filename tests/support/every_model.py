@@ -1,7 +1,7 @@
 """A tiny random model of every type in transformers' mappings, with small values for all sizes of its configuration.
 
-A type whose configuration needs more than that has a line in `OVERRIDES`; one that cannot be built here has a line in
-`NOT_BUILT`, with the reason.
+A type that needs further settings has a line in `OVERRIDES`; one that cannot be built here has a line in `NOT_BUILT`,
+with the reason.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ _WINDOWS = ["sliding_attention", "full_attention"] * 2
 _BLT = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "vocab_size": 260}
 _BLT |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": SKIPPED}
 _INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "rel_extent": 32}
-# Settings of a type that replace or extend those of SMALL
+# Settings of a type that replace or extend the entries of SMALL
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (*("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu"), "minicpm3"), _LATENT
@@ -175,7 +175,7 @@ NOT_BUILT |= multimodal.NOT_BUILT
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Return a configuration that is small in all its parts; a part with a type of its own uses that type's entry."""
+    """Return a configuration that is small in all its parts; a part with its own model type uses that type's entry."""
     return CONFIG_MAPPING[model_type](**_wanted(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {})))
 
 
@@ -192,7 +192,6 @@ def _wanted(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(kind: Any) -> dict[str, Any]:
-    """Return the default classes of a configuration's parts."""
     specs = kind.sub_configs_defaults.items()
     return {
         name: CONFIG_MAPPING[spec.model_type] if spec.config_class is AutoConfig else spec.config_class
@@ -232,10 +231,10 @@ def every_type(auto: Any = AutoModelForCausalLM) -> list[str]:
 def tiny_of(
     model_type: str, dtype: torch.dtype = torch.float32, spread: float = 6.0, auto: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """Return a random model in eval mode, its matrices `spread` times as wide as at initialization."""
+    """Return a random model in eval mode, with matrices `spread` times as wide as at initialization."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
-    config._experts_implementation = "eager"  # others know no float64
+    config._experts_implementation = "eager"  # other implementations do not support float64
     if type(config) in AutoModelForMaskedLM._model_mapping:  # like BERT: an encoder, or a decoder on request
         config.is_decoder = auto is AutoModelForCausalLM
     model = auto.from_config(config).eval().requires_grad_(False).to(dtype)

@@ -42,10 +42,8 @@ def _process() -> dict[str, Any]:
 
 
 def _of_value(value: Any) -> Any:
-    """Represent containers, such as hooks, by their entries; objects by identity; numbers and text by value.
-
-    The configuration that all modules hold is recorded once, separately.
-    """
+    """Represent containers, such as hooks, by their entries; objects by identity; numbers and text by value."""
+    # the configuration that all modules hold is recorded once, separately
     if isinstance(value, dict):
         return {key: id(entry) for key, entry in value.items()}
     by_identity = isinstance(value, nn.Module | torch.Tensor | PreTrainedConfig) or callable(value)
@@ -53,7 +51,7 @@ def _of_value(value: Any) -> Any:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names of everything that has changed."""
+    """Return the names of all entries that have changed."""
     return [name for name in before | after if not _same(before.get(name), after.get(name))]
 
 

@@ -1,7 +1,7 @@
 """Faults at a chosen moment: before the n-th time that a process changes something on the disk below a folder.
 
-Python's audit hooks see every change except writes of compiled libraries, whose renames and opened files they see.
-A hook stays until its process ends, so use it in forked processes.
+Python's audit hooks are called for every change except writes of compiled libraries, for which they are called when
+files are opened or renamed. A hook stays until its process ends, so use it in forked processes.
 """
 
 import errno
@@ -19,7 +19,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def before_change(number: int, folder: Path, act: Callable[[], Any], events: tuple[str, ...] = CHANGES) -> None:
-    """Do `act` before the n-th change below a folder (from 1 on) and before each that follows."""
+    """Do `act` before the n-th change below a folder (from 1 on) and before every later one."""
     root, count = str(folder.resolve()), 0
 
     def hook(event: str, arguments: tuple) -> None:

@@ -9,12 +9,12 @@ from sinkscope.output.run import Run
 
 
 def grid(**axes: Any) -> pd.DataFrame:
-    """One row a combination of the axes' values."""
+    """Return one row for each combination of the axes' values."""
     return pd.MultiIndex.from_product(axes.values(), names=list(axes)).to_frame(index=False)
 
 
 def gradient_tables(layers: int = 4, heads: int = 4, kv_heads: int = 2, positions: int = 16) -> dict[str, pd.DataFrame]:
-    """Random tables of a backward pass: the first query has no gradient, compress falls as the input's norm grows."""
+    """Return random tables of a backward pass: query 0 has no gradient, compress falls as the input's norm grows."""
     random = np.random.default_rng(1)
     ends = {"query": heads, "key": kv_heads, "value": kv_heads}
     parts = [
@@ -48,7 +48,7 @@ TOKENS = ["<s>", " the", "\n", ".", " $x$", "漢字", "\x00", None, "\t", " inco
 
 
 def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences: int, length: int) -> dict:
-    """Random tables of a run with a sink at position 0, as `analyze` would make them."""
+    """Return random tables of a run with a sink at position 0, as `analyze` would make them."""
     random = np.random.default_rng(0)
 
     def of(frame: pd.DataFrame, **columns: tuple[float, float]) -> pd.DataFrame:

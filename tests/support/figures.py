@@ -1,4 +1,4 @@
-"""Helpers for tests of figures, and for tests that skip figures, as drawing and saving all of them takes seconds."""
+"""Helpers for tests of figures, and for tests that skip figures because drawing all of them takes seconds."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,7 @@ from sinkscope.results.run import RunData
 
 
 def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> None:
-    """Make no figure of a run applicable, for all places that save figures; files of other figures are empty.
-
-    Args:
-        patch: undoes it.
-        of_runs_only: save figures of several runs, steps or arms as usual.
-    """
+    """Skip all figures of runs wherever figures are saved; other figures' files are empty, unless `of_runs_only`."""
     patch.setattr(sinkscope.figures, "applicable", lambda run: [])
     if not of_runs_only:
         patch.setattr(Figure, "lay_out", lambda figure: None)
@@ -30,7 +25,7 @@ def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> No
 
 
 def rough_figures(patch: pytest.MonkeyPatch) -> None:
-    """Draw and save figures in half of the time: without a layout, and in few pixels."""
+    """Draw and save figures in half of the time: without a layout, and with few pixels."""
     patch.setattr(Figure, "lay_out", lambda figure: figure.set_layout_engine("none"))
     patch.setitem(SETTINGS, "savefig.dpi", 50)
 
@@ -41,7 +36,7 @@ def draw_all(specs: Mapping[str, FigureSpec[Any]], data: Any) -> dict[str, Figur
 
 
 def check_all_draw(run: RunData, names: Iterable[str], layout: bool = True) -> None:
-    """Draw the figures without one warning: of missing glyphs, odd scales or, with the slow layout, too little room."""
+    """Draw the figures without any warning: of missing glyphs, odd scales or, with the layout, too little room."""
     for name in names:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

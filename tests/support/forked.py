@@ -1,4 +1,4 @@
-"""A process of its own that need not import everything again, to be interrupted or killed."""
+"""A separate process that need not import everything again, to be interrupted or killed."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ import torch
 
 
 class Process:
-    """A process that has been started, and ends with what it was given to do."""
+    """A forked process, which ends when its work is done."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None  # -signal where one ended it
+        self.returncode: int | None = None  # -signal if a signal ended it
 
     def poll(self) -> int | None:
-        """The status with which it has ended, or None."""
+        """Return the exit status of the process, or None if it still runs."""
         return self._collect(os.WNOHANG)
 
     def wait(self) -> int:
@@ -54,12 +54,11 @@ def forked(work: Callable[[], Any]) -> Iterator[Process]:
 
 
 def work_and_exit(work: Callable[[], Any]) -> None:
-    """Do the work of a forked process and end it, so that no code of its parent runs twice."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        torch.set_num_threads(torch.get_num_threads())  # mends the pool, which two threads must not do at once
+        torch.set_num_threads(torch.get_num_threads())  # repairs the thread pool; two threads must not do this at once
         work()
         status = 0
     except SystemExit as ending:

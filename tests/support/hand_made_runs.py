@@ -15,7 +15,7 @@ from sinkscope.results.run import RunData
 HOLDS, FAILS, INCONCLUSIVE = Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE
 NOT_APPLIES, UNMEASURED, FEW_SEEDS = Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED, Outcome.NOT_ENOUGH_SEEDS
 SEQUENCES = 40
-TOKEN_ZERO = {"random": "random token", "repeated": "repeated token"}  # drawn without a BOS in front
+TOKEN_ZERO = {"random": "random token", "repeated": "repeated token"}  # drawn without a BOS before them
 # `input` of a text with a BOS, and of one without
 BOS = {"sequences": SEQUENCES, "token_zero": "bos <s> (id 1)"}
 NO_BOS = {"sequences": SEQUENCES, "token_zero": "first text token"}
@@ -44,8 +44,9 @@ def family(positions: str, **given: Any) -> dict[str, Any]:
 
 
 def by_sequence(columns: Mapping[str, Any], layers: int = 4, noise: float = 0.0, **axes: Sequence[Any]) -> pd.DataFrame:
-    """A row for each layer, sequence and place on further axes; values (layers, *axes) or what broadcasts to that, and
-    each sequence's own noise.
+    """Return a row for each layer, sequence and index on further axes, with noise that differs by sequence.
+
+    Values are (layers, *axes), or can be broadcast to that.
     """
     sizes = [len(labels) for labels in axes.values()]
     shape = (layers, SEQUENCES, *sizes)
@@ -63,11 +64,9 @@ def analysis(tables: Mapping[str, pd.DataFrame], condition: str = "natural", **g
 
 
 def experiment(rates: Mapping[str, Sequence[float]], name: str, condition: str = "natural", **given: Any) -> RunData:
-    """An arm and the model as it is.
+    """Return a run with an arm and the unchanged model.
 
-    Args:
-        rates: "before", "after" and "control 0", "control 1", … → sink rates at positions 0, 1, …, all layers alike.
-        name: the intervention.
+    `rates`: "before", "after" and "control 0", … → sink rates at positions 0, 1, …, the same in all layers.
     """
     parts = []
     for condition_of, by_position in rates.items():

@@ -23,7 +23,7 @@ Tables = Mapping[str, pd.DataFrame]
 
 
 def judged(claim: str, *parts: Training | Steps, name: str = "made") -> Judgment:
-    """Judge a claim by the folders of trainings, measured steps included."""
+    """Judge a claim by the folders of trainings, including measured steps."""
     trainings = tuple(part for part in parts if isinstance(part, Training))
     series = tuple(part for part in parts if isinstance(part, Steps))
     return judge(CLAIMS[claim], Collection((), trainings, series).evidence({})[name])
@@ -40,16 +40,16 @@ def training(
     shape: Mapping[str, Any] = SHAPE,
     **options: Any,
 ) -> Training:
-    """One folder.
+    """Return one folder of a training.
 
     Args:
-        arms: Method as it is typed (`vga:placement=output`), or "untouched" → its metrics by seed.
+        arms: Method as on the command line (`vga:placement=output`), or "untouched" → its metrics by seed.
         command: "retrofit" or "train".
         tables: Method → for each seed the tables of its run.
-        courses: Method → metric → for each seed its values by step, in layer 0 and as the whole model's.
-        model, folder, blocks: Its model's name, its path, and how many blocks there were to train on.
-        shape: The configuration of a fresh model.
-        options: Those of the command.
+        courses: Method → metric → for each seed its values by step, in layer 0 and for the complete model.
+        model, folder, blocks: The model's name, the path, and the number of blocks to train on.
+        shape: The configuration of a new model.
+        options: The options of the command.
     """
     seeds = range(max(len(next(iter(numbers.values()), ())) for numbers in arms.values()))
     records, runs, rows, by_step = {}, {}, [], []
@@ -92,7 +92,7 @@ def arm_run(
 
 
 def norms(**by_site: Sequence[float]) -> pd.DataFrame:
-    """The table `activation`: site → norms at position 0, by layer; 1 at the others."""
+    """Return the table `activation`: site → norms at position 0, by layer; 1 at other positions."""
     rows = [
         (layer, site, position, norm if position == 0 else 1.0)
         for site, by_layer in by_site.items()
@@ -103,12 +103,12 @@ def norms(**by_site: Sequence[float]) -> pd.DataFrame:
 
 
 def rates(at_first: float, noise: float = 0.01, later: Sequence[float] = (0.0, 0.0)) -> pd.DataFrame:
-    """The table `attention_by_sequence`: sink rates at position 0 and at those after it, all layers alike."""
+    """Return the table `attention_by_sequence`: sink rates at position 0 and later ones, the same in all layers."""
     return by_sequence({"sink_rate": [at_first, *later]}, noise=noise, position=range(1 + len(later)))
 
 
 def gradients(ratio: float, groups: int = 5) -> Tables:
-    """The tables of value gradients: at position 0 `ratio` times those after it, a little else in each group."""
+    """Return the tables of value gradients: at position 0 `ratio` times the later ones, plus noise by group."""
     places = [(layer, position) for layer in range(2) for position in range(16)]
     rows = [(layer, "value", -1, at, ratio if at == 0 else 1.0) for layer, at in places]
     whole = pd.DataFrame(rows, columns=["layer", "pathway", "head", "position", "grad_norm"])
@@ -120,6 +120,6 @@ def gradients(ratio: float, groups: int = 5) -> Tables:
 
 
 def steps(of: str, by_step: Mapping[int, Tables], folder: str, model: str = "made") -> Steps:
-    """One folder of `analyze` over steps; `of`: as the model was named."""
+    """Return one folder of `analyze` over steps; `of` is the name of the model on the command line."""
     runs = {step: arm_run(model, "natural", {}, tables) for step, tables in by_step.items()}
     return Steps({"command": "analyze_steps", "model": Path(of).name, "config": {"model": of}}, runs, Path(folder))

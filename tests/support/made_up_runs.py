@@ -12,7 +12,7 @@ from support.manifests import run_manifest
 
 
 def made_up(condition: str = "natural", sink_rate: float = 0.5, layers: int = 2, **changes: Any) -> Run:
-    """A run with a summary and nothing else. `changes` are of the manifest, dicts merged in."""
+    """Return a run that has only a summary. `changes` are merged into the manifest, including nested dicts."""
     manifest = run_manifest(condition=condition, tables=["summary"])
     for name, value in changes.items():
         manifest[name] = manifest[name] | value if isinstance(value, dict) else value

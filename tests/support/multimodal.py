@@ -10,14 +10,13 @@ SENSES: dict[str, Any] = {
 
 
 def _sections(*sizes: int) -> dict[str, Any]:
-    """Rotary positions in three sections, for time, height and width."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sizes)}}
 
 
-SKIPPED = object()  # the default stays
+SKIPPED = object()  # the default is kept
 _CODES = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "codebook_size": 64}
 
-# model type → settings in addition to those of every model; a dict for a part goes to that part
+# model type → settings in addition to those of every model; a dict is for the part with this name
 NEEDED: dict[str, dict[str, Any]] = {
     **{
         name: _sections(2, 1, 1)
@@ -65,7 +64,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "step3p5": {"sliding_window": 6}, "unlimited_ocr_text": {"num_key_value_heads": 4},
 }  # fmt: skip
-# model type → arguments for each token of text: it follows PaliGemma's prompt, and sees the tokens before it
+# model type → arguments for each token of text: after PaliGemma's prompt a token sees only earlier tokens
 TOLD: dict[str, dict[str, int]] = {"paligemma": {"token_type_ids": 1}}
 # Types without a tiny model here, with the reason
 NOT_BUILT: dict[str, str] = {

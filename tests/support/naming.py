@@ -1,4 +1,4 @@
-"""Loops over many like cases in one test: which of them failed is added to the error."""
+"""Loops over many similar cases in one test: the name of a failed case is added to the error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,19 +2,19 @@
 
 Attention is dense: transformers' attention functions are replaced by the eager function of the model's own file, and
 its inputs are kept with their graph. The weights are those of the mix: if the values are a basis, the mix is the
-weights, times any factor of the model's. If a model attends in code of its own, it is matmul (q, kᵀ) → softmax →
+weights, times any factor of the model's. If attention is in the model's own code, it is matmul (q, kᵀ) → softmax →
 matmul (weights, v), or F.scaled_dot_product_attention, made dense here; heads of keys and values that this code has
 copied are counted once.
 
-The terms of the residual stream are read off the sums that the model's own code makes. While a layer runs, every sum
+The terms of the residual stream are read from the sums that the model's own code makes. While a layer runs, every sum
 of two tensors as large as the residual stream is kept. The sums, and norms after a sum, that lead from the layer's
-input to its output are the stream; what is added on the way are the branches:
+input to its output are the stream; the added tensors are the branches:
 
     mid = layer_in + attn_out       if the code of a later branch reads the sum
     layer_out = mid + mlp_out
 
 Among branches that read the same state, attention's (or that of a module in its place) is the one that depends on other
-tokens. No module is known by its name, and no constant is fitted.
+tokens. No module is identified by its name, and no constant is fitted.
 """
 
 import inspect
@@ -43,22 +43,22 @@ from support.dense_attention import dense_attention
 
 # --- the residual stream
 
-ADDED_TO = (torch.Tensor.add_, torch.Tensor.__iadd__)  # the first of the two becomes the sum
+ADDED_TO = (torch.Tensor.add_, torch.Tensor.__iadd__)  # these write the sum into their first argument
 ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, *ADDED_TO)
 
 
 class Kept:
-    """A tensor with its graph, and its values at the time: the model may change it in place."""
+    """A tensor with its graph, and a copy of its values, because the model may change it in place."""
 
     def __init__(self, live: torch.Tensor, x: torch.Tensor) -> None:
         self.live = live
         self.x = x  # (B,T,D)
-        self.key = (x + 0.0).numpy().tobytes()  # of -0.0 and 0.0 alike
+        self.key = (x + 0.0).numpy().tobytes()  # + 0.0 makes -0.0 and 0.0 equal
 
 
 @dataclass
 class Sums:
-    """The sums of one layer. A value is found again bit for bit, whatever tensor holds it."""
+    """The sums of one layer. A value is found again bit for bit, whichever tensor holds it."""
 
     taken: Kept
     terms: dict[bytes, tuple[Kept, Kept]] = field(default_factory=dict)  # sum → its terms
@@ -140,7 +140,7 @@ class Additions(TorchFunctionMode):
         return given
 
     def see_norm(self, module: nn.Module, args: tuple, given: Any) -> None:
-        """Forward hook of any module: a norm has gains of its channels, and no matrix."""
+        """Record a norm, a module with gains of its channels and no matrix; a forward hook of every module."""
         layer = self.layer
         if layer is None or not args or not all(_is_like(layer.taken.x, x) for x in (args[0], given)):
             return
@@ -172,12 +172,12 @@ PRODUCTS = (
 class Attended:
     """The attention of one layer on a batch of B sequences."""
 
-    query: torch.Tensor  # (B,H,T,d), with gradients where the model was differentiated; so are key and value
+    query: torch.Tensor  # (B,H,T,d), with gradients if the model was differentiated; likewise key and value
     key: torch.Tensor  # (B,K,T,d)
     value: torch.Tensor  # (B,K,T,d)
     weights: torch.Tensor  # (B,H,T,T)
 
-    gradients_of: "Attended | None" = None  # of other tokens, an encoder's masked ones
+    gradients_of: "Attended | None" = None  # for other tokens, an encoder's masked ones
 
     @property
     def qkv(self) -> tuple[torch.Tensor, ...]:
@@ -190,7 +190,7 @@ class Attended:
 
     @property
     def gradients(self) -> tuple[torch.Tensor, ...]:
-        """The gradients of query, key and value; zeros where there are none."""
+        """Return the gradients of query, key and value; zeros without gradients."""
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in (self.gradients_of or self).qkv)
 
 
@@ -208,7 +208,7 @@ class OwnAttention(TorchFunctionMode):
         self.query: torch.Tensor | None = None
         self.key: torch.Tensor | None = None
         self.is_softmax = False
-        self.is_known = False  # from an attention function of transformers
+        self.is_known = False  # whether an attention function of transformers has given it
 
     def see(self, attended: Attended) -> None:
         """Keep the input of an attention function of transformers, which takes precedence over the layer's products."""
@@ -254,18 +254,18 @@ class OwnAttention(TorchFunctionMode):
         return attended.mix
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(B·H,T,d) or (B,H,T,d) → (B,H,T,d)."""
+        """Reshape (B·H,T,d) or (B,H,T,d) to (B,H,T,d)."""
         return x.reshape(self.shape[0], -1, *x.shape[-2:])
 
     def _one_of_each(self, x: torch.Tensor) -> torch.Tensor:
-        """(B,H,T,d) → (B,K,T,d): remove the copies that follow each head."""
+        """Return (B,K,T,d) for (B,H,T,d): remove the copies that follow each head."""
         heads = x.shape[1]
         copies = (n for n in range(heads, 0, -1) if heads % n == 0)
         copied = next(n for n in copies if torch.equal(x[:, ::n].repeat_interleave(n, 1), x))
         return x[:, ::copied]
 
     def _repeated(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """(B,K,T,d) → the shape in the model's own code."""
+        """Repeat heads (B,K,T,d) into the shape in the model's own code."""
         heads = like.numel() // x[:, :1].numel()
         return x.repeat_interleave(heads // x.shape[1], 1).reshape(like.shape)
 
@@ -275,7 +275,7 @@ class OwnAttention(TorchFunctionMode):
 
 @contextmanager
 def only_float64() -> Iterator[None]:
-    """Give float64 to modeling code that asks for float32, in a norm or a softmax."""
+    """Replace float32 by float64 in modeling code that requests it, in a norm or a softmax."""
     names = dict.fromkeys(("float32", "float"), torch.float64)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -307,7 +307,7 @@ class Plain:
 
     @property
     def attended(self) -> list[Attended]:
-        """The attention of the layers that attend by a softmax."""
+        """The attention of the layers with a softmax."""
         return [layer.attended for layer in self.layers if layer.attended is not None]
 
     def masses_and_norms(self) -> dict[str, pd.DataFrame]:
@@ -323,7 +323,7 @@ class Plain:
         return tables | ({"attention": _long(masses, "sink_mass")} if masses else {})
 
     def sink_mass(self, weights: torch.Tensor) -> torch.Tensor:
-        """(B,H,T,T) → (H,P): mean weight of the queries that see a position on it, averaged over sequences."""
+        """Return (B,H,T,T) → (H,P): mean weight on a position of the queries that see it, over sequences."""
         return self._mean(self._sink_mass(row, weights[row]) for row in self._rows())
 
     def grad_norms(self, pathway: str) -> list[torch.Tensor]:
@@ -366,12 +366,12 @@ class Plain:
         return range(len(self.lengths))
 
     def _own(self, row: int, x: torch.Tensor) -> torch.Tensor:
-        """(…,T,D) of one sequence without its padding."""
+        """Return (…,T,D) of one sequence without its padding."""
         first = int(self.start[row])
         return x[..., first : first + int(self.lengths[row]), :]
 
     def _square(self, row: int, weights: torch.Tensor) -> torch.Tensor:
-        """(H,T,T) of one sequence without its padding."""
+        """Return (H,T,T) of one sequence without its padding."""
         return self._own(row, self._own(row, weights).transpose(1, 2)).transpose(1, 2)
 
     def _sink_mass(self, row: int, weights: torch.Tensor) -> torch.Tensor:
@@ -392,7 +392,7 @@ class Plain:
 
 
 def _long(by_layer: dict[int, torch.Tensor], name: str) -> pd.DataFrame:
-    """(H,P) of each layer → one row an entry."""
+    """Return one row per entry of (H,P) of each layer."""
     frames = [
         pd.DataFrame({
             "layer": at,
@@ -429,7 +429,6 @@ def run_plainly(
     """Run a float64 model forward on ids (B,T), and differentiate its mean cross-entropy.
 
     Args:
-        model: The model to run.
         layers: The path of its list of layers.
         mask: (B,T), 0 for padding.
         labels: (B,T) for an encoder, -100 where nothing is predicted; None: each token predicts the next.
@@ -545,7 +544,7 @@ def _dense(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
             every = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
             bare = every.tril() if getattr(module, "is_causal", True) else every  # as transformers' sdpa function does
             allowed = bare if mask is None else mask
-            sees = allowed.any(-1, keepdim=True).transpose(-3, -2)  # of a row of padding sdpa makes zeros
+            sees = allowed.any(-1, keepdim=True).transpose(-3, -2)  # sdpa returns zeros for a row of padding
             mask = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill(~allowed, torch.finfo(query.dtype).min)
         own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         attended = Attended(query, key, value, torch.empty(0))

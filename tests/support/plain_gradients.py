@@ -15,8 +15,10 @@ from sinkscope.models.projections import projections
 def value_gradients(
     model: PreTrainedModel, sequences: Sequence[np.ndarray], positions: int, mask: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Return for each layer ∇ of the projected values for the run's mean loss (K,P,d); and for the last sequence ∇ of
-    the values that are attended to, and the projected values, (T,K,d). `mask`: added to all logits, (1,1,T,T).
+    """Return by layer the gradients of the projected values for the run's mean loss, (K,P,d).
+
+    Further results are for the last sequence: the gradients of the values in attention, and the projected values,
+    (T,K,d). `mask` (1,1,T,T) is added to all logits.
     """
     twin = copy.deepcopy(model).requires_grad_(True)
     twin.set_attn_implementation("eager")

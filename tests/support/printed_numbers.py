@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-FIXED = re.compile(  # parts of sentences whose numbers are no findings
+FIXED = re.compile(  # parts of sentences whose numbers are not findings
     r"\bposition 0\b|positions 5–15|95 % interval|8-bit|proposition 4's|Sun et al\. (2024|\(2024\))|GS fig\. 3|GS-6|W-6"
 )
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")

@@ -32,7 +32,7 @@ COUNT = 2
 
 
 def sharding_environment() -> dict[str, str]:
-    """The environment that `accelerate launch` makes of sinkscope's configuration of FSDP."""
+    """Return the environment that `accelerate launch` makes from sinkscope's configuration of FSDP."""
     configured = yaml.safe_load(CONFIGURATION.read_text(encoding="utf-8"))["fsdp_config"]
     values = {name.upper(): str(value) for name, value in configured.items()}
     switches = {name: value.lower() for name, value in values.items() if value in ("True", "False")}
@@ -40,23 +40,16 @@ def sharding_environment() -> dict[str, str]:
 
 
 def on_two_ranks(work: Callable[[], Any], log: Path, **environment: str) -> list[int]:
-    """Do `work` on two processes of the CPU, which talk through gloo.
+    """Do `work` on two processes of the CPU with their output in `log`, and return their exit statuses.
 
-    As with a launcher, the end of one with an error ends the other.
-
-    Args:
-        work: what both do.
-        log: the file for all that they print.
-        **environment: In addition to the variables that a launcher sets.
-
-    Returns:
-        How they ended, as `subprocess.Popen.returncode`.
+    They communicate through gloo, and have `environment` in addition to a launcher's variables. As with a launcher, an
+    error in one process ends the other.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=3))
     variables = environment | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process keeps it, as torchrun does
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process keeps the store, as torchrun does
         "WORLD_SIZE": str(COUNT),
         "LOCAL_WORLD_SIZE": str(COUNT),
     }
@@ -82,12 +75,10 @@ def on_two_ranks(work: Callable[[], Any], log: Path, **environment: str) -> list
 
 
 def sharded_retrofit(notes: Path, arguments: Sequence[str], kills: bool = False) -> None:
-    """`sinkscope retrofit` as it is typed, on one of two processes of the CPU, without figures.
+    """Run `sinkscope retrofit` without figures on one of two processes of the CPU.
 
-    Args:
-        notes: the folder for what is noted at every step: which modules are wrapped, and what this process has.
-        arguments: of the command line.
-        kills: the second process in step 5.
+    Every step's wrapped modules and this process's parameters are written to `notes`; `kills` kills the second process
+    in step 5.
     """
     rank, plain_step = os.environ["RANK"], Trainer.training_step
 

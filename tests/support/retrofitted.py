@@ -37,21 +37,18 @@ def each_pair(
 ) -> pytest.MarkDecorator:
     """Parametrize a test by every method in the first family, and by one method in every other family, in turn.
 
-    Methods and families meet only in the seam: a fault is either the method's, and seen in the first family, or the
-    family's, and seen with any method. The same holds for the sides of padding, commands and ways to end.
-
-    Args:
-        names: The families.
-        labels: The methods, or anything else that is independent of the family.
-        arguments: The test's names for a family and a method.
-        whole: Further families that meet every method, because they differ in how the two meet.
+    Methods and families interact only in the seam: a fault is either in the method, and visible in the first family, or
+    in the family, and visible with any method. The same is true for sides of padding, commands and ways to end.
+    Families in `whole` are tested with every method, because they differ in this interaction.
     """
     return pytest.mark.parametrize(arguments, pairs(names, labels, whole))
 
 
 def pairs(names: Sequence[str], labels: Sequence[Any], whole: Collection[str] = ()) -> list[tuple[str, Any]]:
-    """Return the pairs of `each_pair`, and those that meet outside of the seam: registers are tokens of the model, and
-    a further term of the denominator is added to logits that some families change.
+    """Return the pairs of `each_pair`, and pairs that also interact outside of the seam.
+
+    Registers are tokens of the model, and a further term of the denominator is added to logits that some families
+    change.
     """
     met_by_all = [name for name in names if name == names[0] or name in whole]
     turns = ((name, labels[place % len(labels)]) for place, name in enumerate(names[1:]))
@@ -105,7 +102,7 @@ def shared_plain(name: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def train(model: PreTrainedModel) -> None:
-    """Move every new parameter, each head's differently."""
+    """Move every new parameter, differently for each head."""
     generator = torch.Generator().manual_seed(1)
     for parameter in new_parameters(model).values():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

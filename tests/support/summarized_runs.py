@@ -1,4 +1,4 @@
-"""Runs of `analyze` made by hand, of which the metrics are given, and the tables that claims make them of."""
+"""Runs of `analyze` made by hand from given metrics, and the tables from which claims compute these metrics."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def summarized(
     tables: dict[str, pd.DataFrame] | None = None,
     **manifest: Any,
 ) -> Run:
-    """A run with these metrics by layer, and of the whole model: the means, or as given."""
+    """Return a run with these metrics by layer, and for the complete model their means or the given values."""
     rows = [(layer, metric, value) for metric, values in (summary or {}).items() for layer, value in enumerate(values)]
     means = {metric: sum(values) / len(values) for metric, values in (summary or {}).items()} | (whole or {})
     rows += [(-1, metric, value) for metric, value in means.items()]
@@ -33,14 +33,14 @@ def summarized(
     measured = {"summary": pd.DataFrame(rows, columns=["layer", "metric", "value"])}
     measured |= _by_sequence(summary or {}) | _gradients(means) | _query_bias(means, (summary or {}).get("delta_gap"))
     measured |= tables or {}
-    if "gradient" in measured:  # groups of sequences alike
+    if "gradient" in measured:  # the groups of sequences are all the same
         parts = [measured["gradient"].assign(group=group) for group in range(GROUPS)]
         measured["gradient_by_group"] = pd.concat(parts, ignore_index=True)
     return Run(record | manifest, measured)
 
 
 def _table(axes: Mapping[str, Sequence[Any]], **columns: Any) -> pd.DataFrame:
-    """A row for each place on the axes; columns of values on these, or what broadcasts to them."""
+    """Return a row for each combination of the axes, with columns of values that are broadcast to them."""
     shape = tuple(len(labels) for labels in axes.values())
     labels = np.meshgrid(*axes.values(), indexing="ij")
     frame = {name: label.ravel() for name, label in zip(axes, labels, strict=True)}
@@ -48,7 +48,7 @@ def _table(axes: Mapping[str, Sequence[Any]], **columns: Any) -> pd.DataFrame:
 
 
 def _by_sequence(summary: Mapping[str, list[float]]) -> dict[str, pd.DataFrame]:
-    """All sequences alike; the first heads of a layer have the sink."""
+    """Return tables in which all sequences are the same, and the first heads of a layer have the sink."""
     tables = {}
     if "sink_rate" in summary:
         rates = np.array(summary["sink_rate"])
@@ -69,7 +69,7 @@ def _by_sequence(summary: Mapping[str, list[float]]) -> dict[str, pd.DataFrame]:
 
 
 def _gradients(whole: Mapping[str, float]) -> dict[str, pd.DataFrame]:
-    """Norms with these ratios, and the branch's points around a line."""
+    """Return norms with these ratios, and points of the branch around a line."""
     tables = {}
     if {"value_gradient_ratio", "key_gradient_ratio", "value_over_key_gradient"} <= whole.keys():
         ratios = np.array([whole["value_gradient_ratio"], whole["key_gradient_ratio"]])

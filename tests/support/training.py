@@ -40,13 +40,13 @@ def model(kind: str = "llama", method: str = "vga", **parameters: Any) -> Any:
 
 
 def random_blocks(count: int) -> Blocks:
-    """Return different blocks, so that the result shows which of them a step reads."""
+    """Return different blocks, so that the result depends on the blocks that a step reads."""
     rows = np.random.default_rng(1).integers(3, VOCAB, (count + 2, 16)).astype(np.int64)
     return Blocks(rows[:count], rows[count:], "random")
 
 
-# Two ways of training on two processes. 11 blocks are no whole number of batches: the third step of batches of 4
-# continues in the next epoch.
+# Two ways of training on two processes. 11 blocks are not a multiple of the batch size 4: the third step continues in
+# the next epoch.
 CASES = {
     "a batch a step": {"batch_size": 2, "accumulation": 1},
     "three batches a step": {"batch_size": 1, "accumulation": 3},

@@ -1,4 +1,4 @@
-"""Checks that a model is what it was before something was put into it and taken out again."""
+"""Checks that a model is unchanged after something was put into it and taken out again."""
 
 from typing import Any
 

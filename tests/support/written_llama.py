@@ -1,4 +1,4 @@
-"""A Llama written out in torch, with places where numbers can be changed."""
+"""A Llama written out in torch, with points at which numbers can be changed."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,10 @@ def as_it_is(name: str, x: torch.Tensor) -> torch.Tensor:
 def llama(
     model: PreTrainedModel, ids: torch.Tensor, at: Change, weight: Change, cached: Change = as_it_is
 ) -> torch.Tensor:
-    """Logits (B,T,V) of a Llama; `at` is called with every activation that may be quantized, `weight` with weights,
-    `cached` with keys and values (B,Hkv,T,D).
+    """Return logits (B,T,V) of a Llama.
+
+    `at` is called with every activation that may be quantized, `weight` with weights, `cached` with keys and values
+    (B,Hkv,T,D).
     """
     config, inner = model.config, model.model
     width, groups = config.hidden_size // config.num_attention_heads, config.num_key_value_heads

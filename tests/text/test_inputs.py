@@ -1,4 +1,4 @@
-"""Inputs: how text is cut, the token at position 0, and that every wrong input is refused with a reason."""
+"""Inputs: the cutting of text, the token at position 0, and the refusal of every wrong input with a reason."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from sinkscope.text.sources import documents
 from sinkscope.text.tokens import special_token_ids, token_texts
 
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", "x", *(f"w{at}" for at in range(35))]
-VOCAB = 48  # the model's: larger than the tokenizer's 40, as padded vocabularies are
+VOCAB = 48  # the model's: larger than the tokenizer's 40, because vocabularies may be padded
 UNK, BOS, EOS, PAD = range(4)
 
 
@@ -36,13 +36,13 @@ def word_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, **names)
 
 
-PLAIN = word_tokenizer()  # knows a BOS but, like GPT-2's, does not add it
+PLAIN = word_tokenizer()  # has a BOS but, like GPT-2's, does not add it
 LLAMA = word_tokenizer("<s> $A")  # adds a BOS
 
 
 @pytest.fixture(scope="module")
 def byte_level():
-    """Every byte is a token, so that a character of two bytes is two tokens."""
+    """Return a tokenizer with one token per byte, so that a character of two bytes is two tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -72,7 +72,7 @@ def write_lines(path: Path, *records: object) -> Path:
 
 
 def made(source: str | Path = "natural", **options) -> TokenInputs:
-    """Return two sequences of eight tokens, unless the options say otherwise."""
+    """Return two sequences of eight tokens, unless the options change that."""
     return build_inputs(source, **{"vocab_size": VOCAB, "tokenizer": PLAIN, "num_seqs": 2, "seq_len": 8, **options})
 
 
@@ -98,7 +98,7 @@ def test_natural_text_is_the_shipped_corpus_in_consecutive_windows(byte_level):
     for name in ("Walden", "Ishmael", "Fellow-Citizens", "Alice", "Grimaldo", "Bennet", "Tom"):
         assert name in corpus[:30_000]
     inputs = made(tokenizer=byte_level, vocab_size=256, num_seqs=5, seq_len=100_000)
-    assert inputs.notices == ("--input natural holds 3 sequences of 100000 tokens; 5 were asked for",)
+    assert inputs.notices == ("--input natural holds 3 sequences of 100000 tokens; 5 were requested",)
 
 
 def test_text_files_are_cut_into_windows(tmp_path):
@@ -106,7 +106,7 @@ def test_text_files_are_cut_into_windows(tmp_path):
     inputs = made(path, num_seqs=100)
     assert lists(inputs) == [ids_of(words(8, start)) for start in (0, 8, 16)]
     assert inputs.condition == "notes"
-    assert inputs.notices == (f"--input {path} holds 3 sequences of 8 tokens; 100 were asked for",)
+    assert inputs.notices == (f"--input {path} holds 3 sequences of 8 tokens; 100 were requested",)
     # only the beginning of a long text is tokenized; long words make the first guess of its length too short
     path = write(tmp_path / "long.txt", " ".join("w1" if at % 2 else "y" * 100 for at in range(5000)))
     inputs = made(path, num_seqs=30, seq_len=10)
@@ -153,7 +153,7 @@ def test_text_files_that_cannot_be_used(tmp_path):
     ],
 )
 def test_bos_policy(template, bos, prefix, token_zero, tmp_path):
-    """It is the same for texts, documents and drawn tokens: two runs differ only in their input."""
+    """The policy is the same for texts, documents and drawn tokens: two runs differ only in their input."""
     options = {"tokenizer": word_tokenizer(template), "bos": bos}
     step = 8 - len(prefix)
     text = made(write(tmp_path / "a.txt", words(30)), **options)
@@ -186,7 +186,7 @@ def test_bos_of_the_model_config_where_the_tokenizer_names_none(byte_level):
         assert inputs.sequences[0][0] == bos
         assert inputs.token_zero.startswith("bos ")
     refused("--bos always: neither", **options)
-    refused("in front of every sequence: token id 999", **options, bos_token_id=999)
+    refused("before every sequence: token id 999", **options, bos_token_id=999)
     refused("2 tokens are in front", tokenizer=word_tokenizer("<pad> <s> $A"), seq_len=2)
     for source in ("random", "repeated"):
         inputs = made(source, tokenizer=None, bos="always", bos_token_id=2)
@@ -202,7 +202,7 @@ def test_bos_of_the_model_config_where_the_tokenizer_names_none(byte_level):
     + [(template, "never", False) for template in ("<s> $A", None)],
 )
 def test_generated_text_keeps_its_bos_where_texts_have_one(template, bos, keeps):
-    """Without a tokenizer nothing says how texts begin, and the sequence stays as the model generated it."""
+    """Without a tokenizer the beginning of texts is unknown, and the sequence stays as the model generated it."""
 
     def sampler(first, count, length, seed):
         return np.tile(np.r_[first, np.arange(5, 5 + length - 1)], (count, 1))
@@ -217,7 +217,7 @@ def test_generated_text_keeps_its_bos_where_texts_have_one(template, bos, keeps)
 
 
 def test_drawn_tokens_are_uniform_over_ordinary_tokens():
-    """χ² of 25 600 draws over 36 tokens; no special token, and no id that no text can give."""
+    """χ² of 25 600 draws over 36 tokens; special tokens and ids that no text can give are never drawn."""
     inputs = made("random", num_seqs=400, seq_len=64)
     counts = np.bincount(np.concatenate(inputs.sequences), minlength=VOCAB)
     assert inputs.condition == "random"
@@ -256,18 +256,18 @@ def test_special_tokens_are_also_those_that_only_the_added_tokens_name():
 
 def test_documents_may_be_short_and_keep_their_order(tmp_path):
     path = write_lines(tmp_path / "docs.jsonl", *({"text": words(count, 9)} for count in (3, 1, 20, 5)))
-    write(path, path.read_text() + "\n\n")  # blank lines are no records
+    write(path, path.read_text() + "\n\n")  # blank lines are not records
     inputs = made(path, num_seqs=10)
     assert (inputs.condition, inputs.token_zero) == ("docs", "first text token")
     assert lists(inputs) == [ids_of(words(count, 9)) for count in (3, 8, 5)]
     left_out, padded, short = inputs.notices
     assert "1 document of fewer than 2 tokens left out" in left_out
     assert "3 to 8 tokens" in padded
-    assert "holds 3 sequences of at most 8 tokens; 10 were asked for" in short
+    assert "holds 3 sequences of at most 8 tokens; 10 were requested" in short
 
 
 def test_given_ids_are_taken_as_they_are(tmp_path):
-    """No BOS comes before them, even if the tokenizer adds one; a record's ids come before its text."""
+    """No BOS is put before them, even if the tokenizer adds one; a record's ids take precedence over its text."""
     records = [{"input_ids": [5, 6, 7], "text": "w1"}, {"input_ids": list(range(5, 25))}, {"input_ids": [9, 9]}]
     path = write_lines(tmp_path / "ids.json", *records)
     inputs = made(path, tokenizer=LLAMA)
@@ -310,7 +310,7 @@ def test_given_ids_are_taken_as_they_are(tmp_path):
         ('{"input_ids": [5]}', "input_ids holds 1 token;"),
         ('{"messages": "hello"}', "line 1: messages: each message has a `role` and a `content`"),
         ('{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\].content: each message has"),
-        ('{"messages": [{"role": "user", "content": "w1"}]}', "chat template does not write it"),  # there is none
+        ('{"messages": [{"role": "user", "content": "w1"}]}', "chat template does not render it"),  # there is none
     ],
 )
 def test_json_lines_that_cannot_be_used(content, match, tmp_path):
@@ -361,7 +361,7 @@ def test_arrays_that_cannot_be_used(tmp_path):
 
 
 class Trap:
-    """Unpickling it would make a folder."""
+    """An object that makes a folder when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("unpickled",)
@@ -405,14 +405,14 @@ def test_dataset_gives_the_heads_of_its_long_documents(dataset_folder, monkeypat
     inputs = made(dataset=dataset_folder, tokenizer=LLAMA, num_seqs=5)
     assert lists(inputs)[0] == [BOS, *ids_of(words(7))]
     assert inputs.token_zero == "bos <s> (id 1)"
-    assert "holds 3 sequences of 8 tokens; 5 were asked for" in inputs.notices[-1]
+    assert "holds 3 sequences of 8 tokens; 5 were requested" in inputs.notices[-1]
     for spec in (f"{dataset_folder}::test", f"{dataset_folder}:default:test"):
         assert lists(made(dataset=spec, num_seqs=3)) == [ids_of(words(8, start)) for start in range(3)]
     refused("none of its first 4 documents has 100 tokens", dataset=dataset_folder, seq_len=100)
     monkeypatch.setattr("sinkscope.text.sources.DOCUMENTS_PER_SEQUENCE", 1)
     inputs = made(dataset=dataset_folder)
     assert len(inputs) == 1
-    assert "only its first 2 documents were looked at" in inputs.notices[0]
+    assert "only its first 2 documents were read" in inputs.notices[0]
 
 
 def test_datasets_that_cannot_be_used(dataset_folder, tmp_path, monkeypatch):
@@ -453,7 +453,7 @@ def test_datasets_that_cannot_be_used(dataset_folder, tmp_path, monkeypatch):
         refused(f"--dataset some/where cannot be read: .*{match}", dataset="some/where")
 
 
-# --- documents to train on
+# --- documents for training
 
 
 def test_documents_to_train_on_come_from_the_same_readers(dataset_folder, tmp_path):
@@ -490,8 +490,8 @@ def test_sources_and_lengths_that_do_not_exist(tmp_path, monkeypatch):
     refused("no such file; did you mean shakespeare.txt", "shakspeare.txt")
     refused("no such file$", tmp_path / "nowhere" / "a.npy")
     refused("is a folder", tmp_path)
-    refused("the ending says", "tokens.bin")
-    refused("the ending says", "noending")
+    refused("must end in one of", "tokens.bin")
+    refused("must end in one of", "noending")
     refused("^--input '': neither an input", "")
     refused("pipe.txt is a pipe", "pipe.txt")
     refused("loop.txt cannot be used: Too many levels", "loop.txt")
@@ -545,7 +545,7 @@ def test_the_hash_depends_on_ids_lengths_and_order(tmp_path):
         ([5, 6, 7, 9], [9, 10]),  # another id
         ([5, 6], [7, 8, 9, 10]),  # the same ids, cut elsewhere
         ([9, 10], [5, 6, 7, 8]),  # another order
-        ([5, 6, 7, 8],),  # one sequence less
+        ([5, 6, 7, 8],),  # one sequence fewer
     ]
 
     def digest(row):
@@ -566,7 +566,7 @@ def test_token_texts(byte_level):
     assert token_texts(PLAIN, expected) == expected
     assert token_texts(None, [123]) == {123: "<id 123>"}
     newline, part_of_é = byte_level("\né", add_special_tokens=False)["input_ids"][:2]
-    # byte 0xc3 alone is no character
+    # byte 0xc3 alone is not a character
     assert token_texts(byte_level, [newline, part_of_é]) == {newline: "\n", part_of_é: "Ã"}
 
 
@@ -580,7 +580,7 @@ def test_smollm2_tokenizer():
     options = {"tokenizer": tokenizer, "vocab_size": 49152}
     inputs = build_inputs(**options, max_positions=8192)
     assert [len(ids) for ids in inputs.sequences] == [64] * 100
-    assert (inputs.token_zero, inputs.notices) == ("first text token", ())  # it adds no BOS
+    assert (inputs.token_zero, inputs.notices) == ("first text token", ())  # the tokenizer adds no BOS
     with_bos = build_inputs(**options, bos="always")
     assert with_bos.token_zero == "bos <|im_start|> (id 1)"
     assert with_bos.sequences[0][1:].tolist() == inputs.sequences[0][:63].tolist()
@@ -611,7 +611,7 @@ def chat_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 
 def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
-    """Several chats, with special tokens, characters beyond ASCII and a function of the template's environment."""
+    """Several chats have special tokens, characters beyond ASCII and a function of the template's environment."""
     tokenizer = chat_tokenizer(
         "{{ bos_token }} {% for m in messages %}{{ m['content'] | trim }} w4 {% endfor %}{{ eos_token }}"
     )
@@ -622,7 +622,7 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
     inputs = made(path, tokenizer=tokenizer)
     assert lists(inputs) == [tokenizer.apply_chat_template(chat, return_dict=False) for chat in chats]
     assert inputs.token_zero == "bos <s> (id 1)"
-    assert lists(inputs)[0] == ids_of("<s> w1 w4 w2 w4 </s>")  # no further BOS: the template has it
+    assert lists(inputs)[0] == ids_of("<s> w1 w4 w2 w4 </s>")  # no further BOS, because the template has it
     assert lists(made(path, tokenizer=tokenizer, num_seqs=1, seq_len=3)) == [ids_of("<s> w1 w4")]
 
 
@@ -635,7 +635,7 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
     ],
 )
 def test_templates_that_fail_or_never_end(template, match, tmp_path, monkeypatch):
-    """Also outside the main thread, where no signal helps."""
+    """The templates are also rendered outside the main thread, where signals have no effect."""
     if "end" in match:
         monkeypatch.setattr("sinkscope.text.chats.SECONDS", 1.0)
     path = write_lines(tmp_path / "x.jsonl", {"messages": [{"role": "user", "content": "w1"}]})
