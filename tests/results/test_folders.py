@@ -85,7 +85,7 @@ def test_two_files_of_one_name_are_not_exchanged(tmp_path: Path) -> None:
             (fresh / "verdict.md").write_text("new")
             write_manifest(fresh, run_manifest())
 
-    with pytest.raises(SinkscopeError, match=r"verdict.md was written by somebody else meanwhile"):
+    with pytest.raises(SinkscopeError, match=r"verdict.md was written by another process in the meantime"):
         write_both()
     assert (run / "verdict.md").read_text() == "mine"
     assert not beside(run, NEW).exists()
