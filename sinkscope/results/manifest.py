@@ -153,7 +153,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def strangers(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder that its command did not write. Raises InputError for a run.json that lists no files."""
+    """Yield the files in a folder that its command did not write. Raises InputError for a run.json without a list."""
     listed = read_manifest(folder, None).get("files")
     if listed is None:
         raise InputError(f"{folder / MANIFEST} is of an older sinkscope, which did not list its files")

@@ -136,7 +136,7 @@ def test_a_sink_that_should_fall_or_stay(expects: str, after: float, words: str)
     assert words in finding(run_of({0: (0.7, after, (0.7, 0.69, 0.71))}, expects=expects), "x")
     none = finding(run_of({0: (0.0, 0.0, (0.0, 0.0))}, expects=expects), "x")
     assert "There is no sink at position 0, before or after" in none
-    assert "no sink to begin with" in none
+    assert "there is no sink before the intervention" in none
 
 
 def test_perplexity() -> None:
@@ -158,7 +158,7 @@ def test_every_expectation_of_an_intervention_has_its_words() -> None:
 def test_without_controls_an_expectation_is_undecided(expects: str) -> None:
     run = run_of({0: (0.7, 0.0, ()), 1: (0.0, 0.7, ())}, expects=expects)
     assert [found.outcome for found in findings_of(run, "x") if found.name == expects] == [Outcome.UNDECIDED]
-    assert "too few controls to judge by" in finding(run, "x")
+    assert "too few controls to judge it" in finding(run, "x")
     assert "70.0% → 0.0%." in finding(run, "x")
 
 
