@@ -83,7 +83,7 @@ def at_the_end(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def onsets(table: pd.DataFrame) -> pd.Series:
-    """Return level, seed → tokens read when the sink rate was first logged above SINK, if it ever was."""
+    """Return level, seed → tokens read when the logged sink rate first exceeded SINK, for seeds with a sink."""
     sinks = table[(table["metric"] == "sink_rate") & (100 * table["value"] > SINK)]
     return sinks.groupby(KEYS, sort=False)["tokens"].min()
 

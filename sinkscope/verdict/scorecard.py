@@ -229,7 +229,7 @@ def _holding(table: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def _summary(table: pd.DataFrame) -> list[str]:
-    """Return which claims hold, by the outcome of their null, how many others there are, and how many were tested."""
+    """Return lists of the claims that hold, by the outcome of their null, and numbers of other and tested claims."""
     holding, first = _holding(table), table[table["part"] == 0]
     groups = {words: holding.get(kind, []) for kind, words in KINDS_OF_HOLDING.items()}
     for outcome in (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS):
