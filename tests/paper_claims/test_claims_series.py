@@ -121,7 +121,7 @@ def test_of_several_groups_of_levels_the_one_with_most_sinks_is_read_and_named()
     for given in (rising + falling, falling + rising):
         found = judged("W-31", *given)
         assert found.outcome == HOLDS
-        assert "steps=800, of 2 settings that with most plain sinks" in found.estimates[0].note
+        assert "steps=800, of 2 settings the one with most plain sinks" in found.estimates[0].note
 
 
 def test_random_first_tokens() -> None:
@@ -217,7 +217,7 @@ def test_steps_of_an_arm_belong_to_its_training(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="are steps of one training"):
         judged("W-30", made, seeds[0], steps(str(seeds[0].of), by_step({0: 2}, {0: 0.0}), "again"))
     without = judged("W-30", made)
-    assert without.reason == f"sinkscope analyze {tmp_path}/out/none-seed0/checkpoints, and of every other seed"
+    assert without.reason == f"sinkscope analyze {tmp_path}/out/none-seed0/checkpoints, and the same for every other seed"
 
 
 def test_a_training_that_logged_its_sink_rate_needs_no_steps() -> None:
@@ -245,7 +245,7 @@ def test_of_several_settings_it_is_judged_in_the_one_with_most_sinks() -> None:
     ]
     found = judged("W-30", *trainings)
     assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(50 * 98 / 99))
-    words = "learning_rate=0.0002, of 2 settings that with most plain sinks: 2.0, 50.0 %; 3 seeds, Student's t"
+    words = "learning_rate=0.0002, of 2 settings the one with most plain sinks: 2.0, 50.0 %; 3 seeds, Student's t"
     assert found.estimates[0].note == f"first above 10 % at step 1; {words}"
 
 

@@ -367,8 +367,8 @@ def test_claims_of_the_lab_both_ways() -> None:
         ("V-6", "sinkscope run bigram-backcopy"),
         ("W-30", "sinkscope analyze org/model --revision STEP,STEP,…"),
         ("W-22", "sinkscope claims --from RUN --from RUN …, with runs of 4 or more sizes of its family"),
-        ("W-23", "sinkscope claims --from RUN … --from SCORES …, with runs of 4 or more sizes of its family and what "
-            "sinkscope benchmark --tasks hellaswag gave of each"),
+        ("W-23", "sinkscope claims --from RUN … --from SCORES …, with runs of 4 or more sizes of its family and "
+            "the results of sinkscope benchmark --tasks hellaswag for each"),
     ],
 )  # fmt: skip
 def test_the_command_that_would_decide_is_named(claim: str, command: str) -> None:
