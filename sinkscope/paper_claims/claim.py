@@ -186,7 +186,7 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
 
 
 def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
-    """Whether a claim holds for a draw of its null; None if no part fails and some cannot be read. Fills `values`."""
+    """Return whether a claim holds for a draw of its null; None if data lack and no part fails. Fills `values`."""
     if any(scope(draw) for scope in claim.scope):
         return False
     outcomes = set()

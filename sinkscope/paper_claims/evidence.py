@@ -12,7 +12,7 @@ from sinkscope.results.run import BOS_OPTIONS, WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 
 NATURAL = "natural"  # the text that a model is measured on
-MAIN, NULL = Need("natural"), Need("null")  # the unchanged model, and one draw of random weights (further draws: null_need)
+MAIN, NULL = Need("natural"), Need("null")  # unchanged model; random weights (further draws: null_need)
 LONG = 256  # tokens of a text that is streamed
 RANDOM, REPEATED = OTHER_INPUTS = ("random", "repeated")
 POLICIES: dict[str, Kind] = {WITH: "with-bos", WITHOUT: "without-bos"}

@@ -61,7 +61,7 @@ class Training:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings that affect its numbers, except methods and seeds: equal settings make repetitions."""
+        """All settings that affect its numbers, except methods and seeds: equal settings are repetitions."""
         options = {name: value for name, value in self.manifest["config"].items() if name not in IGNORED_OPTIONS}
         shape = {name: value for name, value in self.manifest.get("architecture", {}).items() if "version" not in name}
         return {"command": self.command, "processes": self.manifest.get("processes", 1), **options, **shape}
@@ -124,7 +124,7 @@ class Arm:
         return make_retrofit(self.method, self.parameters).model_dump_json()
 
     def metric(self, name: str) -> float:
-        """A metric of the complete model from the table `retrofit`, or else from the run; NaN if neither has it."""
+        """Return a metric of the model from the table `retrofit`, or else from the run; NaN if both lack it."""
         value = self.training.metrics.get((self.label, self.seed, name))
         return self.run.metric(name) if value is None else float(value)
 
@@ -221,7 +221,7 @@ class Factor(NamedTuple):
 
     settings: tuple[str, ...]  # entries of `Training.settings` that may differ; the first that is set is the level
     options: str  # options to give to `train`, as typed
-    level: Callable[[Training], Level | None] | None = None  # the level if it is not an entry; None if it is not recorded
+    level: Callable[[Training], Level | None] | None = None  # for other levels; returns None if not recorded
     fixed: Callable[[Training], Any] = lambda training: None  # a further value that has to be equal
 
     def level_of(self, training: Training) -> Level | None:
@@ -327,18 +327,12 @@ def _alike(
 def _with_most(
     groups: Iterable[tuple[list[Training], Found]], but: Iterable[str] = ()
 ) -> tuple[list[Training], Found, str] | None:
-    """Choose among groups of trainings, each with the items that were found in it; None if there are no items.
+    """Choose a group of trainings: return the group, the items that were found in it, and its setting.
 
-    Among the groups with the most items, it is the one whose plain models end with the most sinks, since effects on
-    sinks can be seen only where there are some. Fine-tuned models had their sinks before: for them it is the first.
-
-    Args:
-        groups: The trainings of each have the same settings.
-        but: Settings that differ within each group.
-
-    Returns:
-        The group, its items, and its setting in words: «learning_rate=0.002, of 2 settings that with most
-        plain sinks: 0.0, 59.4 %»; empty if there is only one.
+    `groups` have equal settings, except for the settings in `but`. Among the groups with the most items, it is the
+    group whose plain models end with the most sinks, because effects on sinks are visible only if there are some.
+    Fine-tuned models had their sinks before: for them it is the first group. The setting is in words,
+    «learning_rate=0.002, of 2 settings the one with most plain sinks: 0.0, 59.4 %», or empty if there is only one.
     """
     found = [(group, own) for group, own in groups if len(own)]
     if not found:
@@ -473,7 +467,7 @@ def _find_steps(given: Given, need: Need) -> Study | None:
 def _analyze_steps(given: Given, need: Need) -> str:
     plain = [arms[PLAIN].run.folder for training in given.own_fresh for arms in arms_by_seed([training], [PLAIN])]
     if plain and plain[0] is not None:
-        return f"sinkscope analyze {plain[0].parent / 'checkpoints'}, and the same for every other seed"
+        return f"sinkscope analyze {plain[0].parent / 'checkpoints'}, and so on for the other seeds"
     return "sinkscope analyze {model} --revision STEP,STEP,…"
 
 
@@ -541,7 +535,7 @@ def _find_base(given: Given, need: Need) -> Study | None:
 def _analyze_base(given: Given, need: Need) -> str:
     """Return the command for the base, named as on the hub: the name of a file does not give the path of its base."""
     base = base_of(given.name)
-    return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, where BASE is its base model {base}"
+    return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, its base model {base}"
 
 
 def _measure_sizes(given: Given, need: Need) -> str:

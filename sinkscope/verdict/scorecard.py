@@ -124,7 +124,7 @@ class Scorecard(Tabular):
 # whether a claim distinguishes the model from its null → heading of the claims that hold
 KINDS_OF_HOLDING = {
     "yes": "Hold, and their null does not pass them",
-    "no": "Hold, and their null passes them or has a number as large",
+    "no": "Hold, and their null passes them or gives as much",
     "": "Hold, and no null was measured",
     "theorem": "Hold as theorems and identities do, which test the code",
 }

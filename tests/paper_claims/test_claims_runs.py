@@ -502,7 +502,7 @@ def test_post_norm_models_have_no_gradient_gain_of_one_branch_and_no_bound() -> 
     assert (few.outcome, "too few layers" in few.reason) == (NOT_APPLIES, True)
     bound = pd.DataFrame({"layer": [0, 0], "position": [0, 1], "holds": [np.nan] * 2, "tightness": [np.nan] * 2})
     found = judged("GS-19", analysis({"norm_bound": bound}))
-    assert (found.outcome, found.reason) == (NOT_APPLIES, "the bound is of no layer of this model")
+    assert (found.outcome, found.reason) == (NOT_APPLIES, "the bound applies to no layer of this model")
 
 
 # --- streaming

@@ -217,7 +217,7 @@ def test_steps_of_an_arm_belong_to_its_training(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="are steps of one training"):
         judged("W-30", made, seeds[0], steps(str(seeds[0].of), by_step({0: 2}, {0: 0.0}), "again"))
     without = judged("W-30", made)
-    assert without.reason == f"sinkscope analyze {tmp_path}/out/none-seed0/checkpoints, and the same for every other seed"
+    assert without.reason == f"sinkscope analyze {tmp_path}/out/none-seed0/checkpoints, and so on for the other seeds"
 
 
 def test_a_training_that_logged_its_sink_rate_needs_no_steps() -> None:
