@@ -1,7 +1,7 @@
 """The register of figures: the file of each figure, its description, and the tables that it needs.
 
 The function `draw_NAME` in the file draws the figure NAME. An optional function `lacking_NAME` returns the reason if
-the data lack anything besides the tables. The file is imported when one of its figures is first used.
+the data lack anything except the tables. The file is imported when one of its figures is first used.
 """
 
 from collections.abc import Mapping, Sequence

@@ -21,7 +21,7 @@ class FigureSpec(Generic[Data_contra]):
     tables: tuple[str, ...]  # tables that the figure needs, with at least one row each
 
     def lacking(self, data: Data_contra) -> str | None:
-        """Return what the data lack besides the tables, or None if the figure can be drawn."""
+        """Return the reason why the figure cannot be drawn although the data have its tables, or None."""
         lacking = self._function("lacking")
         return None if lacking is None else lacking(data)
 

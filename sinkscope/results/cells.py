@@ -122,7 +122,7 @@ class CellFolders:
         try:
             found = read_manifest(self.run(name), (command,))
         except InputError:
-            return None, "what is there cannot be read" if (self.run(name) / MANIFEST).exists() else ""
+            return None, "its folder cannot be read" if (self.run(name) / MANIFEST).exists() else ""
         recorded = found["config"]
         # a manifest of an older version may lack options
         same = all(recorded[option] == value for option, value in config.items() if option in recorded)

@@ -118,7 +118,7 @@ def check_no_link(folder: Path) -> None:
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *files)):
             if path.is_symlink() and not path.is_file():
-                raise InputError(f"{path} is a link, and nothing is written through links: put what it leads to there")
+                raise InputError(f"{path} is a link, and nothing is written through links: put its target there")
 
 
 def _check_replaceable(folder: Path, commands: Collection[str], reads: Sources) -> None:
@@ -254,7 +254,7 @@ def check_resumable(
     if found.get("files") is not None:
         for path in strangers(folder):
             if path.relative_to(folder).parts[0] in renewed:
-                raise InputError(f"{path} is none of `{command}`'s files, and their folder is renewed: move it away")
+                raise InputError(f"{path} is not a file of `{command}`, which replaces its folder: move it away")
 
 
 def claim(

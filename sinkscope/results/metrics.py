@@ -103,7 +103,7 @@ _ATTENTION = (
     Metric("repeated_bound", "upper bound of the sink mass on repeated tokens", "bound on the sink mass",
         "mean over heads and queries of exp(2ξ) ÷ (exp(2ξ) + n), n the other keys of the query, ξ = scaling · ‖q‖‖k‖",
         unit="attention", form="{:.3f}", source="WSE proposition 4",
-        scope="rotary models on repeated tokens that attend to nothing besides"),
+        scope="rotary models on repeated tokens that attend to nothing else"),
     Metric("attention_entropy", "attention entropy (nats)", "attention entropy",
         "entropy of the attention weights of a query, averaged over queries, heads and sequences", unit="nats"),
     Metric("missing_mass", "attention mass taken by learned sink logits", "missing mass",

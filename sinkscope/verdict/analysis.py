@@ -397,7 +397,7 @@ def _expected_on_repeated(run: RunData) -> Finding:
         sentence += f", its attention is {operations}, whose weights do not sum to 1"
     if outside := words.get("outside"):
         sentence += (
-            f"; attention also goes to {outside}, more of it the fewer tokens a query sees, so that equal tokens do "
+            f"; attention also goes to {outside}, more of it if a query sees fewer tokens, so that equal tokens do "
             "not stay equal"
         )
     numbers = {"positions": positions, "others": others} | words
