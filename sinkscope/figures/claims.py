@@ -40,10 +40,9 @@ def lacking_scorecard(card: Scorecard) -> str | None:
 
 
 def draw_scorecard(card: Scorecard) -> Figure:
-    """Draw each number at its distance from the threshold; the claim holds on the right.
-
-    Distances are in powers of two if the threshold and the complete interval are positive, else in units of a quarter.
-    """
+    """Draw each number at its distance from the threshold; the claim holds on the right."""
+    # Distances are in powers of two if the threshold and the complete interval are positive, else in units of a
+    # quarter.
     rows = _decided(card.table)
     figure = new_figure(PAGE_WIDTH, ROW * (len(rows) + rows["paper"].nunique()) + AROUND)
     text, ax = figure.subplots(1, 2, sharey=True, width_ratios=[1.75, 1])

@@ -57,10 +57,7 @@ def _layer_norms(run: RunData, pathway: str) -> pd.DataFrame:
 
 
 def _mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
-    """Draw a mark at the bottom of the panel where a curve is off the scale, and write the largest value there.
-
-    In a sequence of neighboring positions, only the first value is written out.
-    """
+    """Mark the bottom of the panel where a curve is off the scale; the first of neighboring marks has its value."""
     hidden = pd.concat([curve[(curve <= OFF_SCALE * curve.max()) & (curve.max() > 0)] for curve in curves])
     values = hidden.groupby(level=0).max()
     if len(values):  # no line, because the lines decide the scale

@@ -444,10 +444,8 @@ def _gaps(conditions: dict[str, str]) -> list[float]:
 
 
 def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], page: _Page, numbered: bool) -> AxesImage:
-    """Draw maps in reading order. A layer without a map is gray below its diagonal; cells without a layer are white.
-
-    Numbers of layers are above a single row, else in the upper right corners, which a causal mask leaves empty.
-    """
+    """Draw maps in reading order. A layer without a map is gray below its diagonal; cells without a layer are white."""
+    # Numbers of layers are above a single row, else in the upper right corners, which a causal mask leaves empty.
     size = len(next(iter(by_layer.values())))
     pitch = size + max(1, round(ALL_LAYERS_GAP * size))
     weights = np.full((page.rows * pitch, page.across * pitch), np.nan)

@@ -144,11 +144,8 @@ def draw_sink_positions(run: RunData) -> Figure:
 
 
 def _draw_shares(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
-    """Draw the share of (head, sequence) pairs with a sink at each position.
-
-    The axis is logarithmic, because later sinks are rare, and has dots only, because a length on a log axis has no
-    meaning. The broken line is one pair: a position without a dot has no sink.
-    """
+    """Draw the share of (head, sequence) pairs with a sink at each position. The broken line is one pair."""
+    # The axis is logarithmic, because later sinks are rare, and has dots only, because a length on it has no meaning.
     shares = sinks.groupby("position").size() / pairs
     ax.set_yscale("log")
     ax.set_ylim(0.6 * min(1 / pairs, 0.01), 1.3)

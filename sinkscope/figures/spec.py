@@ -13,7 +13,7 @@ Data_contra = TypeVar("Data_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class FigureSpec(Generic[Data_contra]):
-    """A figure."""
+    """A figure in the register."""
 
     name: str  # in `sinkscope list figures`, and of the image files
     file: str  # module of this folder with its functions, which is imported when they are used

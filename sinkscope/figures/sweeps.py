@@ -79,11 +79,9 @@ def places_in_row(values: pd.Series) -> dict[str, float]:
 
 
 def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = ("model",)) -> tuple[Figure, list[Axes]]:
-    """Draw the sink rate by the column `x`: a panel for each input, with a line for each combination of `by`.
-
-    A line is the mean over cells with equal visible settings. Its band reaches from their lowest to their highest rate;
-    for a single cell, it is the 95 % interval over sequences.
-    """
+    """Draw the sink rate by the column `x`: a panel for each input, with a line for each combination of `by`."""
+    # A line is the mean over cells with equal visible settings, with a band from their lowest to their highest rate, or
+    # with the 95 % interval over sequences if there is a single cell.
     inputs = list(rows["input"].unique())
     across = min(len(inputs), ACROSS)
     differing = [name for name in by if rows[name].nunique() > 1] or list(by[:1])
@@ -281,10 +279,7 @@ def draw_sweep_chat(tables: SweepTables) -> Figure:
 
 
 def _benchmarks_rows(tables: SweepTables) -> pd.DataFrame:
-    """Return the scores of models whose sink rate on the first input is known at the same revision.
-
-    There are no rows for fewer than two models.
-    """
+    """Return the scores of models with a known sink rate (first input, same revision) if there are two models."""
     scores, rates = tables.scores, tables.rates
     if scores.empty or rates.empty:
         return pd.DataFrame()

@@ -145,10 +145,8 @@ class Arms:
 
 
 def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
-    """Return arm → label, color, dashes, marker and width of its line.
-
-    The untouched model is gray and uses up no color, so that figures of only the trained arms have the same colors.
-    """
+    """Return arm → label, color, dashes, marker and width of its line."""
+    # The untouched model is gray and uses up no color, so that figures of only the trained arms have the same colors.
     arms = list(arms)
     looks = style.line_looks()
     untouched: Look = {"color": "0.6", "linestyle": "-", "marker": "P"}
@@ -361,10 +359,7 @@ def draw_retrofit_values(arms: Arms) -> Figure:
 
 
 def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Return layers × positions: the value of each head ÷ its mean over the later positions, averaged over heads.
-
-    At position 0 this is the metric `value_drain`.
-    """
+    """Return layers × positions: values ÷ their mean over later positions, averaged over heads (`value_drain` at 0)."""
     heads = table.pivot(index=["layer", "head"], columns="position", values=column)
     return heads.div(heads.drop(columns=0).mean(axis=1), axis=0).groupby("layer").mean()
 

@@ -27,10 +27,8 @@ def null_need(draw: int) -> Need:
 
 
 def _analyzed(run: RunData, reads: str = NATURAL, at_random: bool = False, bos: str = "") -> bool:
-    """Return whether a run of `analyze` reads an input and has random weights, or the model's, and this BOS policy.
-
-    NATURAL is any text, including the user's own and sampled text. An empty `bos` accepts both policies.
-    """
+    """Return whether a run of `analyze` reads an input and has random weights, or the model's, and this BOS policy."""
+    # NATURAL is any text, including the user's own and sampled text. An empty `bos` accepts both policies.
     on_input = run.condition not in OTHER_INPUTS if reads == NATURAL else run.condition == reads
     has_weights = (run.manifest["model"].get("weights") == WEIGHTS_AT_RANDOM) == at_random
     return run.command == "analyze" and on_input and has_weights and bos in ("", run.bos)
@@ -55,10 +53,8 @@ def _has_arm(run: RunData, name: str, table: str = "", repeated: bool = False) -
 
 
 def label_of(run: RunData, name: str) -> str | None:
-    """Return the label of the arm that consists of only this intervention with these parameters, or None.
-
-    In older runs, an arm without the entry `asked` is the intervention that its label names.
-    """
+    """Return the label of the arm that consists of only this intervention with these parameters, or None."""
+    # In older runs, an arm without the entry `asked` is the intervention that its label names.
     arms = run.manifest.get("arms", {}).items()
     return next((label for label, arm in arms if arm.get("asked", [label]) == [name]), None)
 

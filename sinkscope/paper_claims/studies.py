@@ -187,11 +187,9 @@ def wanted_arms(text: str) -> list[str]:
 def arms_by_seed(
     trainings: Iterable[Training], wanted: Iterable[str], meant: Mapping[str, str] | None = None
 ) -> list[dict[str, Arm]]:
-    """Return method → arm for each seed that has all wanted arms, from a single folder if one folder has all of them.
-
-    `trainings` have the same settings. `wanted` may include "untouched", the model from which all arms of a `retrofit`
-    began; without `meant`, methods other than plain training need parameters (`Arm.is_wanted`).
-    """
+    """Return method → arm for each seed that has all wanted arms, from a single folder if it has all of them."""
+    # `trainings` have the same settings. `wanted` may include "untouched", the model from which all arms of a
+    # `retrofit` began; without `meant`, methods other than plain training need parameters (`Arm.is_wanted`).
     wanted = list(wanted)
     of_one_folder: dict[int, dict[str, Arm]] = {}
     of_several: dict[int, dict[str, Arm]] = {}

@@ -136,7 +136,6 @@ class CellFolders:
             return None
 
     def fail(self, name: str, error: str) -> None:
-        """Record that a cell failed."""
         before = self.failure(name)
         failure = Failure(error=error, attempts=1 + (before.attempts if before else 0))
         path = self.failure_file(name)

@@ -57,7 +57,7 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding: its outcome, its numbers and its sentence."""
+    """A finding, with its outcome, its numbers and its sentence."""
 
     name: str  # its subject, such as "sink"; the key of its rows in the table `finding`
     section: str  # the heading under which it is reported

@@ -273,10 +273,7 @@ def claim(
 
 @dataclass
 class FileList:
-    """The list of files in the run.json of a folder that is written step by step.
-
-    A file is listed before it is written.
-    """
+    """The files that run.json lists, for a folder that is written step by step: each is listed before it is written."""
 
     folder: Path  # the folder with run.json
     names: list[str] | None  # the files that run.json lists; None if it is of an older version, which lists none

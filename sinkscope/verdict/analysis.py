@@ -443,10 +443,8 @@ def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
 
 
 def _nothing_massive(run: RunData, table: pd.DataFrame) -> Finding:
-    """Return the finding for a run without massive activations.
-
-    If all repeated tokens have the large entries, the median is also large, and the definition cannot identify them.
-    """
+    """Return the finding for a run without massive activations."""
+    # If all repeated tokens have the large entries, the median is also large, and the definition cannot identify them.
     entry = table.loc[table["value"].abs().idxmax()]
     if run.condition == "repeated" and abs(entry["value"]) > THRESHOLD:
         outcome, value = Outcome.UNDECIDED, float(abs(entry["value"]))

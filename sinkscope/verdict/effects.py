@@ -212,10 +212,7 @@ def _most_changed(run: RunData, label: str, position: int) -> tuple[int, ...]:
 
 
 def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Finding]:
-    """Yield the site of the largest activation if it rises although the arm sets massive activations.
-
-    Its layer, position or coordinate is then not one that the arm sets.
-    """
+    """Yield the site of the largest activation if it rises although the arm sets massive activations elsewhere."""
     change = effect_of(run, label, "massive_magnitude")
     names = (ZeroMassive.name, MeanMassive.name)
     done: list[Any] = [parse(one) for one in arms(run)[label]["do"] if one.partition(":")[0] in names]

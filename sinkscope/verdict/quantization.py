@@ -314,11 +314,9 @@ def _spared_sites(run: RunData) -> pd.DataFrame:
 
 
 def llm_compressor_recipe(run: RunData) -> dict[str, Any] | None:
-    """Return a recipe of llm-compressor: one QuantizationModifier that quantizes as this run did.
-
-    Activations have static ranges from the smallest to the largest entry, as here. None if the linear layers are not
-    torch.nn.Linear, because llm-compressor quantizes no others.
-    """
+    """Return a recipe of llm-compressor: one QuantizationModifier that quantizes as this run did."""
+    # Activations have static ranges from the smallest to the largest entry, as here. None if the linear layers are not
+    # torch.nn.Linear, because llm-compressor quantizes no others.
     given = run.manifest["quantization"]
     if given["full_precision_modules"] is None:
         return None

@@ -193,10 +193,8 @@ def _outcomes(card: Scorecard) -> pd.DataFrame:
 
 
 def _numbers_of_some(card: Scorecard) -> list[str]:
-    """Return the numbers of claims that only one model decides, or that trainings, steps or related models decide.
-
-    The scorecard of a single model may lack the latter. Numbers that several models share are listed once.
-    """
+    """Return the numbers of claims that only one model, or trainings, steps or related models decide."""
+    # A single scorecard may lack the latter. Numbers that several models share are listed once.
     of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].is_study]
     judged = card.table[~card.table["outcome"].isin(NOT_JUDGED)]
     counts = judged.groupby("claim")["model"].nunique()
@@ -280,10 +278,7 @@ def value_text(claim: str, part: int, value: float, low: float, high: float) -> 
 
 
 def null_text(row: Any, with_share: bool) -> str:
-    """Return mean and extremes of the null's draws, "0.73 (0.70 to 0.76)", for a row of the table `claim`.
-
-    `with_share` adds the share of draws that pass, if the claim does not distinguish the model from them.
-    """
+    """Return "0.73 (0.70 to 0.76)", mean and extremes of the null's draws; `with_share` adds the share that passes."""
     share = ""
     if with_share and row.tells == "no":
         share = f"; {row.null_passes:.0%} pass" if row.null_passes else "; gives as much"

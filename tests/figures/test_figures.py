@@ -229,11 +229,8 @@ def test_large_models_and_long_names_fit_the_page() -> None:
 
 
 def check_drawn(run: Run, layout: bool = True) -> None:
-    """Check that every figure is drawn without a warning.
-
-    Figures of learned positions have nothing to draw if no position has a vector (test_query_bias.py tests the
-    message).
-    """
+    """Check that every figure is drawn without a warning."""
+    # Figures of learned positions have nothing to draw if no position has a vector (test_query_bias.py).
     drawn = applicable(run)
     assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates"}
     check_all_draw(run, drawn, layout)

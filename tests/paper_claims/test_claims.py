@@ -55,10 +55,7 @@ def test_no_claim_of_a_sink_holds_on_random_weights(family: str, tmp_path) -> No
 
 
 def planted(entry: float = 30_000.0, bias: float = 12.0, read_by_values: float = 0.0) -> PreTrainedModel:
-    """Make a model whose BOS has one massive coordinate in all layers.
-
-    Keys read it, all queries have a bias in its direction, and values do not read it.
-    """
+    """Make a model whose BOS has one massive coordinate, which all keys and queries read, and values do not read."""
     model = tiny_model("qwen2", spread=1.0)
     coordinate, width = 7, model.config.hidden_size // model.config.num_attention_heads
     with torch.no_grad():

@@ -242,10 +242,7 @@ def test_correlations_over_heads_of_layers(within: float, likeness: float) -> No
 
 
 def test_the_effective_size() -> None:
-    """It is the number of independent units, or of layers for heads that repeat the value of their layer.
-
-    For autoregressive layers it is n (1 − φ²) ÷ (1 + φ²).
-    """
+    """It is the number of independent units or layers; for autoregressive layers, n (1 − φ²) ÷ (1 + φ²)."""
     drawn = np.random.default_rng(4)
     x, y = drawn.normal(size=(2, 4000))
     assert effective_size(x, y, np.arange(4000)) == pytest.approx(4000, rel=0.01)

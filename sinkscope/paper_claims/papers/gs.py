@@ -61,11 +61,9 @@ def _co_occurrence(evidence: Evidence) -> Estimate:
 
 
 def _against_null(measure: Callable[[Sequences], Estimate], evidence: Evidence, role: Need, floor: float) -> Estimate:
-    """Return a number ÷ the interval for one more draw of random weights, or ÷ `floor` if that is larger.
-
-    The model is a single network, so it is compared with a single draw: the mean over draws becomes more precise with
-    their number, and any model would differ from it.
-    """
+    """Return a number ÷ the interval for one more draw of random weights, or ÷ `floor` if that is larger."""
+    # The model is a single network, so it is compared with a single draw: the mean over draws becomes more precise with
+    # their number, and any model would differ from it.
     found = measure(evidence.sequences(role))
     values = np.array([measure(draw.natural).value for draw in evidence.nulls])
     if not len(values):

@@ -46,10 +46,7 @@ def _with_a_bos(evidence: Evidence) -> str | None:
 
 
 def _massive(evidence: Evidence) -> pd.DataFrame:
-    """Return the rows of γ at massive coordinates of EPE_0, with its magnitude and rank. Raises NotDefined.
-
-    Other columns are the mean + 2 standard deviations of |γ| in the layer; the rank in the layer is counted from 1.
-    """
+    """Return γ at massive coordinates of EPE_0: magnitude, rank, and mean + 2 std of the layer."""
     table = evidence.natural.table("gamma")
     magnitude = table["gamma"].abs()
     by_layer = magnitude.groupby(table["layer"])

@@ -29,10 +29,7 @@ STREAM = Need("streaming")
 
 
 def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
-    """(1 + N,): perplexity with the smallest window and the first `keep` tokens kept (None: dense attention).
-
-    The first is over all streamed texts, the others leave out one text each.
-    """
+    """(1 + N,): with the smallest window and `keep` first tokens (None: dense), over all texts and without each."""
     table = evidence.sequences(STREAM).table("streaming_by_sequence")
     rows = table[table["method"] == "dense"]
     if keep is not None:
@@ -116,10 +113,7 @@ def _at_first_or_delimiter(evidence: Evidence) -> Estimate:
 
 
 def _attracts(evidence: Evidence) -> Estimate:
-    """Return P(sink | massive input) ÷ P(sink) over (head, position) pairs.
-
-    Positions have enough queries, and all layers except the first are included.
-    """
+    """Return P(sink | massive input) ÷ P(sink), over positions with enough queries in all layers except the first."""
     massive, sinks = _massive(evidence), evidence.natural.table("sink_positions")
     run = evidence.natural.run
     count, longest = run.manifest["input"]["sequences"], run.manifest["input"]["longest"]
@@ -146,10 +140,8 @@ def _attracts(evidence: Evidence) -> Estimate:
 
 
 def _outlier_features(evidence: Evidence) -> Estimate:
-    """Return the ratio for every sequence in the layer with the largest activation.
-
-    An outlier feature would be large at most tokens (Dettmers et al. 2022).
-    """
+    """Return the ratio for every sequence in the layer with the largest activation."""
+    # An outlier feature would be large at most tokens (Dettmers et al. 2022).
     massive = _massive(evidence)
     layer = massive.loc[massive["ratio"].idxmax(), "layer"]
     table = evidence.natural.table("massive_elsewhere")

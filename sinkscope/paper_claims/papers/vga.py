@@ -63,10 +63,7 @@ def _gate_closes(evidence: Evidence) -> Estimate:
 
 
 def _no_op(evidence: Evidence) -> Estimate:
-    """Return the effect of zero values at the sink; the note has the effect of their mean.
-
-    If only zeros do harm, the values are a constant bias.
-    """
+    """Return the effect of zero values at the sink. If their mean does no harm (note), values are a constant bias."""
     controls = perplexity_of_controls(evidence, TO_ZERO)
     note = f"of other positions ×{controls.value:.3g}"
     if evidence.has(TO_MEAN):
@@ -91,10 +88,7 @@ TRAINED = "trained from scratch"
 
 
 def _gated_gradients(arm: Arm) -> pd.DataFrame:
-    """Return, by layer, key/value head and position, the gate and the value gradient before it ÷ after it.
-
-    Raises NotDefined if the gates are not on values.
-    """
+    """Return, by layer, key/value head and position, the gate and the value gradient before it ÷ after it."""
     gradient = table_of(arm.run, "gradient")
     wide = gradient[gradient["head"] >= 0].pivot_table(
         index=["layer", "head", "position"], columns="pathway", values="grad_norm"

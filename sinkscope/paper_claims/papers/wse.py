@@ -66,12 +66,7 @@ _AT_FIRST = replace(
 
 
 def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Estimate, str]:
-    """Return the sink rates on drawn tokens and on the text under one policy, and the rates of each policy in words.
-
-    Raises:
-        NotDefined: the text has no sink under this policy, so that there is no sink to keep or to lose.
-        Lacks: one of the runs is missing.
-    """
+    """Return the rates on drawn tokens and on text under one policy, and words. Raises NotDefined without a sink."""
     text, other = _policy_roles((NATURAL, drawn), (policy,))
     for role in (text, other):
         if not evidence.has(role):
@@ -157,11 +152,8 @@ def _slope(evidence: Evidence) -> Estimate:
 
 
 def _steeper(evidence: Evidence) -> Estimate:
-    """Return the slope of log₂ sink rate at the larger ε − at the smaller, over lengths with a sink at both.
-
-    The difference is one of logarithms, because in points a smaller rate could lose less only because it is smaller.
-    Raises NotDefined if fewer than two lengths have a sink at both.
-    """
+    """Return the slope of log₂ sink rate at the larger ε − at the smaller, over lengths with a sink at both."""
+    # The scale is logarithmic because, in points, a smaller rate could lose less only because it is smaller.
     x, rates = _by_length(evidence, *AROUND)
     has_sink = (rates[0] > SINK).all(axis=0)
     words = "; ".join(f"ε = {epsilon:g}: {', '.join(f'{rate:.1f}' for rate in own)} %"
@@ -369,11 +361,9 @@ def _at_large_decay(levels: np.ndarray, rates: np.ndarray) -> Estimate:
 
 
 def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): the highest sink rate at the weight decays that were best in the paper − at all others.
-
-    The decay with the highest rate is chosen on the other seeds (on the same seed if there is one): the largest of
-    several levels of one seed would exceed the largest of fewer levels by chance.
-    """
+    """(seeds,): the highest sink rate at the weight decays that were best in the paper − at all others."""
+    # The decay with the highest rate is chosen on the other seeds (on the same seed if there is one): the largest of
+    # several levels of one seed would exceed the largest of fewer levels by chance.
     good = (levels >= GOOD_DECAYS[0]) & (levels <= GOOD_DECAYS[1])
     inside = _among(good, rates, f"weight decays from {GOOD_DECAYS[0]:g} to {GOOD_DECAYS[1]:g}")
     highest = []
@@ -413,10 +403,8 @@ def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, s
 def _over_steps(
     of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]], ends: Ends | None = None
 ) -> Callable[[Evidence], Estimate]:
-    """Return a number over seeds, or over sequences if a single training was measured, as for any model.
-
-    `of` makes (R,) and words from the steps and the sink rates (R, steps); `ends` is the range of possible numbers.
-    """
+    """Return a number over seeds, or over sequences if a single training was measured, as for any model."""
+    # `of` makes (R,) and words from the steps and the sink rates (R, steps); `ends` is the range of possible numbers.
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[COURSE]
