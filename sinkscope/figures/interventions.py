@@ -93,7 +93,7 @@ def _draw_metric(ax: Axes, run: RunData, metric: str, positions: dict[str, list[
 def _draw_effect(
     ax: Axes, run: RunData, label: str, metric: str, position: int, middle: float, height: float, log: bool
 ) -> None:
-    """Draw interval, controls, before and after around `middle`. The lines of before join between neighboring rows."""
+    """Draw interval, controls, before and after around `middle`. Lines of the value before join across rows."""
     effect = effect_of(run, label, metric, position)
     above, under = middle + ABOVE * height, middle + UNDER * height
     ends = _drawable(interval(run, label, metric, position) or (), log)

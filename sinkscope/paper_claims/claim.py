@@ -186,7 +186,7 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
 
 
 def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
-    """Return whether a claim holds for a draw of its null; None if data lack and no part fails. Fills `values`."""
+    """Return whether a claim holds for a draw of its null; None if data are missing and no part fails."""
     if any(scope(draw) for scope in claim.scope):
         return False
     outcomes = set()

@@ -172,7 +172,7 @@ OfLevels = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
 def over_levels(
     role: Need, of: OfLevels, ends: Ends | None = None, check: Callable[[Study], None] = lambda study: None
 ) -> Measure:
-    """Return a measure of all levels: the mean over seeds, or an estimate. `check` raises Lacks for unlike levels."""
+    """Return a number computed from all levels. `check` raises Lacks if the levels cannot be compared."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[role]

@@ -35,7 +35,7 @@ PAUSE = 0.1  # between two attempts
 
 
 class Failure(BaseModel):
-    """The error because of which a cell has no run folder."""
+    """The error of a cell that has no run folder."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

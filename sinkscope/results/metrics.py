@@ -24,7 +24,7 @@ UNITS = {"nats": "nats per token", "attention": "share of attention", "entries":
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, with its definition and number format."""
+    """A metric, with its definition, unit and number format."""
 
     name: str  # in the column `metric` of the tables
     label: str  # in verdicts, with the tokens or layers that it is taken over

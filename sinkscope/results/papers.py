@@ -150,7 +150,7 @@ def paper_tables(run: RunData) -> dict[str, pd.DataFrame]:
 def gamma_table(run: RunData) -> pd.DataFrame | None:
     """Return NU tables 1 and 2, with a row for each layer, counted from 1; None if EPE_0 has no massive coordinate.
 
-    γ| at the massive coordinates of EPE_0 is next to the mean ± 2 standard deviations (population) of all its entries.
+    |γ| at the massive coordinates of EPE_0 is next to the mean ± 2 standard deviations (population) of all its entries.
         For GPT-2, the values that the paper prints are added.
     """
     gamma = run.tables.get("gamma")

@@ -1,6 +1,6 @@
 """A run: its tables and manifest, in memory or in a folder.
 
-RUN/run.json          the manifest: all options, what was loaded, versions, time and memory
+RUN/run.json          the manifest: all options, the loaded model, versions, time and memory
 RUN/tables/*.parquet  one row per observation
 RUN/figures/*.png|pdf
 RUN/verdict.md        the findings

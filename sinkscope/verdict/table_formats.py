@@ -36,7 +36,7 @@ class Tabular:
 
     @property
     def summary_tables(self) -> Mapping[str, pd.DataFrame]:
-        """Title → table; the title is "" for a table that needs none."""
+        """Title → table; the title is "" for a table without one."""
         raise NotImplementedError
 
     def formatted(self, format: TableFormat = "text") -> str:

@@ -74,7 +74,7 @@ def ratio_of_norms(drawn: np.random.Generator) -> Estimate:
 
 
 def beyond_controls(drawn: np.random.Generator) -> Estimate:
-    """Return the change of an arm, over sequences, beyond that of one more random control; there are five controls."""
+    """Return the change of an arm, over sequences, beyond that of one more control; five random controls are known."""
     return drawn_mean(drawn, -3.0, 10.0) - one_more_run(drawn.normal(1.0, 1.0, 5))
 
 
@@ -199,7 +199,7 @@ def test_means_over_seeds(kind: str, seeds: int) -> None:
 
 @pytest.mark.parametrize("seeds", [3, 5, 8])
 def test_seeds_without_a_sink_where_some_have_one(seeds: int) -> None:
-    """The share of seeds with a sink is the largest that is plausible if no seed has one: 45 % for five seeds."""
+    """The true share of seeds with a sink is the largest with which often no seed has one: 45 % for five seeds."""
     most = 1 - 0.05 ** (1 / seeds)
     assert mean_of_rates(np.zeros(seeds)).high == pytest.approx(most)
     assert mean_of_rates(np.ones(seeds)).low == pytest.approx(1 - most)

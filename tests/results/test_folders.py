@@ -221,7 +221,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_many_at_once_never_have_it_together(tmp_path: Path) -> None:
-    """The lock file is made and removed again and again; a lock on a removed file does not count."""
+    """The lock file is removed and made again for each process; a lock on a removed file does not count."""
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def often() -> None:

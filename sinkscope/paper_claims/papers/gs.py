@@ -34,7 +34,7 @@ BRANCH = "gradient_ratio_by_sequence"
 
 
 def _more_mass(evidence: Evidence) -> Estimate:
-    """Return the share of layers. Masses are in units of uniform causal attention, which favors the first position."""
+    """Return the share of layers with more mass, in units of uniform causal attention, which favors position 0."""
     by_layer = estimates.attention(evidence.natural, "sink_mass")
     length = evidence.natural.run.manifest["input"]["shortest"]
     times = by_layer / uniform_mass(length, by_layer.shape[-1])

@@ -29,7 +29,7 @@ STREAM = Need("streaming")
 
 
 def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
-    """(1 + N,): with the smallest window and `keep` first tokens (None: dense), over all texts and without each."""
+    """(1 + N,): smallest window, `keep` first tokens (None: dense), over all texts and without each text."""
     table = evidence.sequences(STREAM).table("streaming_by_sequence")
     rows = table[table["method"] == "dense"]
     if keep is not None:

@@ -63,7 +63,8 @@ def _gate_closes(evidence: Evidence) -> Estimate:
 
 
 def _no_op(evidence: Evidence) -> Estimate:
-    """Return the effect of zero values at the sink. If their mean does no harm (note), values are a constant bias."""
+    """Return the effect of zero values at the sink; the note has the effect of their mean over sequences."""
+    # If only zeros do harm, the values are a constant bias.
     controls = perplexity_of_controls(evidence, TO_ZERO)
     note = f"of other positions ×{controls.value:.3g}"
     if evidence.has(TO_MEAN):

@@ -66,7 +66,7 @@ _AT_FIRST = replace(
 
 
 def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Estimate, str]:
-    """Return the rates on drawn tokens and on text under one policy, and words. Raises NotDefined without a sink."""
+    """Return the rates on drawn tokens and on text under one policy, and a note. Raises NotDefined without a sink."""
     text, other = _policy_roles((NATURAL, drawn), (policy,))
     for role in (text, other):
         if not evidence.has(role):
