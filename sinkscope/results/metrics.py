@@ -198,7 +198,7 @@ _GRADIENTS = (
         for name, label, definition, form in (
             ("bloat", "gradient gain of the attention branch", "‖∇h̃‖ ÷ ‖∇r_attn‖", "{:.3g}"),
             ("compress", "gradient gain of the norm before it", "‖∇h − ∇h+½‖ ÷ ‖∇h̃‖", "{:.3g}"),
-            ("change", "gradient gain of the whole branch", "‖∇h‖ ÷ ‖∇h+½‖", "{:.2f}"),
+            ("change", "gradient gain of the complete branch", "‖∇h‖ ÷ ‖∇h+½‖", "{:.2f}"),
         )
         for ending, where, reduced in (
             ("", "position 0", " of the attention branch, averaged over sequences"),
