@@ -20,7 +20,7 @@ TABLE = "sweep_training"
 SHOWN = {
     "sink_rate": "sink rate in %", "loss": "loss", "bigram_risk": "bigram risk", "backcopy_risk": "backcopy risk"
 }  # fmt: skip
-TOTALS = ("total_weight", "total_weight_at_sink")  # the totals of which the sink rate counts shares
+TOTALS = ("total_weight", "total_weight_at_sink")  # what the sink rate's shares are shares of
 LEVEL = "level"
 SAID_OTHERWISE = ("seed=", "method=")  # settings that the column `seed` and the arm already contain
 KEYS = [LEVEL, "seed"]
