@@ -1,7 +1,7 @@
 """The register of figures: the file of each figure, its description, and the tables that it needs.
 
-The function `draw_NAME` of the file draws the figure NAME. An optional function `lacking_NAME` returns what the data
-lack besides the tables. The file is imported when one of its figures is first used.
+The function `draw_NAME` in the file draws the figure NAME. An optional function `lacking_NAME` returns the reason if
+the data lack anything except the tables. The file is imported when one of its figures is first used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def _register(*rows: tuple[str, ...]) -> dict[str, FigureSpec[Any]]:
 
 
 # fmt: off
-# name, file with its functions, what it shows, tables
+# name, file with its functions, description, tables
 FIGURES: dict[str, FigureSpec[RunData]] = _register(
     ("arm-maps", "interventions",
         "attention maps of one layer under every arm and its control (NU fig. 3)", "arm_maps"),
@@ -38,7 +38,7 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
         "effect of every arm on sink, perplexity and massive activations, with its control", "effect"),
     ("effects-by-layer", "interventions",
         "sink rate by layer before and after every arm, with its control's spread", "effect"),
-    ("epe-coordinates", "query_bias", "EPE₀ by coordinate, massive ones named (NU fig. 6)", "gamma"),
+    ("epe-coordinates", "query_bias", "EPE₀ by coordinate, with names of massive coordinates (NU fig. 6)", "gamma"),
     ("gamma", "query_bias", "|γ| at the massive coordinates of EPE₀ and over all (NU tables 1 and 2)", "gamma"),
     ("gates-by-layer", "runs", "gates at position 0 and elsewhere, by layer and by position (VGA §3.2)", "gate"),
     ("gradient-bounds", "gradients", "theorems 1 and 2 of GS by layer: measured values and bounds", "gradient_check"),
@@ -82,11 +82,11 @@ OF_ARMS: "dict[str, FigureSpec[Arms]]" = _register(
     ("backcopy-training", "training", "Bigram-Backcopy by training step, of every arm (VGA figs. 5 and 6)", "training"),
 )
 OF_CLAIMS: "dict[str, FigureSpec[Scorecard]]" = _register(
-    ("scorecard", "claims", "every claim's number against its threshold and what was published", "claim"),
+    ("scorecard", "claims", "the number of every claim, its threshold and published values", "claim"),
     ("scorecard-by-model", "claims", "the outcome of every claim, claims × models", "claim"),
 )
 OF_ROUTES: "dict[str, FigureSpec[pd.DataFrame]]" = _register(
-    ("routes", "claims", "which route carries the sink in which model: before and after each is cut", "route"),
+    ("routes", "claims", "routes that carry the sink in each model: sink rate before and after each is cut", "route"),
 )
 OF_SWEEP: "dict[str, FigureSpec[SweepTables]]" = _register(
     ("sweep-inputs", "sweeps", "sink rate by model and input, next to WSE table 1", "sweep"),
@@ -103,7 +103,7 @@ OF_SWEEP: "dict[str, FigureSpec[SweepTables]]" = _register(
     ("sweep-training-loss", "sweeps", "loss of each training by step, mean and range over seeds", "sweep_training"),
 )
 # fmt: on
-# data of a figure → the register of such figures
+# data of a figure → the register of figures with these data
 KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "one run": FIGURES,
     "several runs": OF_RUNS,
@@ -124,7 +124,7 @@ COMMAND = {
     "quantization": "quantize",
     "quantization_sites": "quantize",
 }
-ALL_ARMS = ("effect", "arm_maps")  # drawn for all arms of an experiment together
+ALL_ARMS = ("effect", "arm_maps")  # one figure shows all arms of an experiment
 
 
 def is_of(name: str, command: str) -> bool:
@@ -133,16 +133,12 @@ def is_of(name: str, command: str) -> bool:
 
 
 def draw(name: str, run: RunData) -> Figure:
-    """Draw a figure of one run.
-
-    Raises:
-        InputError: the figure is unknown, or the run lacks what it needs.
-    """
+    """Draw a figure of one run. Raises InputError if the figure is unknown, or the run lacks what it needs."""
     if name not in FIGURES:
         raise InputError(f"figure {unknown(name, FIGURES)}")
     spec = FIGURES[name]
     if run.is_experiment and not _is_experiments(spec):
-        raise InputError(f"figure '{name}' is of one arm: draw it for run.at('before'), or for another arm")
+        raise InputError(f"figure '{name}' shows a single arm: draw it for run.at('before'), or for another arm")
     missing = [table for table in spec.tables if not _has(run, table)]
     if missing:
         raise InputError(f"figure '{name}'{_why_missing(run, missing)}")
@@ -150,7 +146,7 @@ def draw(name: str, run: RunData) -> Figure:
 
 
 def applicable(run: RunData) -> list[str]:
-    """Return the figures that the run's tables allow; for an experiment, those of all its arms together."""
+    """Return the figures that the tables of the run allow; for an experiment, the figures of all arms together."""
     return [
         name
         for name, spec in FIGURES.items()
@@ -165,7 +161,7 @@ def _is_experiments(spec: FigureSpec[RunData]) -> bool:
 
 
 def _has(run: RunData, table: str) -> bool:
-    """Return whether there is something to draw. Only `sink_positions` may be empty, which is a finding."""
+    """Return whether the table has data to draw. Only `sink_positions` may be empty, which is a finding."""
     is_split = table in ALL_ARMS and not run.is_experiment  # a single arm of an experiment
     return table in run.tables and not is_split and (table == "sink_positions" or len(run.tables[table]) > 0)
 

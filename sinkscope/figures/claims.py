@@ -17,10 +17,10 @@ from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
 from sinkscope.results.judgment import Outcome
 from sinkscope.verdict.scorecard import Scorecard, headline, value_text
 
-# --- Every claim that was decided on one model: a line for each number, with its interval and the threshold
+# --- The claims that were decided on one model: a line for each number, with its interval and the threshold
 
 PAGE_WIDTH, ROW, AROUND = 7.2, 0.145, 0.9  # inches
-LETTERS = 62  # characters in a line's text
+LETTERS = 62  # characters in the text of a line
 REACH = 4.0  # length of the axis to both sides of the threshold
 LOOKS: dict[str, Look] = {
     Outcome.HOLDS: {"color": NAVY, "marker": "o", "markersize": 3.4},
@@ -40,11 +40,9 @@ def lacking_scorecard(card: Scorecard) -> str | None:
 
 
 def draw_scorecard(card: Scorecard) -> Figure:
-    """Draw each number at its distance from the threshold; the claim holds on the right.
-
-    Distances are in powers of two where the threshold and the complete interval are positive, else in units of a
-    quarter.
-    """
+    """Draw each number at its distance from the threshold; the claim holds on the right."""
+    # Distances are in powers of two if the threshold and the complete interval are positive, else in units of a
+    # quarter.
     rows = _decided(card.table)
     figure = new_figure(PAGE_WIDTH, ROW * (len(rows) + rows["paper"].nunique()) + AROUND)
     text, ax = figure.subplots(1, 2, sharey=True, width_ratios=[1.75, 1])
@@ -68,7 +66,7 @@ def draw_scorecard(card: Scorecard) -> Figure:
 
 
 def _decided(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the decided rows; a precondition that several claims share is drawn once."""
+    """Return the rows that were decided; a precondition that several claims share is drawn once."""
     rows = table[table["outcome"].isin(list(LOOKS))]
     return rows[(rows["part"] == 0) | ~rows.duplicated(["quantity", "value"])]
 
@@ -95,7 +93,7 @@ def _line(text: Axes, ax: Axes, row: Any, place: int) -> None:
 
 
 def _place(value: float, row: Any) -> float:
-    """Return the position of a value on the axis: 0 is the nearer threshold, and the right side passes."""
+    """Return the position of a value on the axis: the nearer threshold is 0, and values on the right pass."""
     if np.isnan(value):
         return float("nan")
     distances = []
@@ -145,12 +143,12 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     return figure.finish("", signs, ncols=4)
 
 
-# --- The routes that carry the sink in each model: models × routes, the sink rate with and without each route
+# --- The routes that carry the sink: models × routes, with the sink rate with and without each route
 
 ROUTES_ROW, ROUTES_PUBLISHED, ROUTES_AROUND = 0.6, 0.3, 1.0  # inches: a model, the row of NU's own model, the margins
-ROUTES_LETTERS, NAME = 22, 15  # characters in a line of a cell, and of a model's name
-LINE, LOW = 0.58, 0.24  # heights in a cell: of the arrow, and of the controls
-NEAR = 14.0  # percentage points: before and after that are nearer have no arrow between them
+ROUTES_LETTERS, NAME = 22, 15  # characters in a line of a cell, and in a line of a model's name
+LINE, LOW = 0.58, 0.24  # heights of the arrow and of the controls in a cell
+NEAR = 14.0  # percentage points: no arrow is drawn between a before and an after that are nearer
 BEFORE: Look = {"color": NAVY, "marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
 AFTER: Look = {"color": NAVY, "marker": "o", "markersize": 4, "linestyle": "none"}
 INTERVAL: Look = {"color": NAVY, "linewidth": 1.6}
@@ -183,7 +181,7 @@ def draw_routes(table: pd.DataFrame) -> Figure:
         _shade(column[0], route.published_effect)
         for ax, model in zip(column[1:], models, strict=True):
             found = table[(table["model"] == model) & (table["route"] == route.name)]
-            missing = pd.Series({"effect": str(Effect.NOT_MEASURED), "note": ""})  # in tables of older versions
+            missing = pd.Series({"effect": str(Effect.NOT_MEASURED), "note": ""})  # for older tables
             _cell(ax, found.iloc[0] if len(found) else missing)
             ax.set(xlim=(-9, 109), ylim=(0, 1.15), yticks=[])
             ax.set_xticks([0, 50, 100], labels=["0", "50", "100 %"] if model == models[-1] else [])

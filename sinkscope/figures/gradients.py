@@ -20,14 +20,14 @@ from sinkscope.measuring.summary import compress_fits, fit_points, pathway_norms
 from sinkscope.results.metrics import METRICS, TOKEN_GROUPS
 from sinkscope.results.run import RunData
 
-# --- The sink of the forward pass is a sink of gradients too (GS figure 2).
-# Gradient norms of query, key and value by token position, over all heads: a line for each layer, and their mean, which
-# the paper draws. Where the mean lies above most layers, the first few layers carry the gradient.
+# --- The sink of the forward pass is also a sink of gradients (GS figure 2).
+# Gradient norms of query, key and value by token position, over all heads: a line for each layer, and their mean, as in
+# the paper. If the mean is above most layers, the first few layers have most of the gradient.
 
 PATHWAYS = ("query", "key", "value")
-# Share of a curve's largest value. Smaller values are 0 except for round-off, such as the first query's gradient.
+# Share of the largest value of a curve. Smaller values, such as the gradient of the first query, are round-off.
 OFF_SCALE = 1e-5
-FLOOR = "below the scale"  # identifies the marks on a panel's floor
+FLOOR = "below the scale"  # label of the marks at the bottom of a panel
 OFF: Look = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
 
 
@@ -57,13 +57,10 @@ def _layer_norms(run: RunData, pathway: str) -> pd.DataFrame:
 
 
 def _mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
-    """Draw a mark on the panel's floor where a curve is off the scale, and write the largest value there.
-
-    In a sequence of neighboring positions, only the first has its value written out.
-    """
+    """Mark the bottom of the panel where a curve is off the scale; the first of neighboring marks has its value."""
     hidden = pd.concat([curve[(curve <= OFF_SCALE * curve.max()) & (curve.max() > 0)] for curve in curves])
     values = hidden.groupby(level=0).max()
-    if len(values):  # not as a line, as the lines decide the scale
+    if len(values):  # no line, because the lines decide the scale
         floor = np.full(len(values), 0.012)
         look: Look = {"s": 20, "marker": "v", "facecolors": "white", "edgecolors": "black", "linewidths": 0.8}
         place: Look = {"transform": ax.get_xaxis_transform(), "clip_on": False, "zorder": 5}
@@ -78,10 +75,10 @@ def _mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
 
 
 def _finish(axes: np.ndarray) -> None:
-    """Set titles and common scales of the three panels, once everything is drawn."""
+    """Set titles and common scales of the three panels after drawing."""
     last = max(max(line.get_xdata()) for ax in axes for line in ax.lines)
     margin = max(0.5, 0.04 * last)
-    axes[0].set_xlim(-margin, last + margin)  # also where there is only a mark on the floor
+    axes[0].set_xlim(-margin, last + margin)  # also for a panel with only a mark at the bottom
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
         ax.set_title(pathway)
         plot.whole_numbers(ax, "x")
@@ -95,7 +92,7 @@ def _finish(axes: np.ndarray) -> None:
 
 
 def _signs(axes: np.ndarray) -> dict[str, Look]:
-    """Return the sign of values off the scale, if there are any."""
+    """Return the legend entry of values off the scale, if there are any."""
     return {"off the scale": OFF} if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections) else {}
 
 
@@ -104,12 +101,12 @@ def _signs(axes: np.ndarray) -> dict[str, Look]:
 # layer and position, the mean over sequences. Both axes are logarithmic; the paper's show log₁₀. The line is the fit of
 # the table `summary`; it leaves out the first layer, which reads the bare embeddings and has hollow points.
 
-PANELS = {  # ratio: its definition
+PANELS = {  # ratio → its definition
     "bloat": r"$\|\nabla\tilde{h}\|\,/\,\|\nabla r\|$",
     "compress": r"$\|\nabla h-\nabla h_{\mathrm{mid}}\|\,/\,\|\nabla\tilde{h}\|$",
     "change": r"$\|\nabla h\|\,/\,\|\nabla h_{\mathrm{mid}}\|$",
 }
-# From dark to light, each with its own marker. The last is for positions beyond the paper's groups.
+# From dark to light, each with its own marker. The last look is for positions beyond the paper's groups.
 LOOKS = ((NAVY, "o"), ("#b33c12", "s"), (style.GREEN, "^"), (SKY, "D"), ("#d1bf9a", "v"), ("#e0e0e0", "P"))
 POINT: Look = {"linestyle": "none", "markersize": 3}
 HOLLOW: Look = {"mfc": "none", "mew": 0.7}
@@ -149,7 +146,7 @@ def draw_gradient_reshaping(run: RunData) -> Figure:
         ax.set_ylabel("ratio of gradient norms")
         plot.log_x_axis(ax)
     fitted = "compress" in drawn and _compression(axes["compress"], ratios)
-    if "change" in drawn:  # a line at 1, on a scale of at least a decade to both sides, so that values near 1 look near
+    if "change" in drawn:  # a line at 1, and at least a decade on both sides, so that values near 1 look near
         axes["change"].axhline(1, **GUIDE)
         plot.widen(axes["change"], 10**-1, 10**1)
     _legend(figure, [label for label, *_ in groups], fitted, "change" in drawn)
@@ -157,7 +154,7 @@ def draw_gradient_reshaping(run: RunData) -> Figure:
 
 
 def _token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
-    """Return (label, first, last) of the paper's groups up to the run's last position, and of one group beyond them."""
+    """Return (label, first, last) of the paper's groups up to the last position, and of one group after them."""
     last = int(ratios["position"].max())
     spans = [(start, min(end, last)) for _, start, end in TOKEN_GROUPS if start <= last]
     if spans[-1][1] < last:
@@ -171,7 +168,7 @@ def _why_undefined(run: RunData, ratio: str) -> str:
 
 
 def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
-    """Draw the fitted line and a line of slope −1 through the points' center, if there are enough points."""
+    """Draw the fitted line, and a line of slope −1 through the center of the points, if there are enough points."""
     fits = compress_fits(ratios)
     if "compress_slope" not in fits:
         return False
@@ -202,11 +199,11 @@ def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) ->
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
 
 
-# --- The two theorems of GS by layer, next to the measured values.
+# --- The two theorems of GS by layer, with the measured values.
 # Left: theorem 1 at position 0, means over heads, for the loss summed over the run: attention bounds the square of the
 # value gradient from both sides. The bounds assume that attention is independent of the gradients that it passes on, so
-# they can fail. Middle: how often they hold over all heads and positions, and the largest error of the identity that
-# they rest on, ∇v = Σ_t a[t,s] g_t. Right: theorem 2, ‖∇x‖ ÷ ‖∇y‖ of the norm before each branch, divided by its bound.
+# they can fail. Middle: the share of heads and positions for which they hold, and the largest error of the identity
+# from which they follow, ∇v = Σ_t a[t,s] g_t. Right: theorem 2, ‖∇x‖ ÷ ‖∇y‖ of the norm before each branch ÷ its bound.
 
 BAND: Look = {"color": NAVY, "alpha": 0.18, "linewidth": 0}
 CHECK: Look = {"color": "0.25", "marker": "D", "markersize": 2.4}
@@ -256,7 +253,7 @@ def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
     plot.layer_axis(ax)
     ax.set_ylabel("‖∇v₀‖² of values, mean over heads")
     if plot.value_axis(ax, log=True):
-        floor = ax.get_ylim()[0]  # where a lower bound is 0
+        floor = ax.get_ylim()[0]  # for lower bounds of 0
         plot.band_by_layer(ax, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
 
 
@@ -277,7 +274,7 @@ def _holds(ax: Axes, check: pd.DataFrame) -> None:
 
 
 def _tightness(ax: Axes, run: RunData, branch: str) -> None:
-    """Draw theorem 2. The table `norm_bound` has no rows, or is missing, where no branch has its own norm."""
+    """Draw theorem 2. The table `norm_bound` is empty or missing if no branch has its own norm."""
     bounds = run.tables.get("norm_bound", pd.DataFrame(columns=["branch", "position", "layer", "tightness"]))
     rows = plot.finite(bounds[bounds["branch"] == branch])
     for chosen, look in ((rows[rows["position"] == 0], SINK), (rows[rows["position"] > 0], OTHERS)):
@@ -293,7 +290,7 @@ def _tightness(ax: Axes, run: RunData, branch: str) -> None:
 
 
 def _guide(ax: Axes, value: float, text: str, below: bool = False) -> None:
-    """Draw a horizontal line with a name."""
+    """Draw a named horizontal line."""
     ax.axhline(value, **GUIDE)
     place: Look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
     look: Look = {"va": "top" if below else "bottom", "fontsize": 6, "color": "0.35"}
@@ -313,7 +310,7 @@ def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
     runs = _with_gradients(runs)
     figure = new_figure(WIDE, 2.3)
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
-    colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last step is dark, even if it is the only one
+    colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last step is dark, even if it is the only step
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
         curves = [_layer_norms(run, pathway).mean() for _, run in runs]
         for course, color in zip(curves, colors, strict=True):
@@ -323,7 +320,7 @@ def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
     _finish(axes)
     edges = BoundaryNorm(np.arange(len(runs) + 1) - 0.5, len(runs))
     bar = figure.colorbar(ScalarMappable(edges, ListedColormap(colors)), ax=axes, aspect=30, pad=0.01)
-    named = range(len(runs) - 1, -1, -(1 + (len(runs) - 1) // MOST_NAMED))  # the last step in any case
+    named = range(len(runs) - 1, -1, -(1 + (len(runs) - 1) // MOST_NAMED))  # always includes the last step
     bar.set_ticks(named, labels=[plot.step_label(runs[place][0]) for place in named])
     bar.ax.tick_params(which="both", length=0)
     bar.set_label("training step")

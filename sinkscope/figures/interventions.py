@@ -21,17 +21,17 @@ PAGE = 9.0  # inches, at most
 BEFORE = "before"
 
 # --- The effect of every arm and of random changes of the same kind: a row for each arm, a panel for each metric.
-# The change has its 95 % interval over sequences, where the run keeps tables by sequence.
+# The change has its 95 % interval over sequences if the run has tables by sequence.
 
-ROW = 0.3  # inches of an arm
-LETTERS = 24  # in a line of an arm's name
+ROW = 0.3  # inches for each arm
+LETTERS = 24  # characters in a line of an arm's name
 ABOVE, UNDER = -0.17, 0.17  # offsets of the arm and of its controls in a row of height 1
 
 AFTER: Look = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
 INTERVAL: Look = {"color": NAVY, "linewidth": 2.2, "solid_capstyle": "butt"}
 DRAWS: Look = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 4.5, "markeredgewidth": 0.6}
 SPREAD_BAR: Look = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}
-# metric, its positions of those that an arm watches (its sink first), may be logarithmic, width
+# metric, choice among the positions that an arm watches (its sink first), may be logarithmic, width
 PANELS: tuple[tuple[str, Callable[[list[int]], list[int]], bool, float], ...] = (
     ("sink_rate", lambda watched: watched[:1], False, 1.0),
     ("window_mass", lambda watched: watched[1:], False, 0.75),
@@ -53,7 +53,7 @@ def draw_effects(run: RunData) -> Figure:
         positions = {label: positions_of(some) for label, some in watched.items()}
         effects = [effect_of(run, label, metric, at) for label, some in positions.items() for at in some]
         values = _drawable([value for one in effects for value in (one.before, one.after, *one.controls)], log=True)
-        # a log axis that spans less than a power of ten could not be read
+        # a log axis over less than a power of ten could not be read
         log = bool(may_be_log and len(values) and values.max() >= 10 * values.min())
         _draw_metric(ax, run, metric, positions, log)
         _value_axis(ax, log, from_zero=not may_be_log)
@@ -74,7 +74,7 @@ def _watched(run: RunData) -> dict[str, list[int]]:
 
 
 def _draw_metric(ax: Axes, run: RunData, metric: str, positions: dict[str, list[int]], log: bool) -> None:
-    """Draw one metric of all arms, a row for each; several positions of an arm are drawn one below the other."""
+    """Draw one metric of all arms, a row for each arm; several positions of an arm are drawn one below the other."""
     different = {position for some in positions.values() for position in some}
     where = f"\nat position {min(different)}" if len(different) == 1 else "\nat @position"
     where = "" if different == {NO_POSITION} else where
@@ -93,7 +93,7 @@ def _draw_metric(ax: Axes, run: RunData, metric: str, positions: dict[str, list[
 def _draw_effect(
     ax: Axes, run: RunData, label: str, metric: str, position: int, middle: float, height: float, log: bool
 ) -> None:
-    """Draw interval, controls, before and after around `middle`. In neighboring rows, the lines of before join."""
+    """Draw interval, controls, before and after around `middle`. Lines of the value before join across rows."""
     effect = effect_of(run, label, metric, position)
     above, under = middle + ABOVE * height, middle + UNDER * height
     ends = _drawable(interval(run, label, metric, position) or (), log)
@@ -101,7 +101,7 @@ def _draw_effect(
         ax.plot(ends, [above] * 2, **INTERVAL)
     before, after = _drawable([effect.before], log), _drawable([effect.after], log)
     controls = _drawable(effect.controls, log)
-    if len(controls) > 1:  # mean ± 2 standard deviations, on a log axis of the logarithms
+    if len(controls) > 1:  # mean ± 2 standard deviations; on a log axis, those of the logarithms
         values = np.log(controls) if log else controls
         ends = values.mean() + SPREAD * values.std(ddof=1) * np.array([-1, 1])
         ax.plot(np.exp(ends) if log else ends, [under, under], **SPREAD_BAR)
@@ -122,7 +122,7 @@ def _drawable(values: Sequence[float], log: bool) -> np.ndarray:
 
 
 def _value_axis(ax: Axes, log: bool, from_zero: bool) -> None:
-    """Set the scale once everything is drawn: logarithmic, from 0 on, or as narrow as the values."""
+    """Set the scale after drawing: logarithmic, from 0 on, or as narrow as the values."""
     values = plot.drawn(ax, "x")
     if not len(values):
         ax.set_xticks([])
@@ -140,11 +140,11 @@ def _value_axis(ax: Axes, log: bool, from_zero: bool) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))  # numbers may be long
 
 
-# --- The layers in which an arm acts: the sink rate before and after it, with the spread of its control.
-# The change has its 95 % interval over sequences, where the run keeps tables by sequence.
+# --- The layers in which an arm acts: sink rate by layer before and after, with the spread of the control.
+# The change has its 95 % interval over sequences if the run has tables by sequence.
 
 ACROSS = 4
-BAND: Look = {"color": "0.75", "linewidth": 1.5, "zorder": 1}  # its edge is visible where there is no spread
+BAND: Look = {"color": "0.75", "linewidth": 1.5, "zorder": 1}  # its edge is visible without a spread
 
 
 def draw_effects_by_layer(run: RunData) -> Figure:
@@ -177,7 +177,7 @@ def draw_effects_by_layer(run: RunData) -> Figure:
 
 
 def _draw_arm(ax: Axes, rates: pd.DataFrame, positions: list[int], all_targets: set[int]) -> None:
-    """Draw before, after and the mean ± 2 standard deviations of the controls; layers without draws leave a gap."""
+    """Draw before, after, and the mean ± 2 standard deviations of the controls; layers without draws leave a gap."""
 
     def by_layer(arm: str, position: int) -> pd.Series:
         return rates[(rates["arm"] == arm) & (rates["position"] == position)].set_index("layer")["value"]
@@ -201,17 +201,17 @@ def _draw_arm(ax: Axes, rates: pd.DataFrame, positions: list[int], all_targets: 
 
 # --- One layer's attention maps under every arm of an experiment (NU figure 3).
 # A few maps are in one row, with each arm's random control next to it. Many maps are in several rows, with each control
-# below its arm, without repeating its name, and the color bar below the map of the unchanged model, which has no
-# control. The number in a map is the mean attention weight on the sink.
+# below its arm and without a name, and the color bar below the map of the unchanged model, which has no control. The
+# number in a map is the mean attention weight on the sink.
 
 MEAN = "mean over heads and sequences"
-FAINTEST = 1e-2  # end of the color scale: means over heads and sequences are seldom below it
+FAINTEST = 1e-2  # lower end of the color scale: means over heads and sequences are seldom smaller
 
 ARM_MAPS_ACROSS = 8  # maps in a row
 SMALLEST, GAP = 0.745, 0.045  # inches: a map, and the space between maps
 LEFT, RIGHT, BELOW = 0.32, 0.05, 0.2  # inches: margins
-BAR = 0.42  # inches: the color bar, where it is next to the maps
-TITLE, LINE = 0.17, 0.13  # inches: the title's first line, and another
+BAR = 0.42  # inches: the color bar, if it is next to the maps
+TITLE, LINE = 0.17, 0.13  # inches: the first line of the title, and each further line
 NAME_LINE, LETTER = 0.1, 0.053  # inches: a line of an arm's name, and a letter
 SMALL = 6.5  # points
 
@@ -240,7 +240,7 @@ def draw_arm_maps(run: RunData) -> Figure:
     layer = max(changes, key=lambda layer: np.nan_to_num(np.median(changes[layer])) if changes[layer] else 0.0)
     cells = _cells(run, maps)
     down, across = 1 + max(cell.row for cell in cells), 1 + max(cell.column for cell in cells)
-    has_room = any(not cell.name for cell in cells)  # for the color bar, below the first map
+    has_room = any(not cell.name for cell in cells)  # room for the color bar, below the first map
     bar_width = 0.0 if has_room else BAR
     size = max((COLUMN - LEFT - RIGHT - bar_width) / across - GAP, SMALLEST)
     names = {cell: wrapped(cell.name, int(size / LETTER)) for cell in cells}
@@ -258,7 +258,7 @@ def draw_arm_maps(run: RunData) -> Figure:
         weight = _to_sink(weights, cell.sink)
         if np.isfinite(weight):
             ax.text(0.98, 0.96, f"sink {weight:.2f}", transform=ax.transAxes, ha="right", va="top", fontsize=SMALL)
-        if cell.column == 0 and cell.row == (0 if has_room else down - 1):  # where there is room below
+        if cell.column == 0 and cell.row == (0 if has_room else down - 1):  # the map has room below
             _name_axes(ax)
         if not cell.name and cell.column == (cell.row == 1):  # the first of its row
             ax.set_ylabel("random\ncontrol", fontsize=SMALL)
@@ -300,7 +300,7 @@ def _name_axes(ax: Axes) -> None:
     first, *last = ax.get_xticklabels()
     first.set_horizontalalignment("left")
     for label in last:
-        label.set_horizontalalignment("right")  # so that it does not reach into the next map
+        label.set_horizontalalignment("right")  # so that the label does not reach into the next map
     ax.tick_params(labelsize=SMALL, pad=1)
     ax.set_xlabel("key", fontsize=SMALL, labelpad=-6)
     ax.set_ylabel("query", fontsize=SMALL, labelpad=-6)
@@ -321,16 +321,16 @@ def _control_of(label: str) -> str:
 
 
 def _to_sink(weights: np.ndarray | None, sink: int) -> float:
-    """Return the mean weight on the sink over the other queries that see it; NaN where the map has none."""
+    """Return the mean weight on the sink over the other queries that see it; NaN if the map has no such weight."""
     if weights is None or sink >= len(weights):
         return float("nan")
     others = np.delete(weights[:, sink], sink)
-    others = others[np.isfinite(others)]  # in a causal model those after it
+    others = others[np.isfinite(others)]  # in a causal model, the queries after the sink
     return float(others.mean()) if len(others) else float("nan")
 
 
 def _placed_figure(width: float, height: float, text: str) -> Figure:
-    """Make a figure whose parts are placed in inches, closer together than a layout engine would place them."""
+    """Make a figure whose parts are placed in inches, closer together than a layout engine places them."""
     figure = new_figure(width, height)
     figure.set_layout_engine("none")
     return figure.finish(text, y=1 - 0.04 / figure.get_figheight(), va="top")
@@ -364,17 +364,17 @@ def _color_bar(figure: Figure, image: AxesImage, ax: Axes) -> None:
 
 
 # --- The attention maps of all layers under every arm (NU figures 7 to 13, on one page).
-# The maps of an arm are one image, as hundreds of axes would take long to save. Where its layers do not fit in one row,
-# it has several rows, and maps are as large as the page allows.
+# The maps of an arm are one image, because hundreds of axes would take long to save. If its layers do not fit in one
+# row, it has several rows, and maps are as large as the page allows.
 
 ALL_LAYERS_LEFT, ALL_LAYERS_RIGHT = 1.05, 0.04  # inches: margin with the names, empty margin
 TOP, ALL_LAYERS_BELOW = 0.36, 0.4  # inches: margin with title and layers, margin with the color bar
 BETWEEN, BEFORE_CONTROL = 0.1, 0.03  # inches between arms, and between an arm and its control
-ALL_LAYERS_LETTERS = 18  # in a line of an arm's name
+ALL_LAYERS_LETTERS = 18  # characters in a line of an arm's name
 CONTROL = "random control"
-LARGEST, LARGEST_WRAPPED = 0.71, 0.48  # inches per map, in a single row and in one of several
-WORTH = 0.85  # fewer rows are better, as long as maps are this share of the largest possible
-READABLE = 0.24  # inches: controls are left out where maps would be smaller with them
+LARGEST, LARGEST_WRAPPED = 0.71, 0.48  # inches per map, in a single row and in several rows
+WORTH = 0.85  # fewer rows are better if maps have at least this share of the largest possible size
+READABLE = 0.24  # inches: controls are left out if they would make maps smaller than this
 ALL_LAYERS_GAP = 0.06  # between maps, as a share of a map
 NUMBER: Look = {"fontsize": 6, "ha": "center", "va": "bottom"}
 NUMBER_BOX: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
@@ -382,7 +382,7 @@ NUMBER_BOX: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha"
 
 @dataclass(frozen=True)
 class _Page:
-    """Layout of the maps."""
+    """The layout of the maps."""
 
     conditions: dict[str, str]  # condition → the name next to its maps
     rows: int  # of one condition
@@ -391,7 +391,7 @@ class _Page:
 
     @property
     def tops(self) -> np.ndarray:
-        """Inches from the first map to each condition's first map, and to the end of the last."""
+        """Inches from the first map to the first map of each condition, and to the end of the last condition."""
         gaps = _gaps(self.conditions)
         return np.cumsum([0.0, *(gap + self.rows * self.size for gap in [*gaps[1:], 0.0])])
 
@@ -426,7 +426,7 @@ def draw_arm_maps_by_layer(run: RunData) -> Figure:
 
 
 def _largest(conditions: dict[str, str], layers: int) -> _Page:
-    """Return the page with the fewest rows for each condition whose maps are about as large as possible."""
+    """Return the page with the fewest rows for each condition on which maps are nearly as large as possible."""
     height = (PAGE - TOP - 0.13 - ALL_LAYERS_BELOW - sum(_gaps(conditions))) / len(conditions)
     pages = []
     for rows in range(1, layers + 1):
@@ -444,10 +444,8 @@ def _gaps(conditions: dict[str, str]) -> list[float]:
 
 
 def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], page: _Page, numbered: bool) -> AxesImage:
-    """Draw maps in reading order. A layer without a map is gray below its diagonal; places without layers are white.
-
-    Numbers of layers are above a single row, else in the upper right corners, which a causal mask leaves empty.
-    """
+    """Draw maps in reading order. A layer without a map is gray below its diagonal; cells without a layer are white."""
+    # Numbers of layers are above a single row, else in the upper right corners, which a causal mask leaves empty.
     size = len(next(iter(by_layer.values())))
     pitch = size + max(1, round(ALL_LAYERS_GAP * size))
     weights = np.full((page.rows * pitch, page.across * pitch), np.nan)

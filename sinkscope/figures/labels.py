@@ -52,9 +52,9 @@ def model_name(model: str) -> str:
 
 
 def labels(runs: Sequence[RunData]) -> tuple[list[str], str]:
-    """Return a label for each run, of the parts of model, revision and condition that differ, and the common parts."""
+    """Return labels of runs: the parts of model, revision and condition that differ, and the common parts."""
     parts = [(model_name(run.model), run.manifest["model"].get("revision") or "", run.condition) for run in runs]
-    if len(set(parts)) == 1:  # one run, or several that differ in other options
+    if len(set(parts)) == 1:  # one run, or runs that differ in other options
         name = " · ".join(part for part in parts[0] if part)
         return ([name] if len(runs) == 1 else [f"run {place}" for place in range(1, len(runs) + 1)]), name
     differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
@@ -67,7 +67,7 @@ def labels(runs: Sequence[RunData]) -> tuple[list[str], str]:
 
 
 def seeds_words(count: int, least: int | None = None) -> str:
-    """Describe the seeds of means and bands: `count`, or from `least` to `count` where some curves have fewer."""
+    """Return the words for the seeds of means and bands: `count`, or `least` to `count` if some curves have fewer."""
     if count == 1:
         return "1 seed"
     return f"mean and range of {count if least in (None, count) else f'{least} to {count}'} seeds"
@@ -90,7 +90,7 @@ def places(first: int, last: int) -> str:
 
 
 def shorten(text: str, longest: int) -> str:
-    """Leave out the middle of a text that is too long, as names differ at their ends."""
+    """Leave out the middle of a text that is too long, because names differ at their ends."""
     if len(text) <= longest:
         return text
     head = (longest - 1) // 2
@@ -98,7 +98,7 @@ def shorten(text: str, longest: int) -> str:
 
 
 def escape(text: str) -> str:
-    """Escape dollar signs, so that matplotlib does not read the text between two of them as a formula."""
+    """Escape dollar signs, because matplotlib reads the text between two of them as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -111,8 +111,8 @@ def wrapped(label: str, letters: int, lines: int = 4) -> str:
 def token_label(token: object, token_id: float | None, longest: int = LONGEST_TOKEN) -> str:
     """Return a token as visible text, or «id 123» if it has no text or the font cannot show it."""
     text = "".join(VISIBLE.get(sign, sign) for sign in token) if isinstance(token, str) else ""
-    has_text = text and token != f"<id {token_id}>"  # the text of a model without a tokenizer
-    # the font cannot show some characters, and U+FFFD is a part of one
+    has_text = text and token != f"<id {token_id}>"  # the text that a model without a tokenizer has
+    # the font cannot show some characters, and U+FFFD is part of a character
     if not has_text or not all(sign.isprintable() and sign != "\ufffd" and ord(sign) in _glyphs() for sign in text):
         return "?" if token_id is None or pd.isna(token_id) else f"id {int(token_id)}"
     return escape(text if len(text) <= longest else text[: longest - 1] + "…")

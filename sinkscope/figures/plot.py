@@ -16,11 +16,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from sinkscope.figures.style import OTHERS, SEQUENTIAL, SINK, Figure
 
-MOST_MARKERS = 20  # on one line; more would overlap
+MOST_MARKERS = 20  # markers on one line; more would overlap
 MANY_DECADES = 1e5  # on a longer log axis, the ticks between powers of ten would be a gray bar
 ROUND = 1e-9  # tolerance of a logarithm
 MOST_TICKS = 5  # decades on an axis of training steps
-UNEVEN = 5  # if the last step is this many times the median, the early ones need a log scale
+UNEVEN = 5  # if the last step is this many times the median, early steps need a log scale
 
 # --- curves
 
@@ -47,7 +47,7 @@ def line_by_layer(ax: Axes, values: pd.Series, **look: Any) -> Line2D:
 
 
 def band_by_layer(ax: Axes, low: pd.Series, high: pd.Series, **look: Any) -> None:
-    """Draw a band from `low` to `high` by layer. Layers without a value are gaps; a layer between two is a bar."""
+    """Draw a band from `low` to `high` by layer. Layers without a value are gaps; a layer between two gaps is a bar."""
     if low.empty:
         return
     layers = range(int(low.index.min()), int(low.index.max()) + 1)
@@ -61,13 +61,13 @@ def band_by_layer(ax: Axes, low: pd.Series, high: pd.Series, **look: Any) -> Non
 
 
 def first_and_others(ax: Axes, table: pd.DataFrame, column: str) -> None:
-    """Draw position 0 and the mean over the others by layer: means over heads, bands their 10 % to 90 % quantiles."""
+    """Draw position 0 and the mean over the others by layer: means over heads, with bands of 10 % to 90 % of heads."""
     at_first = table["position"] == 0
     for rows, label, look in (
         (table[at_first], "position 0", SINK),
         (table[~at_first], "mean over the other positions", OTHERS),
     ):
-        if rows.empty:  # --positions 1
+        if rows.empty:  # with --positions 1
             continue
         by_layer = rows.groupby(["layer", "head"])[column].mean().groupby("layer")
         low, high = by_layer.quantile(0.1), by_layer.quantile(0.9)
@@ -104,9 +104,9 @@ def whole_numbers(ax: Axes, which: str) -> None:
 
 
 def value_axis(ax: Axes, log: bool = False, share: bool = False) -> bool:
-    """Set the scale of the y axis once everything is drawn: linear, logarithmic, or a share from 0 to 1.
+    """Set the scale of the y axis after drawing: linear, logarithmic, or a share from 0 to 1.
 
-    Return whether any value can be shown; otherwise the panel says that there are none.
+    Return whether any value can be shown; if not, the panel says that there are none.
     """
     if not has_values(ax, log):
         say(ax, "no positive values" if log else "no values")
@@ -146,7 +146,7 @@ def with_decades(low: float, high: float) -> tuple[float, float]:
 
 
 def log_ticks(axis: Axis, low: float, high: float) -> None:
-    """Put ticks at powers of ten, with as many numbers as there is room for; short numbers are written out."""
+    """Put ticks at powers of ten, with as many numbers as fit; short numbers are written out."""
     many = high / low > MANY_DECADES
     axis.set_major_locator(LogLocator())
     axis.set_minor_locator(LogLocator(subs=(1.0,) if many else tuple(range(2, 10)), numticks=99))
@@ -158,13 +158,13 @@ def log_ticks(axis: Axis, low: float, high: float) -> None:
 def widen(ax: Axes, low: float, high: float) -> None:
     """Let a logarithmic y axis span at least the range from `low` to `high`."""
     known = ax.get_ylim()
-    ax.set_yscale("log", nonpositive="mask")  # which also resets the ticks
+    ax.set_yscale("log", nonpositive="mask")  # this also resets the ticks
     ax.set_ylim(*with_decades(min(low, known[0]), max(high, known[1])))
     log_ticks(ax.yaxis, *ax.get_ylim())
 
 
 def wide_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
-    """Make the x axis logarithmic where the values span a power of ten, else linear and narrow, for small changes.
+    """Make the x axis logarithmic if the values span a power of ten, else linear and narrow, for small changes.
 
     `room` is the smallest factor beyond both ends.
     """
@@ -206,7 +206,7 @@ def step_axis(ax: Axes, steps: Sequence[int]) -> None:
 
 
 def step_label(step: float) -> str:
-    """Return a short form of a step, such as «143k»."""
+    """Return a short form of a step, for example «143k»."""
     for size, sign in ((10**6, "M"), (10**3, "k")):
         if abs(step) >= size:
             return f"{step / size:g}{sign}"
@@ -219,7 +219,7 @@ def step_label(step: float) -> str:
 def panel_grid(figure: Figure, count: int, across: int, sharey: bool = True) -> tuple[list[Axes], list[Axes]]:
     """Make panels with a common x axis, and by default a common y axis, in rows of `across`.
 
-    Return the panels in reading order, and those that are the lowest of their column, with numbers on the x axis.
+    Return the panels in reading order, and the lowest panel of each column, which has the numbers of the x axis.
     """
     grid = figure.subplots(-(-count // across), across, sharex=True, sharey=sharey, squeeze=False)
     axes, unused = list(grid.flat[:count]), list(grid.flat[count:])
@@ -256,7 +256,7 @@ def hide_y(ax: Axes) -> None:
 
 
 def say(ax: Axes, text: str) -> None:
-    """Write a text in place of data. Ticks are hidden but not removed, as other panels may share them."""
+    """Write a text in place of data. Ticks are hidden and not removed, because other panels may share them."""
     for line in ax.lines:
         line.set_data([], [])
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="0.4", fontsize=7)
@@ -269,22 +269,22 @@ def say(ax: Axes, text: str) -> None:
 
 
 def square(table: pd.DataFrame, size: int) -> np.ndarray:
-    """Return rows with query, key and weight as a matrix (size, size), with NaN where there is no row."""
+    """Return rows with query, key and weight as a matrix (size, size), with NaN for missing rows."""
     weights = np.full((size, size), np.nan)
     weights[table["query"], table["key"]] = table["weight"]
     return weights
 
 
 def above_diagonal(weights: np.ndarray) -> np.ndarray:
-    """Return (T,T) bool: the places above the diagonal, or none if there are weights, as in an encoder's map."""
+    """Return (T,T) bool: the entries above the diagonal, or none if some of them have weights, as in an encoder."""
     above = np.triu(np.ones_like(weights, bool), 1)
     return above & bool(np.isnan(weights[above]).all())
 
 
 def draw_weights(ax: Axes, weights: np.ndarray, faintest: float, masked: np.ndarray | None = None) -> AxesImage:
-    """Draw weights on a logarithmic color scale from `faintest` to 1, gray where a weight is NaN.
+    """Draw weights on a logarithmic color scale from `faintest` to 1, gray for NaN.
 
-    White where `masked`, by default above the diagonal, unless there are weights.
+    Entries in `masked` are white; by default these are the entries above the diagonal, unless some have weights.
     """
     masked = above_diagonal(weights) if masked is None else masked
     image = ax.imshow(np.clip(weights, faintest / 10, 1), cmap=SEQUENTIAL, norm=LogNorm(faintest, 1))

@@ -16,20 +16,20 @@ from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.verdict.quantization import label, probed, whole
 
-# --- The cost of quantization: perplexity with the whole model quantized by setting, and with single sites quantized.
-# Upper left: settings, on all sequences. Lower left: every kind of site. Right: layers of the costliest kinds. Both are
-# on the few sequences of the search for costly sites. The broken line is full precision on the same sequences.
+# --- The cost of quantization: perplexity with the model quantized, by setting, and with single sites quantized.
+# Upper left: settings, on all sequences. Lower left: every kind of site. Right: layers of the costliest kinds. The last
+# two are on the few sequences of the search for costly sites. The broken line is full precision on the same sequences.
 
 ROW, AROUND = 0.2, 1.5  # inches: a row, and the margins above, between and below
-TALL = 1.6  # rows that a setting takes, as its label has two lines
+TALL = 1.6  # rows for each setting, because its label has two lines
 LETTERS, LONGEST = 26, 30  # characters in a line of a setting, and in a site
 MASSIVE = "†"  # after the name of a site
-MOST = 16  # modules in a panel, the costliest, and as many single sites
+MOST = 16  # number of the costliest modules, and of the costliest single sites, that are drawn
 # offsets within a row, so that marks with equal values are all visible
 NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0, KEYS: -0.12, VALUES: 0.12}
 
 SETTING: Look = {"color": "black", "marker": "X", "markersize": 4.6, "mew": 0, "linestyle": "none"}
-MARKS: dict[str, Look] = {  # their shapes differ, so that the colors are not needed
+MARKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
     INPUT: {"marker": "o", "color": NAVY, "markersize": 4.2},
     WEIGHT: {"marker": "D", "color": SKY, "markersize": 3.4},
     OUTPUT: {"marker": "s", "color": VERMILION, "markersize": 3.8, "markerfacecolor": "white", "markeredgewidth": 1.0},
@@ -58,7 +58,7 @@ def draw_quantization_cost(run: RunData) -> Figure:
     for name, ax in axes.items():
         table = run.tables["quantization"] if name == "whole" else alone
         values = plot.drawn(ax, "x")
-        values = values[np.isfinite(values)]  # infinite ones lie beyond the axis
+        values = values[np.isfinite(values)]  # infinite values are beyond the axis
         plot.wide_x_axis(ax, values.min(), values.max(), room=1.02)
         ax.set_xlabel(f"{METRICS['perplexity'].short}, {counted(table['sequences'].max(), 'sequence')}")
     shown = {str(part) for part in alone["part"]}
@@ -79,7 +79,7 @@ def _draw_settings(ax: Axes, run: RunData) -> None:
 
 
 def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
-    """Draw a row for each module, in the model's order, with a mark for each of its parts."""
+    """Draw a row for each module, in the order of the model, with a mark for each of its parts."""
     modules = list(kinds.sort_index()["site"].unique())
     _rows(ax, [escape(shorten(module, LONGEST)) for module in modules], reference)
     for row in kinds.itertuples():
@@ -109,9 +109,9 @@ def _rows(ax: Axes, names: list[str], reference: float) -> None:
 # --- The range that 8 bits must cover: largest and median entry of every site by layer, and half a step of its grid.
 # Entries below half a step round to zero: where the median is below half a step, most of the tensor is lost.
 
-COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in all
-HEIGHT = 1.3  # inches of a row
-RANGES_LONGEST = 30  # letters of a title
+COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in the figure
+HEIGHT = 1.3  # inches for each row
+RANGES_LONGEST = 30  # characters of a title
 
 LARGEST = style.SINK | {"label": "largest entry"}
 MEDIAN = OTHERS | {"label": "median entry"}
@@ -123,7 +123,7 @@ RANGES_MASSIVE: Look = {
 
 
 def lacking_quantization_ranges(run: RunData) -> str | None:
-    return None if len(_sites(run)) else "none of its linear layers is in one of the model's layers"
+    return None if len(_sites(run)) else "the layers of the model contain no linear layer"
 
 
 def draw_quantization_ranges(run: RunData) -> Figure:
@@ -140,7 +140,7 @@ def draw_quantization_ranges(run: RunData) -> Figure:
         massive = table[table["is_massive"]]
         ax.plot(massive.index, massive["max_abs"].to_numpy(float), **RANGES_MASSIVE)
         ax.set_title(escape(name), fontsize=7)
-        ax.margins(y=0.12)  # rings have a size
+        ax.margins(y=0.12)  # room for the rings
     for ax in axes:
         plot.layer_axis(ax, "layer" if ax in lowest else "")
         plot.value_axis(ax, log=True)
@@ -154,7 +154,7 @@ def draw_quantization_ranges(run: RunData) -> Figure:
 
 
 def _sites(run: RunData) -> pd.DataFrame:
-    """Return the inputs and outputs in the layers, the widest where a layer has several of a kind (experts)."""
+    """Return the inputs and outputs in the layers; for experts, which share a kind, the site with the widest range."""
     table = run.tables["quantization_sites"]
     table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
     widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])

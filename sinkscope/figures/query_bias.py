@@ -14,7 +14,7 @@ from sinkscope.measuring.observables.query_bias import ALL_HEADS
 from sinkscope.measuring.summary import delta_gap
 from sinkscope.results.run import RunData
 
-# --- The shift Δ_j that the query bias adds to a key's logits, over tokens (NU figures 1 and 4).
+# --- The shift Δ_j that the query bias adds to the logits of a key, over tokens (NU figures 1 and 4).
 # A panel for each layer, all heads together. Position 0 is one token of each sequence, so each histogram is scaled to
 # its own highest bin. Δ is before the logits' scaling by 1/√d. Titles give the distance of position 0 from the later
 # tokens' mean Δ, in standard deviations (σ) of the later tokens.
@@ -51,7 +51,7 @@ def draw_query_bias_distribution(run: RunData) -> Figure:
         ax.set_title(text, fontsize=7 if columns == 4 else 6, pad=2)
     for ax in axes[len(layers) :]:
         ax.set_axis_off()
-    for ax in axes[: len(layers)][-columns:]:  # the lowest of its column
+    for ax in axes[: len(layers)][-columns:]:  # the lowest panel of each column
         ax.set_xlabel("Δ, unscaled", fontsize=7)
     figure.supylabel("tokens (highest bin = 1)")
     labels = {"position 0": "position 0", "later": "later positions"}
@@ -59,7 +59,7 @@ def draw_query_bias_distribution(run: RunData) -> Figure:
     return figure.finish(title(run, WIDE), handles, ncols=2)
 
 
-# --- Does the query bias point at the position that is the sink? cos(W_k EPE_i, b_Q) by layer (NU figures 2 and 5).
+# --- Alignment of the query bias with the key of each position, cos(W_k EPE_i, b_Q), by layer (NU figures 2 and 5).
 # Left: all heads together, with a dot for each later position, in order within a layer's strip. Right: each head, with
 # a dot for position 0, and the 10 % to 90 % quantiles of the later positions' cosines over heads.
 
@@ -111,7 +111,7 @@ def draw_query_bias_alignment(run: RunData) -> Figure:
     return figure.finish(title(run, WIDE), handles, ncols=4, columnspacing=1.4, handletextpad=0.6)
 
 
-# --- Does the query bias read the coordinates where EPE₀ is massive? |γ| there against all of γ (NU tables 1 and 2)
+# --- |γ| at the coordinates where EPE₀ is massive, and at all coordinates (NU tables 1 and 2)
 
 BAND: Look = {"color": GRAY, "alpha": 0.3, "linewidth": 0}
 MEAN: Look = {"color": "0.35", "linewidth": 0.9}
@@ -160,7 +160,7 @@ def draw_gamma(run: RunData) -> Figure:
     return figure.finish(title(run, width), handles, ncols=columns, columnspacing=1.0, handlelength=2)
 
 
-# --- The effective positional vector of a learned position 0 (EPE₀) by coordinate, massive ones named (NU figure 6)
+# --- The effective positional vector of a learned position 0 (EPE₀), with names of massive coordinates (NU figure 6)
 
 MOST_NAMED = 12
 
@@ -171,7 +171,7 @@ def lacking_epe_coordinates(run: RunData) -> str | None:
 
 def draw_epe_coordinates(run: RunData) -> Figure:
     table = run.tables["gamma"]
-    vector = table[table["layer"] == table["layer"].min()]  # the same in the rows of every layer
+    vector = table[table["layer"] == table["layer"].min()]  # the vector is the same in the rows of every layer
     figure = new_figure(WIDE, 2.2)
     ax = figure.subplots()
     entries = vector[np.isfinite(vector["epe_0"])]

@@ -18,9 +18,9 @@ from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.results.metrics import METRICS, UNITS
 from sinkscope.results.run import RunData
 
-# --- Which heads are sinks: window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE
+# --- Window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE for a sink
 
-MOST = 0.5  # share of the sequences in which a marked head is a sink
+MOST = 0.5  # a head is marked if it has a sink in more than this share of the sequences
 ASIDE = 1.3  # inches next to the map: axis and color bar
 LOCAL = ("sliding_attention", "chunked_attention")
 
@@ -33,11 +33,11 @@ def draw_sink_map(run: RunData) -> Figure:
         first.pivot(index="layer", columns="head", values=name).reindex(index=layers, columns=heads).to_numpy(float)
         for name in ("window_mass", "sink_rate")
     )
-    width = float(np.clip(0.16 * len(heads), COLUMN - ASIDE, WIDE - ASIDE))  # inches, of the map
+    width = float(np.clip(0.16 * len(heads), COLUMN - ASIDE, WIDE - ASIDE))  # width of the map in inches
     height = float(np.clip(0.105 * len(layers), 1.5, 6.5))
     figure = new_figure(width + ASIDE, height + 1.1)
     ax = figure.subplots()
-    ax.patch.set(facecolor="white", edgecolor="0.6", hatch="////", linewidth=0)  # seen where there is no attention
+    ax.patch.set(facecolor="white", edgecolor="0.6", hatch="////", linewidth=0)  # visible in layers without attention
     image = ax.imshow(mass, cmap=style.SEQUENTIAL.with_extremes(bad="none"), vmin=0, vmax=1, aspect="auto")
     ax.spines[:].set_visible(False)
     ax.set(xlabel="head", ylabel="layer")
@@ -45,15 +45,15 @@ def draw_sink_map(run: RunData) -> Figure:
     plot.whole_numbers(ax, "y")
     notes: dict[str, Look] = {}
     layer, head = np.nonzero(share > MOST)
-    if len(layer):  # dots as large as the cells allow
+    if len(layer):  # dots are as large as the cells allow
         cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
         dot: Look = {"linestyle": "none", "marker": "o", "mfc": "white"}
         ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **dot)
         label = f"sink (ε = {run.manifest['config']['epsilon']:g}) in most sequences"
         notes[label] = dot | {"markersize": 3, "mec": "0.3", "mew": 0.5}
     local = [layer for layer, kind in enumerate(run.manifest["model"].get("layer_types") or []) if kind in LOCAL]
-    if local:  # a bar next to the layers whose attention is limited to a window, which may exclude the sink
-        edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # each layer's lower and upper edge, then a gap
+    if local:  # a bar next to layers with a sliding window, which may exclude the sink
+        edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # lower and upper edge of each layer, then a gap
         bar: Look = {"color": GRAY, "linewidth": 2.5, "solid_capstyle": "butt"}
         ax.plot(np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **bar)
         ax.tick_params(axis="y", length=0, pad=5)
@@ -65,9 +65,9 @@ def draw_sink_map(run: RunData) -> Figure:
 
 
 # --- Sinks and massive activations occur together (GS figure 1).
-# Sink mass, sink rate, norm of the layer's output and norm of the MLP's output: token 0 against the mean and the
+# Sink mass, sink rate, norm of the layer's output and norm of the MLP's output: token 0, and the mean and
 # maximum over the other early tokens. All are means over sequences, as in the paper. The panel of the sink rate also
-# shows how often a sink is outside the text, in models with keys there. Layers count from 0. A site that a family lacks
+# has the rate of sinks outside the text, in models with keys there. Layers count from 0. A site that a family lacks
 # has no panel.
 
 SITES = {"layer_out": "layer output", "mlp_out": "MLP output"}
@@ -84,10 +84,10 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
         if len(rows := activation[activation["site"] == site]):
             panels.append((name, "L2 norm", rows, "norm_mean", {"log": True}))
     figure = new_figure(WIDE, 2.1)
-    axes = figure.subplots(1, len(panels), sharex=True)  # layers without attention are gaps on the left
+    axes = figure.subplots(1, len(panels), sharex=True)  # layers without attention leave gaps in the panels on the left
     for ax, (name, unit, table, column, scale) in zip(axes, panels, strict=True):
         ax.set_title(name)
-        # over heads first: the maximum over positions is of the layer, not of one head
+        # first the mean over heads, because the maximum over positions is taken for the layer
         means = table.groupby(["layer", "position"])[[column]].mean().reset_index()
         later = means[means["position"] > 0]
         first = means[means["position"] == 0].set_index("layer")[column]
@@ -116,7 +116,7 @@ PERCENT = FuncFormatter(lambda share, _: percent(share))
 
 
 def percent(share: float) -> str:
-    """Format a share as a percentage with two significant digits."""
+    """Return a share as a percentage with two significant digits."""
     return f"{float(f'{100 * share:.2g}'):g} %"
 
 
@@ -144,11 +144,8 @@ def draw_sink_positions(run: RunData) -> Figure:
 
 
 def _draw_shares(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
-    """Draw the share of (head, sequence) pairs with a sink at each position.
-
-    The axis is logarithmic, as later sinks are rare, and has dots only, as a length on a log axis means nothing. The
-    broken line is one pair: a position without a dot has none.
-    """
+    """Draw the share of (head, sequence) pairs with a sink at each position. The broken line is one pair."""
+    # The axis is logarithmic, because later sinks are rare, and has dots only, because a length on it has no meaning.
     shares = sinks.groupby("position").size() / pairs
     ax.set_yscale("log")
     ax.set_ylim(0.6 * min(1 / pairs, 0.01), 1.3)
@@ -156,7 +153,7 @@ def _draw_shares(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
     ax.annotate("one pair", (1, 1 / pairs), (0, 1), xycoords=ax.get_yaxis_transform(), textcoords="offset points",
         ha="right", va="bottom", fontsize=6, color="0.35")  # fmt: skip
     plot.grid(ax, "y")
-    size = max(0.8, 2.6 * min(1.0, 50 / max(last, 1)))  # long sequences have many dots
+    size = max(0.8, 2.6 * min(1.0, 50 / max(last, 1)))  # smaller dots for long sequences
     ax.plot(shares.index, shares, linestyle="none", marker="o", markersize=size, color=style.NAVY, clip_on=False)
     ax.yaxis.set_major_formatter(PERCENT)
     ax.yaxis.set_minor_formatter(NullFormatter())
@@ -168,7 +165,7 @@ def _draw_shares(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
 
 
 def _draw_tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
-    """Draw the share of (head, sequence) pairs that have a token as a later sink; several times count once."""
+    """Draw the share of (head, sequence) pairs with a token as a later sink; a repeated token counts once in a pair."""
     once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])
     shares = once.groupby(["token_id", "token"], dropna=False).size() / pairs
     shares = shares.sort_values(ascending=False, kind="stable").head(MOST_TOKENS)
@@ -186,7 +183,7 @@ def _draw_tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
 # --- Attention weights of selected heads on one sequence, from the strongest sink to the weakest
 
 ACROSS = 3
-FAINTEST = 1e-3  # of the color scale: a sink's column and a diagonal can both be read
+FAINTEST = 1e-3  # lower end of the color scale, on which both a sink and a diagonal are visible
 
 
 def draw_attention_maps(run: RunData) -> Figure:
@@ -207,7 +204,7 @@ def draw_attention_maps(run: RunData) -> Figure:
     return figure.finish(title(run, width, f"one sequence ({table['sequence'].iloc[0]})"))
 
 
-# --- Why the first key is a sink: its norm is small, and its angle to the queries decides (WSE figure 2).
+# --- Geometry of the first key: its norm is small, and its angle to the queries decides (WSE figure 2).
 # Norms of query, key and value, cosine and norm product of query and key, and the resulting logit gap (VGA §4.1), at
 # position 0 and on average over the other positions. Lines are means over heads, bands their 10 % to 90 % quantiles.
 
@@ -239,8 +236,8 @@ def draw_query_key_geometry(run: RunData) -> Figure:
 
 
 # --- Gates at position 0 and elsewhere, of a retrofit or of the model itself (VGA §3.2; GS §5.1).
-# Left by layer, means over heads with bands from their 10 % to their 90 % quantiles, position 0 against the mean over
-# the other positions; right by position, a thin line for each layer. A gate of 1 changes nothing.
+# Left: by layer, means over heads with bands from their 10 % to their 90 % quantiles, for position 0 and for the mean
+# over the other positions. Right: by position, a thin line for each layer. A gate of 1 changes nothing.
 
 
 def draw_gates_by_layer(run: RunData) -> Figure:
@@ -251,7 +248,7 @@ def draw_gates_by_layer(run: RunData) -> Figure:
     by_layer.fill_between([], [], color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads")
     by_layer.set_ylabel("gate, a factor")
     plot.layer_axis(by_layer)
-    # up to the last layer of the model, which may have no attention, where the run measured all layers
+    # up to the last layer of the model, which may have no attention, if the run measured all layers
     last = max(int(run.tables[name]["layer"].max()) for name in ("gate", "activation") if name in run.tables)
     by_layer.set_xlim(-0.3, last + 0.3)
     plot.value_axis(by_layer)
@@ -304,25 +301,25 @@ def draw_massive_activations(run: RunData) -> Figure:
     return figure.finish(title(run, TEXT), handles, ncols=4, columnspacing=1.2)
 
 
-# --- Where in one hidden state the massive activations are: tokens × coordinates (Sun et al. 2024, fig. 1).
+# --- Massive activations in one hidden state: tokens × coordinates (Sun et al. 2024, fig. 1).
 # The layer with the largest activation on the first sequence. The upper panel has the coordinates with the largest
 # magnitudes, the lower one evenly spaced coordinates for comparison.
 
-MASSIVE_MAP_FAINTEST = 0.25  # share of the magnitudes below the color scale, so that usual ones stay pale
+MASSIVE_MAP_FAINTEST = 0.25  # share of the magnitudes below the color scale, so that usual magnitudes stay pale
 
 
 def draw_massive_map(run: RunData) -> Figure:
     table = run.tables["massive_map"]
     layer = table["layer"].iloc[0]
     is_top = table["is_top"].astype(bool)
-    top, spaced = (  # coordinates × positions, the first with the largest magnitude first
+    top, spaced = (  # coordinates × positions; in `top`, by decreasing magnitude
         rows.pivot(index="coordinate", columns="position", values="magnitude")
         for rows in (table[is_top], table[~is_top])
     )
     top = top.loc[top.max(axis=1).sort_values(ascending=False, kind="stable").index]
     named = {"largest\ncoordinates": top, "evenly spaced\ncoordinates": spaced}
     parts = [(part, name) for name, part in named.items() if part.size]
-    rows = [max(6, len(part)) for part, _ in parts]  # at least as high as the panel's name is long
+    rows = [max(6, len(part)) for part, _ in parts]  # high enough for the name of the panel
     figure = new_figure(WIDE, 0.12 * sum(rows) + 1.5)
     axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     sequence = f"one sequence ({table['sequence'].iloc[0]})"
@@ -375,7 +372,7 @@ def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
         of_method = (buckets["method"] == method) & (buckets["window"] == last) & (buckets["keep"] == keep)
         by_bucket = buckets[of_method].set_index("bucket")["perplexity"].sort_index()
         starts = by_bucket.index.to_numpy(float)
-        width = np.diff(starts).min() if len(starts) > 1 else 1.0  # only the last bucket may be shorter
+        width = np.diff(starts).min() if len(starts) > 1 else 1.0  # the last bucket may be shorter
         plot.curve(ax, by_bucket.set_axis(starts + (width - 1) / 2), **look)
     ax.set_title(f"by token; the window of {window} slides from the dotted line on")
     ax.set(xlabel="token index", ylabel="perplexity")
@@ -387,7 +384,7 @@ def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
 
 def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
     streams = totals[totals["window"] > 0]
-    kept = sorted(streams["keep"].unique())  # 0, 1, 2, 4, 8: drawn at even distances
+    kept = sorted(streams["keep"].unique())  # such as 0, 1, 2, 4, 8, drawn at equal distances
     windows = sorted(streams["window"].unique())
     dense = float(totals.loc[totals["method"] == "dense", "perplexity"].iloc[0])
     ax.plot([-0.3, len(kept) - 0.7], [dense, dense], **DENSE)
@@ -417,11 +414,11 @@ def _legend_above(ax: Axes, columns: int) -> None:
     ax.legend(loc="upper center", ncols=columns, columnspacing=1.2, borderaxespad=0.1)
 
 
-# --- Several runs side by side, by layer, or by relative depth where their numbers of layers differ
+# --- Several runs by layer, or by relative depth if their numbers of layers differ
 
 COMPARISON_PANELS = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
-LEGEND = 108  # characters across
-MANY = 10  # massive activations per sequence: with more than this, a linear scale would hide the other runs
+LEGEND = 108  # characters in a row
+MANY = 10  # massive activations per sequence: for more, a linear scale would hide the other runs
 
 
 def draw_by_layer(runs: Sequence[RunData]) -> Figure:

@@ -13,38 +13,27 @@ Data_contra = TypeVar("Data_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class FigureSpec(Generic[Data_contra]):
-    """One figure.
+    """A figure in the register."""
 
-    Attributes:
-        name: Name in `sinkscope list figures`, and of the image files.
-        file: Module of this folder with its functions, imported when they are used.
-        about: Description in one line.
-        tables: Tables that the figure needs, with at least one row each.
-    """
-
-    name: str
-    file: str
-    about: str
-    tables: tuple[str, ...]
+    name: str  # in `sinkscope list figures`, and of the image files
+    file: str  # module of this folder with its functions, which is imported when they are used
+    about: str  # description in one line
+    tables: tuple[str, ...]  # tables that the figure needs, with at least one row each
 
     def lacking(self, data: Data_contra) -> str | None:
-        """Return what the data lack besides the tables, or None if the figure can be drawn."""
+        """Return the reason why the figure cannot be drawn although the data have its tables, or None."""
         lacking = self._function("lacking")
         return None if lacking is None else lacking(data)
 
     def applies(self, data: Data_contra) -> bool:
-        """Return whether the data have something to draw. If the check itself fails, drawing raises the same error."""
+        """Return whether there is anything to draw. If the check itself fails, drawing raises the same error."""
         try:
             return self.lacking(data) is None
         except Exception:
             return True
 
     def __call__(self, data: Data_contra) -> Figure:
-        """Draw the figure in sinkscope's style.
-
-        Raises:
-            InputError: the data have nothing to draw.
-        """
+        """Draw the figure in sinkscope's style. Raises InputError if the data have nothing to draw."""
         reason = self.lacking(data)
         if reason is not None:
             raise InputError(f"figure '{self.name}' has nothing to draw: {reason}")

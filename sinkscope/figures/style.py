@@ -1,6 +1,6 @@
 """The style of figures, which can be read in print, in grayscale and with any color vision.
 
-Nothing here uses pyplot or changes matplotlib's global settings.
+It does not use pyplot and does not change the global settings of matplotlib.
 """
 
 import io
@@ -24,7 +24,7 @@ from PIL import Image
 
 TEXT, WIDE = 5.5, 6.75  # inches: the text width of one-column and of two-column proceedings
 COLUMN = 3.25  # one of the two columns
-FONT = "DejaVu Sans"  # part of matplotlib: the same figure on every machine
+FONT = "DejaVu Sans"  # part of matplotlib, so that figures are equal on every machine
 
 STYLE_SHEET = Path(__file__).with_name("sinkscope.mplstyle")
 SETTINGS: dict[str, Any] = {
@@ -35,23 +35,23 @@ Look = dict[str, Any]  # keyword arguments of matplotlib's artists
 
 # Lines differ in color, lightness, dashes and marker: any one of these is enough to distinguish them.
 NAVY, VERMILION, SKY, GREEN, GRAY = "#10315c", "#c8501e", "#6fb1dc", "#4f9a6b", "#8a8a8a"
-# Broken and thinner lines lie on top, so that equal lines are all visible.
+# Broken and thinner lines are on top, so that equal lines are all visible.
 SINK: Look = {"color": NAVY, "linestyle": "-", "marker": "o", "linewidth": 1.3, "markersize": 3, "zorder": 2}
 MEAN_LINE: Look = SINK | {"color": "black", "linewidth": 1.4, "zorder": 4}  # a mean among lines of layers
 OTHERS: Look = {"color": VERMILION, "linestyle": "--", "marker": "s", "markersize": 2.4, "zorder": 3}
 HIGHEST: Look = {"color": SKY, "linestyle": ":", "marker": "^", "markersize": 2.4, "zorder": 4}
 REFERENCE: Look = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5))}
-OUTSIDE: Look = {"color": "#8d4a86", "marker": "D", "linestyle": (0, (4, 1.5))}  # not a token of the text
+OUTSIDE: Look = {"color": "#8d4a86", "marker": "D", "linestyle": (0, (4, 1.5))}  # keys outside the text
 GUIDE: Look = {"color": GRAY, "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1.5}  # theory, or no effect
 NEUTRAL: Look = {"color": GRAY, "linewidth": 0.6, "zorder": 0}  # no effect, drawn below the lines
 
-# For any number of lines: models, runs, arms.
+# Looks for any number of lines: models, runs, arms.
 COLORS = (NAVY, VERMILION, SKY, "#1b7a5a", "#e3a82b", "#8d4a86", "#555555")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (7, 2)))
 MARKERS = "os^Dv<>P"
 
 SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually uniform; dark is high
-GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines: all are visible on white
+GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines on white
 
 
 def line_looks() -> Iterator[Look]:
@@ -68,7 +68,7 @@ def in_style() -> Iterator[None]:
 
 
 class Figure(MatplotlibFigure):
-    """A figure made without pyplot, which a notebook can show, and which is always saved in this style."""
+    """A figure that is made without pyplot, can be shown in a notebook, and is always saved in this style."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,7 +85,7 @@ class Figure(MatplotlibFigure):
         return self
 
     def lay_out(self) -> None:
-        """Fix the layout as in a PNG file: matplotlib would otherwise draw everything once more for each file."""
+        """Fix the layout as in a PNG file: otherwise matplotlib would draw everything once more for each file."""
         engine = self.get_layout_engine()
         if engine is None:
             return
@@ -97,7 +97,7 @@ class Figure(MatplotlibFigure):
             self.set_layout_engine(None)
 
     def savefig(self, fname: Any, **kwargs: Any) -> None:
-        """Save it with embedded fonts and without a date, so that equal tables give equal files."""
+        """Save the figure with embedded fonts and without a date, so that equal tables give equal files."""
         kind = str(kwargs.get("format") or os.path.splitext(str(fname))[1][1:]).lower()
         undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
         if undated is not None:
@@ -106,8 +106,8 @@ class Figure(MatplotlibFigure):
             with in_style():
                 super().savefig(fname, **kwargs)
             return
-        drawn = io.BytesIO()  # matplotlib's own error does not say that a disk is full
-        once = {"pil_kwargs": {"compress_level": 1}} if kind == "png" else {}  # _smaller compresses it better
+        drawn = io.BytesIO()  # in memory, because matplotlib's own error does not say that a disk is full
+        once = {"pil_kwargs": {"compress_level": 1}} if kind == "png" else {}  # `_smaller` compresses it better
         self.savefig(drawn, **once | kwargs | {"format": kind})
         Path(fname).write_bytes(_smaller(drawn.getvalue()) if kind == "png" else drawn.getvalue())
 
@@ -128,5 +128,5 @@ def _smaller(png: bytes) -> bytes:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make a figure of a size in inches. It is saved at this size, so that font sizes are true."""
+    """Make a figure with a size in inches. It is saved at this size, so that font sizes are true."""
     return Figure(figsize=(width, height), layout="constrained")

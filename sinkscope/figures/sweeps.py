@@ -23,9 +23,9 @@ from sinkscope.verdict.sweep_tables import ENDS, EPSILON, NO_STEP, SweepTables, 
 # --- Shared by the figures of sweeps: sink rates as rows of dots and as lines, with their intervals
 
 ROW, AROUND = 0.34, 0.95  # inches
-SPREAD = 0.28  # share of a row's height, to both sides of its middle
+SPREAD = 0.28  # share of the height of a row, on both sides of its middle
 PANEL, ACROSS = 1.5, 3  # inches, and panels in a row
-LEGEND = 84  # characters across
+LEGEND = 84  # characters in a row
 LONGEST_NAME = 36
 BAR = 1.1  # points: a bar through a dot
 BAND: Look = {"alpha": 0.22, "linewidth": 0}
@@ -38,7 +38,7 @@ def model_names(models: Iterable[str]) -> list[str]:
 
 
 def rows_by_policy(tables: SweepTables) -> pd.DataFrame:
-    """Return the rows of `tables.by_policy`; `model` also has the BOS policy where one model has both."""
+    """Return the rows of `tables.by_policy`; `model` includes the BOS policy if a model has both."""
     rows = tables.by_policy
     rows = rows.assign(name=rows["model"])
     if rows.empty or rows.groupby("model")["bos"].nunique().max() == 1:
@@ -72,18 +72,16 @@ def has_ends(rows: pd.DataFrame) -> bool:
 
 
 def places_in_row(values: pd.Series) -> dict[str, float]:
-    """Return the offset of each value's dots from the middle of a row."""
+    """Return value → offset of its dots from the middle of a row."""
     different = list(values.unique())
     places = np.linspace(-SPREAD, SPREAD, len(different)) if len(different) > 1 else np.zeros(len(different))
     return dict(zip(different, map(float, places), strict=True))
 
 
 def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = ("model",)) -> tuple[Figure, list[Axes]]:
-    """Draw the sink rate by the column `x`: a panel for each input, with a line for each combination of `by`.
-
-    A line is the mean over cells that differ in nothing that is shown. Its band reaches from their lowest to their
-    highest rate; where there is a single cell, it is the 95 % interval over sequences.
-    """
+    """Draw the sink rate by the column `x`: a panel for each input, with a line for each combination of `by`."""
+    # A line is the mean over cells with equal visible settings, with a band from their lowest to their highest rate, or
+    # with the 95 % interval over sequences if there is a single cell.
     inputs = list(rows["input"].unique())
     across = min(len(inputs), ACROSS)
     differing = [name for name in by if rows[name].nunique() > 1] or list(by[:1])
@@ -123,11 +121,11 @@ def rate_axis(ax: Axes, which: Literal["x", "y"], label: bool = True) -> None:
 
 
 def _lacking(rows: Callable[[SweepTables], pd.DataFrame], reason: str) -> Callable[[SweepTables], str | None]:
-    """Return a `lacking_NAME` that gives the reason if the figure has no rows."""
+    """Return a `lacking_NAME` function, which returns the reason if the figure has no rows."""
     return lambda tables: reason if rows(tables).empty else None
 
 
-# --- WSE table 1 as a chart: the sink rate of every model on every input, next to the published one
+# --- WSE table 1 as a chart: the sink rate of every model on every input, with the published rate
 
 lacking_sweep_inputs = _lacking(lambda tables: tables.main, "no cell of `analyze` is done")
 
@@ -208,7 +206,7 @@ def draw_sweep_epsilon(tables: SweepTables) -> Figure:
     return figure
 
 
-# --- The sink rate against the length of the sequences, with the window as long (WSE figure 3)
+# --- The sink rate against the length of the sequences, with a window of this length (WSE figure 3)
 
 
 def _rows_by_length(tables: SweepTables) -> pd.DataFrame:
@@ -235,7 +233,7 @@ def draw_sweep_lengths(tables: SweepTables) -> Figure:
 
 def _rows_by_domain(tables: SweepTables) -> pd.DataFrame:
     rows = rows_by_policy(tables)
-    texts = rows[~rows["condition"].isin(list(DRAWN))]  # an input that is drawn at random has no domain
+    texts = rows[~rows["condition"].isin(list(DRAWN))]  # a randomly drawn input has no domain
     return several(texts, ("model",), "input")
 
 
@@ -246,7 +244,7 @@ def draw_sweep_domains(tables: SweepTables) -> Figure:
     return dots_by_model(_rows_by_domain(tables), "input")[0]
 
 
-# --- Base models next to those that were tuned from them (WSE table 1, right)
+# --- Base models and the models that were tuned from them (WSE table 1, right)
 
 BASE, TUNED = "base", "tuned"
 LOOKS = {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": style.VERMILION, "marker": "s"}}
@@ -281,7 +279,7 @@ def draw_sweep_chat(tables: SweepTables) -> Figure:
 
 
 def _benchmarks_rows(tables: SweepTables) -> pd.DataFrame:
-    """Return the scores of models whose sink rate on the first input is known at the same revision, if several are."""
+    """Return the scores of models with a known sink rate (first input, same revision) if there are two models."""
     scores, rates = tables.scores, tables.rates
     if scores.empty or rates.empty:
         return pd.DataFrame()
@@ -314,12 +312,12 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
     return figure.finish("", axes[0].get_legend_handles_labels()[0], ncols=3)
 
 
-# --- The sink rate at the end of each training of a sweep, a row for each level of the factor, next to WSE's rate
+# --- The sink rate at the end of each training of a sweep, a row for each level of the factor, with WSE's rate
 
 NAME_LENGTH = 40  # characters of a level
 FACTOR_ROW = 0.17  # inches
 FACTOR_SPREAD = 0.8  # share of a row over which its seeds are spread
-SUMS_TO_ONE = 0.1  # tolerance: a learned bias takes less
+SUMS_TO_ONE = 0.1  # tolerance, which is larger than the share of a learned bias
 PUBLISHED = {"": ("D", "WSE, 60M"), TRANSCRIBED: ("s", "WSE, 60M, transcribed")}  # mark of a rate → shape, label
 
 
@@ -341,7 +339,7 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
     rows = np.array([place[level] for level in end.index.get_level_values(LEVEL)])
     by_level = end.groupby(level=LEVEL, sort=False)["sink_rate"]
     size = by_level.transform("size")
-    offsets = FACTOR_SPREAD * (by_level.cumcount() - (size - 1) / 2) / size  # seeds of one rate would be one dot
+    offsets = FACTOR_SPREAD * (by_level.cumcount() - (size - 1) / 2) / size  # equal rates are visible
     ax.plot(end["sink_rate"], rows + offsets.to_numpy(), "o", color=SINK["color"], markersize=2, label="each seed")
     means = by_level.mean()
     look = {"color": SINK["color"], "markersize": 8, "markeredgewidth": 1.8}
@@ -365,7 +363,7 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
 
 # --- Trainings of a sweep by step, a panel for each level of the factor: sink rate and loss (WSE figures 4 to 8)
 
-TRAINING_ACROSS, HEIGHT, LINE = 4, 0.92, 0.13  # panels in a row, and inches of each and of a line of its title
+TRAINING_ACROSS, HEIGHT, LINE = 4, 0.92, 0.13  # panels in a row; inches of a panel, and of a line of its title
 TRAINING_NAME_LENGTH = 24  # characters of a line
 
 
@@ -387,7 +385,7 @@ def draw_sweep_training_sink(tables: SweepTables) -> Figure:
         ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
     top = max(1.5 * SINK_RATE, 100 * rows["value"].max())
     axes[0].set_ylim(-0.03 * top, 1.03 * top)  # of all panels
-    return figure.finish(heading(*_of_all(rows), f"above {SINK_RATE:g} % (dashed) a sink is there"))
+    return figure.finish(heading(*_of_all(rows), f"dashed: {SINK_RATE:g} %, above which there is a sink"))
 
 
 def draw_sweep_training_loss(tables: SweepTables) -> Figure:
@@ -415,7 +413,7 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
 
 
 def _of_all(rows: pd.DataFrame) -> list[str]:
-    """Return the setting whose values are the titles, if it is a single one, and the seeds that curves are means of."""
+    """Return the setting whose values are the titles, if it is a single setting, and the seeds of the curves."""
     key, _ = without_key(list(rows[LEVEL].unique()))
     counts = rows.groupby(LEVEL)["seed"].nunique()
     seeds = seeds_words(counts.max(), counts.min())

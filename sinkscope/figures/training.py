@@ -31,14 +31,14 @@ from sinkscope.results.run import RunData
 from sinkscope.training.tables import UNTOUCHED, sinking_layer
 from sinkscope.verdict.trained import without_start
 
-# --- How sinks, gradient sinks and massive activations grow in training: the model's numbers against the step
+# --- Growth of sinks, gradient sinks and massive activations in training: metrics of the model by training step
 
 ACROSS = 3  # panels in a row
 Curves = dict[str, Callable[[RunData], float]]  # name → its value in a run
 
 
 def _largest_norm(run: RunData, of_first: bool) -> float:
-    """Return the largest norm of a layer's output over layers, at position 0 or as the mean over the others."""
+    """Return the largest norm of the output of a layer, at position 0 or as the mean over the others."""
     activation = run.tables.get("activation")
     if activation is None:
         return float("nan")
@@ -56,7 +56,7 @@ def _metrics(*names: str, **labeled: str) -> Curves:
     return {label: partial(RunData.metric, name=name) for label, name in of.items()}
 
 
-# title, unit, curves, scale of the y axis, the value without an effect or the value of theory
+# title, unit, curves, scale of the y axis, value in theory or without an effect
 BY_STEP: tuple[tuple[str, str, Curves, dict[str, bool], float | None], ...] = (
     (METRICS["loss"].short, "nats per token", _metrics("loss"), {}, None),
     (METRICS["sink_rate"].short, "share of heads", _metrics("sink_rate"), {"share": True}, None),
@@ -109,21 +109,16 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
 # --- The arms of a training and their looks: an arm looks the same in every figure
 
 NAME_LENGTH = 40  # characters of an arm's name
-WIDEST, THINNEST = 2.0, 0.9  # lines: later ones are thinner and lie on top, so that equal lines are all visible
+WIDEST, THINNEST = 2.0, 0.9  # widths: later lines are thinner and on top, so that equal lines are all visible
 FAINT: Look = {"marker": "", "linewidth": 0.6, "alpha": 0.8}  # later positions
 
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms of one training.
+    """The arms of one training."""
 
-    Attributes:
-        tables: The training's tables, each with all arms (column `condition`) and seeds.
-        runs: Arm → its run on held-out text, with the first seed.
-    """
-
-    tables: Mapping[str, pd.DataFrame]
-    runs: Mapping[str, RunData]
+    tables: Mapping[str, pd.DataFrame]  # the tables of the training, each with all arms (column `condition`) and seeds
+    runs: Mapping[str, RunData]  # arm → its run on held-out text, with the first seed
 
     def has(self, *tables: str) -> bool:
         """Return whether these tables exist and have rows."""
@@ -131,7 +126,7 @@ class Arms:
 
     @property
     def seeds(self) -> int:
-        """Number of seeds in the tables."""
+        """The number of seeds in the tables."""
         return len({seed for table in self.tables.values() if "seed" in table for seed in table["seed"]})
 
     def seeds_text(self, of_runs: bool = False) -> str:
@@ -145,15 +140,13 @@ class Arms:
         return all(set(tables) <= set(run.tables) for run in self.runs.values())
 
     def title(self, *more: str) -> str:
-        """Return a title with the model that all arms were made from."""
+        """Return a title with the model from which all arms were made."""
         return heading(model_name(next(iter(self.runs.values())).model), *more)
 
 
 def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
-    """Return label, color, dashes, marker and width of the line of each arm.
-
-    The untouched model is gray and takes no color, so that figures of only the trained arms have the same colors.
-    """
+    """Return arm → label, color, dashes, marker and width of its line."""
+    # The untouched model is gray and uses up no color, so that figures of only the trained arms have the same colors.
     arms = list(arms)
     looks = style.line_looks()
     untouched: Look = {"color": "0.6", "linestyle": "-", "marker": "P"}
@@ -171,9 +164,9 @@ def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
 # metrics of the table `retrofit`
 PANELS = ("perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count")
 ROW, PANEL, AROUND = 0.24, 0.42, 0.5  # inches: a bar, the margins of a row of panels, and those of the figure
-LETTERS = 18  # in a line of an arm's name
-ROOM = {False: 1.45, True: 1.8}  # has a spread → length of the axis, times the longest bar: room for its number
-NUMBER_BOX: Look = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # over the line of the first arm
+LETTERS = 18  # characters in a line of an arm's name
+ROOM = {False: 1.45, True: 1.8}  # has a spread → length of the axis ÷ longest bar, with room for the number
+NUMBER_BOX: Look = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # hides the line of the first arm
 SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 2.4, "mfc": "white", "mew": 0.6}
 WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "capsize": 2, "capthick": 0.8}
 
@@ -205,7 +198,7 @@ def draw_retrofit_bars(arms: Arms) -> Figure:
 
 
 def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) -> None:
-    """Draw bars in the arms' order, from the top. An infinite value has its sign but no bar."""
+    """Draw bars in the order of the arms, from the top. An infinite value has its sign and no bar."""
     by_arm = rows.groupby("condition")["value"]
     means, spreads = by_arm.mean().reindex(list(looks)), by_arm.std().reindex(list(looks))
     lengths = np.where(np.isfinite(means), means, 0.0)
@@ -232,8 +225,8 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
 
 
 # --- Sinks and norms by layer, the arms of a training side by side (GS figure 5).
-# Sink rate, and the norms of the outputs of layer, MLP and attention: position 0 (with markers) against the mean over
-# the other early tokens (thin). With register tokens, position 0 is the first register. Layers count from 0. A site
+# Sink rate, and the norms of the outputs of layer, MLP and attention: position 0 (with markers) and the mean over the
+# other early tokens (thin). With register tokens, position 0 is the first register. Layers count from 0. A site
 # that a family lacks has no panel.
 
 # table, its site, column, name, unit
@@ -279,7 +272,7 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
     return figure.finish(arms.title(arms.seeds_text(of_runs=True)), handles, ncols=4)
 
 
-# --- Loss, and the distance of the new parameters from their start, by training step: the arms of a training together.
+# --- Loss, and the distance of the new parameters from their start, by training step, for all arms of a training.
 # A line is the mean over seeds, and its band reaches from the lowest to the highest.
 
 
@@ -310,8 +303,8 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     return figure.finish(arms.title(arms.seeds_text(), band), axes[0].lines, ncols=4)
 
 
-# --- Does the value drain disappear, and do gates close at the sink? (VGA figures 1 and 4, GS §5)
-# Columns: values as projected and as attended to, each head's norm ÷ its mean over the later positions; and the gates;
+# --- Value drain and gates of each arm (VGA figures 1 and 4, GS §5)
+# Columns: values as projected and as attended to (norm of each head ÷ its mean over the later positions), and gates;
 # all are means over heads. Upper row: by position, median and quartiles over layers. Lower row: by layer, at position
 # 0. Without gates both values are equal, and there is no third column; with one layer there is no second row. With
 # register tokens, position 0 is the first register.
@@ -366,17 +359,14 @@ def draw_retrofit_values(arms: Arms) -> Figure:
 
 
 def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Divide each head's value by its mean over the later positions, and average over heads: layers × positions.
-
-    At position 0 this is the metric `value_drain`.
-    """
+    """Return layers × positions: values ÷ their mean over later positions, averaged over heads (`value_drain` at 0)."""
     heads = table.pivot(index=["layer", "head"], columns="position", values=column)
     return heads.div(heads.drop(columns=0).mean(axis=1), axis=0).groupby("layer").mean()
 
 
 # --- Attention of the arms of the Bigram-Backcopy task on one sequence (VGA figures 4 and 6).
-# Upper row: attention weights, a map for each arm, of the head that attends most to <s>. Lower row: the norm of each
-# token's value; bars are as projected, lines as attended to where there is a gate on the values.
+# Upper row: a map of attention weights for each arm, in the head that attends most to <s>. Lower row: the norm of the
+# value of each token; bars are values as projected, lines as attended to if there is a gate on the values.
 
 SHORT_NAME = 20  # characters of an arm's name
 SMALL = 5.5  # points: font size of the tokens
@@ -424,7 +414,7 @@ def sinking_head(maps: pd.DataFrame) -> tuple[int, int]:
 
 
 def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
-    """Name the tokens along an axis; triggers are bold and red, to be visible in grayscale too."""
+    """Name the tokens along an axis; triggers are bold and red, so that they are visible in grayscale, too."""
     axis.set_ticks(norms["position"], token_labels(norms["token"], norms["token_id"]), fontsize=SMALL)
     axis.set_tick_params(length=0)
     for label, is_trigger in zip(axis.get_ticklabels(), norms["is_trigger"], strict=True):
@@ -438,8 +428,8 @@ def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
 # band reaches from the lowest to the highest. With several layers, the figure shows the layer whose sink is largest in
 # the first arm.
 
-FEW_MARKERS = 5  # on one line, in a narrow panel
-TICKS = 15  # in all panels of a row
+FEW_MARKERS = 5  # markers on one line, in a narrow panel
+TICKS = 15  # ticks in all panels of a row
 ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric → its name and look
     "loss above\noptimum (nats)": {"backcopy_risk": ("backcopy", SINK), "bigram_risk": ("bigram", OTHERS)},
     "attention of\nothers (share)": {
@@ -481,7 +471,7 @@ def draw_backcopy_training(arms: Arms) -> Figure:
         row[0].set_ylabel(label)
         if len(curves) > 1:
             row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.8, borderaxespad=0.2)
-    ticks = max(2, min(5, TICKS // len(names)))  # of a panel: steps are logged evenly
+    ticks = max(2, min(5, TICKS // len(names)))  # ticks of a panel: steps are logged evenly
     axes[-1, 0].xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
     axes[-1, 0].xaxis.set_major_formatter(FuncFormatter(lambda step, _: plot.step_label(step)))
     figure.supxlabel("training step")

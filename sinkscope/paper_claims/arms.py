@@ -15,14 +15,14 @@ from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, mean_of_controls, one_more_run, positive_jackknife
 
-NO_COST = 0.02  # nats of loss, or 2 % of perplexity: smaller differences count as none, so that a claim can hold
-LARGE_NORM = 2.0  # times that of later positions
+NO_COST = 0.02  # nats of loss, or 2 % of perplexity: smaller differences are ignored, so that a claim can hold
+LARGE_NORM = 2.0  # ratio to the norm at later positions
 
 
 def before_and_after(evidence: Evidence, role: Need, position: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(R,) each: the sink rate at position 0 without the intervention, and the arm's at `position`.
+    """(R,) each: the sink rate at position 0 without the intervention, and the rate of the arm at `position`.
 
-    Both use the same resamplings: an arm reads the same sequences.
+    Both use the same resamplings, because an arm reads the same sequences.
     """
     return sink_rates(evidence.sequences(role, BEFORE)), sink_rates(evidence.sequences(role), position)
 
@@ -33,7 +33,7 @@ def controls(evidence: Evidence, role: Need) -> np.ndarray:
 
 
 def beyond_controls(evidence: Evidence, role: Need) -> Estimate:
-    """The arm's change of the sink rate at position 0, minus the change that a further random control would cause."""
+    """Return the change of the sink rate at position 0 by the arm − the change by a further random control."""
     before, after = before_and_after(evidence, role)
     drawn = controls(evidence, role)
     note = f"{before[0]:.1f} → {after[0]:.1f} %; {len(drawn)} random controls"
@@ -42,31 +42,31 @@ def beyond_controls(evidence: Evidence, role: Need) -> Estimate:
 
 
 def share_left(evidence: Evidence, role: Need, position: int = 0) -> Estimate:
-    """The arm's sink rate at `position` ÷ that of the model as it is at position 0."""
+    """Return the sink rate of the arm at `position` ÷ the rate of the unchanged model at position 0."""
     before, after = before_and_after(evidence, role, position)
     with np.errstate(divide="ignore", invalid="ignore"):
         return bootstrap(after / before).over(f"{before[0]:.1f} → {after[0]:.1f} %")
 
 
 def had_a_sink(role: Need) -> Part:
-    """Require a sink: a claim about a change of the sink fails without one."""
+    """Return a part that requires a sink, because a claim about a change of the sink fails without one."""
     quantity = "sink rate at position 0 before, in %"
     return Part(quantity, lambda evidence: bootstrap(before_and_after(evidence, role)[0]), above(SINK))
 
 
 def falls(role: Need) -> Part:
-    """Require that an arm reduces the sink more than random changes of the same kind."""
+    """Return a part that requires that an arm reduces the sink more than random changes of the same kind."""
     quantity = "change of the sink rate at position 0, in points, beyond a random control's"
     return Part(quantity, lambda evidence: beyond_controls(evidence, role), below(0.0))
 
 
 def perplexity_ratio(evidence: Evidence, role: Need) -> Estimate:
-    """Perplexity with an intervention ÷ without; both leave out the same passage."""
+    """Return perplexity with an intervention ÷ without; both leave out the same passage."""
     return positive_jackknife(np.exp(evidence.sequences(role).losses - evidence.sequences(role, BEFORE).losses))
 
 
 def perplexity_of_controls(evidence: Evidence, role: Need) -> Estimate:
-    """Perplexity under random controls ÷ without, their mean and spread. Raises NotDefined: the arm has none."""
+    """Return perplexity under random controls ÷ without, their mean and spread. Raises NotDefined without controls."""
     draws = evidence.controls(role)
     if not draws:
         raise NotDefined("the intervention has no random control on this model")
@@ -80,7 +80,7 @@ Course = Mapping[int, RunData]  # step → run
 
 
 def rates_over_steps(runs: Course) -> tuple[list[int], np.ndarray]:
-    """Steps, and (R, steps): the sink rate at position 0 in percent; the same sequences at every step."""
+    """Return steps, and (R, steps): the sink rate at position 0 in percent, from the same sequences at every step."""
     columns = [sink_rates(Sequences(run)) for run in runs.values()]
     return list(runs), np.stack(columns, axis=1)
 

@@ -26,9 +26,9 @@ class Null(StrEnum):
 
     RANDOM_WEIGHTS = "random weights"  # each draw takes the place of the model, and is judged against the other draws
     CONTROLS = "random controls"  # each random control takes the place of its intervention
-    PLAIN = "plain training"  # that of another seed takes the place of the method
+    PLAIN = "plain training"  # the plain training of another seed takes the place of the method
     THEOREM = "theorem"  # or an identity: the claim holds for any weights, and tests the code
-    NONE = "none"  # nothing that is measured could take the place
+    NONE = "none"  # no measured data could take the place
 
 
 def usual_null(needs: Collection[Need]) -> Null:
@@ -55,7 +55,7 @@ def draws_of(null: Null, needs: Collection[Need], evidence: Evidence) -> list[Ev
 
 
 def _all_plain(study: Study | None) -> Study | None:
-    """Replace each method's arm by the plain arm of the next seed; None without another seed or a plain arm."""
+    """Replace each method's arm by the plain arm of the next seed; None without another seed or without a plain arm."""
     if study is None or len(study.by_seed) < 2 or any(PLAIN not in arms for arms in study.by_seed):
         return None
     following = (*study.by_seed[1:], study.by_seed[0])
@@ -66,7 +66,7 @@ def _all_plain(study: Study | None) -> Study | None:
     return replace(study, by_seed=tuple(exchanged))
 
 
-Scope = Callable[[Evidence], str | None]  # returns why a claim does not apply to a model, or None
+Scope = Callable[[Evidence], str | None]  # returns the reason why a claim does not apply to a model, or None
 Part = Number[Evidence]
 
 
@@ -74,15 +74,15 @@ Part = Number[Evidence]
 class Claim:
     """A statement of a paper, and the numbers that decide it."""
 
-    id: str  # paper and number: GS-6
-    reference: str  # the place in the paper
+    id: str  # paper and number, such as GS-6
+    reference: str  # section, figure or table of the paper
     statement: str
     parts: tuple[Part, ...]  # the numbers that decide it; all have to pass
     needs: tuple[Need, ...] = (MAIN,)  # the runs that the parts read
     scope: tuple[Scope, ...] = ()  # conditions that a model has to meet
     published: tuple[Published, ...] = ()
     is_ours: bool = True  # whether the thresholds are ours rather than the paper's
-    also_reads: tuple[Need, ...] = ()  # further runs that the parts read where they exist
+    also_reads: tuple[Need, ...] = ()  # further runs that the parts read if they exist
     set_against: Null | None = None  # the null; by default `usual_null(needs)`
 
     @property
@@ -100,7 +100,7 @@ class Claim:
 
 
 def of_run(part: Number[Sequences], role: Need = MAIN) -> Part:
-    """Turn a number of one run into a part of a claim."""
+    """Return a part of a claim, made from a number of one run."""
     return Part(part.quantity, lambda evidence: part.measure(evidence.sequences(role)), part.test, part.form)
 
 
@@ -108,13 +108,13 @@ HAS_SINK_HEADS = of_run(SINK_HEADS_OF_RUN)
 
 
 def of_sink_heads(words: str, column: str, test: Test) -> tuple[Part, Part]:
-    """Make the parts of a claim about a number at position 0 ÷ later in sink heads, which there have to be."""
+    """Return the parts of a claim about a number at position 0 ÷ later in sink heads, which must exist."""
     quantity = f"{words} at 0 ÷ later, median over sink heads"
     return Part(quantity, lambda evidence: in_sink_heads(evidence.natural, column), test), HAS_SINK_HEADS
 
 
 def run_claim(id: str, *more: Part, role: Need = MAIN, **others: Any) -> Claim:
-    """Make a claim from an entry of `RUN_CLAIMS`, with numbers of the run `role`, and from further parts."""
+    """Return a claim made from an entry of `RUN_CLAIMS`, with numbers of the run `role`, and from further parts."""
     claim = RUN_CLAIMS[id]
     parts = (*(of_run(part, role) for part in claim.parts), *more)
     return Claim(id, claim.reference, claim.statement, parts, **others)
@@ -126,16 +126,16 @@ class Judgment:
 
     claim: Claim
     outcome: Outcome  # of all parts together
-    estimates: tuple[Estimate, ...] = ()  # one for each part; none where nothing was measured
-    reason: str = ""  # why it does not apply, or the command that would measure it
-    null_passes: float = nan  # the share of the null's draws for which the claim would hold; NaN if that is not known
+    estimates: tuple[Estimate, ...] = ()  # one for each part; empty if nothing was measured
+    reason: str = ""  # why the claim does not apply, or the command that would measure it
+    null_passes: float = nan  # the share of the null's draws for which the claim holds; NaN if it is not known
 
     @property
     def tells(self) -> str:
-        """Whether the claim distinguishes the model from its null: «yes», «no», «theorem», or «» if that is not known.
+        """Whether the claim distinguishes the model from its null: «yes», «no», «theorem», or «» if this is not known.
 
-        It does only if no draw passes. With few layers or heads, intervals are wide, and a draw with a larger number
-        than the model's may fail as well: one of the numbers also has to separate the model from all draws.
+        It does so only if no draw passes. With few layers or heads, intervals are wide, and a draw with a larger number
+        than the model may fail as well: therefore one of the numbers must also separate the model from all draws.
         """
         if self.claim.null == Null.THEOREM:
             return str(Null.THEOREM)
@@ -186,7 +186,7 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
 
 
 def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
-    """Whether a claim holds for a draw of its null; None if no part fails and some cannot be read. Fills `values`."""
+    """Return whether a claim holds for a draw of its null; None if data are missing and no part fails."""
     if any(scope(draw) for scope in claim.scope):
         return False
     outcomes = set()

@@ -12,14 +12,14 @@ from sinkscope.results.run import BOS_OPTIONS, WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 
 NATURAL = "natural"  # the text that a model is measured on
-MAIN, NULL = Need("natural"), Need("null")  # the model as it is, and with random weights (further draws: null_need)
+MAIN, NULL = Need("natural"), Need("null")  # unchanged model; random weights (further draws: null_need)
 LONG = 256  # tokens of a text that is streamed
 RANDOM, REPEATED = OTHER_INPUTS = ("random", "repeated")
 POLICIES: dict[str, Kind] = {WITH: "with-bos", WITHOUT: "without-bos"}
 
 
 def null_need(draw: int) -> Need:
-    """One of the draws of random weights."""
+    """Return the need for one draw of random weights."""
     return Need("null", str(draw) if draw else "")
 
 
@@ -27,9 +27,8 @@ def null_need(draw: int) -> Need:
 
 
 def _analyzed(run: RunData, reads: str = NATURAL, at_random: bool = False, bos: str = "") -> bool:
-    """Whether a run of `analyze` reads an input, NATURAL for any text, including the user's own and sampled text; has
-    random weights or the model's; and has a BOS at position 0 or none, unless `bos` is empty.
-    """
+    """Return whether a run of `analyze` reads an input and has random weights, or the model's, and this BOS policy."""
+    # NATURAL is any text, including the user's own and sampled text. An empty `bos` accepts both policies.
     on_input = run.condition not in OTHER_INPUTS if reads == NATURAL else run.condition == reads
     has_weights = (run.manifest["model"].get("weights") == WEIGHTS_AT_RANDOM) == at_random
     return run.command == "analyze" and on_input and has_weights and bos in ("", run.bos)
@@ -41,12 +40,12 @@ def _of_length(run: RunData, length: str) -> bool:
 
 
 def _streamed(run: RunData) -> bool:
-    """Whether a run streamed texts that are long enough for the first tokens to leave the window."""
+    """Return whether a run streamed texts that are long enough for the first tokens to leave the window."""
     return run.command == "intervene" and "streaming" in run.tables and run.manifest["input"]["longest"] >= LONG
 
 
 def _has_arm(run: RunData, name: str, table: str = "", repeated: bool = False) -> bool:
-    """Whether a run of `intervene` has an intervention as an arm, and a table."""
+    """Return whether a run of `intervene` has an intervention as an arm, and a table."""
     if run.command != "intervene" or (table and table not in run.tables):
         return False
     reads = (run.condition == REPEATED) == repeated and not (repeated and run.bos == WITH)
@@ -54,16 +53,14 @@ def _has_arm(run: RunData, name: str, table: str = "", repeated: bool = False) -
 
 
 def label_of(run: RunData, name: str) -> str | None:
-    """Return the label of the arm that consists of this intervention alone, with these parameters, or None.
-
-    In older runs, an arm without the entry `asked` is the intervention that its label names.
-    """
+    """Return the label of the arm that consists of only this intervention with these parameters, or None."""
+    # In older runs, an arm without the entry `asked` is the intervention that its label names.
     arms = run.manifest.get("arms", {}).items()
     return next((label for label, arm in arms if arm.get("asked", [label]) == [name]), None)
 
 
 class Role(NamedTuple):
-    """A kind of run: whether a run is one for `Need.of`, and the command that makes one, with {of} for `Need.of`."""
+    """A kind of run: whether a run is one for `Need.of`, and the command that makes it, with {of} for `Need.of`."""
 
     fits: Callable[[RunData, str], bool]
     command: str
@@ -97,17 +94,17 @@ class Evidence:
     runs: dict[Need, RunData]
     skipped: dict[str, str] = field(default_factory=dict)  # role's name → why it does not apply to this model
     failed: dict[str, str] = field(default_factory=dict)  # role's name → the error of its run
-    model: str = "MODEL"  # how the model is named in commands
+    model: str = "MODEL"  # name of the model in commands
     studies: Mapping[Need, Study] = field(default_factory=dict)
-    commands: Mapping[Need, str] = field(default_factory=dict)  # those that would make studies that were not found
-    example: RunData | None = None  # a run that describes the model, if there is none on text
+    commands: Mapping[Need, str] = field(default_factory=dict)  # study that was not found → command that makes it
+    example: RunData | None = None  # a run that describes the model, if there is no run on text
     others: tuple[RunData, ...] = ()  # all runs of the model, needed or not
     control: int | None = None  # the random control that replaces each intervention; None: the intervention itself
     _sequences: dict[tuple[Need, str | None], Sequences] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, runs: Iterable[RunData], needs: Iterable[Need], model: str = "MODEL") -> "Evidence":
-        """Find the needed runs; among several, the one with the most tables."""
+        """Find the needed runs; if there are several, take the run with the most tables."""
         runs = list(runs)
         found: dict[Need, RunData] = {}
         skipped: dict[str, str] = {}
@@ -130,11 +127,11 @@ class Evidence:
         return role in self.runs or role in self.studies
 
     def inapplicable(self, role: Need) -> str | None:
-        """Return why the model cannot have such a run, or None."""
+        """Return the reason why the model cannot have this run, or None."""
         return self.skipped.get(role.name)
 
     def command(self, role: Need) -> str:
-        """Return the command that would measure it, or its error."""
+        """Return the command that would measure the run, or the error with which it failed."""
         if role.name in self.failed:
             return f"failed: {self.failed[role.name]}"
         command = self.commands.get(role)
@@ -144,18 +141,18 @@ class Evidence:
         return command.replace("{model}", self.model)
 
     def run(self, role: Need) -> RunData:
-        """Return a run. Raises Lacks if there is none; for example, random weights are measured only on text."""
+        """Return a run. Raises Lacks if it is missing; for example, random weights are measured only on text."""
         if role not in self.runs:
             raise Lacks(f"there is no run '{role.name}'")
         return self.runs[role]
 
     @property
     def natural(self) -> Sequences:
-        """The tables of the model as it is."""
+        """The tables of the unchanged model."""
         return self.sequences(MAIN)
 
     def sequences(self, role: Need, condition: str | None = None) -> Sequences:
-        """Return the tables of a run; for an intervention those of its arm, or of another `condition`."""
+        """Return the tables of a run; for an intervention, the tables of its arm or of another `condition`."""
         label = self.label(role)
         key = role, (condition or label) if label else None
         if key not in self._sequences:
@@ -163,12 +160,12 @@ class Evidence:
         return self._sequences[key]
 
     def label(self, role: Need) -> str | None:
-        """The condition of an intervention's arm; None for other runs."""
+        """Return the condition of an intervention's arm; None for other runs."""
         arm = self._arm(role)
         return f"{arm} control {self.control}" if arm and role.has_controls and self.control is not None else arm
 
     def controls(self, role: Need) -> list[str]:
-        """Return the conditions of an arm's random controls, except for the one that replaces the arm."""
+        """Return the conditions of the random controls of an arm, except for the control that replaces the arm."""
         arm = self._arm(role)
         drawn = self.run(role).manifest["arms"][arm]["controls"]
         return [f"{arm} control {draw}" for draw in range(len(drawn)) if draw != self.control]
@@ -178,7 +175,7 @@ class Evidence:
 
     @cached_property
     def nulls(self) -> list["Evidence"]:
-        """For each draw of random weights, the evidence with it as the model and the other draws as nulls."""
+        """For each draw of random weights, the evidence with this draw as the model and the other draws as nulls."""
         runs = [run for role, run in self.runs.items() if role.kind == NULL.kind]
         return [
             Evidence({MAIN: run, **{null_need(at): other for at, other in enumerate(runs[:draw] + runs[draw + 1 :])}})
@@ -187,6 +184,6 @@ class Evidence:
 
     @property
     def any_run(self) -> RunData:
-        """The run on text if there is one, else another run, which describes the model."""
+        """The run on text, or else another run, which describes the model."""
         known = [*self.runs.values(), *filter(None, [self.example]), *self.others]
         return self.runs.get(MAIN, known[0])

@@ -1,11 +1,11 @@
-"""Needs of claims: a run of the model, or a study, which is several runs that are read together."""
+"""Needs of claims: a run of the model, or a study, which consists of several runs that are read together."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Analysis = Literal["natural", "null", "with-bos", "without-bos", "length", "domain"]
 Controlled = Literal["do", "loss-do", "gradient-do", "repeated-do"]  # interventions with random controls
-Alone = Literal["loss-do-alone", "gradient-do-alone"]  # interventions without
+Alone = Literal["loss-do-alone", "gradient-do-alone"]  # interventions without random controls
 Arms = Literal["arms", "retrofit", "train", "backcopy"]  # arms of trainings, over seeds
 OtherStudy = Literal["factor", "steps", "course", "sizes", "base", "scores"]
 Kind = Analysis | Controlled | Alone | Literal["streaming"] | Arms | OtherStudy
@@ -23,7 +23,7 @@ class Need:
 
     @property
     def name(self) -> str:
-        """Its role in run.json; in the name of a folder the colon becomes a hyphen."""
+        """The name of the role in run.json; in the name of a folder, the colon becomes a hyphen."""
         return f"{self.kind}:{self.of}" if self.of else self.kind
 
     @property

@@ -1,7 +1,7 @@
-"""Estimates over the seeds of trainings: means with Student's interval (of logarithms for ratios; for rates and
-correlations an interval that respects their range), and extremes over levels, each level with its own interval.
+"""Estimates over the seeds of trainings, and extremes over levels, each level with its own interval.
 
-With a single seed the spread is not known, and a claim that rests on it has not enough seeds.
+Means have Student's interval (for ratios, of logarithms), or for rates and correlations an interval within their range.
+With a single seed the spread is not known, so that a claim has not enough seeds.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,7 @@ from sinkscope.results.statistics import Estimate, largest_of, mean_of_rates, me
 
 Measure = Callable[[Evidence], Estimate]
 OfArm = Callable[[Arm], float]
-Ends = tuple[float, float]  # the range of possible numbers
+Ends = tuple[float, float]  # the smallest and the largest possible value
 Where = tuple[str, OfArm, float]
 PERCENT, CORRELATION = (0.0, 100.0), (-1.0, 1.0)
 
@@ -36,7 +36,7 @@ def mean_of_percent(rates: np.ndarray) -> Estimate:
 
 
 def mean_of_ratios(ratios: np.ndarray) -> Estimate:
-    """The geometric mean of positive numbers with Student's interval of their logarithms."""
+    """Return the geometric mean of positive numbers with Student's interval of their logarithms."""
     if not (ratios > 0).all():
         return Estimate(float(np.mean(ratios)), -np.inf, np.inf, seeds=len(ratios))
     found = mean_of_runs(np.log(ratios))
@@ -45,14 +45,14 @@ def mean_of_ratios(ratios: np.ndarray) -> Estimate:
 
 
 def words_for(seeds: int, scale: str = "") -> str:
-    """Say how an interval was made: «3 seeds, Student's t»."""
+    """Return how an interval was made: «3 seeds, Student's t»."""
     if seeds == 1:
         return "one seed, so that the spread over seeds is not known: train with --seeds 3"
     return f"{seeds} seeds, Student's t{scale}"
 
 
 def with_setting(study: Study, words: str) -> str:
-    """Prefix the setting that is read, if several were trained."""
+    """Prefix the setting that is read, if there are several."""
     return f"{study.setting}; {words}" if study.setting else words
 
 
@@ -60,7 +60,7 @@ def with_setting(study: Study, words: str) -> str:
 
 
 def metric(name: str, scale: float = 1.0) -> OfArm:
-    """Read a metric of an arm's whole model. Raises Lacks where it was not measured."""
+    """Return a function that reads a metric of an arm (complete model). It raises Lacks if it was not measured."""
 
     def of(arm: Arm) -> float:
         value = arm.metric(name)
@@ -76,13 +76,13 @@ def _values(study: Study, of: OfArm, method: str) -> np.ndarray:
 
 
 def _words(study: Study, labels: str, scale: str = "") -> str:
-    """«vga 1.02, none 1.31; 6000 steps, 3 seeds, Student's t»"""
+    """Return «vga 1.02, none 1.31; 6000 steps, 3 seeds, Student's t»."""
     steps = next(iter(study.by_seed[0].values())).training.settings["steps"]
     return f"{labels}; {with_setting(study, f'{steps} steps, {words_for(len(study.by_seed), scale)}')}"
 
 
 def together(role: Need, of: Callable[[Mapping[str, Arm]], float], *methods: str, ends: Ends | None = None) -> Measure:
-    """The mean over seeds of a number computed from several arms. `methods`: the arms that the note names."""
+    """Return the mean over seeds of a number computed from several arms. The note names the arms `methods`."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[role]
@@ -95,8 +95,10 @@ def together(role: Need, of: Callable[[Mapping[str, Arm]], float], *methods: str
 def of_one(
     role: Need, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None, where: Where | None = None
 ) -> Measure:
-    """The mean over seeds of one arm's number; with the mean of a null arm's. Raises NotDefined where plain training
-    lacks what the arm removes or moves: `where` gives it in words, its number, and the number to be exceeded.
+    """Return the mean over seeds of one arm's number, with the mean of a null arm.
+
+    Raises NotDefined if plain training lacks what the arm removes or moves: `where` gives its name, its number, and the
+    number to be exceeded.
     """
 
     def measure(evidence: Evidence) -> Estimate:
@@ -113,7 +115,7 @@ def of_one(
 
 
 def ranked(role: Need, of: OfArm, levels: Mapping[float, str]) -> Measure:
-    """The mean over seeds of the rank correlation of arms' numbers and their levels. `levels`: level → arm."""
+    """Return the mean over seeds of the rank correlation of arms' numbers and their levels. `levels`: level → arm."""
 
     def found(arms: Mapping[str, Arm]) -> float:
         values = [of(arms[arm]) for arm in levels.values()]
@@ -123,12 +125,12 @@ def ranked(role: Need, of: OfArm, levels: Mapping[float, str]) -> Measure:
 
 
 def difference(role: Need, of: OfArm, method: str, against: str = PLAIN) -> Measure:
-    """The mean over seeds of one arm's number − another's of the same seed."""
+    """Return the mean over seeds of one arm's number − another's of the same seed."""
     return _compared(role, of, method, against, as_ratio=False)
 
 
 def ratio(role: Need, of: OfArm, method: str, against: str = PLAIN) -> Measure:
-    """The geometric mean over seeds of one arm's number ÷ another's of the same seed."""
+    """Return the geometric mean over seeds of one arm's number ÷ another's of the same seed."""
     return _compared(role, of, method, against, as_ratio=True)
 
 
@@ -138,7 +140,7 @@ def _compared(role: Need, of: OfArm, method: str, against: str, as_ratio: bool) 
         first, second = (_values(study, of, name) for name in (method, against))
         labels = [study.by_seed[0][name].label for name in (method, against)]
         if as_ratio and (not (second > 0).all() or (first < 0).any()):
-            raise NotDefined(f"it is 0 in {labels[1]}, so that there is nothing to divide by")
+            raise NotDefined(f"it is 0 in {labels[1]}, so that the ratio is not defined")
         found = mean_of_ratios(first / second) if as_ratio else mean_of_runs(first - second)
         means = f"{labels[0]} {first.mean():.3g}, {labels[1]} {second.mean():.3g}"
         return found.over(_words(study, means, " of logarithms" if as_ratio else ""))
@@ -153,7 +155,7 @@ def common_seeds(study: Study) -> list[int]:
     """Return the seeds that all levels have. Raises Lacks if there are none."""
     seeds = sorted(set.intersection(*(set(runs) for runs in study.by_level.values())))
     if not seeds:
-        raise Lacks("no --seed is that of all these trainings")
+        raise Lacks("these trainings have no --seed in common")
     return seeds
 
 
@@ -163,16 +165,14 @@ def sink_rates(study: Study) -> np.ndarray:
     return np.array([[100 * runs[seed].metric("sink_rate") for runs in study.by_level.values()] for seed in seeds])
 
 
-# makes (seeds,) or an estimate from the levels (levels,) and the sink rates (seeds, levels) in percent
+# (levels,) and sink rates (seeds, levels) in percent → (seeds,) or an estimate
 OfLevels = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
 
 
 def over_levels(
     role: Need, of: OfLevels, ends: Ends | None = None, check: Callable[[Study], None] = lambda study: None
 ) -> Measure:
-    """A number computed from all levels: its mean over seeds, or an estimate itself. `check` raises Lacks where the
-    levels cannot be compared.
-    """
+    """Return a number computed from all levels. `check` raises Lacks if the levels cannot be compared."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[role]
@@ -186,25 +186,25 @@ def over_levels(
 
 
 def largest_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
-    """The sink rate of the level that has the most, from (seeds, levels) in percent."""
+    """Return the sink rate of the level with the largest rate, from (seeds, levels) in percent."""
     return largest_of([mean_of_percent(each) for each in rates.T])
 
 
 def range_of_rates(levels: np.ndarray, rates: np.ndarray) -> Estimate:
-    """The largest difference of two levels, in points. Raises NotDefined where there is no sink that could differ."""
+    """Return the largest difference of two levels, in points. Raises NotDefined if no level has a sink."""
     with_a_sink(rates)
     return range_of([mean_of_runs(first - second) for first, second in combinations(rates.T, 2)])
 
 
 def by_level(study: Study, levels: Iterable[Level], rates: np.ndarray) -> str:
-    """«0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t», after the setting that is read, if several were trained."""
+    """Return «0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t», after the setting that is read, if there are several."""
     names = [level if isinstance(level, str) else format(level, ".10g") for level in levels]
     means = ", ".join(f"{name}: {rate:.1f}" for name, rate in zip(names, rates.mean(0), strict=True))
     return with_setting(study, f"{means} %; {words_for(len(rates))}")
 
 
 def with_a_sink(rates: np.ndarray) -> np.ndarray:
-    """Return rates in percent (seeds, levels) unchanged. Raises NotDefined where no level has a sink, on average."""
+    """Return rates in percent (seeds, levels) unchanged. Raises NotDefined if no level has a sink, on average."""
     if rates.mean(0).max() <= SINK:
         raise NotDefined(f"no sink rate is above {SINK:g} %")
     return rates

@@ -1,4 +1,4 @@
-"""The table `route`: which route carries the sink in which model, from interventions that each cut one route."""
+"""The table `route`: the routes that carry the sink in a model, from interventions that each cut one route."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -23,12 +23,12 @@ PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
 class Effect(StrEnum):
     """The effect of cutting a route on the sink."""
 
-    GOES = "goes"  # falls, and less than half of it is left
-    FALLS = "falls"  # more than one further random control would
+    GOES = "goes"  # the sink falls, and less than half of it is left
+    FALLS = "falls"  # the sink falls more than under one further random control
     RISES = "rises"
     STAYS = "stays"
     UNDECIDED = "undecided"  # fewer than two controls
-    NO_SINK = "no sink"  # before the cut
+    NO_SINK = "no sink"  # there is no sink before the cut
     DOES_NOT_APPLY = "does not apply"  # the model has no such route
     NOT_MEASURED = "not measured"
 
@@ -45,7 +45,7 @@ class Route(NamedTuple):
 
 ROUTES = (
     Route("query bias", "b_Q = 0", Need("do", "nullify-query-bias"), "diminishes (fig. 3b)", Effect.FALLS),
-    # two edits: one of the vector p₀, which the first attention layer reads, one of EPE₀ = MLP(p₀) + p₀ after it
+    # two edits: of the vector p₀, which the first attention layer reads, and of EPE₀ = MLP(p₀) + p₀ after it
     Route("position vector", "p₀ = another's", Need("do", "replace-epe")),
     Route("effective position", "EPE₀ = another's", Need("do", "replace-epe:at=epe"), "disappears (fig. 3c)",
         Effect.GOES),
@@ -59,7 +59,7 @@ ROLES = tuple(route.role for route in ROUTES)
 
 
 def routes_of(evidence: Evidence) -> pd.DataFrame:
-    """The table `route` of one model: a row for each route."""
+    """Return the table `route` of one model: a row for each route."""
     table = pd.DataFrame([_row(route, evidence) for route in ROUTES]).reindex(columns=names_of(ROUTE_COLUMNS))
     table = table.astype({"draws": int} | {column.name: float for column in ROUTE_COLUMNS if column.kind == "number"})
     run = evidence.any_run
@@ -69,7 +69,7 @@ def routes_of(evidence: Evidence) -> pd.DataFrame:
 
 
 def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:
-    """The table `route` of several models, by name."""
+    """Return the table `route` of several models, given by name."""
     return pd.concat([routes_of(one).assign(model=name) for name, one in evidence.items()], ignore_index=True)
 
 
@@ -108,7 +108,7 @@ ROUTES_TITLE = "Which route carries the sink (sink rate at position 0 in % [95 %
 
 
 def routes_text(table: pd.DataFrame) -> pd.DataFrame:
-    """Models × routes as texts, NU's own model first."""
+    """Return models × routes as texts; NU's own model is the first row."""
     published = {route.name: route.published or "not tested" for route in ROUTES}
     rows = [{"model": PAPER} | published]
     for model, own in table.groupby("model", sort=False):
@@ -118,7 +118,7 @@ def routes_text(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _text(row: Any) -> str:
-    """«falls: 42.5 [41.3, 43.8] → 30.5 [29.1, 31.8], random controls 40.8 to 43.2»"""
+    """Return «falls: 42.5 [41.3, 43.8] → 30.5 [29.1, 31.8], random controls 40.8 to 43.2»."""
     if row.effect in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
         return f"{row.effect}: {row.note}"
     before, after = (

@@ -1,16 +1,16 @@
-"""Conditions on models: each function returns the reason that a claim does not apply to a model, or None."""
+"""Conditions on models: each function returns the reason why a claim does not apply to a model, or None."""
 
 from collections.abc import Callable
 
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 
-UNEQUAL = {  # reasons that equal tokens do not stay equal, by the names in `unequal`
-    "outside": "attention also goes to {}, the more the fewer tokens a query sees",
+UNEQUAL = {  # name in `unequal` → reason why equal tokens do not stay equal
+    "outside": "attention also goes to {}, which get more attention if a query sees fewer tokens",
     "operations": "its attention is {}, whose weights do not sum to 1",
-    "others": "{} layers mix tokens, too",
+    "others": "{} layers also mix tokens",
 }
-SMALL = 200e6  # parameters
+SMALL = 200e6  # number of parameters
 
 
 def _positions(evidence: Evidence) -> str:
@@ -32,15 +32,16 @@ def learned_positions(evidence: Evidence) -> str | None:
 
 
 def some_positions(kind: str) -> Callable[[Evidence], str | None]:
-    """Require layers whose positions are of one kind."""
+    """Return a condition that requires layers whose positions are of one kind."""
     return lambda evidence: (
         None if kind in kinds_of_positions(evidence.any_run) else f"its positions are {_positions(evidence)}"
     )
 
 
 def equal_tokens_stay_equal(evidence: Evidence) -> str | None:
-    """Require that only attention mixes tokens, that its weights sum to 1, and that no other part of
-    the model distinguishes equal tokens (WSE §3.3).
+    """Require that only attention mixes tokens, and that equal tokens stay equal (WSE §3.3).
+
+    Its weights must sum to 1, and no other part of the model may distinguish equal tokens.
     """
     run = evidence.any_run
     for reason, of in unequal(run).items():
@@ -55,7 +56,7 @@ def query_bias(evidence: Evidence) -> str | None:
 
 
 def gated(evidence: Evidence) -> str | None:
-    return None if "gate" in evidence.any_run.tables else "nothing gates its values or heads' outputs"
+    return None if "gate" in evidence.any_run.tables else "its values and heads' outputs have no gate"
 
 
 def in_float32(evidence: Evidence) -> str | None:
@@ -74,6 +75,6 @@ def several_attention_layers(evidence: Evidence) -> str | None:
 
 
 def with_tokenizer(evidence: Evidence) -> str | None:
-    """Require a tokenizer, which texts of other domains need."""
+    """Require a tokenizer, because texts of other domains need one."""
     sampled = evidence.any_run.condition == "sampled"
     return "it has no tokenizer to read other texts" if sampled else None

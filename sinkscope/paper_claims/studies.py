@@ -5,7 +5,7 @@
 - the steps of a training, as they were measured or as the training logged them;
 - models of one family in several sizes, and a chat model with its base.
 
-Each is searched for among all given folders; if it is not found, the command that would make it is named. Arms and
+Each is searched for among all given folders; if it is missing, the command that makes it is named. Arms and
 steps belong to trainings with the same settings; if several settings were trained, claims read one and name it.
 """
 
@@ -36,14 +36,14 @@ from sinkscope.training.tables import UNTOUCHED, sinking_layer
 
 PLAIN = "none"  # the method of a plain training or fine-tune
 OPTIONS: dict[str, type[Options]] = {"retrofit": RetrofitOptions, "train": TrainOptions}
-# options that do not affect results, and those in which repetitions differ
+# options that do not affect results, and options in which repetitions differ
 IGNORED_OPTIONS = {"config", "device_map", "log_every", "method", "observables", "save_every", "seed", "seeds"}
-START_PARAMETERS = {"deviation"}  # parameters of methods that set only the start of a training
+START_PARAMETERS = {"deviation"}  # parameters of methods that affect only the start of a training
 
 
 @dataclass(frozen=True)
 class Training:
-    """The folder of one `retrofit` or `train`."""
+    """The folder of a `retrofit` or `train`."""
 
     manifest: Mapping[str, Any]
     runs: Mapping[str, RunData] = field(repr=False)  # arm → its run on held-out text
@@ -56,12 +56,12 @@ class Training:
 
     @property
     def model(self) -> str:
-        """The model's name; for `train` that of the configuration."""
+        """The name of the model; for `train`, the name of the configuration."""
         return next(iter(self.runs.values())).model
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings that affect its numbers, except methods and seeds: equal settings make repetitions."""
+        """All settings that affect its numbers, except methods and seeds: equal settings are repetitions."""
         options = {name: value for name, value in self.manifest["config"].items() if name not in IGNORED_OPTIONS}
         shape = {name: value for name, value in self.manifest.get("architecture", {}).items() if "version" not in name}
         return {"command": self.command, "processes": self.manifest.get("processes", 1), **options, **shape}
@@ -77,7 +77,7 @@ class Training:
 
     @cached_property
     def metrics(self) -> dict[Any, float]:
-        """An arm's label, seed and metric → the value in the table `retrofit`."""
+        """(label of an arm, seed, metric) → the value in the table `retrofit`."""
         keys = ["condition", "seed", "metric"]
         return self.tables["retrofit"].drop_duplicates(keys).set_index(keys)["value"].to_dict()
 
@@ -109,38 +109,38 @@ class Training:
 
 @dataclass(frozen=True)
 class Arm:
-    """One method, trained once."""
+    """An arm of a training: one method, trained with one seed."""
 
     training: Training = field(repr=False)
     label: str
     seed: int
     run: RunData = field(repr=False)  # on held-out text
     method: str = UNTOUCHED  # as `sinkscope list retrofits` names it
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # those that were given
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # the given parameters
 
     @cached_property
     def variant(self) -> str:
-        """The method's parameters, with defaults for those that were not given."""
+        """The parameters of the method, with defaults for parameters that were not given."""
         return make_retrofit(self.method, self.parameters).model_dump_json()
 
     def metric(self, name: str) -> float:
-        """A metric of the complete model from the table `retrofit`, or else from the run; NaN if neither has it."""
+        """Return a metric of the model from the table `retrofit`, or else from the run; NaN if both lack it."""
         value = self.training.metrics.get((self.label, self.seed, name))
         return self.run.metric(name) if value is None else float(value)
 
     def by_step(self, metric: str, layer: int = -1) -> pd.Series:
-        """Step → a metric that was recorded in training."""
+        """Return step → a metric that was recorded in training."""
         table = self.training.tables["training"]
         rows = table[(table["condition"] == self.label) & (table["seed"] == self.seed)]
         rows = rows[(rows["metric"] == metric) & (rows["layer"] == layer)]
         return rows.set_index("step")["value"].sort_index()
 
     def is_wanted(self, typed: str, meant: Mapping[str, str]) -> bool:
-        """Whether it is the arm that a claim names, whatever its parameters for the start.
+        """Return whether a claim refers to this arm; parameters for the start of a training are ignored.
 
         Args:
-            typed: The method; with parameters where only arms with these are wanted, and others at their defaults.
-            meant: Method → the variant that is wanted where no parameters are typed.
+            typed: The method, alone or with parameters; if there are any, all others must have their defaults.
+            meant: Method → the wanted variant if `typed` has no parameters.
         """
         method, parameters = parse_spec(typed, "--method")
         if self.method != method:
@@ -153,20 +153,20 @@ class Arm:
 
 @dataclass(frozen=True)
 class Steps:
-    """The folder of one `analyze` over steps: a run for each step of a training."""
+    """The folder of an `analyze` over steps, which has a run for each step of a training."""
 
     manifest: Mapping[str, Any]
-    runs: Mapping[int, RunData] = field(repr=False)  # step → its run, in their order
+    runs: Mapping[int, RunData] = field(repr=False)  # step → its run, in order
     folder: Path | None = None
 
     @property
     def of(self) -> Path:
-        """The model or the folder of checkpoints, as it was given."""
+        """The model or the folder of checkpoints, as given."""
         return Path(self.manifest["config"]["model"])
 
 
 def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
-    """Method → the variants of its arms, in order, except for plain training, which has none."""
+    """Return method → the variants of its arms, in order, except for plain training, which has no variants."""
     found: dict[str, dict[str, None]] = {}
     for arm in (arm for training in trainings for arm in training.arms if arm.method != PLAIN):
         found.setdefault(arm.method, {})[arm.variant] = None
@@ -177,7 +177,7 @@ def wanted_arms(text: str) -> list[str]:
     """Split a list of arms such as `none,key-bias:value=axis,norm=5`."""
     found: list[str] = []
     for part in text.split(","):
-        if "=" in part and ":" not in part:  # a further parameter of the last one
+        if "=" in part and ":" not in part:  # a further parameter of the last arm
             found[-1] += f",{part}"
         else:
             found.append(part)
@@ -187,13 +187,9 @@ def wanted_arms(text: str) -> list[str]:
 def arms_by_seed(
     trainings: Iterable[Training], wanted: Iterable[str], meant: Mapping[str, str] | None = None
 ) -> list[dict[str, Arm]]:
-    """For each seed that has all wanted arms, these arms, from a single folder if one has all of them.
-
-    Args:
-        trainings: With the same settings.
-        wanted: Methods as in `Arm.is_wanted`, and "untouched": the model that all arms of a `retrofit` began from.
-        meant: As in `Arm.is_wanted`; without it, only plain arms are wanted without parameters.
-    """
+    """Return method → arm for each seed that has all wanted arms, from a single folder if it has all of them."""
+    # `trainings` have the same settings. `wanted` may include "untouched", the model from which all arms of a
+    # `retrofit` began; without `meant`, methods other than plain training need parameters (`Arm.is_wanted`).
     wanted = list(wanted)
     of_one_folder: dict[int, dict[str, Arm]] = {}
     of_several: dict[int, dict[str, Arm]] = {}
@@ -213,18 +209,18 @@ def arms_by_seed(
     return [complete[seed] for seed in sorted(complete)]
 
 
-# --- the settings in which plain trainings differ
+# --- settings in which plain trainings differ
 
 Level = float | str
 
 
 class Factor(NamedTuple):
-    """One setting in which plain trainings differ."""
+    """A setting in which plain trainings differ."""
 
-    settings: tuple[str, ...]  # the entries of `Training.settings` that may differ; the first that is set is the level
-    options: str  # the options that have to be given to `train`, as typed
-    level: Callable[[Training], Level | None] | None = None  # if it is not an entry; None if it is not recorded
-    fixed: Callable[[Training], Any] = lambda training: None  # a further value that has to be the same
+    settings: tuple[str, ...]  # entries of `Training.settings` that may differ; the first that is set is the level
+    options: str  # options to give to `train`, as typed
+    level: Callable[[Training], Level | None] | None = None  # for other levels; returns None if not recorded
+    fixed: Callable[[Training], Any] = lambda training: None  # a further value that has to be equal
 
     def level_of(self, training: Training) -> Level | None:
         if self.level is not None:
@@ -234,13 +230,13 @@ class Factor(NamedTuple):
 
 
 def _tokens(training: Training) -> Level | None:
-    """The tokens of the training text, each counted once."""
+    """Return the number of tokens of the training text, each counted once."""
     blocks = training.manifest.get("text_blocks")
     return None if blocks is None else blocks * training.settings["block_length"]
 
 
 IN_A_CONFIG = "--config config.json, several that differ in"
-RATES = ("learning_rate", "new_learning_rate")  # the second is for methods; a plain training has none
+RATES = ("learning_rate", "new_learning_rate")  # the second is for methods, and a plain training does not use it
 FACTORS = {
     "learning-rate": Factor(RATES, "--learning-rate R, with several R"),
     "learning-rate-and-steps": Factor(
@@ -266,28 +262,28 @@ FACTORS = {
 
 # --- studies
 
-SEEDS = 3  # in suggested commands: two seeds give a very wide interval
+SEEDS = 3  # in suggested commands, because two seeds give a very wide interval
 TASK = "bigram-backcopy"
-FEWEST = 4  # sizes: a rank correlation over fewer has no interval
+FEWEST = 4  # number of sizes: a rank correlation over fewer has no interval
 
 
 @dataclass(frozen=True)
 class Study:
-    """Several runs that are read together. Each kind fills its own fields."""
+    """Several runs that are read together. Each kind of study fills its own fields."""
 
     folders: tuple[Path | None, ...]
-    setting: str = ""  # the setting that is read, in words, if several were trained
+    setting: str = ""  # the setting that is read, in words, if there are several
     by_seed: tuple[Mapping[str, Arm], ...] = ()  # arms of trainings with the same settings, for each seed by method
     by_level: Mapping[Level, Mapping[int, RunData]] = field(default_factory=dict)  # level of a factor → seed → run
     steps: tuple[Mapping[int, RunData], ...] = ()  # for each training of a model: step → run
     logged: tuple[Mapping[int, float], ...] = ()  # for each seed of a training: step → sink rate in percent, as logged
     runs: Mapping[str, RunData] = field(default_factory=dict)  # related models: name → run on text
-    scores: Mapping[str, float] = field(default_factory=dict)  # their scores on a task
+    scores: Mapping[str, float] = field(default_factory=dict)  # name → score on a task
 
 
 @dataclass(frozen=True)
 class Given:
-    """All given data, and the model that is judged."""
+    """All given data, and the model to judge."""
 
     name: str
     trainings: tuple[Training, ...] = ()  # of all models
@@ -318,7 +314,7 @@ Found = TypeVar("Found", bound=Sized)
 def _alike(
     trainings: Iterable[Training], but: Iterable[str] = (), fixed: Callable[[Training], Any] = lambda training: None
 ) -> list[list[Training]]:
-    """Group trainings by their settings except for those in `but`, and by a further value."""
+    """Group trainings by their settings, except for the settings in `but`, and by a further value."""
     found: dict[str, list[Training]] = {}
     for training in trainings:
         settings = {name: value for name, value in training.settings.items() if name not in but}
@@ -329,18 +325,12 @@ def _alike(
 def _with_most(
     groups: Iterable[tuple[list[Training], Found]], but: Iterable[str] = ()
 ) -> tuple[list[Training], Found, str] | None:
-    """Choose among groups of trainings, each with the items that were found in it; None if there are no items.
+    """Choose a group of trainings: return the group, the items that were found in it, and its setting.
 
-    Among the groups with the most items, it is the one whose plain models end with the most sinks, since effects on
-    sinks can be seen only where there are some. Fine-tuned models had their sinks before: for them it is the first.
-
-    Args:
-        groups: The trainings of each have the same settings.
-        but: Settings that differ within each group.
-
-    Returns:
-        The group, its items, and its setting in words: «learning_rate=0.002, of 2 settings that with most
-        plain sinks: 0.0, 59.4 %»; empty if there is only one.
+    `groups` have equal settings, except for the settings in `but`. Among the groups with the most items, it is the
+    group whose plain models end with the most sinks, because effects on sinks are visible only if there are some.
+    Fine-tuned models had their sinks before: for them it is the first group. The setting is in words,
+    «learning_rate=0.002, of 2 settings the one with most plain sinks: 0.0, 59.4 %», or empty if there is only one.
     """
     found = [(group, own) for group, own in groups if len(own)]
     if not found:
@@ -361,12 +351,12 @@ def _with_most(
         if len(set(values)) > 1:
             differing.setdefault(values, f"{name}={group[0].settings.get(name)}")
     rates = ", ".join(f"{100 * sinks[at]:.1f}" for at in same)
-    which = f"that with most plain sinks: {rates} %" if group[0].command == "train" else "the first"
+    which = f"the one with most plain sinks: {rates} %" if group[0].command == "train" else "the first"
     return group, own, f"{', '.join(differing.values())}, of {len(settings)} settings {which}"
 
 
 def _plain_sinks(trainings: Iterable[Training]) -> float:
-    """The mean sink rate of plain models trained from random weights; 0 if it was not measured."""
+    """Return the mean sink rate of plain models trained from random weights; 0 if it was not measured."""
     fresh = [training for training in trainings if training.command == "train"]
     rates = [arm.metric("sink_rate") for training in fresh for arm in training.arms if arm.method == PLAIN]
     return float(np.nan_to_num(np.mean(rates))) if rates else 0.0
@@ -378,7 +368,7 @@ def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
 
 # --- arms
 
-OF_ARMS: dict[NeedKind, tuple[str, str]] = {  # the command and the text of their trainings; "" for any
+OF_ARMS: dict[NeedKind, tuple[str, str]] = {  # kind → command and text of the trainings; "" for any
     "arms": ("", ""),
     "retrofit": ("retrofit", ""),
     "train": ("train", ""),
@@ -402,7 +392,7 @@ def _find_arms(given: Given, need: Need) -> Study | None:
 
 
 def _train_arms(given: Given, need: Need) -> str:
-    """Return the command that adds the arms to a folder, or repeats the training elsewhere if it has a single seed."""
+    """Return the command that adds the arms to a folder, or that repeats the training if it has a single seed."""
     methods = ",".join(method for method in wanted_arms(need.of) if method != UNTOUCHED)
     if known := _with_arms(given, need):
         if known[0].manifest["config"].get("seeds", 1) > 1:
@@ -459,7 +449,7 @@ def _vary(given: Given, need: Need) -> str:
 
 
 def _find_steps(given: Given, need: Need) -> Study | None:
-    """Find measured steps; for a `course` without any, the logs of trainings from random weights."""
+    """Find measured steps; for a `course` without measured steps, the logs of trainings from random weights."""
     if given.series:
         folders = tuple(series.folder for series in given.series)
         return Study(folders, steps=tuple(series.runs for series in given.series))
@@ -475,7 +465,7 @@ def _find_steps(given: Given, need: Need) -> Study | None:
 def _analyze_steps(given: Given, need: Need) -> str:
     plain = [arms[PLAIN].run.folder for training in given.own_fresh for arms in arms_by_seed([training], [PLAIN])]
     if plain and plain[0] is not None:
-        return f"sinkscope analyze {plain[0].parent / 'checkpoints'}, and of every other seed"
+        return f"sinkscope analyze {plain[0].parent / 'checkpoints'}, and so on for the other seeds"
     return "sinkscope analyze {model} --revision STEP,STEP,…"
 
 
@@ -487,12 +477,12 @@ _CHAT = re.compile(r"[-_](chat|instruct|it|sft|dpo)(?=$|[-_.])", re.IGNORECASE)
 
 
 def family_of(name: str) -> str:
-    """A model's name without its size."""
+    """Return the name of a model without its size."""
     return _SIZE_IN_WORDS.sub("", _SIZE.sub("…", name))
 
 
 def base_of(name: str) -> str | None:
-    """Return the name of a chat model's base; None if the name does not say that it was tuned."""
+    """Return the name of the base of a chat model; None if the name does not say that the model was tuned."""
     base = _CHAT.sub("", name)
     return base if base != name else None
 
@@ -507,7 +497,7 @@ def _measured_alike(first: RunData, second: RunData) -> bool:
 
 
 def _find_sizes(given: Given, need: Need) -> Study | None:
-    """Find the models of a family that were measured alike, by increasing size; for `scores` those with a score."""
+    """Find the models of a family that were measured alike, by increasing size; for `scores`, models with a score."""
     scores = {}
     if need.kind == "scores":
         for one in given.scores:
@@ -532,7 +522,7 @@ def _find_sizes(given: Given, need: Need) -> Study | None:
 
 
 def _find_base(given: Given, need: Need) -> Study | None:
-    """Find a chat model's base and the chat model, in this order, if both were measured alike."""
+    """Find the base of a chat model and the chat model, in this order, if both were measured alike."""
     base, naturals = base_of(given.name), given.naturals
     if base not in naturals or given.name not in naturals:
         return None
@@ -541,17 +531,17 @@ def _find_base(given: Given, need: Need) -> Study | None:
 
 
 def _analyze_base(given: Given, need: Need) -> str:
-    """Name the base as on the hub; the name of a file does not give the path of its base."""
+    """Return the command for the base, named as on the hub: the name of a file does not give the path of its base."""
     base = base_of(given.name)
-    return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, its base, called {base}"
+    return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, its base model {base}"
 
 
 def _measure_sizes(given: Given, need: Need) -> str:
     if need.kind == "sizes":
         return f"sinkscope claims --from RUN --from RUN …, with runs of {FEWEST} or more sizes of its family"
     return (
-        f"sinkscope claims --from RUN … --from SCORES …, with runs of {FEWEST} or more sizes of its family and what "
-        f"sinkscope benchmark --tasks {need.of} gave of each"
+        f"sinkscope claims --from RUN … --from SCORES …, with runs of {FEWEST} or more sizes of its family and "
+        f"the results of sinkscope benchmark --tasks {need.of} for each"
     )
 
 
@@ -559,7 +549,7 @@ def _measure_sizes(given: Given, need: Need) -> str:
 
 
 class Kind(NamedTuple):
-    """How studies of a kind are found, and the command that makes one."""
+    """How studies of a kind are found, and the command that makes a study."""
 
     find: Callable[[Given, Need], Study | None]
     command: Callable[[Given, Need], str]
@@ -577,7 +567,7 @@ KINDS: dict[NeedKind, Kind] = {
 
 
 def studies_of(given: Given, needs: Iterable[Need]) -> tuple[dict[Need, Study], dict[Need, str]]:
-    """Return the studies that were found, and for each other study that is needed the command that would make it."""
+    """Return the studies that were found, and for each missing study the command that makes it."""
     found: dict[Need, Study] = {}
     commands: dict[Need, str] = {}
     for need in dict.fromkeys(need for need in needs if need.is_study):

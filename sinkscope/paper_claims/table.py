@@ -27,7 +27,7 @@ NEEDS = tuple(need for claim in CLAIMS.values() for need in claim.reads)
 def evidence_of(
     runs: Iterable[RunData], model: str, skipped: Mapping[str, Mapping[str, str]] | None = None
 ) -> Evidence:
-    """Find what all claims need among the runs of one model. `skipped`: model → role → why it does not apply."""
+    """Find the runs of one model that claims need. `skipped`: model → role → why it does not apply."""
     found = with_studies(Evidence.of(runs, (*NEEDS, *ROUTE_ROLES), model), Given(model))
     known = {need.name for need in (*found.runs, *found.studies)}
     reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if role not in known}
@@ -35,7 +35,7 @@ def evidence_of(
 
 
 def with_studies(evidence: Evidence, given: Given) -> Evidence:
-    """Add the studies that were found among the given data, and the commands that would make the others."""
+    """Add the studies that were found among the given data, and the commands that make the missing studies."""
     studies, commands = studies_of(given, NEEDS)
     return replace(evidence, studies=studies, commands=commands)
 

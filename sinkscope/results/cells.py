@@ -1,12 +1,12 @@
 """The folder of a sweep: a run folder for each cell that is done, a small file for each that failed.
 
 OUT/run.json             the sweep, and the names of its cells
-OUT/cells/NAME/          what the cell's command writes
-OUT/failed/NAME.json     the error with which it ended
+OUT/cells/NAME/          the run folder of the cell
+OUT/failed/NAME.json     the error with which the cell ended
 OUT/comparison/          the comparison of all cells that are done
 
-A cell is done if its run folder exists, which appears when it is complete. Several processes may work on different
-cells at once; files that all of them write are written under the lock of OUT.
+A cell is done if its run folder exists, because the folder appears when it is complete. Several processes may work on
+different cells at once; files that all of them write are written under the lock of OUT.
 """
 
 import json
@@ -35,7 +35,7 @@ PAUSE = 0.1  # between two attempts
 
 
 class Failure(BaseModel):
-    """The error by which a cell has no run folder."""
+    """The error of a cell that has no run folder."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -61,15 +61,10 @@ class CellFolders:
 
     @contextmanager
     def begun(self, manifest: Mapping[str, Any], overwrite: bool, part: tuple[int, int] = (1, 1)) -> Iterator[None]:
-        """Start or resume the sweep in its folder, and lock one part of its cells against other processes.
+        """Start or resume the sweep in its folder, and lock the i-th of n parts (i, n) of its cells.
 
-        Args:
-            manifest: the manifest of the sweep.
-            overwrite: remove the results of an earlier sweep.
-            part: (i, n), the i-th of n parts of the cells.
-
-        Raises:
-            InputError: it holds something else, cannot be written, or another process works on the same part.
+        Raises InputError if the folder contains another result, cannot be written, or another process works on the same
+        part.
         """
         real = self.folder.resolve()
         own_part = real.with_name(f"{real.name}-part-{part[0]}-{part[1]}")
@@ -108,7 +103,7 @@ class CellFolders:
             yield
 
     def put_right(self, names: Collection[str]) -> None:
-        """Finish or undo what a killed sweep has left of these cells half written, after its last worker has ended."""
+        """Finish or undo the half-written files of these cells after the last worker of a killed sweep has ended."""
         for path in list((self.folder / CELLS).glob(f"{PREFIX}*")):
             name, _, what = path.name.removeprefix(PREFIX).rpartition("-")
             if name in names and what in (NEW, OLD, LOCK):
@@ -121,13 +116,13 @@ class CellFolders:
     def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
         """Return the manifest of a cell, and the reason why the cell is measured again in spite of it, or "".
 
-        The manifest is None if there is none or it cannot be read. It lists no tables while a resumable command has
-        not finished.
+        The manifest is None if there is none or it cannot be read. It lists no tables until a resumable command has
+        finished.
         """
         try:
             found = read_manifest(self.run(name), (command,))
         except InputError:
-            return None, "what is there cannot be read" if (self.run(name) / MANIFEST).exists() else ""
+            return None, "its folder cannot be read" if (self.run(name) / MANIFEST).exists() else ""
         recorded = found["config"]
         # a manifest of an older version may lack options
         same = all(recorded[option] == value for option, value in config.items() if option in recorded)
@@ -141,7 +136,6 @@ class CellFolders:
             return None
 
     def fail(self, name: str, error: str) -> None:
-        """Record that a cell failed."""
         before = self.failure(name)
         failure = Failure(error=error, attempts=1 + (before.attempts if before else 0))
         path = self.failure_file(name)
@@ -150,13 +144,13 @@ class CellFolders:
             fresh.write_text(json.dumps(failure.model_dump(), indent=2) + "\n", encoding="utf-8")
 
     def forget(self, name: str) -> None:
-        """Delete the record of a failure: the cell is done, or is tried again."""
+        """Delete the record of a failure, because the cell is done or is tried again."""
         remove(self.failure_file(name))
 
 
 @contextmanager
 def _patiently(lock: Callable[[], AbstractContextManager], seconds: float = PATIENCE) -> Iterator[None]:
-    """Enter a lock, waiting while another process holds it for a short time."""
+    """Enter a lock, and wait if another process holds it for a short time."""
     until = time.monotonic() + seconds
     with ExitStack() as stack:
         while True:

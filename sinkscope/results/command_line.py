@@ -10,14 +10,11 @@ from sinkscope.options import COMMANDS
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, as_folder_name, flag
 
-NAMES = {"analyze_steps": "analyze"}  # functions that another command calls
+NAMES = {"analyze_steps": "analyze"}  # function → the command that calls it
 
 
 def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]:
-    """Return command lines that repeat the run in a folder, the shortest first.
-
-    There are none if the model was passed as an object in Python, which no command line can name.
-    """
+    """Return command lines that repeat a run, shortest first; none if its model was passed as an object in Python."""
     recipe, command = manifest.get("recipe"), str(manifest["command"])
     name = NAMES.get(command, command)
     if recipe:
@@ -37,12 +34,13 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
 
 
 def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, Any]) -> list[str]:
-    """Return the options that replaced those of the recipe, as they are typed."""
+    """Return the options that replaced those of the recipe, as typed."""
     content = recipe.get("content", {})
     own = {name.replace("-", "_"): value for name, value in content.get("options", {}).items()}
     own["model"] = content.get("model")
     fields = COMMANDS[command].model_fields if command in COMMANDS else {}
-    names = ["model"] if content.get("runs") else COMMANDS["run"].model_fields  # each of several runs has its own
+    # each of several runs has its own options
+    names = ["model"] if content.get("runs") else COMMANDS["run"].model_fields
     words: list[str] = []
     for name in names:
         value = config.get(name)
@@ -52,20 +50,20 @@ def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, A
 
 
 def _methods(arms: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option `method` of a training; run.json lists the arms one by one, since arms may be added."""
+    """Return the option `method` of a training: run.json lists the arms one by one, since arms may be added."""
     methods: dict[str, str] = {}
     for arm in arms.values():
         if "method" not in arm:  # an arm of an intervention
             return {}
         parameters = [f"{name}={value}" for name, value in arm["parameters"].items()]
-        if arm["label"] != as_folder_name(arm["method"], *parameters):  # a label given in Python, which cannot be typed
+        if arm["label"] != as_folder_name(arm["method"], *parameters):  # it was given in Python and cannot be typed
             return {"method": dict.fromkeys([arm["label"]])}
         methods[arm["label"]] = ":".join([arm["method"], *filter(None, [",".join(parameters)])])
     return {"method": ",".join(methods.values())} if methods else {}
 
 
 def _words(kind: type[Options], config: Mapping[str, Any]) -> list[str] | None:
-    """Return the options that differ from the defaults, as they are typed; None if one cannot be typed."""
+    """Return the options that differ from the defaults, as typed; None if one cannot be typed."""
     words: list[str] = []
     for name, field in kind.model_fields.items():
         value = config.get(name)

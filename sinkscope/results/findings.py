@@ -1,6 +1,6 @@
 """Findings from the tables of a run, as data and as a sentence.
 
-Thresholds of claims are defined with the claims (`paper_claims`); all others that decide an outcome are constants here.
+Thresholds of claims are defined with the claims (`paper_claims`); all other thresholds are constants here.
 """
 
 from collections.abc import Mapping
@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 # --- thresholds
 
 SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
-NO_SINK = 0.01  # a sink rate below this is none
-ALMOST_NO_SINK = 0.05  # a layer with a sink rate below this has almost none
+NO_SINK = 0.01  # a sink rate below this is no sink
+ALMOST_NO_SINK = 0.05  # a layer with a sink rate below this has almost no sink
 STRONG = 0.5  # a layer has the sink when at least this share of its heads has it
 MOSTLY = 0.25  # a layer has most later sinks if its rate is at least this share of the largest layer's rate
 RARE = 0.01  # tokens with less than this share of the later sinks are not named
-FEWEST_QUERIES = 16  # with fewer queries from a position on, a sink there may be a head that reads itself
+FEWEST_QUERIES = 16  # with fewer queries from a position on, a sink may be a head whose tokens attend to themselves
 USUAL = 0.5  # a layer has a massive activation when at least this share of the sequences has it
-AT_ONE_POSITION = 0.9  # massive activations are at one position when more than this share of them is
-OUTLIER = 2.0  # standard deviations that set position 0's Δ apart (NU §4.2.1)
+AT_ONE_POSITION = 0.9  # massive activations are at one position when more than this share of them is there
+OUTLIER = 2.0  # standard deviations by which Δ at position 0 must exceed later ones (NU §4.2.1)
 COARSE_STEP = 2.0  # a quantization step of more median entries than this rounds most of the tensor to zero
 
 SPREAD = 2.0  # standard deviations of the random controls that an intervention's change must exceed
 MATERIAL = 0.005  # a rate or mass that changes by less than this has not changed
-HALF = 0.5  # a sink, or a cost, of which less than this share is left has mostly gone
-COLLAPSE = 10.0  # perplexity multiplied by more than this has collapsed
-HARM = 0.05  # a perplexity that changes by more than this share has changed
+HALF = 0.5  # a sink or a cost has mostly gone when less than this share of it is left
+COLLAPSE = 10.0  # the model has collapsed when perplexity is multiplied by more than this
+HARM = 0.05  # perplexity has changed when it changes by more than this share
 
 
 class Outcome(StrEnum):
@@ -38,9 +38,9 @@ class Outcome(StrEnum):
     ABSENT = "absent"
     RISES = "rises"
     FALLS = "falls"
-    UNCHANGED = "unchanged"  # not beyond the random controls
-    UNDECIDED = "undecided"  # nothing to decide by
-    CONFIRMED = "confirmed"  # a published outcome is found here
+    UNCHANGED = "unchanged"  # changes no more than under the random controls
+    UNDECIDED = "undecided"  # the data do not decide
+    CONFIRMED = "confirmed"  # the model shows the published outcome
     PARTLY = "partly"
     REFUTED = "refuted"
 
@@ -52,12 +52,12 @@ class Published(NamedTuple):
     value: float
     setting: str  # the setting of the measurement
     source: str  # paper and table
-    mark: str = ""  # † where it was not taken from the paper itself
+    mark: str = ""  # † for a value that was not taken from the paper itself
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding."""
+    """A finding, with its outcome, its numbers and its sentence."""
 
     name: str  # its subject, such as "sink"; the key of its rows in the table `finding`
     section: str  # the heading under which it is reported
@@ -65,12 +65,12 @@ class Finding:
     value: float = float("nan")  # its main number; NaN if it has none
     spread: float | None = None  # standard deviation of `value` if that is a mean
     threshold: float | None = None  # the number that decided the outcome, if there is one
-    published: tuple[Published, ...] = ()  # values to compare with
+    published: tuple[Published, ...] = ()  # published values to compare with
     numbers: Mapping[str, Any] = field(
         default_factory=dict
     )  # further numbers, layers (tuples), sites and tokens by name
-    is_headline: bool = False  # whether it is among the first findings that a reader sees
+    is_headline: bool = False  # whether it is listed at the top of the verdict
     low: float = float("nan")  # lower end of the 95 % interval of `value`; NaN if it has none
     high: float = float("nan")
-    claim: str = ""  # id of the claim that judges `value`, such as "GS-20"; "" if none
-    sentence: str = ""  # the finding in words, with these numbers and no others
+    claim: str = ""  # id of the claim that judges `value`, such as "GS-20"; "" if there is none
+    sentence: str = ""  # the finding in words, with no other numbers than these

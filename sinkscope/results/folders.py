@@ -23,10 +23,7 @@ Sources = Iterable[str | os.PathLike[str] | None]
 def own_folder(
     folder: str | os.PathLike[str] | None, overwrite: bool, commands: Collection[str] = RUNS, reads: Sources = ()
 ) -> Iterator[Path | None]:
-    """Lock the folder that a command writes (None: it writes none), and check it before anything is computed.
-
-    Raises InputError as `check_output` and `alone_in` do.
-    """
+    """Lock the folder that a command writes (None: it writes none), and check it before anything is computed."""
     if folder is None:
         yield None
         return
@@ -39,10 +36,8 @@ def own_folder(
 def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[Path]:
     """Lock a folder, which need not exist, against other processes, and repair it after a killed process.
 
-    `option` is the option that names another folder, or "" if the command can write only this one.
-
-    Raises:
-        InputError: another process writes it, a file is in the way, or it cannot be written.
+    `option` is the option that names another folder, or "" if the command can write only this one. Raises InputError if
+    another process writes the folder, a file is in the way, or the folder cannot be written.
     """
     path = Path(folder)
     named, instead = (f"{option} {path}", ", or name another folder") if option else (str(path), "")
@@ -51,7 +46,7 @@ def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[
         parent = next((above for above in real.parents if above.exists()), real)
         in_the_way = real if real.exists() else parent
         is_folder = in_the_way.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # also a loop of links or an invalid path
+    except (OSError, RuntimeError, ValueError) as error:  # also for a loop of links or an invalid path
         reason = getattr(error, "strerror", None) or one_line(error)
         raise InputError(f"--out {path} cannot be used: {reason}") from None
     if not is_folder:
@@ -66,7 +61,7 @@ def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[
             put_right(real)
         except BlockingIOError:
             raise InputError(f"{named} is being written by another process: wait for it{instead}") from None
-        # permission bits are not enough: root passes them, and they say nothing about read-only file systems
+        # permission bits are not enough: root ignores them, and a read-only file system does not show in them
         except OSError as error:
             hint = "" if option else ": copy it to where that can be done"
             raise InputError(f"{named} cannot be written: writing in {parent} fails ({error.strerror}){hint}") from None
@@ -83,7 +78,7 @@ def _missing_parents(folder: Path) -> list[Path]:
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    with suppress(OSError):  # not empty: something was written, or another run is there
+    with suppress(OSError):  # not empty: a file was written, or another run is there
         for path in folders:
             path.rmdir()
 
@@ -94,11 +89,11 @@ def check_output(folder: Path, overwrite: bool, commands: Collection[str] = RUNS
     Args:
         folder: the folder to write.
         overwrite: whether an earlier result there may be replaced.
-        commands: the commands whose earlier result may be replaced; no other folder is.
-        reads: names of a model, an input, …: no folder that holds one of them is replaced.
+        commands: the commands whose earlier result may be replaced; results of other commands are never replaced.
+        reads: names of a model, an input, …: a folder that contains one of them is not replaced.
 
     Raises:
-        InputError: it holds something else, or a link, or cannot be replaced.
+        InputError: the folder contains other files or a link, or cannot be replaced.
     """
     real = folder.resolve()
     try:
@@ -116,18 +111,18 @@ def check_output(folder: Path, overwrite: bool, commands: Collection[str] = RUNS
 
 
 def check_no_link(folder: Path) -> None:
-    """Raise InputError for a folder that holds a link to a folder or to nothing: a command would write to its target.
+    """Raise InputError for a folder that contains a link to a folder, or a broken link.
 
-    A link to a file is replaced when that name is written.
+    A command would write to its target. A link to a file is allowed, because it is replaced when that name is written.
     """
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *files)):
             if path.is_symlink() and not path.is_file():
-                raise InputError(f"{path} is a link, and nothing is written through links: put what it leads to there")
+                raise InputError(f"{path} is a link, and nothing is written through links: put its target there")
 
 
 def _check_replaceable(folder: Path, commands: Collection[str], reads: Sources) -> None:
-    """Raise InputError unless the folder holds only what one of `commands` wrote: a run may have taken days."""
+    """Raise InputError unless the folder contains only files of one of `commands`: a run may have taken days."""
     try:
         by = read_manifest(folder, None)["command"]
         stranger = next(strangers(folder), None) if by in commands else None
@@ -140,7 +135,7 @@ def _check_replaceable(folder: Path, commands: Collection[str], reads: Sources) 
             f"--out {folder} is not replaced: it holds {stranger.relative_to(folder)}, which no run wrote; "
             "move that away, or name another folder"
         )
-    for source in reads:  # a source equal to the folder is a word such as `natural`; a model in it would be a stranger
+    for source in reads:  # a source equal to the folder is a word such as `natural`; `strangers` finds a model in it
         with suppress(OSError, RuntimeError, ValueError):  # not a path
             if source is not None and folder.resolve() in Path(source).expanduser().resolve().parents:
                 raise InputError(
@@ -152,9 +147,9 @@ def _check_replaceable(folder: Path, commands: Collection[str], reads: Sources) 
 def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = None) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` when the block succeeds, and is removed when it fails.
 
-    `own_folder` prevents other commands from writing it meanwhile. Files in it that are not the command's are kept:
-    those that `others` finds at the end, by default all that its run.json does not list. Raises SinkscopeError if the
-    disk refuses.
+    `own_folder` prevents other commands from writing `folder` in the meantime. Files of other origin in it are kept:
+    the files that `others` finds at the end, by default all files that run.json does not list. Raises SinkscopeError if
+    the disk cannot be written.
     """
     real = folder.resolve()
     try:
@@ -168,7 +163,7 @@ def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = N
                 target = fresh / path.relative_to(real)
                 if target.exists():
                     raise SinkscopeError(
-                        f"{path} was written by somebody else meanwhile: move it away, and repeat the command"
+                        f"{path} was written by another process in the meantime: move it away, and repeat the command"
                     )
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, target, follow_symlinks=False)
@@ -194,17 +189,17 @@ def _added_meanwhile(folder: Path) -> list[Path]:
 def resumable(
     folder: Path, command: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Return the manifest of an interrupted folder that can be resumed (same command, identical options), or None yet.
+    """Return the manifest of an interrupted folder that can be resumed; None if the folder has no manifest yet.
 
     Args:
         folder: the folder to resume.
         command: the command, as in the manifest.
         options: entries of the manifest that must be equal, single values or mappings of names to values, without
-            those that may differ between two sessions.
+            the options that may differ between two sessions.
         defaults: values for entries that the manifest of an older version lacks.
 
     Raises:
-        InputError: the folder is another command's, its manifest is damaged, or the options differ.
+        InputError: the folder belongs to another command, its manifest is damaged, or the options differ.
     """
     if not (folder / MANIFEST).exists():
         return None
@@ -222,7 +217,7 @@ def resumable(
     if differing:
         raise InputError(
             f"{folder} holds what `{command}` made with other options ({', '.join(differing[:3])}): repeat them to "
-            "go on with it, overwrite it, or name another folder"
+            "resume it, overwrite it, or name another folder"
         )
     return found
 
@@ -249,7 +244,7 @@ def check_resumable(
 ) -> None:
     """Check, before anything is computed, that a command can start in a folder (`check_output`) or resume in it.
 
-    `renewed` are folders in it that are replaced whenever the command resumes: they may hold no other files.
+    `renewed` are folders in it that are replaced whenever the command resumes: they may contain no other files.
     """
     found = None if overwrite else resumable(folder, command, options, defaults)
     if found is None:
@@ -259,7 +254,7 @@ def check_resumable(
     if found.get("files") is not None:
         for path in strangers(folder):
             if path.relative_to(folder).parts[0] in renewed:
-                raise InputError(f"{path} is none of `{command}`'s files, and their folder is renewed: move it away")
+                raise InputError(f"{path} is not a file of `{command}`, which replaces its folder: move it away")
 
 
 def claim(
@@ -278,17 +273,11 @@ def claim(
 
 @dataclass
 class FileList:
-    """The list of files in the run.json of a folder that is written step by step; each is listed before it is written.
+    """The files that run.json lists, for a folder that is written step by step: each is listed before it is written."""
 
-    Attributes:
-        folder: the folder with run.json.
-        names: the files that run.json lists; None in a folder of an older version, which lists none.
-        record: writes run.json again.
-    """
-
-    folder: Path
-    names: list[str] | None
-    record: Callable[[], None]
+    folder: Path  # the folder with run.json
+    names: list[str] | None  # the files that run.json lists; None if it is of an older version, which lists none
+    record: Callable[[], None]  # writes run.json again
 
     def add(self, *names: str) -> None:
         """List more files by their paths. A name that ends with a slash is a folder with all its content."""

@@ -12,7 +12,7 @@ from scipy import stats
 from sinkscope.results.statistics import LEVEL, Estimate
 
 Read = TypeVar("Read")
-ENOUGH = 0.5  # power; with less, a claim that is not shown may well be true
+ENOUGH = 0.5  # power; with less power, a claim that is not shown may well be true
 
 
 class Outcome(StrEnum):
@@ -27,14 +27,14 @@ class Outcome(StrEnum):
 
 
 class NotDefined(Exception):
-    """A claim's quantity does not exist on this model; the message is the reason."""
+    """The quantity of a claim does not exist for this model; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Test:
-    """The values with which a claim holds: from `least` to `most`, without the ends if `strict`."""
+    """The values with which a claim holds: from `least` to `most`, without these two if `strict`."""
 
-    __test__ = False  # pytest does not collect it
+    __test__ = False  # keeps pytest from collecting the class
 
     least: float = -inf
     most: float = inf
@@ -54,14 +54,14 @@ class Test:
         return Outcome.NOT_ENOUGH_SEEDS if self.power(estimate) < ENOUGH else Outcome.INCONCLUSIVE
 
     def holds(self, estimate: Estimate) -> bool:
-        """Return whether all of the interval is inside."""
+        """Return whether the complete interval is inside."""
         return self._above(estimate.low) and self._below(estimate.high)
 
     def power(self, estimate: Estimate) -> float:
         """Return the probability that a study with as many seeds and this spread shows the claim, if it is true.
 
-        The truth is taken to be the estimate's value, or for a range that all levels are equal. The power is NaN if the
-        number is not over seeds, or if its value contradicts the claim.
+        The true value is taken to be that of the estimate, or 0 for a range. The power is NaN if the number is not over
+        seeds, or if its value contradicts the claim.
         """
         truth = estimate.value if isnan(estimate.truest) else estimate.truest
         if not estimate.seeds or isnan(truth):
@@ -74,7 +74,7 @@ class Test:
         reach = stats.t.ppf((1 + LEVEL) / 2, freedom)
         below, above = estimate.value - estimate.low, estimate.high - estimate.value
         sides = [(truth - self.least, below), (self.most - truth, above)]
-        if not isnan(estimate.truest):  # a range is the size of a difference, which has two signs
+        if not isnan(estimate.truest):  # a range is the size of a difference that may have either sign
             sides *= 2
         misses = [stats.norm.sf(reach * (room / side - 1)) for room, side in sides if isfinite(room) and side]
         return float(max(0.0, 1 - sum(misses)))
@@ -131,12 +131,12 @@ class Number(Generic[Read]):
     """One number of a claim, and the values with which the claim holds."""
 
     quantity: str  # in words
-    measure: Callable[[Read], Estimate]  # makes the estimate from what it reads; raises NotDefined
+    measure: Callable[[Read], Estimate]  # computes the estimate; raises NotDefined
     test: Test
     form: str = "{:.3g}"  # format string of its values
 
 
 def estimated(measure: Callable[[Read], Estimate], read: Read) -> Estimate:
-    """Call a measure; 0 ÷ 0 gives NaN without a warning."""
+    """Call a measure, without warnings for 0 ÷ 0, which gives NaN."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return measure(read)

@@ -1,7 +1,8 @@
-"""run.json: which command wrote a folder, with what options, versions, time and memory. Every folder has one.
+"""run.json: the command that wrote a folder, its options, versions, time and memory. Every folder has one.
 
-It lists the files that the command wrote, so that no other file is replaced: paths in the folder; a path that ends with
-/ is a folder with all its content. If a folder inside has its own run.json, only this run.json is listed.
+It lists the files that the command wrote, so that no other file is replaced. Paths are relative to the folder; a path
+that ends with / is a folder with all its content. If a folder inside has its own run.json, only this run.json is
+listed.
 """
 
 import json
@@ -28,7 +29,7 @@ from sinkscope.results.schema import KINDS
 from sinkscope.results.swap import PREFIX, find_again, new_file
 
 MANIFEST = "run.json"
-# The version of run.json and of the tables that it lists. Raise it when an entry or a column that readers need is
+# The version of run.json and of the tables that it lists. Increase it when an entry or a column that readers need is
 # added, renamed or gets another meaning. `_completed` fills in entries that older folders lack, and `since` of a Column
 # fills in columns. Folders without this entry have format 1.
 FORMAT = 2
@@ -57,7 +58,7 @@ def make_manifest(
 
     Args:
         command: the command that writes the folder, named as its function in Python.
-        config: its options, as JSON has them.
+        config: its options, as in JSON.
         start: the time at which it began, in seconds since the epoch.
         tables: names of the tables in the folder.
     """
@@ -93,7 +94,7 @@ def _git_commit() -> str | None:
 
 def _peak_memory_mb() -> float:
     """Return the peak memory of all accelerators if any was used, else of this process."""
-    import torch  # imported late: reading a manifest does not need it
+    import torch  # imported late, because reading a manifest does not need it
 
     kinds = [kind for kind in (torch.cuda, torch.xpu) if kind.is_available()]
     used = sum(kind.max_memory_allocated(index) for kind in kinds for index in range(kind.device_count()))
@@ -115,7 +116,7 @@ def _largest_resident() -> int:
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write run.json as the last file, with the list of the files that exist unless `files` is given.
 
-    A killed process leaves the file as it was.
+    A killed process leaves the earlier run.json unchanged.
     """
     listed = manifest if "files" in manifest else {**manifest, "files": files_in(folder)}
     with new_file(folder / MANIFEST) as fresh:
@@ -139,7 +140,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield all finished files; of a folder with its own run.json only this run.json."""
+    """Yield all finished files; for a folder with its own run.json, only this run.json."""
     for path in folder.iterdir():
         if path.name.startswith(PREFIX):
             continue
@@ -152,10 +153,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def strangers(folder: Path) -> Iterator[Path]:
-    """Yield the files in a command's folder that the command did not write.
-
-    Raises InputError if a run.json in it does not list its files.
-    """
+    """Yield the files in a folder that its command did not write. Raises InputError for a run.json without a list."""
     listed = read_manifest(folder, None).get("files")
     if listed is None:
         raise InputError(f"{folder / MANIFEST} is of an older sinkscope, which did not list its files")
@@ -171,13 +169,13 @@ def strangers(folder: Path) -> Iterator[Path]:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
-    """Return the folder that is given by its path or by that of its run.json."""
+    """Return the folder that is given by its path or by the path of its run.json."""
     path = Path(path)
     return path.parent if path.name == MANIFEST else path
 
 
 def tables_folder(folder: Path) -> Path:
-    """Return the folder with the tables of a command: the comparison (unless that is a link) if it only holds runs."""
+    """Return the folder with the tables of a command; for a folder of runs, the comparison (unless it is a link)."""
     comparison = folder / COMPARISON
     is_here = (comparison / MANIFEST).is_file() and not comparison.is_symlink()
     return comparison if is_here and not read_manifest(folder, None)["tables"] else folder
@@ -191,11 +189,12 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
 
     Args:
         folder: any folder that sinkscope wrote.
-        commands: commands that may have written it, by default those whose folder is one run; None: any.
+        commands: commands that may have written it, by default the commands whose folder is one run; None: any
+            command.
 
     Raises:
-        InputError: there is no run.json, it cannot be read, it is another file, another command wrote it, it has a
-            newer format, or an older one and lacks what is needed.
+        InputError: run.json is missing, unreadable, another file, of another command, or of a newer format; or it
+            has an older format and lacks what is needed.
     """
     path = folder / MANIFEST
     if kind_of(path) is None and not find_again(folder):
@@ -254,8 +253,8 @@ def older(manifest: Mapping[str, Any]) -> str:
 
 
 def of_an_older_format(path: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the message for a file that lacks something because its folder has an older format."""
-    from sinkscope.results.command_line import command_lines  # imported late: rarely needed
+    """Return the message for a file that lacks data because its folder has an older format."""
+    from sinkscope.results.command_line import command_lines  # imported late, because it is rarely needed
 
     try:
         lines = command_lines(manifest, None)

@@ -1,4 +1,4 @@
-"""Every metric once: its name, its definition, its unit, how it is printed, and its paper.
+"""The register of metrics: name, definition, unit, number format and paper of each.
 
 Verdicts, tables, figures, comparisons and `sinkscope list metrics` read metrics from `METRICS`. Position 0 is the first
 token of a sequence.
@@ -11,32 +11,32 @@ from typing import Any
 SUMMARY, EFFECT, QUANTIZATION = "summary", "effect", "quantization"
 RETROFIT, TRAINING = "retrofit", "training"
 
-PAPERS = {  # as they are cited
+PAPERS = {  # abbreviation → title
     "GS": "Attention Sinks Induce Gradient Sinks",
     "WSE": "When Attention Sink Emerges in Language Models",
     "NU": "Attention Sink Mechanisms Are Not Universal",
     "VGA": "Value-State Gated Attention",
 }
-LARGE = 1e6  # from here on a number is printed as 1.085e+06
+LARGE = 1e6  # numbers from this on are printed like 1.085e+06
 MISSING = "–"  # printed in place of a number that was not measured
-UNITS = {"nats": "nats per token", "attention": "share of attention", "entries": ""}  # at an axis
+UNITS = {"nats": "nats per token", "attention": "share of attention", "entries": ""}  # unit → its text at an axis
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric."""
+    """A metric, with its definition, unit and number format."""
 
     name: str  # in the column `metric` of the tables
-    label: str  # in verdicts, with what it is taken over
-    short: str  # over a panel of a figure or a column of a table, where the rest is explained nearby
+    label: str  # in verdicts, with the tokens or layers that it is taken over
+    short: str  # title of a panel or column, where the rest is explained nearby
     definition: str
     unit: str = ""  # "share", "nats", "ratio", …; empty for a plain number
     form: str = "{:.2f}"  # format string of its values
-    source: str = ""  # paper and equation; empty if it is sinkscope's own
-    whole: str = "mean"  # how the values of layers become that of the model; empty if there are no values by layer
+    source: str = ""  # paper and equation; empty for a metric of sinkscope's own
+    whole: str = "mean"  # reduction over layers to the value of the model; empty if there are no values by layer
     scope: str = ""  # the models and inputs with the metric; empty for all
-    lower_is_better: bool = False  # True for metrics that a method is praised for lowering
-    tables: tuple[str, ...] = (SUMMARY,)  # in which it occurs
+    lower_is_better: bool = False  # True for metrics that a method should lower
+    tables: tuple[str, ...] = (SUMMARY,)  # tables with the metric
 
     def text(self, value: float) -> str:
         """Return the value as printed."""
@@ -46,7 +46,7 @@ class Metric:
         return f"{value:{sign}.4g}" if abs(value) >= LARGE else self.form.format(value)
 
     def text_with_spread(self, value: float, deviation: float) -> str:
-        """Return for example "16.94 ± 0.01"; without ± if `deviation` is NaN, as that of a single value is."""
+        """Return for example "16.94 ± 0.01"; without ± if `deviation` is NaN, as for a single value."""
         spread = "" if isnan(value) or isnan(deviation) else f" ± {self.text(deviation).lstrip('+')}"
         return self.text(value) + spread
 
@@ -60,11 +60,11 @@ class Metric:
     def heading(self) -> str:
         """The heading of a column of a Markdown table, for example "Perplexity (↓)"."""
         text = self.short[:1].upper() + self.short[1:] + " (↓)" * self.lower_is_better
-        return text.replace("<s>", "`<s>`")  # which Markdown would read as a tag
+        return text.replace("<s>", "`<s>`")  # Markdown would read it as a tag
 
 
 def is_sink(window_mass: Any, epsilon: float) -> Any:
-    """Return whether a position is a sink in one head and sequence. Nothing else decides this.
+    """Return whether a position is a sink in one head and sequence. Only this function decides it.
 
     Args:
         window_mass: α of GS eq. 1, as a number, an array or a tensor.
@@ -103,7 +103,7 @@ _ATTENTION = (
     Metric("repeated_bound", "upper bound of the sink mass on repeated tokens", "bound on the sink mass",
         "mean over heads and queries of exp(2ξ) ÷ (exp(2ξ) + n), n the other keys of the query, ξ = scaling · ‖q‖‖k‖",
         unit="attention", form="{:.3f}", source="WSE proposition 4",
-        scope="rotary models on repeated tokens that attend to nothing besides"),
+        scope="rotary models on repeated tokens that attend to nothing else"),
     Metric("attention_entropy", "attention entropy (nats)", "attention entropy",
         "entropy of the attention weights of a query, averaged over queries, heads and sequences", unit="nats"),
     Metric("missing_mass", "attention mass taken by learned sink logits", "missing mass",
@@ -198,7 +198,7 @@ _GRADIENTS = (
         for name, label, definition, form in (
             ("bloat", "gradient gain of the attention branch", "‖∇h̃‖ ÷ ‖∇r_attn‖", "{:.3g}"),
             ("compress", "gradient gain of the norm before it", "‖∇h − ∇h+½‖ ÷ ‖∇h̃‖", "{:.3g}"),
-            ("change", "gradient gain of the whole branch", "‖∇h‖ ÷ ‖∇h+½‖", "{:.2f}"),
+            ("change", "gradient gain of the complete branch", "‖∇h‖ ÷ ‖∇h+½‖", "{:.2f}"),
         )
         for ending, where, reduced in (
             ("", "position 0", " of the attention branch, averaged over sequences"),

@@ -1,4 +1,4 @@
-"""Published numbers, each of them once, and tables in the papers' layout that are made from the tables of a run.
+"""Published numbers, each of them once, and tables in the layout of the papers, made from the tables of a run.
 
 WSE is When Attention Sink Emerges in Language Models, NU is Attention Sink Mechanisms Are Not Universal.
 """
@@ -12,7 +12,7 @@ from sinkscope.results.metrics import PAPERS
 from sinkscope.results.run import RunData
 
 SCRATCH = "60M model, 5 B tokens, sink rate at position 0 in %"  # the setting of most of WSE's trainings
-CLAIMS_PAPERS = {  # first part of a claim's id → its paper
+CLAIMS_PAPERS = {  # first part of a claim's id → title of the paper
     "GS": PAPERS["GS"],
     "W": PAPERS["WSE"],
     "S": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
@@ -22,21 +22,21 @@ CLAIMS_PAPERS = {  # first part of a claim's id → its paper
 
 
 def paper_of(claim: str) -> str:
-    """Return the paper of a claim, by its id."""
+    """Return the title of the paper that a claim is from."""
     return CLAIMS_PAPERS[claim.partition("-")[0]]
 
 
 def published(
     source: str, values: Mapping[str, float], setting: str = SCRATCH, mark: str = ""
 ) -> tuple[Published, ...]:
-    """Return the numbers of one table, named after models or settings."""
+    """Return the numbers of one table, named by models or settings."""
     return tuple(Published(name, value, setting, source, mark) for name, value in values.items())
 
 
-# --- WSE table 1: sink rates of pretrained models, in percent, as far as its values are available. A model of a sweep
-# that names one of these (`paper: GPT2-XL`) is shown next to it.
+# --- WSE table 1: sink rates of pretrained models, in percent, where the values are available. If a model of a sweep
+# names one of these (`paper: GPT2-XL`), figures and tables show both.
 
-SETTING = {"window": 64, "epsilon": 0.3}  # with which it was measured, and with sequences of LENGTH tokens
+SETTING = {"window": 64, "epsilon": 0.3}  # of table 1, together with sequences of LENGTH tokens
 LENGTH = 64
 PRETRAINED, CHAT = "T = 64 and ε = 0.3, pretrained", "T = 64 and ε = 0.3, chat models"
 TABLE_1, TABLE_7 = "WSE table 1", "WSE table 7"
@@ -77,8 +77,8 @@ SINK_RATES = (
 )
 
 
-# --- WSE's trainings: sink rates of models of 60 million parameters, in percent, by the setting that differs from its
-# default. A name is a part of a level of a factor study; arms have the names of the recipes.
+# --- WSE's trainings: sink rates of models of 60 million parameters, in percent, by the setting that differs from
+# WSE's default. A name is a part of a level of a factor study; arms have the names of the recipes.
 
 TRANSCRIBED = "†"  # from a transcription of the paper
 SOFTMAX = 18.18  # WSE's default
@@ -102,7 +102,7 @@ WSE_TRAININGS: dict[str, Published] = {
         "mlp-kernel": 0.74, "mlp-kernel-normalized": 0.19}),
     **_table("WSE table 9", "learning_rate=", {"0.0001": 2.90, "0.0002": 11.21, "0.0004": SOFTMAX, "0.0008": 32.23}),
     **_table("WSE table 10", "fixed_position=", {"0": 74.11, "1": 69.03, "2": 69.64}),
-    **_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # its default has no BOS
+    **_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # the default of WSE has no BOS
     **_table("WSE table 11", "feed_forward=", {"swiglu": SOFTMAX}),
     **_table("WSE table 11", "feed_forward=", {
         "geglu": 17.86, "reglu": 13.88, "relu": 16.90, "gelu": 14.76, "swish": 17.89}, TRANSCRIBED),
@@ -119,8 +119,8 @@ WSE_TRAININGS: dict[str, Published] = {
 
 DIGITS = 3  # decimals, as NU prints
 
-# NU tables 1 and 2, of GPT-2: layer from 1 on → mean ± 2 standard deviations of |γ|, and |γ| at the coordinates at
-# which EPE_0 is massive.
+# NU tables 1 and 2, for GPT-2: layer, counted from 1 → mean ± 2 standard deviations of |γ|, and |γ| at the coordinates
+# where EPE_0 is massive.
 GPT2_LAYERS, GPT2_WIDTH, GPT2_MASSIVE = 12, 768, (138, 447)
 PRINTED: dict[int, tuple[str, float, float]] = {
     1: ("4.47 ± 22.226", 12.116, 11.064),
@@ -136,22 +136,22 @@ PRINTED: dict[int, tuple[str, float, float]] = {
     11: ("1.403 ± 4.0", 27.547, 27.691),
     12: ("1.145 ± 2.65", 4.5, 13.59),
 }
-MISPRINT = (9, 447, 26.014)  # layer and coordinate where NU prints another layer's entry, and the entry of the weights
+MISPRINT = (9, 447, 26.014)  # layer, coordinate and correct value of the entry for which NU prints another layer's
 HEADINGS = ("baseline", *(f"d={coordinate}" for coordinate in GPT2_MASSIVE))
 NEEDS_GPT2 = "GPT-2's weights are needed to compute them: `sinkscope claims gpt2`"
 
 
 def paper_tables(run: RunData) -> dict[str, pd.DataFrame]:
-    """Return the tables in a paper's layout that this run's tables allow, by name."""
+    """Return name → table, for the tables of papers that can be made from this run's tables."""
     gamma = gamma_table(run)
     return {} if gamma is None else {"gamma": gamma}
 
 
 def gamma_table(run: RunData) -> pd.DataFrame | None:
-    """Return NU tables 1 and 2, with a row for each layer, which the paper counts from 1.
+    """Return NU tables 1 and 2, with a row for each layer, counted from 1; None if EPE_0 has no massive coordinate.
 
-    |γ| at the massive coordinates of EPE_0 is next to the mean ± 2 standard deviations (population) of all its entries;
-    the values that the paper prints for GPT-2 are added for that model. None if there is no massive coordinate.
+    |γ| at the massive coordinates of EPE_0 is next to the mean ± 2 standard deviations (population) of all its entries.
+        For GPT-2, the values that the paper prints are added.
     """
     gamma = run.tables.get("gamma")
     if gamma is None or not gamma["is_massive_epe"].any():
@@ -168,7 +168,7 @@ def gamma_table(run: RunData) -> pd.DataFrame | None:
             | {f"d={coordinate}": round(float(magnitude), DIGITS) for coordinate, magnitude in own.items()}
         )
     table = pd.DataFrame(rows)
-    # GPT-2 is recognized by its shape and massive coordinates: its copies have other names
+    # GPT-2 is recognized by its shape and massive coordinates, because copies of it have other names
     massive = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))
     shape = (gamma["layer"].nunique(), gamma["coordinate"].nunique())
     is_gpt2 = massive == GPT2_MASSIVE and shape == (GPT2_LAYERS, GPT2_WIDTH)
@@ -176,7 +176,7 @@ def gamma_table(run: RunData) -> pd.DataFrame | None:
 
 
 def printed_gamma() -> pd.DataFrame:
-    """Return NU's values for GPT-2; its misprint is followed by the entry that the weights give."""
+    """Return NU's values for GPT-2; the misprint is followed by the entry that the weights give."""
     rows = []
     for layer, (baseline, *entries) in PRINTED.items():
         printed = [f"{entry:g}" for entry in entries]

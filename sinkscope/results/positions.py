@@ -1,11 +1,11 @@
-"""The positions of a run's model, and whether equal tokens stay equal under them (WSE §3.3)."""
+"""The kinds of positions of a run's model, and whether equal tokens stay equal under them (WSE §3.3)."""
 
 from sinkscope.models.family import ATTENTION, FEED_FORWARD, NO_POSITIONS, NOT_RUN, ON_LOGITS
 from sinkscope.results.run import RunData
 from sinkscope.retrofits.operation import SUM_TO_ONE
 
-ADDED = {"learned", "sinusoidal"}  # to the embeddings, where they make equal tokens different
-WITHIN_ATTENTION = {"rotary", *ON_LOGITS, NO_POSITIONS}  # these alone leave equal tokens equal
+ADDED = {"learned", "sinusoidal"}  # added to the embeddings, where they make equal tokens different
+WITHIN_ATTENTION = {"rotary", *ON_LOGITS, NO_POSITIONS}  # only these leave equal tokens equal
 
 
 def kinds_of_positions(run: RunData) -> set[str]:
@@ -14,10 +14,11 @@ def kinds_of_positions(run: RunData) -> set[str]:
 
 
 def unequal(run: RunData) -> dict[str, list[str]]:
-    """Return the causes by which equal tokens do not stay equal, whatever their positions are, by three reasons.
+    """Return reason → causes why equal tokens do not stay equal, for any kind of positions.
 
-    "outside": attended terms besides the text take more attention of a query that sees few tokens. "operations": their
-    weights sum to more the more tokens a query sees. "others": kinds of layers that mix tokens other than by attention.
+    The reasons are "outside": attended terms outside the text take more attention of a query that sees few tokens;
+    "operations": attention operations whose weights sum to more for a query that sees more tokens; "others": kinds of
+    layers that mix tokens by other means than attention.
     """
     family, operations = run.manifest["family"], run.manifest["model"].get("operations") or ()
     kinds = [kind for kind in family.get("kinds") or () if kind not in (ATTENTION, NOT_RUN, *FEED_FORWARD)]

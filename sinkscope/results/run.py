@@ -1,10 +1,10 @@
 """A run: its tables and manifest, in memory or in a folder.
 
-RUN/run.json          the manifest: all options, what was loaded, versions, time and memory
+RUN/run.json          the manifest: all options, the loaded model, versions, time and memory
 RUN/tables/*.parquet  one row per observation
 RUN/figures/*.png|pdf
 RUN/verdict.md        the findings
-RUN/index.html        all of it, to look at in a browser
+RUN/index.html        all results, to look at in a browser
 """
 
 import os
@@ -21,7 +21,7 @@ from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table
 
 WITH, WITHOUT = "with", "without"  # a BOS at the beginning of each sequence
-BOS_OPTIONS = {WITH: "always", WITHOUT: "never"}  # the value of --bos that gives it with every tokenizer
+BOS_OPTIONS = {WITH: "always", WITHOUT: "never"}  # the value of --bos that has this effect with every tokenizer
 
 
 def policy_of(token_zero: str) -> str:
@@ -49,10 +49,10 @@ class RunData:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Self:
-        """Open the folder of a run, given by its path or by that of its run.json. Tables are read on first access.
+        """Open the folder of a run, given by its path or by the path of its run.json. Tables are read on first access.
 
         Raises:
-            InputError: it is no run, or incomplete.
+            InputError: the folder is not a run, or is incomplete.
         """
         folder = folder_of(folder)
         manifest = read_manifest(folder)
@@ -77,15 +77,15 @@ class RunData:
 
     @property
     def reads(self) -> str:
-        """The input or the arm, which distinguishes it from other runs of the model in a title."""
-        text = self.manifest["input"].get("text")  # only arms of a training have it
+        """The input or the arm, which distinguishes the run from other runs of the model in a title."""
+        text = self.manifest["input"].get("text")  # only arms of a training have this entry
         if text or "arms" in self.manifest:
             return f"arm {self.condition}" + (f" on {text}" if text else "")
         return f"{self.condition} input"
 
     @property
     def bos(self) -> str:
-        """WITH or WITHOUT: whether its sequences begin with a BOS."""
+        """WITH or WITHOUT: whether the sequences begin with a BOS."""
         return policy_of(self.manifest.get("input", {}).get("token_zero", ""))
 
     @property
@@ -94,7 +94,7 @@ class RunData:
 
     @property
     def is_experiment(self) -> bool:
-        """Whether `intervene` made it: its tables hold several arms, each with a `condition` of its own."""
+        """Whether it is a run of `intervene`: its tables have several arms, each with its own `condition`."""
         return self.command == "intervene"
 
     def at(self, condition: str) -> Self:
@@ -123,7 +123,7 @@ class RunData:
         summary = self.tables["summary"]
         if name not in METRICS:
             raise InputError(f"metric {unknown(name, METRICS)}")
-        kinds = self.manifest.get("family", {}).get("kinds") or ()  # one for every layer
+        kinds = self.manifest.get("family", {}).get("kinds") or ()  # the kind of every layer
         layers, names, values = (summary[column].to_numpy() for column in ("layer", "metric", "value"))
         last = max(int(layers.max(initial=-1)), len(kinds) - 1)
         if layer not in range(-1, last + 1):

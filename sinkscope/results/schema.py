@@ -1,4 +1,4 @@
-"""The entries that run.json must have, for each command. Code that reads a run uses these entries and no others.
+"""The entries that run.json must have, for each command. Code that reads a run uses no other entries.
 
 Other entries are not checked: they are for people, or from another version.
 """
@@ -25,7 +25,7 @@ Reasons = dict[str, str]  # omitted part → reason
 
 
 def _expectation(name: str | None) -> str | None:
-    from sinkscope.interventions.intervention import Expectation  # imports torch, which only runs of `intervene` need
+    from sinkscope.interventions.intervention import Expectation  # imports torch, and only runs of `intervene` need it
 
     return name and str(Expectation(name))
 
@@ -46,7 +46,7 @@ class Manifest(Part):
     tables: list[Name]
     files: list[Annotated[str, AfterValidator(_inside)]] | None = None
     drawn: bool = True  # False until figures and the page are drawn
-    failed_figures: Reasons = {}  # also the page, index.html
+    failed_figures: Reasons = {}  # may include the page, index.html
     read: dict[str, str] | None = None  # file that a cell of a sweep read → digest
 
 
@@ -105,7 +105,7 @@ class RunManifest(Manifest):
     model: Model
     family: Family
     absent: Reasons
-    outside: dict[str, list[int]] = {}  # attended term besides the text → its layers
+    outside: dict[str, list[int]] = {}  # attended term outside the text → its layers
     not_measured: Reasons = {}
     dtype: str
     kernel: str

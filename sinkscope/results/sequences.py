@@ -1,4 +1,4 @@
-"""One run's tables by sequence, under resamplings of its sequences."""
+"""The by-sequence tables of a run, under resamplings of its sequences."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +23,7 @@ def table_of(run: RunData, name: str) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Sequences:
-    """One run's by-sequence tables under resamplings of its sequences."""
+    """The by-sequence tables of a run, under resamplings of its sequences."""
 
     run: RunData
     condition: str | None = None  # the arm of a run of `intervene`
@@ -40,7 +40,7 @@ class Sequences:
         return resamplings(self.run.manifest["input"]["sequences"])
 
     def values(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
-        """(N, *by): each sequence's value, NaN where it has none. The axes are sorted as the columns `by` are."""
+        """(N, *by): the value of each sequence, NaN where it has none. The axes are sorted like the columns `by`."""
         key = (table, column, by, *sorted(where.items()))
         if key not in self._pivoted:
             rows = self.table(table)
@@ -54,14 +54,14 @@ class Sequences:
         return self._pivoted[key]
 
     def means(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
-        """(1 + draws, *by): means over sequences; the first are those of the run itself."""
+        """(1 + draws, *by): means over sequences; the first are the means of the run itself."""
         return weighted_means(self.values(table, column, by, **where), self.weights)
 
     @property
     def losses(self) -> np.ndarray:
         """(1 + passages,): loss per predicted token, of the complete run and without each passage of the text.
 
-        Sequences of one passage are similar: their losses are not independent draws.
+        Passages are left out as units because the losses of their sequences are not independent.
         """
         loss, predicted = (self.values("loss_by_sequence", column)[:, 0] for column in ("loss", "predicted"))
         passage = np.arange(len(loss)) // self.run.manifest["input"].get("per_passage", 1)

@@ -1,11 +1,8 @@
 """Numbers with their 95 % intervals: bootstraps, jackknives, intervals over runs, and intervals of correlations.
 
-All functions are pure functions on arrays. Replicates are on the first axis: the first is the estimate itself, the
-others are of resampled data.
-
-The level of all intervals is 95 %, two-sided: each end misses the truth with 2.5 %. A claim whose truth is exactly at
-its threshold is therefore decided in 5 % of studies, and in half of these it holds falsely.
-`tests/paper_claims/test_claims_levels.py` measures both rates.
+Replicates are on the first axis: the first is the estimate itself, the others are of resampled data. All intervals are
+two-sided: each end misses the truth with 2.5 %. A claim whose truth is exactly at its threshold is therefore decided in
+5 % of studies, and in half of these it holds falsely (`tests/paper_claims/test_claims_levels.py` measures both rates).
 """
 
 from collections.abc import Sequence
@@ -24,17 +21,17 @@ SEED = 0  # resampling has a fixed seed: the same runs give the same intervals
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval, whose ends are the value if nothing was drawn at random."""
+    """A value and its 95 % interval; both ends equal the value if nothing was drawn at random."""
 
     value: float
     low: float = nan
     high: float = nan
     null: float = nan  # the same quantity without the effect; NaN if there is none
-    note: str = ""  # the units that the number is over, if they depend on the model
+    note: str = ""  # the units that the mean is over, if they depend on the model
     null_low: float = nan  # the smallest of the null's draws
-    null_high: float = nan  # the largest of them
-    seeds: int = 0  # the number of seeds of a training that the interval is over; 0 if it is over something else
-    truest: float = nan  # the value of the quantity if a claim on it is as true as it can be; NaN: its own value
+    null_high: float = nan  # the largest of the null's draws
+    seeds: int = 0  # number of training seeds that the interval is over; 0 if it is over other units
+    truest: float = nan  # the value if the claim is as true as it can be; NaN: `value` itself
 
     def __neg__(self) -> "Estimate":
         return replace(self, value=-self.value, low=-self.high, high=-self.low)
@@ -69,26 +66,26 @@ class Estimate:
 
 
 def exact(value: float) -> Estimate:
-    """Return the estimate of a quantity that depends only on the weights: it has no interval."""
+    """Return the estimate of a quantity that depends only on the weights, which has no interval."""
     return Estimate(float(value), float(value), float(value))
 
 
 @cache
 def resamplings(units: int, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
-    """(1 + draws, units): how often each unit counts, once each in the first row, and drawn with replacement below.
+    """(1 + draws, units): how often each unit counts: once in the first row, drawn with replacement in the others.
 
-    A single unit has no spread: it counts in no draw, and the interval becomes unbounded.
+    A single unit has no spread: its weight is 0 in every draw, so that the interval becomes unbounded.
     """
     drawn = np.random.default_rng(seed).multinomial(units * (units > 1), np.full(units, 1 / units), size=draws)
     weights = np.concatenate([np.ones((1, units)), drawn]).astype(np.float64)
-    weights.flags.writeable = False  # it is shared
+    weights.flags.writeable = False  # the array is cached and shared
     return weights
 
 
 def weighted_means(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """(units, …), (replicates, units) → (replicates, …): means over units under each row of weights.
 
-    Entries that are NaN do not count; a mean is NaN if no unit counts.
+    NaN entries are ignored; a mean is NaN if all its entries with a weight are NaN.
     """
     known = np.isfinite(x)
     flat, counts = np.where(known, x, 0.0).reshape(len(x), -1), known.reshape(len(x), -1).astype(np.float64)
@@ -100,7 +97,7 @@ def weighted_means(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def bootstrap(replicates: np.ndarray) -> Estimate:
     """Return the percentile interval of (1 + draws,) replicates (Efron & Tibshirani 1993, §13.3).
 
-    Replicates that are NaN are left out; if they are more than 5 %, the interval is unbounded.
+    NaN replicates are left out; if more than 5 % are NaN, the interval is unbounded.
     """
     value, drawn = float(replicates[0]), replicates[1:]
     known = drawn[np.isfinite(drawn)]
@@ -111,10 +108,10 @@ def bootstrap(replicates: np.ndarray) -> Estimate:
 
 
 def jackknife(replicates: np.ndarray) -> Estimate:
-    """Return the interval of (1 + groups,) replicates, each without one group but the first.
+    """Return the interval of (1 + groups,) replicates, of which all except the first leave out one group.
 
-    Efron & Tibshirani 1993, §11. It is used for norms of sums over sequences: a sequence that is drawn twice would add
-    its own noise twice, and the norms of a bootstrap would be too large.
+    Efron & Tibshirani 1993, §11. It is used for norms of sums over sequences, because a sequence that is drawn twice
+    would add its own noise twice, and the norms of a bootstrap would be too large.
     """
     value, without = float(replicates[0]), replicates[1:]
     groups = len(without)
@@ -141,7 +138,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, layers: np.ndarray | None = N
     Student's test, times √(1 + ρ²/2) (Bonett & Wright 2000).
 
     Args:
-        x, y: NaN where a unit has no value.
+        x, y: (units,); NaN where a unit has no value.
         layers: (units,) the layer of each unit; None: the units are independent.
     """
     known = np.isfinite(x) & np.isfinite(y)
@@ -174,7 +171,7 @@ def effective_size(x: np.ndarray, y: np.ndarray, layers: np.ndarray) -> float:
     pairs = (counts * (counts - 1)).sum()
 
     def likeness(values: np.ndarray) -> tuple[float, float]:
-        """Return the correlations of two units of one layer, and of two in neighboring layers."""
+        """Return the correlations of two units in one layer, and of two units in neighboring layers."""
         z = (values - values.mean()) / values.std()
         sums = np.bincount(index, z)
         within = max((sums**2).sum() - (z**2).sum(), 0.0) / pairs if pairs else 1.0
@@ -202,7 +199,7 @@ def mean_of_runs(values: np.ndarray) -> Estimate:
 
 
 def mean_of_controls(values: np.ndarray) -> Estimate:
-    """Return `mean_of_runs` over random controls, which are draws and not seeds."""
+    """Return `mean_of_runs` over random controls, which are draws, so that the estimate has no seeds."""
     return replace(mean_of_runs(values), seeds=0)
 
 
@@ -238,7 +235,7 @@ def mean_of_rates(values: np.ndarray, least: float = 0.0, most: float = 1.0) -> 
 
 @cache
 def _pivots(seeds: int) -> tuple[np.ndarray, np.ndarray]:
-    """(draws,) and (draws,): (mean − truth) ÷ standard deviation, and the true deviation ÷ that of a normal sample."""
+    """(draws,) and (draws,): (mean − truth) ÷ standard deviation, and true ÷ sample deviation, of normal samples."""
     drawn = np.random.default_rng(SEED)
     scale = np.sqrt((seeds - 1) / drawn.chisquare(seeds - 1, 5 * DRAWS))
     return drawn.standard_normal(5 * DRAWS) / np.sqrt(seeds), scale
@@ -267,8 +264,8 @@ def one_more_factor(values: np.ndarray) -> Estimate:
 def least_of(estimates: Sequence[Estimate]) -> Estimate:
     """Return the smallest of several numbers.
 
-    It is above a threshold if the lower end of each number is, without a correction for their count
-    (intersection-union test; Berger 1982), and below it only if the simultaneous (Bonferroni) bound of a number is.
+    It is above a threshold if the lower end of every number is, without a correction for the number of comparisons
+    (intersection-union test; Berger 1982), and below it only if the simultaneous (Bonferroni) bound of one number is.
     """
     simultaneous = [_widened(each, len(estimates)).high for each in estimates]
     least = min(estimates, key=lambda each: each.value)
@@ -281,10 +278,10 @@ def largest_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def range_of(differences: Sequence[Estimate]) -> Estimate:
-    """Return the range of several numbers, from their differences two by two.
+    """Return the range of several numbers, from their pairwise differences.
 
     It is below a margin if both ends of each difference are (two one-sided tests, Schuirmann 1987), and above it only
-    if a difference with its simultaneous bounds is. The numbers are truly equal if all differences are 0.
+    if a difference is with its simultaneous bounds. The truth of a claim that the numbers are equal is a range of 0.
     """
     simultaneous = [_widened(each, len(differences)) for each in differences]
     furthest = max(differences, key=lambda each: abs(each.value))
@@ -294,7 +291,7 @@ def range_of(differences: Sequence[Estimate]) -> Estimate:
 
 
 def _widened(estimate: Estimate, among: int) -> Estimate:
-    """Widen an interval to one of several that together miss the truth with 5 % (Bonferroni)."""
+    """Widen an interval to one of `among` intervals that together miss the truth with 5 % (Bonferroni)."""
     wanted = [1 - (1 - LEVEL) / 2 / among, (1 + LEVEL) / 2]
     wide, usual = stats.t.ppf(wanted, estimate.seeds - 1) if estimate.seeds > 1 else stats.norm.ppf(wanted)
     factor = wide / usual

@@ -1,11 +1,9 @@
 """Safe writing: locks, temporary names that can be found again after a kill, and renames.
 
-A folder or file NAME is written as .sinkscope-NAME-new and renamed. An earlier NAME is .sinkscope-NAME-old between the
-two renames. Since these names follow from NAME, the next command on NAME finds what a killed process has left and
-repairs it. The lock is the file .sinkscope-NAME-lock. The system releases it when its process ends; a killed process
-leaves the file, which the next command on NAME takes over and removes.
-
-Folders may come from anywhere, and may contain links under these names: links are removed and not followed.
+A folder or file NAME is written as .sinkscope-NAME-new and renamed; between the two renames, an earlier NAME is
+.sinkscope-NAME-old. The next command on NAME therefore finds and repairs what a killed process has left. The lock is
+the file .sinkscope-NAME-lock: the system releases it when its process ends, and the next command removes the file.
+Folders may come from anywhere: links under these names are removed and not followed.
 """
 
 import os
@@ -19,7 +17,7 @@ from filelock import FileLock, Timeout
 
 PREFIX = ".sinkscope-"  # the prefix of all temporary names
 NEW, OLD, LOCK = "new", "old", "lock"
-MOMENT = 0.1  # seconds: longer than two renames, and than another process needs to make its lock file again
+MOMENT = 0.1  # seconds: longer than two renames, and the time in which another process makes its lock file again
 
 
 def beside(path: Path, what: str) -> Path:
@@ -36,7 +34,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     lock = FileLock(beside(path, LOCK), timeout=MOMENT, poll_interval=MOMENT / 20)
     made = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    os.close(os.open(lock.lock_file, made, 0o644))  # filelock would report some failures of this as a lock
+    os.close(os.open(lock.lock_file, made, 0o644))  # filelock would report some of these failures as a lock
     try:
         lock.acquire()
     except Timeout:
@@ -47,8 +45,8 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # Windows removes no open file, and filelock does so there itself
-            os.unlink(lock.lock_file)  # while it is held: a process that waits for it sees that its file was removed
+        with suppress(OSError):  # Windows cannot remove an open file; there, filelock removes it
+            os.unlink(lock.lock_file)  # while the lock is held: a waiting process sees that the file was removed
         lock.release()
 
 
@@ -63,16 +61,16 @@ def put_in_place(path: Path) -> None:
 
 
 def put_right(path: Path) -> None:
-    """Finish or undo an interrupted writing of a folder or file; the caller holds its lock."""
+    """Finish or undo the interrupted writing of a folder or file; the caller holds its lock."""
     new, old = beside(path, NEW), beside(path, OLD)
     remove(new)
-    if old.is_symlink():  # not ours, and it would become `path`
+    if old.is_symlink():  # a link is not ours, and it would become `path`
         remove(old)
     if not old.exists():
         return
     if path.exists():
         with suppress(OSError):  # the next process removes it
-            os.replace(old, new)  # a half removed folder must not look like the old one
+            os.replace(old, new)  # a half-removed folder must not look like the old one
         remove(new)
     else:
         os.replace(old, path)
@@ -104,7 +102,7 @@ def find_again(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, as far as the disk allows."""
+    """Remove a file or a folder; errors of the disk are ignored."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

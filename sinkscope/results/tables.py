@@ -1,4 +1,4 @@
-"""The parquet tables: what a column is, the columns that many tables have, and reading and writing a table."""
+"""The parquet tables: declared columns, the columns that many tables share, and reading and writing of tables."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,8 +20,8 @@ class Column(NamedTuple):
     name: str
     about: str  # one line for `sinkscope list tables`
     unit: str = ""
-    kind: Kind = "number"  # the kind of its values; a number may be whole
-    since: int = 1  # the first format (results/manifest.py) with it; in older folders it is empty: "", NaN or False
+    kind: Kind = "number"  # kind of the values; "number" includes whole numbers
+    since: int = 1  # first format (results/manifest.py) with the column; empty in older folders: "", NaN or False
 
 
 Columns = tuple[Column, ...]
@@ -31,7 +31,7 @@ def names_of(columns: Columns) -> tuple[str, ...]:
     return tuple(column.name for column in columns)
 
 
-# Every table begins with these, then has its own, in their order: a contract with users.
+# Every table begins with these columns, and then has its own, in this order: users rely on it.
 LEADING_COLUMNS = (
     Column("model", "the model's name", kind="text"),
     Column("condition", "the input, or the arm: an intervention, a retrofit, or their comparison", kind="text"),
@@ -78,7 +78,7 @@ TRAINING_TABLES: dict[str, Columns] = {
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a table under a temporary name and rename it: a killed run leaves no partial table."""
+    """Write a table under a temporary name and rename it, so that a killed run leaves no partial table."""
     with new_file(path) as fresh:
         table.to_parquet(fresh, index=False)
 
@@ -91,7 +91,7 @@ def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
 
 
 def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.DataFrame:
-    """Read one table, whose newer columns are empty in a folder of an older format.
+    """Read a table; in a folder of an older format, its newer columns are empty.
 
     Args:
         path: the file.
@@ -99,9 +99,9 @@ def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.Data
         form: the format of its folder.
 
     Raises:
-        InputError: the file is damaged, holds another table, or is of another format.
+        InputError: the file is damaged, contains another table, or has another format.
     """
-    import pyarrow.parquet  # imported late: declaring a column does not need it
+    import pyarrow.parquet  # imported late, because declaring a column does not need it
 
     newer = newer_columns(columns, form)
     needed = [column for column in columns if column not in newer]
@@ -111,15 +111,15 @@ def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.Data
         if not lacking:
             table = pd.read_parquet(path)
             return table.assign(**{column.name: EMPTY[column.kind] for column in newer if column.name not in table})
-    except Exception as error:  # a damaged file can fail in about any way
+    except Exception as error:  # a damaged file can raise almost any error
         raise InputError(f"{path} is damaged: {one_line(error)}") from error
     if form < FORMAT:
         raise InputError(of_an_older_format(path, read_manifest(path.parents[1], None)))
-    raise InputError(f"{path} is not the table '{path.stem}': it has no column {lacking[0]}, or of other values")
+    raise InputError(f"{path} is not the table '{path.stem}': it has no column {lacking[0]}, or one with other values")
 
 
 def newer_columns(columns: Columns, form: int) -> list[Column]:
-    """Return the columns that a format does not have yet."""
+    """Return the columns that are newer than a format."""
     return [column for column in columns if column.since > form]
 
 

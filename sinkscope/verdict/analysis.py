@@ -1,4 +1,4 @@
-"""The findings of a run of `analyze`, each with its sentence, and the table `finding`, which holds all their numbers.
+"""The findings of a run of `analyze` with their sentences, and the table `finding`, which has all their numbers.
 
 A finding whose number belongs to a claim has the value, interval, threshold and published values of the scorecard.
 """
@@ -37,17 +37,17 @@ from sinkscope.verdict.report import Report, coordinates_text, interval_text, la
 # the table `finding`
 TABLE = "finding"
 COLUMNS = (
-    Column("finding", "what it is about", kind="text"),
-    Column("number", "which of its numbers: value, or another by name; of a list one row each", kind="text"),
+    Column("finding", "subject of the finding", kind="text"),
+    Column("number", "name of the number: value, or another; a list has a row for each entry", kind="text"),
     Column("value", "the number"),
-    Column("low", "lower end of its 95 % interval; NaN where it has none"),
+    Column("low", "lower end of its 95 % interval; NaN without one"),
     Column("high", "upper end"),
-    Column("threshold", "what decided the outcome; NaN where there is none"),
-    Column("outcome", "what the finding's numbers amount to", kind="text"),
-    Column("claim", "whose number it is (`sinkscope list claims`); empty where it is no claim's", kind="text"),
+    Column("threshold", "threshold that decided the outcome; NaN without one"),
+    Column("outcome", "outcome of the finding", kind="text"),
+    Column("claim", "id of the claim with this number (`sinkscope list claims`); empty without one", kind="text"),
 )  # fmt: skip
 
-# metrics of the whole model, in the order of the verdict's table
+# metrics of the complete model, in the order of the verdict's table
 SHOWN = (
     "sink_rate", "sink_rate_outside", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound",
     "attention_entropy", "missing_mass", "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio",
@@ -62,11 +62,11 @@ VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantizati
 # input → WSE's published sink rates for it
 WSE = {"natural": SINK_RATES, "random": published_rates("random")}
 
-MOST_COORDINATES = 3  # coordinates of massive activations that are named
-MOST_TOKENS = 3  # tokens of later sinks that are named
+MOST_COORDINATES = 3  # number of coordinates of massive activations that are named
+MOST_TOKENS = 3  # number of tokens of later sinks that are named
 REGISTERS = "register tokens"  # the entry of the manifest's `outside` for registers, which precede the text
 EIGHT_BITS = 255  # steps of an 8-bit grid
-GGUF = re.compile(r"(?<![A-Za-z0-9])(?P<kind>I?Q(?P<bits>\d)[\w-]*)(?=\.gguf$)", re.IGNORECASE)  # the end of its name
+GGUF = re.compile(r"(?<![A-Za-z0-9])(?P<kind>I?Q(?P<bits>\d)[\w-]*)(?=\.gguf$)", re.IGNORECASE)  # at the end of a name
 
 # outcome of a claim's number → outcome of the finding
 OUTCOMES = {
@@ -83,7 +83,7 @@ def report(run: RunData) -> Report:
 
 
 def overview(run: RunData) -> pd.DataFrame:
-    """Return the metrics of the whole model as printed."""
+    """Return the printed metrics of the complete model."""
     values = {name: run.metric(name) for name in SHOWN}
     rows = [
         (METRICS[name].label, METRICS[name].text(value))
@@ -102,7 +102,7 @@ def findings(run: RunData) -> list[Finding]:
 
 
 def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Finding]:
-    """Return how a run was measured, and whether its weights had been quantized before.
+    """Return findings on how a run was measured, and on weights that had been quantized before.
 
     A command can add an end to the sentence, and `more` numbers.
     """
@@ -137,10 +137,10 @@ def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Fi
 
 
 def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
-    """Return a finding with the bits of the weights if these come from a quantized checkpoint.
+    """Return a finding with the bits of the weights if these come from a quantized checkpoint, else an empty list.
 
-    The model's configuration or the name of a GGUF file says so. `scheme` is the quantization that is simulated on top
-    of that, such as W8A8.
+    The configuration of the model, or the name of a GGUF file, gives the bits. `scheme` is the quantization that is
+    simulated on top of it, such as W8A8.
     """
     source, weights = (str(run.manifest["model"].get(entry, "")) for entry in ("source", "weights"))
     dtype = run.manifest["dtype"]
@@ -178,7 +178,7 @@ def finding_table(run: RunData, report: Report) -> pd.DataFrame:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the numbers in a value of `Finding.numbers`, without NaN; those of nested tuples in one list."""
+    """Return the numbers in a value of `Finding.numbers`, without NaN; numbers in nested tuples are in one list."""
     if isinstance(value, tuple | list):
         return [number for part in value for number in _numbers(part)]
     return [float(value)] if isinstance(value, Real) and value == value else []
@@ -197,14 +197,14 @@ def measured(measure: Callable[[Sequences], Estimate], sequences: Sequences) -> 
 
 
 def of_claim(sequences: Sequences, claim: str, part: int = 0) -> Estimate | None:
-    """Return a number of a claim, or None, as `measured` does."""
+    """Return a number of a claim, or None as in `measured`."""
     return measured(RUN_CLAIMS[claim].parts[part].measure, sequences)
 
 
 def finding(name: str, section: str, estimate: Estimate, claim: str = "", **given: Any) -> Finding:
     """Return a finding with the value and interval of an estimate.
 
-    With a claim it also has the outcome and threshold of the claim's first number, unless `given` has others.
+    With a claim, it also has the outcome and threshold of the claim's first number, unless `given` has others.
     """
     if claim:
         test = RUN_CLAIMS[claim].parts[0].test
@@ -230,7 +230,7 @@ def _text(metric: str, value: float) -> str:
 
 
 def _single(run: RunData) -> str:
-    """Return what a sentence adds if its finding needs an interval and a single sequence gives none."""
+    """Return the text that a sentence adds if its finding needs an interval and the run has a single sequence."""
     return ", as a single sequence has no interval" if run.manifest["input"]["sequences"] == 1 else ""
 
 
@@ -397,7 +397,7 @@ def _expected_on_repeated(run: RunData) -> Finding:
         sentence += f", its attention is {operations}, whose weights do not sum to 1"
     if outside := words.get("outside"):
         sentence += (
-            f"; attention also goes to {outside}, more of it the fewer tokens a query sees, so that equal tokens do "
+            f"; attention also goes to {outside}, more of it if a query sees fewer tokens, so that equal tokens do "
             "not stay equal"
         )
     numbers = {"positions": positions, "others": others} | words
@@ -443,10 +443,8 @@ def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
 
 
 def _nothing_massive(run: RunData, table: pd.DataFrame) -> Finding:
-    """Return the finding without massive activations.
-
-    If every repeated token has the large entries, so has the median, and the definition cannot identify them.
-    """
+    """Return the finding for a run without massive activations."""
+    # If all repeated tokens have the large entries, the median is also large, and the definition cannot identify them.
     entry = table.loc[table["value"].abs().idxmax()]
     if run.condition == "repeated" and abs(entry["value"]) > THRESHOLD:
         outcome, value = Outcome.UNDECIDED, float(abs(entry["value"]))
@@ -481,7 +479,7 @@ def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     if drain is None or having is None:
         return
     ratio = f"{_with_interval(drain, '.2f')} of that at positions 5–15, median over"
-    if not having.value:  # then it is over all heads
+    if not having.value:  # in this case, the median is over all heads
         sentence = f"No head has its sink at position 0. The value norm there is {ratio} all heads."
         yield finding("value-drain", VALUES, drain, "GS-20", outcome=Outcome.MEASURED, sentence=sentence)
         return
@@ -505,7 +503,7 @@ def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
 
 
 def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
-    """Yield numbers only: comparison with the same model with random weights decides on a gradient sink (GS-6)."""
+    """Yield numbers only: a gradient sink is decided by comparison with the same model with random weights (GS-6)."""
     value, key = (measured(partial(gradient_ratio, pathway=of), evidence) for of in ("value", "key"))
     if value is not None:
         uniform = run.metric("uniform_gradient_ratio")
@@ -531,8 +529,8 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
             yield Finding("gradient-behind", GRADIENTS, value=attended, sentence=sentence)
         if run.is_causal:
             sentence = (
-                "Whether that is a gradient sink is decided against the same model with random weights: it must be at "
-                f"least {SPIKE:g} × the ratio of that model (`sinkscope claims`, GS-6)."
+                "Whether that is a gradient sink is decided by comparison with the same model with random weights: it "
+                f"must be at least {SPIKE:g} × the ratio of that model (`sinkscope claims`, GS-6)."
             )
             yield Finding("gradient-null", GRADIENTS, value=SPIKE, sentence=sentence)
     norms = of_claim(evidence, "GS-8")
@@ -603,7 +601,7 @@ def _eight_bits(run: RunData) -> Iterator[Finding]:
         return
     by_layer = run.tables["massive"].assign(magnitude=run.tables["massive"]["value"].abs()).groupby("layer")
     largest, median = by_layer["magnitude"].max(), by_layer["median"].mean()
-    steps = (largest / EIGHT_BITS / median).fillna(0.0)  # NaN in layers whose outputs are all zero
+    steps = (largest / EIGHT_BITS / median).fillna(0.0)  # NaN in layers with only zero outputs
     worst = steps.idxmax()
     step, threshold = float(steps[worst]), limits.COARSE_STEP
     entries = f"(largest over all sequences {largest[worst]:,.0f}, median {median[worst]:.2g})"
@@ -646,7 +644,7 @@ def _not_applicable(run: RunData) -> Iterator[Finding]:
     reasons = {site: reason for site, reason in run.manifest["absent"].items() if site == "mid"}
     reasons |= run.manifest.get("not_measured", {})
     if run.manifest["family"]["wiring"] == "post-norm":
-        reasons["comparison of residual norms with pre-norm models"] = "this one normalizes after each branch"
+        reasons["comparison of residual norms with pre-norm models"] = "this model normalizes after each branch"
     if "attention" in run.tables and not np.isfinite(run.metric("attention_entropy")):
         reasons[METRICS["attention_entropy"].short] = "needs all columns: --positions as long as --seq-len"
     if np.isnan(run.metric("value_gradient_ratio")) and not np.isnan(run.metric("value_over_key_gradient")):
@@ -664,5 +662,5 @@ def _by_layer(run: RunData, metric: str) -> pd.Series:
 
 
 def _where(chosen: pd.Series) -> tuple[int, ...]:
-    """Return the layers, which are the index, at which a series is true."""
+    """Return the layers (the index) at which a series is true."""
     return tuple(int(layer) for layer in chosen[chosen].index)

@@ -1,6 +1,6 @@
-"""The findings of a run of `intervene`, each with its sentence, from the table `effect`; and intervals of effects.
+"""The findings of a run of `intervene` with their sentences, from the table `effect`; and intervals of effects.
 
-An arm's change counts only if it is larger than the effect of random changes of the same kind (the control's draws).
+The change under an arm counts only if it exceeds that of random changes of the same kind (the draws of the control).
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from sinkscope.results.statistics import bootstrap, positive_jackknife, weighted
 from sinkscope.verdict.analysis import settings
 from sinkscope.verdict.report import Report, layers_text
 
-MOST_CHANGED = 3  # layers that are named
+MOST_CHANGED = 3  # number of layers that are named
 PERPLEXITY, SINK_RATE = METRICS["perplexity"].text, METRICS["sink_rate"].text
 
 # --- reading the table
@@ -32,7 +32,7 @@ PERPLEXITY, SINK_RATE = METRICS["perplexity"].text, METRICS["sink_rate"].text
 
 @dataclass(frozen=True)
 class Effect:
-    """One metric of one arm."""
+    """The values of one metric for one arm."""
 
     before: float
     after: float
@@ -40,7 +40,7 @@ class Effect:
 
     @property
     def outcome(self) -> Outcome:
-        """Whether a rate or mass falls or rises by more than under the controls; undecided with fewer than two."""
+        """Whether a rate or mass changes by more than under the controls; undecided with fewer than two controls."""
         if len(self.controls) < 2:
             return Outcome.UNDECIDED
         change = self.after - self.before
@@ -52,12 +52,12 @@ class Effect:
 
     @property
     def control(self) -> float:
-        """Mean of the controls; NaN without any."""
+        """Mean of the controls; NaN without controls."""
         return float(np.mean(self.controls)) if self.controls else float("nan")
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the controls (n − 1); NaN with fewer than two."""
+        """Standard deviation of the controls (n − 1); NaN with fewer than two controls."""
         return float(np.std(self.controls, ddof=1)) if len(self.controls) > 1 else float("nan")
 
 
@@ -121,7 +121,7 @@ def _heading(column: tuple[str, int]) -> str:
 
 
 def _texts(cells: Mapping[tuple[str, int], tuple[float, float]]) -> dict[str, str]:
-    """Return heading → value and spread as text, without those that were not measured."""
+    """Return heading → value and spread as text, without values that were not measured."""
     return {
         _heading(column): METRICS[column[0]].text_with_spread(value, spread)
         for column, (value, spread) in cells.items()
@@ -141,12 +141,12 @@ CHANGES = {
     Outcome.FALLS: "falls",
     Outcome.RISES: "rises",
     Outcome.UNCHANGED: "changes no more than under the control",
-    Outcome.UNDECIDED: "has too few controls to judge by",
+    Outcome.UNDECIDED: "has too few controls to be judged",
 }
 
 
 def findings(run: RunData) -> list[Finding]:
-    """Return the effects of every arm compared with the papers' findings, then the arms that were not measured."""
+    """Return the effects of every arm, compared with the findings of papers, and the arms that were not measured."""
     found = [finding for label in arms(run) for finding in findings_of(run, label)]
     for name, reason in run.manifest["skipped"].items():
         sentence, numbers = f"`{name}` does not apply: {reason}.", {"what": name, "reason": reason}
@@ -158,7 +158,7 @@ def findings(run: RunData) -> list[Finding]:
 
 
 def findings_of(run: RunData, label: str) -> list[Finding]:
-    """Return the findings of one arm. A sink falls, rises or moves only if it does so beyond the control's spread."""
+    """Return the findings of one arm. A sink falls, rises or moves only if its change exceeds that of the controls."""
     arm, section = arms(run)[label], f"`{label}`"
     if not arm["watched"]:
         return list(_streaming(run, label, section))
@@ -202,7 +202,7 @@ def _change_of(metric: str, section: str, effect: Effect, position: int, layers:
 
 
 def _most_changed(run: RunData, label: str, position: int) -> tuple[int, ...]:
-    """Return the layers in which the sink rate changed most, in the direction of the whole model's change."""
+    """Return the layers in which the sink rate changed most, in the same direction as the rate of the model."""
     table = run.tables["effect"].query("metric == 'sink_rate' and layer >= 0 and arm != 'control'")
     table = table[(table["condition"] == label) & (table["position"] == position)]
     by_arm = table.pivot(index="layer", columns="arm", values="value")
@@ -212,10 +212,7 @@ def _most_changed(run: RunData, label: str, position: int) -> tuple[int, ...]:
 
 
 def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Finding]:
-    """Yield where the largest activation is, if an arm sets massive activations and yet the largest one rises.
-
-    Its layer, position or coordinate is then not among those that the arm sets.
-    """
+    """Yield the site of the largest activation if it rises although the arm sets massive activations elsewhere."""
     change = effect_of(run, label, "massive_magnitude")
     names = (ZeroMassive.name, MeanMassive.name)
     done: list[Any] = [parse(one) for one in arms(run)[label]["do"] if one.partition(":")[0] in names]
@@ -254,7 +251,7 @@ def _streaming(run: RunData, label: str, section: str) -> Iterator[Finding]:
         yield Finding("streaming", section, value=float(row.perplexity), numbers=numbers, sentence=sentence)
 
 
-# --- what papers found, and whether it is found here
+# --- findings of papers, compared with the run
 
 FOUND = {
     Expectation.SINK_FALLS: "the sink falls",
@@ -263,7 +260,7 @@ FOUND = {
     Expectation.PERPLEXITY_COLLAPSES: "perplexity collapses",
     Expectation.PERPLEXITY_UNHARMED: "perplexity is unharmed",
 }
-TOO_FEW = Outcome.UNDECIDED, "there are too few controls to judge by"
+TOO_FEW = Outcome.UNDECIDED, "there are too few controls to judge it"
 
 
 def _expected(run: RunData, label: str, section: str, expectation: Expectation) -> Finding:
@@ -276,7 +273,7 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
         if expectation == Expectation.PERPLEXITY_COLLAPSES:
             value, threshold, is_so = factor, COLLAPSE, factor > COLLAPSE
             here = f"it is multiplied by {value:,.4g}"
-            here += "" if is_so else f", which is no collapse (that begins at {threshold:g})"
+            here += "" if is_so else f", which is not a collapse (a factor above {threshold:g})"
         else:
             value, threshold, is_so = factor - 1, HARM, abs(factor - 1) < HARM
             here = f"it changes by {value:+.1%}" + ("" if is_so else f", by more than {threshold:.0%}")
@@ -297,10 +294,10 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
 
 
 def _falls_or_stays(rate: Effect, falls: bool) -> tuple[Outcome, str]:
-    """Return whether the sink falls, or whether it stays, and the end of the sentence "Here …"."""
+    """Return whether the sink falls (or stays, if not `falls`), and the end of the sentence "Here …"."""
     rates = f"{SINK_RATE(rate.before)} → {SINK_RATE(rate.after)}"
     if rate.before < NO_SINK:
-        return Outcome.ABSENT, "there is no sink to begin with"
+        return Outcome.ABSENT, "there is no sink before the intervention"
     if rate.outcome == Outcome.UNDECIDED:
         return TOO_FEW
     if rate.outcome != Outcome.FALLS:
@@ -329,15 +326,15 @@ def _moves(rate: Effect, gain: Outcome, source: int, target: int | None) -> tupl
     )
 
 
-# --- intervals: how far other sequences would change an arm's numbers
+# --- intervals over sequences
 #
-# An arm and the run before it read the same sequences, so that the change is known better than either number: sequences
-# are resampled in pairs, and the interval is that of the change, placed at the arm's number. Perplexities are compared
-# with each passage of the text left out in turn (jackknife), because sequences of one passage are alike.
+# The run before an arm and the arm read the same sequences, so that their difference is more precise than each number:
+# sequences are resampled in pairs, and the interval of the change is shifted to the arm's number. For perplexities,
+# each passage of the text is left out in turn (jackknife), because sequences of one passage are not independent.
 
 
 def interval(run: RunData, label: str, metric: str, position: int = NO_POSITION) -> tuple[float, float] | None:
-    """Return the 95 % interval of a metric of the whole model under an arm, for a fixed number before.
+    """Return the 95 % interval of a metric of the model under an arm; the number before the arm is taken as fixed.
 
     The metric is the sink rate or window mass at a position, perplexity or massive_magnitude. None if the run lacks the
     table, or rows of this arm.
@@ -350,7 +347,7 @@ def interval(run: RunData, label: str, metric: str, position: int = NO_POSITION)
 
 
 def interval_by_layer(run: RunData, label: str, metric: str, position: int) -> pd.DataFrame:
-    """Return the intervals of a metric of attention: a row for each layer that has one, columns low and high."""
+    """Return the intervals of a metric of attention: a row for each layer with an interval, columns low and high."""
     pair = _pair(run, label, metric, position)
     if pair is None:
         return pd.DataFrame(columns=["low", "high"])
@@ -362,7 +359,7 @@ def interval_by_layer(run: RunData, label: str, metric: str, position: int) -> p
 
 
 def _change(before: np.ndarray, after: np.ndarray, is_factor: bool = False) -> tuple[float, float]:
-    """Return the interval of a change, from (1 + draws,) each; of a factor, for perplexities, (1 + passages,) each."""
+    """Return the interval of a change, (1 + draws,) each, or of a factor of perplexity, (1 + passages,) each."""
     found = positive_jackknife(after / before) if is_factor else bootstrap(after - before)
     low, high = (before[0] * end if is_factor else before[0] + end for end in (found.low, found.high))
     return float(low), float(high)
@@ -378,12 +375,12 @@ def _pair(run: RunData, label: str, metric: str, position: int) -> tuple[np.ndar
 
 
 def _replicates(sequences: Sequences, metric: str, position: int) -> np.ndarray:
-    """Return a metric's values for all sequences, then for each draw of sequences."""
+    """Return the values of a metric for all sequences, and then for each draw of sequences."""
     if metric == "perplexity":
         return np.exp(sequences.losses)
     if metric != "massive_magnitude":
         return sequences.means("attention_by_sequence", metric, position=position)
-    massive = table_of(sequences.run, "massive")  # the layer that has the largest |activation|
+    massive = table_of(sequences.run, "massive")  # to find the layer with the largest |activation|
     rows = massive[massive["condition"] == sequences.condition]
     largest = rows["value"].abs().groupby([rows["sequence"], rows["layer"]]).max().unstack("layer")
     count = sequences.weights.shape[1]

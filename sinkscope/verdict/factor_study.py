@@ -1,8 +1,8 @@
-"""A factor study: the trainings of a sweep, grouped by the settings in which they differ, next to WSE's numbers.
+"""A factor study: the trainings of a sweep, grouped by the settings in which they differ, with WSE's numbers.
 
 A level consists of the settings that not all trainings share, and of the arm: `position_scheme=alibi` and the arm for
-`config=llama-1m:position_scheme=alibi`. Trainings that differ only in the seed repeat a level, also if the seeds are a
-setting in the sweep's file, which makes each a cell of its own.
+`config=llama-1m:position_scheme=alibi`. Trainings that differ only in the seed repeat a level, even if the seeds are a
+setting in the sweep's file, so that each is a cell of its own.
 """
 
 import re
@@ -21,16 +21,16 @@ SHOWN = {"sink_rate": "sink rate in %", "loss": "loss"}
 SHOWN |= {metric: METRICS[metric].short for metric in ("bigram_risk", "backcopy_risk")}
 TOTALS = ("total_weight", "total_weight_at_sink")  # what the sink rate's shares are shares of
 LEVEL = "level"
-SAID_OTHERWISE = ("seed=", "method=")  # settings that are the column `seed` and the arm
+SAID_OTHERWISE = ("seed=", "method=")  # settings that the column `seed` and the arm already contain
 KEYS = [LEVEL, "seed"]
 PLAIN = ("none", "softmax")  # arms of the published rates of other factors
-SIZES = ("num_hidden_layers=", "n_layer=", "num_attention_heads=")  # settings of studies of their own
+SIZES = ("num_hidden_layers=", "n_layer=", "num_attention_heads=")  # settings that have their own studies
 ONSET = "tokens to a sink, thousands"
 PAPER = "WSE, sink rate in %"
 
 
 def studied(training: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of a cell's table `training` for the study: SHOWN and TOTALS of the whole model."""
+    """Return the rows of the table `training` of a cell for the study: SHOWN and TOTALS of the complete model."""
     return training[(training["layer"] == WHOLE_MODEL) & training["metric"].isin([*SHOWN, *TOTALS])]
 
 
@@ -49,7 +49,7 @@ def with_levels(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parts(settings: str, condition: str) -> list[str]:
-    """Return [a, b=c, d_e=1, the arm] for `config=a:b=c,d-e=1.0,seed=2` and an arm."""
+    """Return [a, b=c, d_e=1, the arm] for the settings `config=a:b=c,d-e=1.0,seed=2` and an arm."""
     given = [part for part in re.split(r"[:,]", settings) if part and not part.startswith(SAID_OTHERWISE)]
     found = [part.removeprefix("config=") for part in given]
     named = [re.sub(r"^[^=]*=", lambda name: name[0].replace("-", "_"), part) for part in found]
@@ -57,7 +57,7 @@ def _parts(settings: str, condition: str) -> list[str]:
 
 
 def without_key(levels: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the one setting that all levels have, and the levels without its name; "" and the levels otherwise."""
+    """Return the only setting that all levels have, and the levels without its name; otherwise "" and the levels."""
     keys = [[part.partition("=")[0] for part in level.split() if "=" in part] for level in levels]
     common = set.intersection(*map(set, keys))
     if len(common) != 1:
@@ -82,19 +82,21 @@ def at_the_end(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def onsets(table: pd.DataFrame) -> pd.Series:
-    """Return level, seed → tokens read when the sink rate was first logged above SINK, if it ever was."""
+    """Return level, seed → tokens read when the logged sink rate first exceeded SINK, for seeds with a sink."""
     sinks = table[(table["metric"] == "sink_rate") & (100 * table["value"] > SINK)]
     return sinks.groupby(KEYS, sort=False)["tokens"].min()
 
 
 def measured_at(table: pd.DataFrame) -> str:
-    """Return where the sink rate was logged: at the first token, or at a fixed token."""
+    """Return the words for the position whose sink rate was logged: the first token, or a fixed token."""
     return "the fixed token" if table["settings"].str.contains("fixed-position=").any() else "position 0"
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a row of texts for each level: each metric as mean ± standard deviation over seeds, the number of tokens
-    until there was a sink, WSE's sink rate, and total weights; with the number of seeds unless all have the value.
+    """Return a row of texts for each level: metrics as mean ± standard deviation over seeds, and other numbers.
+
+    The others are the number of tokens until there was a sink, WSE's sink rate, and total weights. A cell includes the
+    number of seeds if some seeds lack the value.
     """
     table = with_levels(table)
     end, begun = at_the_end(table), onsets(table)
@@ -118,7 +120,7 @@ def at_a_glance(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _spread(values: pd.Series, seeds: int = 0) -> str:
-    """Return mean ± standard deviation (n − 1) of the values that are known, with their number if below `seeds`."""
+    """Return mean ± standard deviation (n − 1) of the known values, with their number if it is below `seeds`."""
     known = values.dropna().to_numpy(float)
     if not len(known):
         return "–"
@@ -127,5 +129,5 @@ def _spread(values: pd.Series, seeds: int = 0) -> str:
 
 
 def _digits(x: float, count: int) -> str:
-    """Return a number with `count` significant digits and without an exponent: 200, for which `.2g` gives 2e+02."""
+    """Return a number with `count` significant digits and without an exponent: 200 in place of the 2e+02 of `.2g`."""
     return f"{float(f'{x:.{count}g}'):g}"

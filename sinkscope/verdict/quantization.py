@@ -1,11 +1,9 @@
-"""The findings of a run of `quantize`, each with its sentence, and files for other tools with the sites to spare.
+"""The findings of a run of `quantize` with their sentences, and files for other tools with the sites to spare.
 
-The tables are `quantization` and `quantization_sites`. The files hold the sites that the run kept in full
-precision last (`costliest-kept`):
-
-spared.json           the sites, the cost of quantizing each of them alone, and their modules
-llm-compressor.yaml   a recipe of llm-compressor: the bits and grids of the run, and these modules in `ignore`;
-                      llm-compressor leaves out complete modules: input, weight and output
+The tables are `quantization` and `quantization_sites`. The files list the sites that the run kept in full precision
+last (`costliest-kept`): spared.json has the sites, the cost of quantizing each of them alone, and their modules;
+llm-compressor.yaml is a recipe with the bits and grids of the run, and these modules in `ignore`. llm-compressor leaves
+out complete modules: input, weight and output.
 """
 
 import json
@@ -37,14 +35,14 @@ OUTLIERS, REST = "Outliers", "Not quantized"
 FURTHER = "the weights and outputs of embeddings, residual sums, attention scores and softmax outputs"
 GRIDS = {
     "weights_per": {"channel": "weights have a grid for each output channel"},
-    "activations_per": {"token": "activations have a grid for each token, made as it comes"},
+    "activations_per": {"token": "activations have a grid for each token, computed when it is quantized"},
     "kv_cache_per": {
         "tensor": "keys and values are quantized, each with one static range",
         "channel": "keys and values are quantized, with a static range for each channel of a head",
-        "token": "keys and values are quantized, with a grid for each token and head, made as it comes",
+        "token": "keys and values are quantized, with a grid for each token and head, computed when it is quantized",
     },
 }
-# settings of the whole model
+# settings of the complete model
 WHOLE = (FULL, ALL, levels.WEIGHTS, levels.ACTIVATIONS, levels.KV_CACHE, MASSIVE_KEPT, COSTLIEST_KEPT)
 NATS, PERPLEXITY = METRICS["cost"].text, METRICS["perplexity"].text
 
@@ -53,7 +51,7 @@ def report(run: RunData) -> Report:
     """Return the report on a run of `quantize`."""
     given = run.manifest["quantization"]
     further = FURTHER if given.get("scheme", LINEAR_SCHEME) == FULL_SCHEME else ""
-    # grids that are not a single static range for each tensor
+    # all grids except a single static range for each tensor
     grids = "; ".join(words[given[name]] for name, words in GRIDS.items() if given.get(name) in words)
     numbers = {"calibration": given["calibration"], "linear_layers": given["linear_layers"]}
     sentence = (
@@ -80,7 +78,7 @@ def bits(run: RunData) -> str:
 
 
 def whole(run: RunData) -> pd.DataFrame:
-    """Return the settings of the whole model on all sequences; the index is the setting."""
+    """Return the settings of the complete model on all sequences; the index is the setting."""
     table = run.tables["quantization"]
     table = table[(table["sequences"] == table["sequences"].max()) & table["setting"].isin(WHOLE)]
     return table.drop_duplicates("setting", keep="last").set_index("setting")
@@ -99,7 +97,7 @@ def kept_names(run: RunData) -> list[str]:
 
 
 def label(run: RunData, name: str) -> str:
-    """Return a setting of the whole model in words."""
+    """Return the words for a setting of the complete model."""
     given, count = run.manifest["quantization"], len(kept_names(run))
     return {
         FULL: "full precision",
@@ -159,7 +157,7 @@ def _cost(run: RunData, is_harmless: bool) -> Iterator[Finding]:
 
 
 def _outliers(run: RunData, is_harmless: bool) -> Iterator[Finding]:
-    """Yield the sites with massive activations and the costliest ones, each with what sparing them recovers."""
+    """Yield the sites with massive activations and the costliest sites, with the cost that sparing them recovers."""
     sites = run.tables["quantization_sites"]
     massive = sites[sites["is_massive"]]
     if massive.empty:
@@ -186,7 +184,7 @@ def _outliers(run: RunData, is_harmless: bool) -> Iterator[Finding]:
 
 
 def _restored(run: RunData, kept: str, which: str, is_headline: bool = False) -> Finding:
-    """Return the share of the cost that is recovered if some sites stay in full precision."""
+    """Return the finding on the share of the cost that is recovered if some sites stay in full precision."""
     cost, perplexity, threshold = whole(run)["cost"], whole(run)["perplexity"][kept], 1 - levels.RESTORED
     share, text = 1 - float(cost[kept] / cost[ALL]), PERPLEXITY(perplexity)
     if share <= 0:
@@ -201,7 +199,7 @@ def _restored(run: RunData, kept: str, which: str, is_headline: bool = False) ->
 
 
 def _kinds(run: RunData) -> Iterator[Finding]:
-    """Yield the costs of kinds of site, each quantized alone, and the cost with one of them in full precision."""
+    """Yield the costs of kinds of site, each quantized alone, and the cost with one kind in full precision."""
     table = probed(run, ALONE)
     sequences = int(table["sequences"].min())
     first = f"first {counted(sequences, 'sequence')}"
@@ -222,13 +220,13 @@ def _kinds(run: RunData) -> Iterator[Finding]:
         before = float(probed(run, ALL)["cost"].iloc[0])
         sentence = f"No single kind of site saves anything in full precision; the cost is lowest with `{name}`"
         if left < before:
-            sentence = f"Of single kinds in full precision, `{name}` saves most"
+            sentence = f"Kept in full precision, the single kind `{name}` saves most"
         sentence += f": {NATS(before)} → {NATS(left)} nats per token."
         yield Finding("kept", KINDS, value=left, numbers={"kind": name, "before": before}, sentence=sentence)
 
 
 def _sites(run: RunData) -> Iterator[Finding]:
-    """Yield the costs of sites of one layer, each quantized alone."""
+    """Yield the costs of single sites of one layer, each quantized alone."""
     table = probed(run, ALONE)
     sites = table[(table["layer"] != ALL_LAYERS) & (table["cost"] >= COSTLY)].head(SHOWN)
     ranges = run.tables["quantization_sites"].set_index(["layer", "site", "part"])
@@ -257,7 +255,7 @@ def _by_kind(sites: pd.DataFrame) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def _sites_text(sites: Sequence[tuple[str, Sequence[int]]]) -> str:
-    """Return kinds of site, each with its layers; a site outside the layers has none."""
+    """Return kinds of site, each with its layers; a site outside the layers has no layers."""
     return ", ".join(f"`{kind}`" + (f" of {layers_text(layers)}" if layers else "") for kind, layers in sites)
 
 
@@ -268,14 +266,14 @@ RECORDED = {"full_precision_modules", "bits_kv_cache", "weights_per", "activatio
 
 
 def spared_files(run: RunData) -> list[str]:
-    """Return the names of the files; none for other commands, and for runs of versions without these files."""
+    """Return the names of the files; none for other commands, or for runs of versions without these files."""
     if run.command != "quantize" or not run.manifest["quantization"].keys() >= RECORDED:
         return []
     return [JSON] if run.manifest["quantization"]["full_precision_modules"] is None else [JSON, RECIPE]
 
 
 def write_spared(run: RunData, folder: Path) -> None:
-    """Write the files of a run of `quantize`; nothing for other commands."""
+    """Write the files of a run of `quantize`; other commands have no such files."""
     for name in spared_files(run):
         if name == JSON:
             text = json.dumps(spared(run), indent=2, ensure_ascii=False) + "\n"
@@ -290,8 +288,9 @@ def spared(run: RunData) -> dict[str, Any]:
     Returns:
         sites: Each with module, layer, part (input, weight, output, …), cost (nats per token, quantized alone; None
             if it was not measured) and is_massive.
-        modules: Paths of the linear layers and embeddings to which they belong.
-        perplexity: In full precision, with every site quantized, and with these spared; None if it was not measured.
+        modules: Paths of the linear layers and embeddings to which the sites belong.
+        perplexity: In full precision, with every site quantized, and with these spared; None if it was not
+            measured.
     """
     sites, perplexity = _spared_sites(run), whole(run)["perplexity"]
     names = {"full_precision": FULL, "quantized": ALL, "spared": COSTLIEST_KEPT}
@@ -310,23 +309,21 @@ def _spared_sites(run: RunData) -> pd.DataFrame:
     keys = ["layer", "site", "part"]
     costs = probed(run, ALONE).drop_duplicates(keys)[[*keys, "cost"]]
     sites = sites.merge(costs, on=keys, how="left").sort_values("cost", ascending=False, kind="stable")
-    sites.loc[sites.duplicated(keys, keep=False), "cost"] = math.nan  # experts, which share a name
+    sites.loc[sites.duplicated(keys, keep=False), "cost"] = math.nan  # experts share a name
     return sites[["module", "layer", "part", "cost", "is_massive"]].reset_index(drop=True)
 
 
 def llm_compressor_recipe(run: RunData) -> dict[str, Any] | None:
-    """Return a recipe of llm-compressor: one QuantizationModifier that quantizes as this run did.
-
-    Activations have static ranges from the smallest to the largest entry, as here. None if the linear layers are not
-    torch's, because llm-compressor quantizes no others.
-    """
+    """Return a recipe of llm-compressor: one QuantizationModifier that quantizes as this run did."""
+    # Activations have static ranges from the smallest to the largest entry, as here. None if the linear layers are not
+    # torch.nn.Linear, because llm-compressor quantizes no others.
     given = run.manifest["quantization"]
     if given["full_precision_modules"] is None:
         return None
     group = {
         "targets": ["Linear"],
         "weights": _grid(given["bits_weights"], given["weights_per"], is_symmetric=True),
-        # two equal dicts, because YAML would write one dict as an alias
+        # two equal dicts, because YAML would write the second use of one dict as an alias
         "input_activations": _grid(given["bits_activations"], given["activations_per"]),
         "output_activations": _grid(given["bits_activations"], given["activations_per"]),
     }
@@ -338,7 +335,7 @@ def llm_compressor_recipe(run: RunData) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON: None for numbers that are not finite."""
+    """Return a value for JSON: None in place of numbers that are not finite."""
     return None if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 
@@ -362,7 +359,7 @@ def _comments(run: RunData) -> str:
     ]
     beyond = [f"{row.module} {row.part}" for row in _spared_sites(run).itertuples() if row.part not in PARTS]
     if beyond:
-        lines.append(f"Costly too, but no module that could be left out: {', '.join(beyond)}.")
+        lines.append(f"These costly sites are no modules that can be left out: {', '.join(beyond)}.")
     if cache not in ("tensor", None):
         lines.append(f"{' and '.join(CACHED).capitalize()} by {cache} cannot be written as a recipe.")
     return "".join(f"# {line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""The report of each command that measures, and every table that a command writes."""
+"""The report of each command that measures, and the columns of every table that a command writes."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from sinkscope.verdict import analysis, effects, quantization
 from sinkscope.verdict.report import Report
 from sinkscope.verdict.sweep_tables import SWEEP_TABLES
 
-# command → the report on its run
+# command → function that makes the report on its run
 REPORTS: dict[str, Callable[[RunData], Report]] = {
     "analyze": analysis.report,
     "intervene": effects.report,
@@ -20,7 +20,7 @@ REPORTS: dict[str, Callable[[RunData], Report]] = {
 
 
 def written_tables() -> dict[str, Columns]:
-    """Return name → columns after the leading ones, of measured tables and of those of verdicts, claims and sweeps."""
+    """Return table → columns after the leading ones, for measured tables and those of verdicts, claims and sweeps."""
     of_reports = {made.TABLE: made.COLUMNS for made in (analysis, scores)}
     of_claims = {CLAIM: CLAIM_COLUMNS, ROUTE: ROUTE_COLUMNS}
     return all_tables() | of_reports | of_claims | SWEEP_TABLES

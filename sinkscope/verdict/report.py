@@ -1,4 +1,4 @@
-"""The report on a run: its title, table and findings, as Markdown; and the words that sentences of findings share."""
+"""The report on a run as Markdown (title, table and findings), and words that sentences of findings share."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,23 +13,16 @@ from sinkscope.verdict.table_formats import as_markdown
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of a run.
-
-    Attributes:
-        title: The heading.
-        settings: Findings that say how the run was measured.
-        table: An overview; every cell is text.
-        findings: All other findings.
-    """
+    """The findings of a run, with the title and table of their page."""
 
     title: str
-    settings: Sequence[Finding]
-    table: pd.DataFrame
-    findings: Sequence[Finding]
+    settings: Sequence[Finding]  # how the run was measured
+    table: pd.DataFrame  # an overview; every cell is text
+    findings: Sequence[Finding]  # all other findings
 
 
 def report_markdown(report: Report) -> str:
-    """Return title, headlines, table, settings, and the other findings under the headings of their sections."""
+    """Return title, headlines, table and settings, and then the other findings under the headings of their sections."""
     headlines = [f"- **{finding.section}:** {finding.sentence}" for finding in report.findings if finding.is_headline]
     parts = [f"## {report.title}", "\n".join(headlines), as_markdown(report.table, numbers=True)]
     parts.append(" ".join(finding.sentence for finding in report.settings))
@@ -54,7 +47,7 @@ def published_lines(published: Sequence[Published]) -> list[str]:
 
 
 def interval_text(low: float = nan, high: float = nan, form: str = ".2f", label: str = "95 % interval ") -> str:
-    """Return " (95 % interval 1.20 to 1.40)", and "" if the ends are NaN."""
+    """Return " (95 % interval 1.20 to 1.40)", or "" if the ends are NaN."""
     return "" if isnan(low) else f" ({label}{low:{form}} to {high:{form}})"
 
 

@@ -1,6 +1,6 @@
-"""The scorecard: how every claim was judged on the runs of one or several models, and its Markdown.
+"""The scorecard: the judgment of every claim on the runs of one or several models, and its Markdown.
 
-OUT/run.json               the options, and which runs were judged
+OUT/run.json               the options, and the judged runs
 OUT/runs/ROLE/             the run folders that were measured for it
 OUT/tables/claim.parquet   a row for each number of a claim
 OUT/tables/route.parquet   a row for each route by which the first token may become a sink (paper_claims/routes.py)
@@ -45,7 +45,7 @@ class Scorecard(Tabular):
         table: A row for each number of a claim, per model.
         routes: A row for each route by which the first token may become a sink, per model.
         runs: The runs that were judged, by model and role.
-        folder: Where it is written; None if it is in memory only.
+        folder: Its folder; None if it is in memory only.
     """
 
     manifest: dict[str, Any]
@@ -56,7 +56,7 @@ class Scorecard(Tabular):
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Scorecard":
-        """Open what `claims` wrote; InputError for another folder, or a damaged one."""
+        """Open the folder of a run of `claims`. Raises InputError for another folder, or a damaged one."""
         folder = folder_of(folder)
         manifest = read_manifest(folder, (COMMAND,))
         table, routes = (
@@ -69,7 +69,7 @@ class Scorecard(Tabular):
 
     @property
     def measured(self) -> dict[str, RunData]:
-        """Role → run, without runs that have a folder; a run with several roles is listed once."""
+        """Role → run, for runs without a folder; a run with several roles is listed once."""
         found: dict[int, tuple[str, RunData]] = {}
         for runs in self.runs.values():
             for role, run in runs.items():
@@ -82,7 +82,7 @@ class Scorecard(Tabular):
         return list(dict.fromkeys(self.table["model"]))
 
     def outcome(self, claim: str, model: str | None = None) -> Outcome:
-        """Return the outcome of a claim, by default for the first model; InputError for an unknown one."""
+        """Return the outcome of a claim, by default for the first model. Raises InputError for an unknown name."""
         if model is not None and model not in self.models:
             raise InputError(f"model {unknown(model, self.models)}")
         found = self.table[self.table["model"] == (model or self.models[0])]
@@ -92,13 +92,13 @@ class Scorecard(Tabular):
 
     @property
     def by_model(self) -> pd.DataFrame:
-        """Outcomes: rows claims, columns models."""
+        """The outcome of every claim on every model: rows claims, columns models."""
         wide = self.table[self.table["part"] == 0].pivot(index="claim", columns="model", values="outcome")
         return wide.reindex(index=[name for name in CLAIMS if name in wide.index], columns=self.models)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
-        """For one model the numbers by paper, for several the outcomes; then the routes."""
+        """The numbers by paper for one model, or the outcomes for several models; then the routes."""
         if len(self.models) > 1:
             tables = {"Claims": _outcomes(self)}
         else:
@@ -108,7 +108,7 @@ class Scorecard(Tabular):
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """The tables that its folder has."""
+        """The tables of its folder."""
         return Known("table", {TABLE: self.table, ROUTES: self.routes})
 
     @property
@@ -121,7 +121,7 @@ class Scorecard(Tabular):
 
 # --- words
 
-# whether a claim distinguishes the model from its null → how claims that hold are introduced
+# whether a claim distinguishes the model from its null → heading of the claims that hold
 KINDS_OF_HOLDING = {
     "yes": "Hold, and their null does not pass them",
     "no": "Hold, and their null passes them or gives as much",
@@ -129,25 +129,25 @@ KINDS_OF_HOLDING = {
     "theorem": "Hold as theorems and identities do, which test the code",
 }
 LEGEND = (
-    "Null: what the test of a claim should not pass: the same architecture with random weights, each tensor drawn "
-    "with the mean and the standard deviation that it has in the model; for an intervention its random controls; "
+    "Null: data on which the test of a claim should not pass: the same architecture with random weights, each tensor "
+    "drawn with the mean and the standard deviation that it has in the model; for an intervention its random controls; "
     "for a trained method a plain training of another seed. Mean (least to most) over draws, and the share of "
     "draws that pass, if any does. Intervals are two-sided at 95 %: a claim whose truth is just at its threshold "
-    "is decided in 5 % of studies, and holds falsely in 2.5 %. Power: how probable it is that so many seeds would "
-    "show the claim if it is true; below 50 % there are not enough seeds. ‡ the threshold is ours, not the "
+    "is decided in 5 % of studies, and holds falsely in 2.5 %. Power: the probability that this number of "
+    "seeds shows the claim if it is true; below 50 % there are not enough seeds. ‡ the threshold is ours, not the "
     "paper's. † taken from public transcriptions or the authors' code."
 )
 
 
 def scorecard_markdown(card: Scorecard) -> str:
-    """Return all numbers by paper for one model, and outcomes side by side for several."""
+    """Return all numbers by paper for one model, or the outcomes on several models."""
     parts = _of_several(card) if len(card.models) > 1 else _of_one(card)
     runs = {model: own[NATURAL] for model, own in card.runs.items() if NATURAL in own}
     computed = {model: table for model, run in runs.items() if (table := gamma_table(run)) is not None}
     if computed:
         parts.append("### |γ| where EPE₀ is massive (NU tables 1 and 2)")
         parts += [f"{model}, computed:\n\n{as_markdown(table)}" for model, table in computed.items()]
-        if not any("NU prints" in heading for table in computed.values() for heading in table):  # none is GPT-2
+        if not any("NU prints" in heading for table in computed.values() for heading in table):  # no model is GPT-2
             parts.append(f"GPT-2, as NU prints it; {NEEDS_GPT2}.\n\n{as_markdown(printed_gamma())}")
     if measured_models(card.routes):
         parts += [f"### {ROUTES_TITLE}", as_markdown(routes_text(card.routes))]
@@ -170,7 +170,7 @@ def _of_one(card: Scorecard) -> list[str]:
 
 
 def _of_several(card: Scorecard) -> list[str]:
-    """Return outcomes of several models; a single line lists the claims that none of them decides."""
+    """Return outcomes of several models; a single line lists the claims that no model decides."""
     outcomes = _outcomes(card)
     others = ", ".join(name for name in card.by_model.index if name not in set(outcomes["claim"]))
     parts = [f"## {len(card.models)} models: {headline(card)}"]
@@ -193,10 +193,8 @@ def _outcomes(card: Scorecard) -> pd.DataFrame:
 
 
 def _numbers_of_some(card: Scorecard) -> list[str]:
-    """Return the numbers of claims that trainings, steps or related models decide, or that only one model decides.
-
-    A single model's scorecard may lack the former. Numbers that several models share are listed once.
-    """
+    """Return the numbers of claims that only one model, or trainings, steps or related models decide."""
+    # A single scorecard may lack the latter. Numbers that several models share are listed once.
     of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].is_study]
     judged = card.table[~card.table["outcome"].isin(NOT_JUDGED)]
     counts = judged.groupby("claim")["model"].nunique()
@@ -223,13 +221,13 @@ def headline(card: Scorecard) -> str:
 
 
 def _holding(table: pd.DataFrame) -> dict[str, list[str]]:
-    """Return whether claims distinguish a model from its null → the ids of those that hold, each once."""
+    """Return whether the claims distinguish a model from its null → the ids of claims that hold, each once."""
     first = table[(table["part"] == 0) & (table["outcome"] == Outcome.HOLDS)]
     return {str(tells): list(dict.fromkeys(own["claim"])) for tells, own in first.groupby("tells", sort=False)}
 
 
 def _summary(table: pd.DataFrame) -> list[str]:
-    """Return which claims hold, by the outcome of their null, how many others there are, and how many were tested."""
+    """Return lists of the claims that hold, by the outcome of their null, and numbers of other and tested claims."""
     holding, first = _holding(table), table[table["part"] == 0]
     groups = {words: holding.get(kind, []) for kind, words in KINDS_OF_HOLDING.items()}
     for outcome in (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS):
@@ -273,17 +271,14 @@ def _by_reason(rows: pd.DataFrame, outcome: Outcome) -> str:
 
 
 def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
-    """Return "0.73 [0.70, 0.76]", and only the value if nothing was resampled."""
+    """Return "0.73 [0.70, 0.76]", or only the value if nothing was resampled."""
     form = _form(claim, part)
     text = MISSING if pd.isna(value) else form.format(value)
     return text if low == high or pd.isna(low) else f"{text} [{form.format(low)}, {form.format(high)}]"
 
 
 def null_text(row: Any, with_share: bool) -> str:
-    """Return the mean and the extremes of the null's draws, "0.73 (0.70 to 0.76)", for a row of the table `claim`.
-
-    With the share of draws that pass, if wanted, where the claim does not distinguish the model from them.
-    """
+    """Return "0.73 (0.70 to 0.76)", mean and extremes of the null's draws; `with_share` adds the share that passes."""
     share = ""
     if with_share and row.tells == "no":
         share = f"; {row.null_passes:.0%} pass" if row.null_passes else "; gives as much"
@@ -297,6 +292,6 @@ def null_text(row: Any, with_share: bool) -> str:
 
 
 def _form(claim: str, part: int) -> str:
-    """Return the format string of a number; a scorecard of an older version may have other numbers."""
+    """Return the format string of a number. A scorecard of an older version may have other numbers."""
     known = CLAIMS[claim].parts if claim in CLAIMS else ()
     return known[part].form if part < len(known) else Part.form

@@ -24,7 +24,7 @@ from sinkscope.verdict.factor_study import TABLE as STUDY
 from sinkscope.verdict.factor_study import studied
 
 SWEEP, EPSILON, SCORES = "sweep", "sweep_epsilon", "sweep_benchmark"
-# command → the table of its cells → the name of the same table of all cells
+# command → table of a cell → name of this table for all cells
 OF_COMMANDS = {
     "analyze": {"summary": SWEEP},
     "intervene": {"effect": "sweep_effect"},
@@ -40,19 +40,19 @@ NO_STEP = -1
 
 COORDINATES = (
     Column("cell", "folder of the run, in cells/", kind="text"),
-    Column("revision", "of the model, as the file names it", kind="text"),
-    Column("step", "of the training, by the revision's name; -1: it names none", kind="whole"),
-    Column("family", "that the file puts the model into", kind="text"),
-    Column("base", "the model that this was tuned from", kind="text"),
-    Column("parameters", "of the model", kind="whole"),
-    Column("input", "as the file names it", kind="text"),
+    Column("revision", "revision of the model, as named in the file", kind="text"),
+    Column("step", "training step, from the name of the revision; -1 without one", kind="whole"),
+    Column("family", "family of the model, as named in the file", kind="text"),
+    Column("base", "model from which this model was tuned", kind="text"),
+    Column("parameters", "number of parameters of the model", kind="whole"),
+    Column("input", "input, as named in the file", kind="text"),
     Column("settings", "options that vary and their values", kind="text"),
     Column("seq_len", "option", "tokens", kind="whole"),
     Column("window", "option", "tokens", kind="whole"),
     Column("epsilon", "option"),
     Column("seed", "option", kind="whole"),
-    Column("dtype", "of the weights", kind="text"),
-    Column("token_zero", "what position 0 is", kind="text"),
+    Column("dtype", "data type of the weights", kind="text"),
+    Column("token_zero", "description of the token at position 0", kind="text"),
     Column("bos", "with or without: whether the sequences begin with a BOS", kind="text", since=2),
 )
 SWEEP_TABLES = {
@@ -65,7 +65,7 @@ SWEEP_TABLES = {
     ),
 }
 ENDS = ["low", "high"]
-_BOS_SETTING = r",?\bbos=\w+,?"  # the BOS policy in a cell's settings; the column `bos` has it, too
+_BOS_SETTING = r",?\bbos=\w+,?"  # the BOS policy in the settings of a cell, which is also in the column `bos`
 
 
 @dataclass(frozen=True)
@@ -79,39 +79,32 @@ class Measured:
 
 @dataclass(frozen=True)
 class SweepTables:
-    """The results of a sweep.
+    """The results of a sweep."""
 
-    Attributes:
-        tables: Name → table, without those that no cell has.
-        papers: Model → its name in WSE table 1.
-    """
-
-    tables: dict[str, pd.DataFrame] = field(repr=False)
-    papers: Mapping[str, str]
+    tables: dict[str, pd.DataFrame] = field(repr=False)  # name → table, without tables that no cell has
+    papers: Mapping[str, str]  # model → its name in WSE table 1
 
     @cached_property
     def rates(self) -> pd.DataFrame:
-        """The sink rate of the whole model: a row for each cell of `analyze`, with its interval if it has one."""
+        """The sink rate of the complete model: a row for each cell of `analyze`, with the interval if there is one."""
         table = self.tables.get(SWEEP, pd.DataFrame(columns=[*LEADING, *names_of(SWEEP_TABLES[SWEEP])]))
         rows = table[(table["metric"] == "sink_rate") & (table["layer"] == WHOLE_MODEL)]
         rows = rows.rename(columns={"value": "sink_rate"}).reset_index(drop=True)
-        rows = rows.assign(bos=rows["token_zero"].map(policy_of))  # tables of older versions lack the column
+        rows = rows.assign(bos=rows["token_zero"].map(policy_of))  # tables of older versions lack this column
         ends = self.tables.get(EPSILON, pd.DataFrame()).reindex(columns=["cell", "epsilon", *ENDS])
-        kinds = {"cell": object, "epsilon": float}  # also of an empty table
+        kinds = {"cell": object, "epsilon": float}  # also for an empty table
         return rows.astype(kinds).merge(ends.astype(kinds), on=["cell", "epsilon"], how="left")
 
     @property
     def by_policy(self) -> pd.DataFrame:
-        """One row of `rates` for each model and input, with a BOS and without: the first of the other settings, and the
-        last revision.
-        """
+        """One row of `rates` for each model, input and BOS policy: the first other setting and the last revision."""
         settings = self.rates["settings"].str.replace(_BOS_SETTING, "", regex=True)
         rows = self.rates[settings.isin(settings[:1])]
         return rows.drop_duplicates(["model", "bos", "input"], keep="last")
 
     @property
     def main(self) -> pd.DataFrame:
-        """One row of `by_policy` for each model and input, under the first BOS policy of each model."""
+        """One row of `by_policy` for each model and input, under the first BOS policy of the model."""
         rows = self.by_policy
         return rows[rows["bos"] == rows.groupby("model", sort=False)["bos"].transform("first")]
 
@@ -125,7 +118,7 @@ class SweepTables:
 
     @property
     def overview(self) -> pd.DataFrame:
-        """`by_policy` with rows models and columns inputs, in percent as text; after them each benchmark's scores."""
+        """`by_policy` as text in percent, rows models, columns inputs; then the scores on each benchmark."""
         rows = self.by_policy
         wide = rows.pivot(index=["model", "bos"], columns="input", values="sink_rate")
         wide = wide.reindex(pd.MultiIndex.from_frame(rows[["model", "bos"]].drop_duplicates()))[rows["input"].unique()]
@@ -141,18 +134,14 @@ class SweepTables:
 
 
 def sweep_tables(done: Sequence[Measured]) -> SweepTables:
-    """Return the tables of all finished cells.
-
-    Raises:
-        InputError: A table of a cell is damaged or missing.
-    """
+    """Return the tables of all finished cells. Raises InputError if a table of a cell is damaged or missing."""
     known = pd.DataFrame([coordinates(each) for each in done], columns=names_of(COORDINATES))
     labels = pd.Series([each.cell.model for each in done], dtype=object)
     parts: dict[str, dict[int, pd.DataFrame]] = {}  # name → index of the cell → its table
     for place, each in enumerate(done):
         for name, common in OF_COMMANDS[each.cell.command].items():
             table = read_table(each.folder / "tables" / f"{name}.parquet")
-            if common == STUDY:  # with the number of tokens read until each step
+            if common == STUDY:  # with the number of tokens that were read before each step
                 tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
                 table = studied(table)
                 table = table.assign(tokens=table["step"] * tokens)
@@ -168,7 +157,7 @@ def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.S
     rows = pd.concat(parts.values(), ignore_index=True)
     places = np.repeat(list(parts), [len(table) for table in parts.values()])
     coordinates = known.iloc[places].reset_index(drop=True)
-    coordinates = coordinates.drop(columns=[name for name in coordinates if name in rows])  # ε of a table by ε
+    coordinates = coordinates.drop(columns=[name for name in coordinates if name in rows])  # such as ε in a table by ε
     rows["model"] = labels.iloc[places].to_numpy()
     joined = pd.concat([rows, coordinates], axis=1)
     first = [*LEADING, *(name for name in known if name in joined)]
@@ -176,7 +165,7 @@ def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.S
 
 
 def coordinates(each: Measured) -> dict[str, Any]:
-    """Return column → value for a cell."""
+    """Return the coordinates of a cell: column → value."""
     cell, manifest = each.cell, each.manifest
     config, of_model = manifest["config"], manifest.get("model")
     token_zero = manifest.get("input", {}).get("token_zero", "")
@@ -194,7 +183,7 @@ def coordinates(each: Measured) -> dict[str, Any]:
         "input": cell.input,
         "settings": cell.setting,
         "seq_len": config.get("seq_len") or config.get("block_length", 0),
-        **{name: config.get(name, 0) for name in ("window", "epsilon", "seed")},  # 0: the command has none
+        **{name: config.get(name, 0) for name in ("window", "epsilon", "seed")},  # 0 if the command has no such option
         "dtype": manifest.get("dtype", ""),
         "token_zero": token_zero,
         "bos": policy_of(token_zero),
@@ -202,7 +191,7 @@ def coordinates(each: Measured) -> dict[str, Any]:
 
 
 def _by_epsilon(each: Measured) -> pd.DataFrame:
-    """Return sink rates of the whole model at several ε: share of heads and sequences, mean of layers (WSE fig. 3)."""
+    """Return sink rates of the model at several ε: share of heads and sequences, mean of layers (WSE fig. 3)."""
     alpha = read_table(each.folder / "tables" / f"{ALPHA}.parquet")
     epsilons = sorted({*EPSILONS, each.manifest["config"]["epsilon"]})
     sinks = pd.DataFrame({epsilon: is_sink(alpha["window_mass"], epsilon) for epsilon in epsilons}).astype(float)
@@ -215,7 +204,7 @@ def _by_epsilon(each: Measured) -> pd.DataFrame:
 
 
 def several(rows: pd.DataFrame, within: Iterable[str], column: str) -> pd.DataFrame:
-    """Return the rows whose group by the columns `within` has several values of `column`."""
+    """Return the rows whose group, by the columns `within`, has several values of `column`."""
     if rows.empty:
         return rows
     return rows[rows.groupby(list(within))[column].transform("nunique") > 1]

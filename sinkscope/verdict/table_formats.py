@@ -11,7 +11,7 @@ from sinkscope.results.metrics import METRICS
 
 TableFormat = Literal["text", "markdown", "latex"]
 
-LONG, WIDTH = 40, "6cm"  # LaTeX columns with more characters in a cell have this width and break into lines
+LONG, WIDTH = 40, "6cm"  # a LaTeX column with more than LONG characters in a cell has this width, and breaks lines
 MISSING = "–"
 BOLD = re.compile(r"\*\*(.+)\*\*")
 
@@ -32,29 +32,20 @@ _LATEX = {
 
 
 class Tabular:
-    """A result with summary tables. Their cells are texts, or numbers that are printed with four digits."""
+    """A result with summary tables, whose cells are texts, or numbers that are printed with four digits."""
 
     @property
     def summary_tables(self) -> Mapping[str, pd.DataFrame]:
-        """Title → table; the title is "" for a table that needs none."""
+        """Title → table; the title is "" for a table without one."""
         raise NotImplementedError
 
     def formatted(self, format: TableFormat = "text") -> str:
-        """Return all summary tables as text; InputError for an unknown format."""
+        """Return all summary tables as text. Raises InputError for an unknown format."""
         return "\n\n".join(formatted(table, format, title) for title, table in self.summary_tables.items())
 
 
 def formatted(table: pd.DataFrame, format: TableFormat = "text", title: str = "") -> str:
-    """Return a table as text, without its index, below its title.
-
-    Args:
-        table: Texts and numbers.
-        format: "text", "markdown", or "latex", which needs the LaTeX package booktabs.
-        title: The title; "" for none.
-
-    Raises:
-        InputError: The format is unknown.
-    """
+    """Return a table as text, without its index, below its title. Raises InputError for an unknown format."""
     if format not in FORMATS:
         raise InputError(f"format {unknown(format, FORMATS)}")
 
@@ -105,7 +96,7 @@ FORMATS: Mapping[str, Callable[[pd.DataFrame, str], str]] = {
 
 
 def _column(cells: pd.Series, place: int) -> str:
-    """Return the alignment of a column: long texts break into lines, numbers are to the right, others to the left."""
+    """Return the alignment of a column: long texts break into lines, numbers are right-aligned, others left-aligned."""
     if max(map(len, cells), default=0) > LONG:
         return f"p{{{WIDTH}}}"
     is_number = place and all(re.match(r"[−+-]?\d|–$|$|inf$", cell) for cell in cells)
@@ -120,7 +111,7 @@ def _latex(text: str) -> str:
 
 
 def table_with_spread(mean: pd.DataFrame, spread: pd.DataFrame, metrics: Iterable[str]) -> pd.DataFrame:
-    """Return means and standard deviations (rows methods, columns metrics) as texts, under the metrics' headings."""
+    """Return means and standard deviations (rows methods, columns metrics) as texts, under the headings of metrics."""
     table = pd.DataFrame({"Method": mean.index})
     for name in metrics:
         metric, cells = METRICS[name], zip(mean[name], spread[name], strict=True)

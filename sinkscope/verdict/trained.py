@@ -1,4 +1,4 @@
-"""The findings on trained arms: the table `retrofit`, the Bigram-Backcopy task, and how far new parameters moved."""
+"""The findings on trained arms: the table `retrofit`, the Bigram-Backcopy task, and movements of new parameters."""
 
 from collections.abc import Iterable
 
@@ -18,10 +18,10 @@ BACKCOPY_COLUMNS = (
 
 
 def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
-    """Return the metrics of the last step in the layer of `sinking_layer`, as a Markdown table with a row for each arm.
+    """Return the metrics of the last step, in the layer of `sinking_layer`, as a Markdown table of arms.
 
-    Cells are mean ± standard deviation (n − 1) over seeds. `training` is the table of that name, of all arms; `note` is
-    added to the title.
+    Cells are mean ± standard deviation (n − 1) over seeds. `training` is the table of that name with all arms; `note`
+    is added to the title.
     """
     layers = (WHOLE_MODEL, sinking_layer(training))
     last = training[(training["step"] == training["step"].max()) & training["layer"].isin(layers)]
@@ -36,7 +36,7 @@ def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
 
 
 def without_start(runs: Iterable[RunData]) -> str:
-    """Return a note for trainings whose sequences do not begin with <s>, as names of metrics have it; "" for others."""
+    """Return the note for trainings whose sequences do not begin with the <s> of metric names; "" for others."""
     begin_with_it = all(run.manifest["input"]["token_zero"].startswith("bos") for run in runs)
     return "" if begin_with_it else "the first token takes the place of <s>"
 
@@ -58,9 +58,9 @@ def gates_moved(gates: pd.DataFrame) -> list[Finding]:
 
 
 def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the table `retrofit` by heading, with a row for each arm: mean ± standard deviation (n − 1) over seeds.
+    """Return heading → table of arms, from the table `retrofit`: mean ± standard deviation (n − 1) over seeds.
 
-    Columns that no arm has are left out, and so are tables without columns.
+    Columns that no arm has, and tables without columns, are left out.
     """
     arms = table["condition"].unique()
     wide, spread = (

@@ -404,7 +404,7 @@ def test_other_options_and_damaged_folders_are_refused(tiny: Path, text: Path, u
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     result = command_line("retrofit", tiny, "--text", text, *TYPED, "--learning-rate", "0.1", "--out", out)
     assert result.exit_code == 2
-    assert "made with other options (learning_rate was 5e-05, now 0.1): repeat them to go on with it" in result.stderr
+    assert "made with other options (learning_rate was 5e-05, now 0.1): repeat them to resume it" in result.stderr
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     for content in ('{"command": "retrofit"', '{"command": "retrofit", "config": 3}', '{"command": "train"}'):
         (out / "run.json").write_text(content)

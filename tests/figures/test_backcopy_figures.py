@@ -107,7 +107,7 @@ def test_maps_and_bars_show_the_tables() -> None:
             assert shown[row.query, row.key] == row.weight
         assert np.ma.masked_invalid(shown).mask[np.triu_indices(6, 1)].all()
         assert [bar.get_height() for bar in below[column].patches] == [1, 2, 3, 4, 5, 6]
-    assert not below[0].collections  # no gate
+    assert not below[0].collections  # there is no gate
     gated = [segment[0, 1] for segment in below[1].collections[0].get_segments()]
     assert gated == [0.5, 1, 1.5, 2, 2.5, 3]
     labels = [label.get_text() for label in below[0].get_xticklabels()]

@@ -65,10 +65,10 @@ def experiment(
     tables = {
         "effect": effect_table(watched, layers, draws),
         "arm_maps": maps_table(conditions, range(layers), tokens),
-        "attention": make_run().tables["attention"],  # of all arms in one, with which sink-map could do nothing
+        "attention": make_run().tables["attention"],  # one table for all arms, which sink-map cannot draw
     }
     arms: dict[str, dict[str, Any]] = {label: {"watched": positions} for label, positions in watched.items()}
-    arms["streaming-window"] = {"watched": []}  # measured only by perplexity
+    arms["streaming-window"] = {"watched": []}  # this arm is measured only by perplexity
     return Run(make_run().manifest | {"command": "intervene", "arms": arms, "draws": draws}, tables | replaced)
 
 
@@ -112,7 +112,7 @@ def test_an_experiment_has_its_own_figures_and_an_analysis_has_others(run: Run) 
 # --- unusual tables
 
 MAPS, EFFECTS = {"arm-maps", "arm-maps-by-layer"}, {"effects", "effects-by-layer"}
-# each with the figures that read what is unusual about it
+# unusual data → the figures that read them, and the data
 ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
     "one arm, one layer, one token": (OURS, {"watched": SINGLE, "layers": 1, "tokens": 1}),
     "no control": ({"arm-maps", "effects"}, {"draws": 0}),
@@ -156,7 +156,7 @@ def check_is_drawn(name: str, run: Run) -> None:
     assert height <= PAGE + 1e-6
     texts = figure.findobj(lambda artist: hasattr(artist, "get_fontsize") and artist.get_text())
     assert all(text.get_fontsize() >= 6 for text in texts)
-    box = figure.get_tightbbox()  # of everything that is drawn: nothing runs off the page
+    box = figure.get_tightbbox()  # the box of all artists is within the page
     assert min(box.x0, box.y0) >= -0.02
     assert box.x1 <= width + 0.02
     assert box.y1 <= height + 0.02
@@ -197,7 +197,7 @@ def test_arm_maps_of_many_arms_have_each_control_below_its_arm(run: Run) -> None
 
 
 def test_a_mask_of_the_sink_does_not_choose_the_layer() -> None:
-    """A mask removes the sink completely, so its change is largest where the sink is, whatever other arms do."""
+    """A mask removes the sink completely, so that its change is largest where the sink is, for any other arms."""
     run = experiment({"mask": [0], "two": [0], "three": [0]}, layers=2)
     maps = run.tables["arm_maps"]
     at_sink = maps["key"] == 0
@@ -216,7 +216,7 @@ def test_arm_maps_by_layer_has_every_layer_in_reading_order(layers: int) -> None
     names = [ax.get_ylabel() for ax in figure.axes[:5]]
     assert names == ["before", "one", "random control", "two", "random control"]
     mosaic = shown_map(figure.axes[1])
-    pitch = 8 + 1  # pixels: the tokens of a map and the gap after it
+    pitch = 8 + 1  # pixels: the tokens of a map, and the gap after it
     across = mosaic.shape[1] // pitch
     assert mosaic.shape == (-(-layers // across) * pitch, across * pitch)
     for layer in range(layers):

@@ -1,4 +1,4 @@
-"""Rules of every figure: labels at the axes, ticks that do not overlap, visible seeds, decades on log axes."""
+"""Rules for every figure: labels at the axes, ticks that do not overlap, visible seeds, decades on log axes."""
 
 import subprocess
 import sys
@@ -62,7 +62,7 @@ def test_a_log_axis_has_two_powers_of_ten() -> None:
 
 
 def _is_labelled(figure: Figure, ax: Axes, which: str) -> bool:
-    """Return whether an axis is labeled: itself, by a panel of the same scale, by the figure, or by names of ticks."""
+    """Return whether an axis is labeled by itself, a panel with the same scale, the figure, or names of ticks."""
     shared = ax.get_shared_x_axes() if which == "x" else ax.get_shared_y_axes()
     alike = [ax, *shared.get_siblings(ax)]
     of_figure = figure.get_supxlabel() if which == "x" else figure.get_supylabel()
@@ -107,7 +107,7 @@ def test_every_row_of_the_register_has_its_function_and_no_condition_is_without_
 
 
 def test_a_run_of_analyze_imports_no_claim_and_no_figure_that_it_does_not_draw(tmp_path: Path) -> None:
-    """Its verdict and its page show numbers and statements of claims."""
+    """The verdict and the page show numbers and statements of claims, without importing claims."""
     code = f"""
 import sys, transformers, sinkscope, sinkscope.commands.analyze
 figures = {{name.rpartition(".")[2] for name in sys.modules if ".figures." in name}}

@@ -1,4 +1,4 @@
-"""Figures of a run show the data of its tables, allow missing data, and leave matplotlib's settings unchanged."""
+"""Figures of a run show the data of its tables, allow missing data, and do not change matplotlib's settings."""
 
 import io
 import warnings
@@ -23,7 +23,7 @@ from sinkscope.figures.style import SETTINGS, TEXT, WIDE, new_figure
 from sinkscope.output.drawing import save_figures
 from sinkscope.output.run import Run
 
-# those of `analyze`; other commands' have files of their own
+# figures of `analyze`; figures of other commands are tested in other files
 FIGURES = {name: spec for name, spec in ALL_FIGURES.items() if not COMMAND.keys() & set(spec.tables)}
 draw_comparison = OF_RUNS["by-layer"]
 
@@ -133,7 +133,7 @@ def test_sink_positions_counts_sinks_with_enough_queries_after_them(run: Run) ->
     pairs = 4 * 4 * 3  # layers × heads × sequences
     pair, dots = left.lines
     assert pair.get_ydata() == [1 / pairs] * 2
-    assert not left.collections  # no stems: a length on a log axis means nothing
+    assert not left.collections  # no stems, because a length on a log axis has no meaning
     np.testing.assert_allclose(dots.get_xdata(), range(9))
     np.testing.assert_allclose(dots.get_ydata(), sinks.groupby("position").size() / pairs)
     later = sinks[sinks["position"] > 0]  # here each token has one position, so each row is a pair
@@ -142,7 +142,7 @@ def test_sink_positions_counts_sinks_with_enough_queries_after_them(run: Run) ->
     twice = pd.DataFrame({"layer": 0, "head": 0, "sequence": 0, "position": [0, 3, 5], "token_id": [1, 4, 4]})
     twice = twice.assign(token=["a", ",", ","], queries=[24, 21, 19])
     left, right = draw("sink-positions", make_run(sink_positions=twice)).axes
-    assert [bar.get_width() for bar in right.patches] == [1 / 48]  # twice in a sequence counts once
+    assert [bar.get_width() for bar in right.patches] == [1 / 48]  # a token counts once in a sequence
     np.testing.assert_allclose(left.lines[1].get_ydata(), [1 / 48] * 3)
 
 
@@ -210,7 +210,7 @@ def test_layers_sites_and_positions_that_are_missing_leave_gaps(run: Run) -> Non
     one = make_run(positions=1)
     assert all(len(ax.lines) == 1 for ax in draw("sinks-by-layer", one).axes)
     by_layer = [line for ax in draw("query-key-geometry", one).axes for line in ax.lines if len(line.get_xdata()) > 2]
-    assert len(by_layer) == len(draw("query-key-geometry", one).axes)  # besides lines at zero
+    assert len(by_layer) == len(draw("query-key-geometry", one).axes)  # there are also lines at zero
 
 
 def test_large_models_and_long_names_fit_the_page() -> None:
@@ -229,10 +229,8 @@ def test_large_models_and_long_names_fit_the_page() -> None:
 
 
 def check_drawn(run: Run, layout: bool = True) -> None:
-    """Check that every figure is drawn without a warning.
-
-    Figures of learned positions have nothing to draw where no position has a vector, and say so (test_query_bias.py).
-    """
+    """Check that every figure is drawn without a warning."""
+    # Figures of learned positions have nothing to draw if no position has a vector (test_query_bias.py).
     drawn = applicable(run)
     assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates"}
     check_all_draw(run, drawn, layout)
@@ -257,7 +255,7 @@ def test_figures_that_cannot_be_drawn_are_refused_with_the_reason(run: Run) -> N
 def test_figures_are_saved_as_png_and_pdf_with_truetype_fonts_and_no_date(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = dict(dict.items(mpl.rcParams))  # read in a way that does not choose a backend
+    before = dict(dict.items(mpl.rcParams))  # reading it in this way does not choose a backend
     monkeypatch.setitem(SETTINGS, "pdf.compression", 0)  # so that the fonts' names can be read
     rough_figures(monkeypatch)
     assert save_figures(make_run(layers=2, heads=2).drawings, tmp_path) == {}
@@ -285,7 +283,7 @@ def test_equal_tables_give_equal_files_whatever_the_users_settings(run: Run, tmp
 def test_a_png_has_no_alpha_channel_where_nothing_is_transparent(tmp_path: Path) -> None:
     figure = new_figure(2, 1)
     figure.subplots().plot([0, 1])
-    figure.savefig(io.BytesIO())  # the layout moves while it is drawn for the first time
+    figure.savefig(io.BytesIO())  # the first drawing moves the layout
     for name, options, mode in (("opaque", {}, "RGB"), ("clear", {"transparent": True}, "RGBA")):
         figure.savefig(tmp_path / f"{name}.png", **options)
         with Image.open(tmp_path / f"{name}.png") as image:

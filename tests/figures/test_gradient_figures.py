@@ -64,10 +64,10 @@ def test_gradient_norms_draws_every_layer_and_their_mean(run: Run) -> None:
         np.testing.assert_allclose(mean[0].get_ydata(), norms.mean())
         np.testing.assert_allclose(outline[0].get_ydata(), norms.mean())
         grays = [np.dot(to_rgb(line.get_color()), (0.299, 0.587, 0.114)) for line in layers]
-        assert np.diff(grays).max() < -0.05  # from light to dark, so that depth is read in grayscale too
+        assert np.diff(grays).max() < -0.05  # from light to dark, so that depth is visible in grayscale
         assert ax.get_yscale() == "log"
         assert ax.get_title() == pathway
-    assert [ax.get_ylim() for ax in axes[1:3]] == [axes[0].get_ylim()] * 2  # one scale: they can be compared
+    assert [ax.get_ylim() for ax in axes[1:3]] == [axes[0].get_ylim()] * 2  # one scale, so that panels can be compared
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (2e-9, r"≈ 0 ($2\cdot 10^{-9}$)")])
@@ -79,7 +79,7 @@ def test_a_gradient_that_is_off_the_scale_is_marked_with_its_value(run: Run, val
     assert said(query) == [text]
     assert query.texts[0].xy == (0, 0)
     assert said(key) == []
-    assert query.get_ylim()[0] > 1e-7  # it does not stretch the scale
+    assert query.get_ylim()[0] > 1e-7  # the round-off does not stretch the scale
     assert np.isnan(of_width(query, 1.4)[0].get_ydata()).tolist() == [True] + [False] * 15
     assert legend_of(figure) == ["mean over layers", "off the scale"]
 
@@ -122,7 +122,7 @@ def test_colors_differ_in_lightness_and_groups_in_markers() -> None:
     assert np.diff(grays).min() > 0.1
     assert len({marker for _, marker in LOOKS}) == len(LOOKS)
     lines = [np.dot(color[:3], (0.299, 0.587, 0.114)) for color in GRADUAL(np.linspace(0, 1, 9))]
-    assert lines[0] < 0.8  # seen on white
+    assert lines[0] < 0.8  # visible on white
     assert np.diff(lines).max() < 0
 
 
@@ -244,7 +244,7 @@ METRICS = (
 
 
 def checkpoint(step: int, layers: int = 3, positions: int = 16, **names: Any) -> tuple[int, Run]:
-    """Make random tables of one step."""
+    """Make random tables for one step."""
     random = np.random.default_rng(step)
     summary = grid(layer=range(-1, layers), metric=METRICS)
     summary["value"] = random.uniform(0.1, 0.9, len(summary))
@@ -315,7 +315,7 @@ def test_the_step_axis_fits_the_steps(steps: Any, scale: str) -> None:
             ax = figure.subplots()
             ax.plot(steps, np.ones(len(steps)))
             step_axis(ax, steps)
-        else:  # the whole figure, which uses the same axis
+        else:  # the complete figure, which uses the same axis
             figure = OF_STEPS["training-by-step"]([checkpoint(step, layers=2, positions=2) for step in steps])
             ax = figure.axes[0]
         render(figure, layout=False)

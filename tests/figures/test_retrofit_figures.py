@@ -41,7 +41,7 @@ RUNS = {arm: run_of(arm, 10 * place) for place, arm in enumerate(ARMS)}
 
 
 def drawn(ax: Axes, arm: str, solid: bool = True) -> np.ndarray:
-    """Return the line of an arm, found by its color; faint lines are not solid."""
+    """Return the line of an arm, found by its color; with `solid=False` the faint line."""
     look = arm_looks(ARMS)[arm]
     (line,) = [line for line in ax.lines if line.get_color() == look["color"] and (line.get_alpha() is None) == solid]
     return np.asarray(line.get_ydata(), float)
@@ -143,7 +143,7 @@ def test_bars_show_every_seed_and_their_spread() -> None:
     assert ends == [[10.0, 14.0]] * 3  # one standard deviation, n - 1
     assert said(ax) == ["12.00 ± 2.00"] * 3
     assert "3 seeds" in figure.get_suptitle()
-    assert figure.get_suptitle().endswith("massive activations per sequence: 0")  # has no panel
+    assert figure.get_suptitle().endswith("massive activations per sequence: 0")  # a metric that is 0 has no panel
     assert len([ax for ax in figure.axes if ax.get_visible()]) == 1
 
 

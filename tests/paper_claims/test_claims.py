@@ -1,4 +1,4 @@
-"""Claims on models of which the truth is known: random weights, and a sink that was planted."""
+"""Claims on models with a known truth: random weights, and a planted sink."""
 
 from collections.abc import Iterable
 
@@ -17,8 +17,8 @@ from sinkscope.paper_claims.table import evidence_of, judged
 from sinkscope.results.judgment import Outcome
 
 BOS = 1
-# claims that there is a sink, a drain or a gradient sink; not V-2, since the largest norm ratio of many layers is above
-# 1 on random weights, too
+# claims that there is a sink, a drain or a gradient sink, except V-2, because the largest norm ratio of many layers is
+# above 1 also on random weights
 ASSERTING = (
     "GS-1", "GS-2", "GS-5", "GS-6", "GS-7", "GS-14", "GS-20", "GS-28", "W-1", "W-2", "W-4", "W-13", "W-14", "W-15",
     "W-16", "W-17", "W-18", "S-5", "S-6", "S-9", "S-10", "S-13", "V-1", "V-3", "V-24", "W-21", "N-12",
@@ -55,16 +55,14 @@ def test_no_claim_of_a_sink_holds_on_random_weights(family: str, tmp_path) -> No
 
 
 def planted(entry: float = 30_000.0, bias: float = 12.0, read_by_values: float = 0.0) -> PreTrainedModel:
-    """BOS has one massive coordinate in all layers. Keys read it, all queries have the bias that looks for it, and
-    values do not read it.
-    """
+    """Make a model whose BOS has one massive coordinate, which all keys and queries read, and values do not read."""
     model = tiny_model("qwen2", spread=1.0)
     coordinate, width = 7, model.config.hidden_size // model.config.num_attention_heads
     with torch.no_grad():
         model.get_input_embeddings().weight[BOS, coordinate] = entry
         for layer in model.model.layers:
             attention = layer.self_attn
-            attention.q_proj.bias.view(-1, width)[:, -1] = bias  # the slowest rotation: position hardly matters
+            attention.q_proj.bias.view(-1, width)[:, -1] = bias  # the slowest rotation, so that positions hardly matter
             attention.k_proj.weight[:, coordinate] = 0.0
             attention.k_proj.weight.view(-1, width, model.config.hidden_size)[:, -1, coordinate] = 1.0
             attention.v_proj.weight[:, coordinate] = read_by_values
@@ -99,7 +97,7 @@ def test_each_planted_property_decides_its_own_claims(without, fail, hold, tmp_p
     found = outcomes([run], (*fail, *hold))
     assert found == dict.fromkeys(fail, Outcome.FAILS) | dict.fromkeys(hold, Outcome.HOLDS)
     if "entry" in without:
-        assert outcomes([run], ("W-13",))["W-13"] == Outcome.DOES_NOT_APPLY  # it is about massive layers
+        assert outcomes([run], ("W-13",))["W-13"] == Outcome.DOES_NOT_APPLY  # no layer has massive activations
 
 
 def test_the_register_has_all_claims() -> None:

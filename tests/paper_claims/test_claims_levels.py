@@ -1,8 +1,7 @@
-"""Intervals against known truth, and how often claims are decided, and hold falsely, in synthetic studies whose truth
-is exactly at the threshold.
+"""Intervals compared with known truth, and the rates at which claims are decided, or hold falsely.
 
-The intervals are two-sided at 95 %: 5 % of studies are decided, 2.5 % hold falsely. For studies without a spread the
-bound is one-sided: 5 % hold falsely.
+In the synthetic studies, the truth is exactly at the threshold. The intervals are two-sided at 95 %: 5 % of studies are
+decided, 2.5 % hold falsely. For studies without a spread the bound is one-sided: 5 % hold falsely.
 """
 
 from collections.abc import Callable
@@ -35,7 +34,7 @@ WEIGHTS = resamplings(100)
 
 
 def drawn_mean(drawn: np.random.Generator, mean: float, spread: float) -> Estimate:
-    """The mean over 100 sequences."""
+    """Return a mean over 100 sequences."""
     return bootstrap(weighted_means(drawn.normal(mean, spread, 100), WEIGHTS))
 
 
@@ -44,13 +43,13 @@ def skewed_mean(drawn: np.random.Generator) -> Estimate:
 
 
 def ratio_of_means(drawn: np.random.Generator) -> Estimate:
-    """A ratio of two means over the same sequences."""
+    """Return a ratio of two means over the same sequences."""
     means = weighted_means(np.stack([drawn.normal(6, 2, 100), drawn.normal(2, 0.5, 100)], axis=1), WEIGHTS)
     return bootstrap(means[:, 0] / means[:, 1])
 
 
 def rate_over_heads(drawn: np.random.Generator) -> Estimate:
-    """The share of 30 heads, of different rates, that exceed a threshold; those of a sequence do so together."""
+    """Return the share of 30 heads with different rates that exceed a threshold; heads of a sequence are correlated."""
     heads, sequence = np.linspace(-3, 3, 30), drawn.normal(0, 0.5, (100, 1))
     found = drawn.normal(size=(100, 30)) < heads + sequence
     return bootstrap(weighted_means(found.astype(float), WEIGHTS).mean(1))
@@ -69,13 +68,13 @@ TRUE_NORMS = [np.sqrt(scale**2 + 50 * noise**2 / 60) for scale, noise in NORMS]
 
 
 def ratio_of_norms(drawn: np.random.Generator) -> Estimate:
-    """Of gradients at two positions, over the same sequences: truth √(1 + D σ²/N) ÷ √(0.09 + D τ²/N)."""
+    """Return a ratio of gradient norms at two positions over the same sequences: √(1 + D σ²/N) ÷ √(0.09 + D τ²/N)."""
     norms = [groups_left_out(scale * ALONG + drawn.normal(0, noise, (60, 50)), 20) for scale, noise in NORMS]
     return positive_jackknife(norms[0] / norms[1])
 
 
 def beyond_controls(drawn: np.random.Generator) -> Estimate:
-    """An arm's change, over sequences, beyond what one more of five controls' kind would do."""
+    """Return the change of an arm, over sequences, beyond that of one more control; five random controls are known."""
     return drawn_mean(drawn, -3.0, 10.0) - one_more_run(drawn.normal(1.0, 1.0, 5))
 
 
@@ -104,7 +103,7 @@ def test_intervals_of_every_kind_cover_the_truth(measure, truth) -> None:
 
 
 def test_rank_correlations() -> None:
-    """They depend only on order; the interval covers that of normal variables, 6/π · asin(r/2)."""
+    """They depend only on order; the interval covers the correlation of normal variables, 6/π · asin(r/2)."""
     x = np.arange(20.0)
     assert rank_correlation(x, np.exp(x)).value == pytest.approx(1.0)
     assert rank_correlation(x, -(x**3)).value == pytest.approx(-1.0)
@@ -170,12 +169,12 @@ Draw = np.random.Generator
 
 
 def rates_of(make: Callable[[], Estimate], truth: float, studies: int = STUDIES) -> tuple[float, ...]:
-    """The shares of studies, in percent, in which "above the truth" holds, and "below the truth"."""
+    """Return the shares of studies, in percent, in which "above the truth" holds, and "below the truth" holds."""
     found = [make() for _ in range(studies)]
     return tuple(100 * float(np.mean([test(truth).holds(each) for each in found])) for test in (above, below))
 
 
-# how seeds are drawn, their mean, and how they are judged: differences, and rates that are near their ends
+# distribution of seeds, mean and judgment: differences, and rates near the ends of their range
 SEEDS = {
     "difference": (lambda drawn, seeds: drawn.normal(0.3, 0.1, seeds), 0.3, mean_of_runs),
     "normal": (lambda drawn, seeds: drawn.normal(0.3, 0.03, seeds), 0.3, mean_of_rates),
@@ -200,7 +199,7 @@ def test_means_over_seeds(kind: str, seeds: int) -> None:
 
 @pytest.mark.parametrize("seeds", [3, 5, 8])
 def test_seeds_without_a_sink_where_some_have_one(seeds: int) -> None:
-    """As many seeds have one as all seeds without it leave possible: 45 % where there are five."""
+    """The true share of seeds with a sink is the largest with which often no seed has one: 45 % for five seeds."""
     most = 1 - 0.05 ** (1 / seeds)
     assert mean_of_rates(np.zeros(seeds)).high == pytest.approx(most)
     assert mean_of_rates(np.ones(seeds)).low == pytest.approx(1 - most)
@@ -210,13 +209,13 @@ def test_seeds_without_a_sink_where_some_have_one(seeds: int) -> None:
 
 
 def series(drawn: Draw, layers: int, likeness: float) -> np.ndarray:
-    """An autoregressive series over layers, after it has forgotten where it began."""
+    """Return an autoregressive series over layers, without the influence of its start."""
     return lfilter([1.0], [1.0, -likeness], drawn.normal(size=layers + 100))[100:]
 
 
 @pytest.mark.parametrize(("layers", "likeness"), [(30, 0.0), (12, 0.8), (48, 0.8)])
 def test_correlations_over_layers(layers: int, likeness: float) -> None:
-    """For unrelated series. With layers taken as independent, 31 % would be decided at 0.8 and 48 layers."""
+    """The series are unrelated. If layers were taken as independent, 31 % would be decided at 0.8 and 48 layers."""
     drawn = np.random.default_rng(layers)
 
     def unrelated() -> Estimate:
@@ -230,7 +229,7 @@ def test_correlations_over_layers(layers: int, likeness: float) -> None:
 
 @pytest.mark.parametrize(("within", "likeness"), [(0.5, 0.0), (0.8, 0.8)])
 def test_correlations_over_heads_of_layers(within: float, likeness: float) -> None:
-    """Heads share what is their layer's: `within` is the correlation of two heads of one layer."""
+    """`within` is the correlation of two heads in one layer, which share the value of the layer."""
     drawn, layers, heads = np.random.default_rng(3), 30, 9
     place = np.repeat(np.arange(layers), heads)
 
@@ -243,9 +242,7 @@ def test_correlations_over_heads_of_layers(within: float, likeness: float) -> No
 
 
 def test_the_effective_size() -> None:
-    """All independent units; for heads that repeat their layer, the number of layers; for autoregressive layers
-    n (1 − φ²) ÷ (1 + φ²).
-    """
+    """It is the number of independent units or layers; for autoregressive layers, n (1 − φ²) ÷ (1 + φ²)."""
     drawn = np.random.default_rng(4)
     x, y = drawn.normal(size=(2, 4000))
     assert effective_size(x, y, np.arange(4000)) == pytest.approx(4000, rel=0.01)
@@ -264,7 +261,7 @@ def levels(drawn: Draw, *means: float, seeds: int = 5) -> list[np.ndarray]:
 
 
 def share(outcome: Outcome, make: Callable[[Draw], Estimate], test: Test) -> float:
-    """The share of studies with this outcome, in percent."""
+    """Return the share of studies with this outcome, in percent."""
     drawn = np.random.default_rng(5)
     return 100 * float(np.mean([test.outcome(make(drawn)) == outcome for _ in range(STUDIES // 4)]))
 
@@ -283,10 +280,10 @@ def furthest(*means: float) -> Callable[[Draw], Estimate]:
 
 
 def test_the_smallest_of_levels_can_hold_and_rarely_does_falsely() -> None:
-    """Six levels, of which one is at the threshold, are above it as rarely as a single one."""
+    """Six levels, one of which is at the threshold, are above it as rarely as a single level."""
     assert 1 <= share(HOLDS, smallest(10, 20, 20, 20, 20, 20), above(10)) <= 5
     assert share(HOLDS, smallest(14, 14, 14, 14, 14, 14), above(10)) > 90  # a claim that is true
-    assert share(FAILS, smallest(10, 10, 10, 10, 10, 10), above(10)) <= 4  # a true one at its threshold seldom fails
+    assert share(FAILS, smallest(10, 10, 10, 10, 10, 10), above(10)) <= 4  # a true claim at its threshold seldom fails
     assert share(FAILS, smallest(5, 20, 20, 20, 20, 20), above(10)) > 60
 
 
@@ -299,7 +296,7 @@ def test_the_range_of_levels_can_hold_and_rarely_does_falsely() -> None:
 
 @pytest.mark.parametrize(("seeds", "margin"), [(3, 4.0), (5, 2.5), (10, 2.0)])
 def test_the_power_is_the_share_of_studies_that_hold(seeds: int, margin: float) -> None:
-    """For two levels that are truly alike: the power that studies state on average, and the share of them that hold."""
+    """For two equal levels, the average power of the studies agrees with the share of studies that hold."""
     drawn, test = np.random.default_rng(6), at_most(margin)
     found = [range_of([mean_of_runs(np.subtract(*levels(drawn, 0.0, 0.0, seeds=seeds)))]) for _ in range(STUDIES // 3)]
     held = np.mean([test.holds(each) for each in found])
@@ -312,6 +309,6 @@ def test_too_few_seeds_are_called_so() -> None:
     assert test.outcome(wide) == FEW_SEEDS
     assert test.power(wide) < 0.5
     assert above(0.0).outcome(mean_of_runs(np.array([1.0]))) == FEW_SEEDS
-    assert above(0.0).outcome(mean_of_runs(np.array([-2.0, 1.0, -1.0]))) == INCONCLUSIVE  # speaks against it
-    narrow = range_of([mean_of_runs(np.array([2.9, 3.0, 3.05]))])  # would hold, were both alike
+    assert above(0.0).outcome(mean_of_runs(np.array([-2.0, 1.0, -1.0]))) == INCONCLUSIVE  # contradicts the claim
+    narrow = range_of([mean_of_runs(np.array([2.9, 3.0, 3.05]))])  # would hold if both were equal
     assert (test.outcome(narrow), test.power(narrow) > 0.9) == (INCONCLUSIVE, True)

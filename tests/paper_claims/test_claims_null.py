@@ -21,13 +21,13 @@ from sinkscope.verdict.scorecard import Scorecard, headline, scorecard_markdown
 
 
 def as_draw(run: RunData, draw: int) -> RunData:
-    """The same run with random weights."""
+    """Return the same run with random weights."""
     model = run.manifest["model"] | {"weights": WEIGHTS_AT_RANDOM}
     return RunData(run.manifest | {"model": model, "draw": draw}, run.tables)
 
 
 def of_text(rate: float, draw: int | None = None) -> RunData:
-    """A model with this sink rate at position 0; with a draw, one with random weights."""
+    """Return a run with this sink rate at position 0; with a draw, a run on random weights."""
     run = analysis({"attention_by_sequence": by_sequence({"sink_rate": [rate, 0.0]}, noise=0.01, position=[0, 1])})
     run.manifest["config"] |= {"seq_len": 64, "window": 64}
     return run if draw is None else as_draw(run, draw)
@@ -84,7 +84,7 @@ def test_the_first_line_counts_the_claims_that_hold_and_whose_null_fails(monkeyp
 
 
 def test_an_intervention_is_compared_with_its_random_controls() -> None:
-    """A sink that stays without an embedding shows nothing where it stays under any change."""
+    """A sink that stays without an embedding is no evidence if it stays under any change."""
     for under_controls, tells in (((0.5, 0.48), "no"), ((0.01, 0.01), "yes")):
         rates = {"before": (0.5, 0.0), "after": (0.45, 0.0)}
         rates |= {f"control {draw}": (rate, 0.0) for draw, rate in enumerate(under_controls)}
@@ -107,7 +107,7 @@ def test_which_claims_are_theorems() -> None:
 
 
 def test_losses_are_compared_without_each_passage() -> None:
-    """Leaving out single sequences would not do: those of a passage are alike."""
+    """Leaving out single sequences is not sufficient, because sequences of one passage are similar."""
     loss = np.repeat([2.0, 3.0, 5.0], 4)
     table = pd.DataFrame({"layer": -1, "sequence": range(12), "predicted": 10, "loss": loss})
     run = analysis({"loss_by_sequence": table})

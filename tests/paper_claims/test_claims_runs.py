@@ -1,4 +1,4 @@
-"""Claims on runs of one model, on tables made by hand: the known outcome both ways."""
+"""Claims on runs of one model, with hand-made tables for which a claim is known to hold or to fail."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ TERMS = ["biases", "content", "delta", "key bias"]
 
 
 def gamma(massive: dict[int, float]) -> pd.DataFrame:
-    """γ with these entries where EPE_0 is massive, and others of magnitude 1 at most."""
+    """Make γ with these entries where EPE_0 is massive, and other entries of magnitude 1 at most."""
     entries = np.random.default_rng(0).uniform(-1, 1, WIDTH)
     entries[list(massive)] = list(massive.values())
     is_massive = np.isin(np.arange(WIDTH), list(massive))
@@ -53,7 +53,7 @@ def alignment(first: float, later: float) -> pd.DataFrame:
 
 
 def natural(**given: Any) -> RunData:
-    """A model in which all claims of a single run hold, except for what is given."""
+    """Make a model for which all claims on a single run hold, except for the given tables."""
     tables = {
         "query_bias": alignment(0.8, -0.1),
         "gamma": gamma({138: 12.0, 247: -18.0}),
@@ -80,17 +80,17 @@ OF_ONE_RUN = [  # claim, tables that differ, and the outcomes of its numbers
         {"delta": [100.0, 100.0, -150.0, -80.0], "delta_later": -140.0, "delta_later_std": 50.0}, LAYERS, 1.0)},
         (FAILS,)),
     ("N-2", {"query_bias": alignment(0.4, -0.1)}, (FAILS, HOLDS)),
-    ("N-2", {"query_bias": alignment(0.8, -0.5)}, (HOLDS, FAILS)),  # later keys may not be parallel to the bias either
+    ("N-2", {"query_bias": alignment(0.8, -0.5)}, (HOLDS, FAILS)),  # later keys must not be parallel to the bias either
     ("N-3", {"gamma": gamma({})}, (FAILS,)),
     ("N-4", {"gamma": gamma(FLAT)}, (FAILS,)),
-    ("N-4", {"gamma": gamma({})}, ()),  # without massive coordinates there is no γ at them
+    ("N-4", {"gamma": gamma({})}, ()),  # there is no γ at massive coordinates if there are none
     ("N-5", {"gamma": gamma(FLAT)}, (FAILS,)),
     ("N-11", {"logit_terms_by_sequence": by_sequence(
         {"at_first": [0.0, 3.0, 1.0, 0.0], "at_others": 0.0}, LAYERS, 0.01, term=TERMS)}, (FAILS,)),
-    ("N-11", {"logit_terms_by_sequence": NO_GAP}, (INCONCLUSIVE,)),  # of no gap Δ has no share
+    ("N-11", {"logit_terms_by_sequence": NO_GAP}, (INCONCLUSIVE,)),  # Δ has no share in a missing gap
     ("N-14", {"epe_rest_by_sequence": by_sequence({"cosine": 0.6, "cosine_whole": 0.7}, LAYERS, 0.01)},
         (FAILS, HOLDS)),
-    ("N-14", {"query_bias": alignment(0.1, 0.0)}, (HOLDS, FAILS)),  # the rest is not aligned, but EPE is not either
+    ("N-14", {"query_bias": alignment(0.1, 0.0)}, (HOLDS, FAILS)),  # neither the rest nor EPE is aligned
 ]  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_claims_of_one_run_hold_where_it_is_so_with_the_numbers_of_the_tables() 
 
 
 def test_the_spread_of_delta_is_that_of_all_later_tokens() -> None:
-    """Sequences at −150 and −130 with deviations of 5: together a deviation of √125."""
+    """Sequences with means −150 and −130 and deviations of 5 have a common deviation of √125."""
     table = by_sequence({"delta": -117.0, "delta_later": -140.0, "delta_later_std": 5.0}, LAYERS)
     table["delta_later"] += np.where(table["sequence"] % 2, 10.0, -10.0)
     (estimate,) = judged("N-1", natural(query_bias_by_sequence=table)).estimates
@@ -127,7 +127,7 @@ def test_the_spread_of_delta_is_that_of_all_later_tokens() -> None:
 
 BEFORE = {"before": [0.6, 0.05]}
 QUIET = {f"control {draw}": [0.6 + 0.002 * draw, 0.05] for draw in range(3)}
-ARMS = {  # claim → the intervention, rates with which it holds, and with which it fails
+ARMS = {  # claim → intervention, rates with which the claim holds, and with which it fails
     "N-6": ("nullify-query-bias", [0.3, 0.05], [0.62, 0.05]),
     "N-7": ("replace-epe:at=epe", [0.0, 0.1], [0.4, 0.1]),
     "N-8": ("transplant-epe:at=epe", [0.1, 0.5], [0.5, 0.1]),
@@ -181,7 +181,7 @@ def test_other_models_are_none_of_nus() -> None:
         assert judged(claim, learned).reason == NO_QUERY_BIAS
     run = experiment(BEFORE | {"after": [0.5, 0.0]} | QUIET, "nullify-first-embedding")
     run.manifest["input"]["token_zero"] = "the (id 5)"
-    assert judged("N-9", run).outcome == NOT_APPLIES  # it is about a BOS
+    assert judged("N-9", run).outcome == NOT_APPLIES  # the claim is about a BOS
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_one_wrong_sequence_of_one_layer_is_enough(claim: str, kind: str, column
 
 
 def test_layers_of_other_positions_do_not_count() -> None:
-    """Rotary in the first layers and none in the last."""
+    """The first layers have rotary positions, and the last layer has none."""
     mixed = pd.concat([equal("rotary"), equal("none", weight_difference=1e-6).assign(layer=LAYERS)])
     run = analysis({"equal_tokens": mixed}, "repeated", family=family("rotary", layer_positions=["rotary", "none"]))
     assert judged("W-7", run).outcome == HOLDS
@@ -275,7 +275,7 @@ def test_equal_tokens_stay_equal_where_weights_have_one_sum(operation: str, appl
 def test_models_and_runs_in_which_tokens_are_not_equal() -> None:
     learned_sink = repeated("rotary", equal("rotary"))
     learned_sink.manifest["outside"] = {"the model's own sink logits": [0]}
-    with_a_prefix = analysis({}, "repeated", family=family("rotary"))  # before the repeated token
+    with_a_prefix = analysis({}, "repeated", family=family("rotary"))  # the prefix is before the repeated token
     for run in (learned_sink, with_a_prefix):
         assert judged("W-5", run).outcome == judged("W-9", run).outcome == NOT_APPLIES
     assert "denominator" in judged("W-7", repeated("none", equal("none", weight_difference=np.nan))).reason
@@ -339,18 +339,18 @@ def test_the_sink_has_to_leave_position_0() -> None:
     assert left != HOLDS
 
 
-# --- inputs, of which a comparison has one BOS policy for all, and lengths
+# --- inputs: a comparison has the same BOS policy for all
 
 
 def read(condition: str, rate: float, bos: bool, kind: str = "rotary", main: bool = False) -> RunData:
-    """A run on an input with this sink rate at position 0; `main`: the model as it is, with more tables."""
+    """Make a run on an input with this sink rate at position 0; `main` is the unchanged model, with more tables."""
     table = by_sequence({"sink_rate": [rate, 0.01]}, noise=1e-3 * (rate > 0), position=range(2))
     tables = {"attention_by_sequence": table} | ({"attention": table} if main else {})
     return analysis(tables, condition, family=family(kind), input=BOS if bos else NO_BOS)
 
 
 def of_both(kind: str = "rotary", **rates: tuple[float, float]) -> list[RunData]:
-    """Input → its sink rates with a BOS, as in the model's own text, and without."""
+    """Make runs from input → its sink rates with a BOS, which the model's own text has, and without."""
     return [
         read(name, rate, bos, kind, main=name == "natural" and bos)
         for name, both in rates.items()
@@ -359,7 +359,7 @@ def of_both(kind: str = "rotary", **rates: tuple[float, float]) -> list[RunData]
 
 
 def test_inputs_are_compared_under_one_policy() -> None:
-    """A sink at the BOS stays on random tokens after the BOS; without a BOS they have none."""
+    """A sink at the BOS stays on random tokens after the BOS; without a BOS there is none."""
     like_gemma = of_both(natural=(0.80, 0.0), random=(0.79, 0.0), repeated=(0.61, 0.0))
     found = judged("W-2", *like_gemma)
     assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(0.79 / 0.80, abs=0.01))
@@ -393,7 +393,7 @@ def test_interventions_on_repeated_tokens_after_a_bos_are_another_experiment() -
 
 
 def of_length(length: int, *shares: float) -> RunData:
-    """A hundred heads of one layer; of these so large shares have a window mass above 0.2, 0.3 and 0.4."""
+    """Make a hundred heads of one layer; these shares of them have a window mass above 0.2, 0.3 and 0.4."""
     heads = np.array([0.1 + 0.1 * sum(place < 100 * share for share in shares) + 0.01 for place in range(100)])
     table = by_sequence({"window_mass": heads[None]}, 1, 1e-3, head=range(100))
     config = {"epsilon": 0.3, "seq_len": length, "window": length}
@@ -406,7 +406,7 @@ def by_length(*shares: tuple[float, float, float]) -> Judgment:
 
 
 def test_a_rate_near_0_cannot_fall() -> None:
-    """The same share of a smaller rate is fewer points, which is no flatter fall."""
+    """In points, the same fall of a smaller rate is smaller, but it is not flatter."""
     held = by_length((0.90, 0.78, 0.65), (0.72, 0.58, 0.42), (0.58, 0.43, 0.35), (0.44, 0.31, 0.24))
     assert held.outcomes == (HOLDS, HOLDS)
     assert held.estimates[1].note == "ε = 0.2: 90.0, 72.0, 58.0, 44.0 %; ε = 0.4: 65.0, 42.0, 35.0, 24.0 %"
@@ -422,7 +422,7 @@ def test_a_rate_near_0_cannot_fall() -> None:
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_a_no_op_is_set_against_a_constant(bos: bool) -> None:
-    """Zeros do harm and the mean over sequences does not: the sink's values are a bias."""
+    """If zeros do harm and the mean over sequences does not, the values of the sink are a bias."""
     losses = {
         "before": 2.0,
         "scale-sink-value:where=sinks": 2.5,
@@ -453,7 +453,7 @@ def _with_losses(losses: Mapping[str, float]) -> RunData:
 
 
 def elsewhere(*shares: float) -> RunData:
-    """Sequences whose other tokens have this share of the largest entry; all in the second of two layers."""
+    """Make sequences whose other tokens have this share of the largest entry, in the second of two layers."""
     count = len(shares)
     entries = {"layer": 1, "sequence": range(count), "position": 0, "coordinate": 7, "value": 2e4, "ratio": 1e4}
     places = {"sequence": [*range(count)] * 2, "layer": [0] * count + [1] * count, "position": 0, "coordinate": 7}
@@ -472,7 +472,7 @@ def test_outlier_features_are_looked_for_in_every_sequence() -> None:
 @pytest.mark.parametrize(("position", "expected"), [(2, HOLDS), (3, FAILS)])
 def test_the_sinks_of_a_prefix_lm(position: int, expected: Outcome) -> None:
     sinks = pd.DataFrame({"layer": 0, "head": 0, "sequence": range(40), "position": position, "queries": 30})
-    late = sinks.assign(position=60, queries=2)  # a key that two queries see does not count
+    late = sinks.assign(position=60, queries=2)  # a key with only two queries does not count
 
     def outcome(table: pd.DataFrame, **given: Any) -> Outcome:
         return judged("W-39", analysis({"sink_positions": table}, **given)).outcome
@@ -502,7 +502,7 @@ def test_post_norm_models_have_no_gradient_gain_of_one_branch_and_no_bound() -> 
     assert (few.outcome, "too few layers" in few.reason) == (NOT_APPLIES, True)
     bound = pd.DataFrame({"layer": [0, 0], "position": [0, 1], "holds": [np.nan] * 2, "tightness": [np.nan] * 2})
     found = judged("GS-19", analysis({"norm_bound": bound}))
-    assert (found.outcome, found.reason) == (NOT_APPLIES, "the bound is of no layer of this model")
+    assert (found.outcome, found.reason) == (NOT_APPLIES, "the bound applies to no layer of this model")
 
 
 # --- streaming
@@ -511,7 +511,7 @@ USUAL = {None: 10.0, 0: 90.0, 1: 13.0, 2: 12.0, 4: 10.1}  # first tokens kept (N
 
 
 def streamed(perplexities: dict[int | None, float]) -> RunData:
-    """Eight texts, each nearly as hard for one method as for another."""
+    """Make eight texts, each about equally hard for every method."""
     rows = [
         {"method": "dense" if keep is None else "kept", "window": -1 if keep is None else 64, "keep": keep or 0}
         | {"sequence": text, "loss": np.log(perplexity) + 0.5 * np.sin(text) + 0.002 * np.sin((keep or 7) * text)}

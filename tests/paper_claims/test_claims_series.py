@@ -1,4 +1,4 @@
-"""Claims on trainings that differ in one setting, on steps, and on related models, of which the truth is known."""
+"""Claims on trainings that differ in one setting, on steps, and on related models, with a known truth."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,12 +26,12 @@ SIGMOID = "operation:kind=sigmoid"
 
 
 def plain(percent: float, around: Sequence[float] = (0.0, 0.5, -0.5), **given: Any) -> Training:
-    """A plain training with this sink rate; seeds differ by these points."""
+    """Make a plain training with this sink rate; seeds differ by these points."""
     return training({"none": {"sink_rate": [(percent + more) / 100 for more in around]}}, **given)
 
 
 def trained(by_position: Sequence[float], arm: str = "none", spread: float = 0.2, **given: Any) -> Training:
-    """A training whose arm has these sink rates in percent at positions 0, 1, …, a little else in each seed."""
+    """Make a training whose arm has these sink rates in percent at positions 0, 1, …, which vary a little by seed."""
     seeds = [np.add(by_position, more) / 100 for more in (0, spread, -spread)]
     runs = [{"attention_by_sequence": rates(own[0], 0.0, own[1:])} for own in seeds]
     return training({arm: {"sink_rate": [own[0] for own in seeds]}}, tables={arm: runs}, **given)
@@ -59,7 +59,7 @@ def test_a_setting_decides_both_ways(claim: str) -> None:
     settings, good, bad = VARIED[claim]
 
     def outcome(found: Sequence[float], *around: float) -> Outcome:
-        """The levels' seeds differ otherwise in each level."""
+        """Judge levels whose seeds differ from level to level."""
         pairs = enumerate(zip(found, settings, strict=True))
         return judged(claim, *(plain(rate, np.roll(around, place), **given) for place, (rate, given) in pairs)).outcome
 
@@ -93,7 +93,7 @@ def test_trainings_that_differ_in_more_are_not_compared() -> None:
 
 
 def test_levels_that_decide_nothing() -> None:
-    """There is no level that the claim is about, a window is shorter than the average, or no level has a sink."""
+    """The level of the claim is missing, a window is shorter than the average, or no level has a sink."""
     decays = judged("W-38", *(plain(18, weight_decay=decay) for decay in (0.0, 0.1)))
     assert (decays.outcome, "weight decays of 5 or more" in decays.reason) == (UNMEASURED, True)
     windows = judged("W-40", *(plain(18, **shaped(sliding_window=size)) for size in (8, None)))
@@ -104,7 +104,7 @@ def test_levels_that_decide_nothing() -> None:
 
 
 def test_extremes_of_many_levels_are_not_further_apart_by_chance() -> None:
-    """Eight levels that differ by noise alone: few intervals are above 0, and means are far below those of extremes."""
+    """For eight levels that differ only by noise, few intervals are above 0; the means are far from the extremes."""
     decays, drawn = np.array([0.0, 0.1, 0.2, 0.4, 0.5, 1.0, 2.0, 5.0]), np.random.default_rng(0)
     studies = [drawn.normal(30, 5, size=(5, 8)) for _ in range(200)]
     of_decays = [mean_over_seeds(_best_decay(decays, rates)) for rates in studies]
@@ -115,13 +115,13 @@ def test_extremes_of_many_levels_are_not_further_apart_by_chance() -> None:
 
 
 def test_of_several_groups_of_levels_the_one_with_most_sinks_is_read_and_named() -> None:
-    """In any order."""
+    """This holds for any order of the trainings."""
     rising = [plain(rate, steps=800, learning_rate=level) for level, rate in ((1e-4, 20), (1e-3, 60))]
     falling = [plain(rate, steps=400, learning_rate=level) for level, rate in ((1e-4, 30), (1e-3, 10))]
     for given in (rising + falling, falling + rising):
         found = judged("W-31", *given)
         assert found.outcome == HOLDS
-        assert "steps=800, of 2 settings that with most plain sinks" in found.estimates[0].note
+        assert "steps=800, of 2 settings the one with most plain sinks" in found.estimates[0].note
 
 
 def test_random_first_tokens() -> None:
@@ -130,14 +130,14 @@ def test_random_first_tokens() -> None:
     assert judged("W-35", none, trained([10, 0], random_tokens=1)).outcome == FAILS
     assert judged("W-36", none, trained([30, 60], random_tokens=2)).outcome == HOLDS
     assert judged("W-36", none, trained([30, 10], random_tokens=2)).outcome == FAILS
-    assert judged("W-36", none, one).outcome == UNMEASURED  # none has two
+    assert judged("W-36", none, one).outcome == UNMEASURED  # no training has two random tokens
     no_sink = [trained([5, 2], random_tokens=count) for count in (0, 1, 2)]
     assert judged("W-35", *no_sink).outcome == judged("W-36", *no_sink).outcome == NOT_APPLIES
 
 
 def test_a_fixed_token_makes_its_position_the_sink() -> None:
     first = trained([70, 0], fixed_position=0)
-    for by_position, expected in (([0, 70], HOLDS), ([0, 2], FAILS), ([90, 70], FAILS)):  # at last it stays at 0, too
+    for by_position, expected in (([0, 70], HOLDS), ([0, 2], FAILS), ([90, 70], FAILS)):  # also a sink at 0
         assert judged("W-37", first, trained(by_position, fixed_position=1)).outcome == expected
 
 
@@ -147,7 +147,7 @@ def test_every_positional_scheme_has_a_sink() -> None:
     def outcome(rates_of: Mapping[str, float]) -> Outcome:
         return judged("W-42", *(plain(rate, **shaped(position_scheme=name)) for name, rate in rates_of.items())).outcome
 
-    assert outcome(schemes | {"bucket-number": 0}) == HOLDS  # it is not one of the paper's
+    assert outcome(schemes | {"bucket-number": 0}) == HOLDS  # this scheme is not in the paper
     assert outcome(schemes | {"none": 5}) == FAILS
     assert outcome({name: rate for name, rate in schemes.items() if name != "alibi"}) == UNMEASURED
 
@@ -164,7 +164,7 @@ def test_sigmoid_attention_has_no_sink_at_any_rate_decay_and_size() -> None:
     assert judged("W-58", *by_rate, *by_decay, *softmax(40)).outcome == HOLDS
     worse = [made(20, weight_decay=1.0), by_decay[1]]
     assert judged("W-58", *by_rate, *worse, *softmax(40)).outcome == FAILS
-    assert judged("W-58", *by_rate, *by_decay, *softmax(5)).outcome == NOT_APPLIES  # there is no sink to be without
+    assert judged("W-58", *by_rate, *by_decay, *softmax(5)).outcome == NOT_APPLIES  # softmax has no sink either
     assert judged("W-58", *by_rate, *softmax(40)).outcome == UNMEASURED
     for parameters, expected in ((1.1e9, HOLDS), (6e7, NOT_APPLIES)):
         billion = training({"none": {"sink_rate": [0.45, 0.46, 0.44]}, SIGMOID: {"sink_rate": [0.02, 0.03, 0.02]}})
@@ -217,11 +217,11 @@ def test_steps_of_an_arm_belong_to_its_training(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="are steps of one training"):
         judged("W-30", made, seeds[0], steps(str(seeds[0].of), by_step({0: 2}, {0: 0.0}), "again"))
     without = judged("W-30", made)
-    assert without.reason == f"sinkscope analyze {tmp_path}/out/none-seed0/checkpoints, and of every other seed"
+    assert without.reason == f"sinkscope analyze {tmp_path}/out/none-seed0/checkpoints, and so on for the other seeds"
 
 
 def test_a_training_that_logged_its_sink_rate_needs_no_steps() -> None:
-    """It shows when the sink appears; the spike of gradients has to be measured."""
+    """The log shows when the sink appears; the spike of gradients has to be measured."""
     logged = {"none": {"sink_rate": [[0.005, 0.05, 0.505], [0.006, 0.2, 0.606], [0.004, 0.0, 0.404]]}}
     made = training({"none": {"loss": (1.0, 2.0, 3.0)}}, courses=logged)
     found = judged("W-30", made)
@@ -233,7 +233,7 @@ def test_a_training_that_logged_its_sink_rate_needs_no_steps() -> None:
 
 
 def test_of_several_settings_it_is_judged_in_the_one_with_most_sinks() -> None:
-    """The note says so: in the first, which has as many seeds, there is no sink to appear."""
+    """The note names the setting; in the first setting, which has as many seeds, no sink appears."""
     ends = {1e-4: (0.01, 0.02, 0.03), 2e-4: (0.4, 0.5, 0.6), 4e-4: (0.7, 0.8)}  # by learning rate
     trainings = [
         training(
@@ -245,7 +245,7 @@ def test_of_several_settings_it_is_judged_in_the_one_with_most_sinks() -> None:
     ]
     found = judged("W-30", *trainings)
     assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(50 * 98 / 99))
-    words = "learning_rate=0.0002, of 2 settings that with most plain sinks: 2.0, 50.0 %; 3 seeds, Student's t"
+    words = "learning_rate=0.0002, of 2 settings the one with most plain sinks: 2.0, 50.0 %; 3 seeds, Student's t"
     assert found.estimates[0].note == f"first above 10 % at step 1; {words}"
 
 
@@ -304,7 +304,7 @@ def test_a_chat_model_is_compared_with_its_base() -> None:
 
     assert found(0.51).outcome == HOLDS
     assert (found(0.2).outcome, found(0.2).estimates[0].value) == (FAILS, pytest.approx(-30))
-    for rate in CLAIMS["W-12"].published:  # the test can fail on the paper's own pairs, and most of them pass
+    for rate in CLAIMS["W-12"].published:  # the test can fail for pairs of the paper, and most of them pass
         assert (found(0.5 + rate.value / 100).outcome == FAILS) == (rate.name == "Mistral-7B")
     alone = Collection([model("org/lm-1b-instruct", 0.5)]).evidence({})["org/lm-1b-instruct"]
     assert judge(CLAIMS["W-12"], alone).reason == "sinkscope analyze org/lm-1b"

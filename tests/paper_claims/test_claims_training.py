@@ -1,4 +1,4 @@
-"""Claims on arms of trainings, of which the truth is known: both ways, and with too few seeds to decide."""
+"""Claims on arms of trainings that are known to hold or to fail, or have too few seeds to decide."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from sinkscope.verdict.scorecard import Scorecard, scorecard_markdown
 
 LOW, HIGH, WIDE = (1.0, 1.1, 0.9), (5.0, 5.2, 4.8), (0.1, 9.0, 1.0)
 PLAIN_SINK = {"attention_by_sequence": rates(0.5)}
-# claim → the arm, its metric and the command; whether it holds where the arm's is lower than the plain arm's
+# claim → arm, metric and command; whether it holds if the arm has a lower value than the plain arm
 COMPARED = {
     "GS-25": ("vscale", "loss", "train", True),
     "GS-26": ("vscale", "value_gradient_norm", "train", True),
@@ -47,7 +47,7 @@ def test_an_arm_is_compared_with_the_plain_one(claim: str) -> None:
 
     assert judged(claim, made(LOW, HIGH)).outcome == (HOLDS if low_holds else FAILS)
     assert judged(claim, made(HIGH, LOW)).outcome == (FAILS if low_holds else HOLDS)
-    assert judged(claim, made(WIDE, LOW)).outcome in (INCONCLUSIVE, FEW_SEEDS)  # by whether the mean supports the claim
+    assert judged(claim, made(WIDE, LOW)).outcome in (INCONCLUSIVE, FEW_SEEDS)  # depending on the mean
     assert judged(claim, made(LOW[:1], HIGH[:1])).outcome == FEW_SEEDS
     if command == "train" and claim.startswith("V"):  # a fine-tuned model does not decide it
         tuned = judged(claim, made(LOW, HIGH, "retrofit"))
@@ -59,7 +59,7 @@ def test_an_arm_is_compared_with_the_plain_one(claim: str) -> None:
     [("GS-25", "vscale", "loss", 3.0, 0.02), ("V-14", "vga", "perplexity", 4.52, 4.52 * 0.02)],
 )
 def test_no_difference_is_no_cost(claim: str, arm: str, metric: str, plain: float, margin: float) -> None:
-    """As in the paper's own tables; a cost beyond the margin, which is ours, fails."""
+    """Small differences, as in the tables of the paper, are no cost; a cost beyond our margin fails."""
 
     def outcome(times: float) -> Outcome:
         own = [plain + (times + noise) * margin for noise in (-0.05, 0.0, 0.05)]
@@ -120,7 +120,7 @@ def test_seeds_and_arms_are_pooled_over_folders_that_differ_in_nothing_else() ->
     assert judged("V-14", training(plain), training(own)).estimates == together.estimates
     assert judged("V-14", training(plain), training(own, steps=7)).outcome == UNMEASURED
     other = training({"vga": {"perplexity": WIDE}})
-    assert judged("V-14", other, training({**plain, **own})).estimates == together.estimates  # the folder that has both
+    assert judged("V-14", other, training({**plain, **own})).estimates == together.estimates  # both in one folder
 
 
 @pytest.mark.parametrize(("own", "plain", "outcome"), [(0.5, 0.5, HOLDS), (0.3, 0.5, FAILS), (0.01, 0.015, FAILS)])
@@ -140,7 +140,7 @@ def test_a_kept_sink_has_to_have_been_there(own: float, plain: float, outcome: O
     ],
 )
 def test_norms_of_v_scale(claim: str, own: Mapping[str, Sequence[float]], outcome: Outcome) -> None:
-    """The plain arm's norms: 10 in the first layer's output, 4 in the branches of the second."""
+    """The norms of the plain arm are 10 in the output of the first layer, and 4 in the branches of the second."""
     sites = {"none": {"layer_out": (10, 2), "mlp_out": (1, 4), "attn_out": (2, 4)}, "vscale": own}
     tables = {
         arm: [{"activation": norms(**{site: np.array(x) * factor for site, x in of.items()})} for factor in (1, 1.01)]
@@ -166,7 +166,7 @@ def test_a_fine_tune_is_compared_with_the_model_it_began_from() -> None:
 
 
 def gated(left: Sequence[float], gates: Sequence[float]) -> dict[str, pd.DataFrame]:
-    """One head: by position the gate, and the value gradient before it ÷ after it."""
+    """Make one head with the gate by position, and the value gradient before it ÷ after it."""
     at = range(len(gates))
     gate = pd.DataFrame({"layer": 0, "head": 0, "kv_head": 0, "position": at, "gate": gates})
     parts = [
@@ -205,7 +205,7 @@ def test_a_gradient_is_severed_where_it_follows_the_gate(left: Sequence[Sequence
 
 @pytest.mark.parametrize(
     ("outside", "of_text", "plain", "outcome"),
-    [(0.8, 0.1, 0.5, HOLDS), (0.1, 0.8, 0.5, FAILS), (0.1, 0.0, 0.05, NOT_APPLIES)],  # at last there is none to take
+    [(0.8, 0.1, 0.5, HOLDS), (0.1, 0.8, 0.5, FAILS), (0.1, 0.0, 0.05, NOT_APPLIES)],  # last: no sink to take
 )
 def test_the_sink_moves_to_a_register_in_front_of_the_text(
     outside: float, of_text: float, plain: float, outcome: Outcome
@@ -219,7 +219,7 @@ def test_the_sink_moves_to_a_register_in_front_of_the_text(
 
 
 def biased(arms: Mapping[str, Numbers]) -> Training:
-    """A plain arm with a sink, and other arms whose sink is outside the text, at rates that they have."""
+    """Make a plain arm with a sink, and other arms whose sink is outside the text, at the given rates."""
     moved: Tables = {"attention_by_sequence": rates(0.05), "attention_outside": pd.DataFrame()}
     tables = {arm: [PLAIN_SINK if arm == "none" else moved] * 3 for arm in ("none", *arms)}
     return training({"none": {"loss": LOW, "sink_rate": [0.5] * 3, "massive_count": LOW}} | dict(arms), tables=tables)
@@ -239,7 +239,7 @@ def test_key_biases_move_the_sink_at_no_cost_and_each_claim_reads_its_own_arm() 
 
 
 def test_an_arm_with_further_parameters_is_another_one() -> None:
-    """In any order of arms; the start of a bias is no difference."""
+    """This holds for any order of arms; the start of a bias makes no difference."""
     numbers: dict[str, Numbers] = {
         "key-bias:value=zero,deviation=0.02": {"loss": LOW, "sink_rate_outside": [0.7] * 3},
         "key-bias:value=zero,dimensions=1": {"loss": LOW, "sink_rate_outside": [0.0] * 3},
@@ -293,7 +293,7 @@ def test_a_fixed_value_drives_the_sink_back(rates_at: Sequence[float], expected:
 
 
 def operations(plain: float, kinds: Mapping[str, float]) -> Training:
-    """Five seeds that differ by a hundredth of their rates."""
+    """Make five seeds that differ by a hundredth of their rates."""
     rates_of = {"none": plain} | {f"operation:kind={kind}": rate for kind, rate in kinds.items()}
     around = (1.0, 1.01, 0.99, 1.0, 1.0)
     return training({
@@ -326,7 +326,7 @@ def test_operations_with_sums_have_one_that_a_smaller_normalizer_weakens() -> No
 
 
 def course(attention: Sequence[float], value: Sequence[float], risk: float = 0.01) -> dict[str, Sequence[float]]:
-    """Metric → its values by step."""
+    """Make metric → its values by step."""
     return {
         "attention_to_start": (0, 1),
         "early_attention_to_start": attention,
@@ -367,8 +367,8 @@ def test_claims_of_the_lab_both_ways() -> None:
         ("V-6", "sinkscope run bigram-backcopy"),
         ("W-30", "sinkscope analyze org/model --revision STEP,STEP,…"),
         ("W-22", "sinkscope claims --from RUN --from RUN …, with runs of 4 or more sizes of its family"),
-        ("W-23", "sinkscope claims --from RUN … --from SCORES …, with runs of 4 or more sizes of its family and what "
-            "sinkscope benchmark --tasks hellaswag gave of each"),
+        ("W-23", "sinkscope claims --from RUN … --from SCORES …, with runs of 4 or more sizes of its family and "
+            "the results of sinkscope benchmark --tasks hellaswag for each"),
     ],
 )  # fmt: skip
 def test_the_command_that_would_decide_is_named(claim: str, command: str) -> None:
@@ -386,7 +386,7 @@ def test_the_command_that_adds_an_arm_to_a_folder_is_named(tmp_path: Path) -> No
     }  # fmt: skip
     alone = training({"none": {"loss": LOW[:1]}}, folder=tmp_path / "out")
     assert judged("GS-21", alone).reason == "sinkscope train --method none,vscale --seeds 3"
-    assert judged("V-4", made).reason == "sinkscope run bigram-backcopy"  # of another text
+    assert judged("V-4", made).reason == "sinkscope run bigram-backcopy"  # the training has another text
     lacks = judged("V-14", training({"none": {"loss": LOW}, "vga": {"loss": LOW}}))
     assert (lacks.outcome, lacks.reason) == (UNMEASURED, "the runs of vga lack the metric 'perplexity'")
 
@@ -416,7 +416,7 @@ def test_other_parameters_are_judged_under_names_of_their_own() -> None:
 
 
 def test_a_claim_that_several_models_decide_together_is_shown_once() -> None:
-    """Models that differ in one setting; claims about each alone are shown under its name."""
+    """The models differ in one setting; claims about a single model are shown under its name."""
     made = []
     for place, decay in enumerate((0.1, 5.0)):
         courses = {"none": {"sink_rate": [[0.0, 0.1 * rate] for rate in (4 + place, 5, 6)]}}
@@ -430,7 +430,7 @@ def test_a_claim_that_several_models_decide_together_is_shown_once() -> None:
 
 
 def test_a_line_of_the_figure_has_one_scale() -> None:
-    """Also where the interval begins below 0, which has no logarithm."""
+    """This includes intervals that begin below 0, which has no logarithm."""
     row: Any = SimpleNamespace(low=-0.03, value=0.009, high=0.05, least=-np.inf, most=0.02)
     assert _place(row.high, row) < 0 < _place(row.value, row) < _place(row.low, row)
     positive: Any = SimpleNamespace(low=0.005, value=0.01, high=0.04, least=-np.inf, most=0.02)

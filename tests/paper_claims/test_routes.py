@@ -1,4 +1,4 @@
-"""Which route carries the sink in which model, on runs of `intervene` made by hand."""
+"""The table `route`, from hand-made runs of `intervene`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_the_note_of_a_route_is_the_reason_or_the_command() -> None:
 
 
 def test_each_edit_is_its_own_route() -> None:
-    """A part of a route is not the route, and p₀, which the first attention layer reads, is not EPE₀."""
+    """Cutting a part of a route does not count as the route; p₀, which the first attention layer reads, is not EPE₀."""
     assert (routes(cut(0.3, name=f"{NAME}:layers=2"))["effect"] == Effect.NOT_MEASURED).all()
     epe, vector = cut(0.5, name="replace-epe:at=epe"), cut(0.3, name="replace-epe")
     assert routes(epe).loc["position vector", "effect"] == "not measured"

@@ -1,4 +1,4 @@
-"""Folders of runs: which are replaced, that one process at a time writes them, kills, links, and resuming."""
+"""Folders of runs: replacing, writing by one process at a time, kills, links, and resuming."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_in(folder: Path, **changes: Any) -> Path:
-    """A run with two files."""
+    """Make a run with two files."""
     with new_folder(folder) as fresh:
         (fresh / "tables").mkdir()
         (fresh / "tables" / "summary.parquet").write_text("")
@@ -66,7 +66,7 @@ def test_what_somebody_puts_in_meanwhile_stays(tmp_path: Path) -> None:
     assert read_manifest(run)["files"] == []
     assert "holds tables/notes.txt, which no run wrote" in refused(run)
 
-    new = tmp_path / "new"  # the same in a new folder
+    new = tmp_path / "new"  # the same test in a new folder
     with own_folder(new, overwrite=False) as folder, new_folder(folder) as fresh:
         new.mkdir()
         (new / "notes.txt").write_text("mine")
@@ -85,7 +85,7 @@ def test_two_files_of_one_name_are_not_exchanged(tmp_path: Path) -> None:
             (fresh / "verdict.md").write_text("new")
             write_manifest(fresh, run_manifest())
 
-    with pytest.raises(SinkscopeError, match=r"verdict.md was written by somebody else meanwhile"):
+    with pytest.raises(SinkscopeError, match=r"verdict.md was written by another process in the meantime"):
         write_both()
     assert (run / "verdict.md").read_text() == "mine"
     assert not beside(run, NEW).exists()
@@ -221,7 +221,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_many_at_once_never_have_it_together(tmp_path: Path) -> None:
-    """The lock file comes and goes; whoever holds the file that was removed holds nothing."""
+    """The lock file is removed and made again for each process; a lock on a removed file does not count."""
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def often() -> None:
@@ -253,7 +253,7 @@ def test_what_a_kill_left_is_put_right(tmp_path: Path) -> None:
     with own_folder(folder, overwrite=True):
         assert [path.name for path in tmp_path.glob("*run*") if path.is_dir()] == ["run"]
     os.replace(folder, beside(folder, OLD))
-    assert read_manifest(folder)["command"] == "analyze"  # a reader repairs it, too
+    assert read_manifest(folder)["command"] == "analyze"  # a reader also repairs it
     assert not list(tmp_path.glob(".sinkscope-*"))
 
 
@@ -265,7 +265,7 @@ def refused_after_repair(folder: Path) -> str:
 
 
 def test_repairs_are_killed_too(tmp_path: Path) -> None:
-    """Whatever is killed, one of the two is there in the end, complete."""
+    """After any kill, one of the two folders is there in the end, and complete."""
     for first in range(1, 12, 2):
         for second in (1, 4):
             parent = tmp_path / f"{first}-{second}"
@@ -331,7 +331,7 @@ def test_a_file_is_never_written_through_a_link(tmp_path: Path, foreign: Path) -
         assert path.read_text() == "{}"
         assert not path.is_symlink()
         assert untouched(foreign)
-    beside(path, NEW).write_text("another's")  # another process may still have it open, or it may be a hard link
+    beside(path, NEW).write_text("another's")  # another process may still have the file open, or it may be a hard link
     os.link(beside(path, NEW), tmp_path / "hard")
     with new_file(path) as fresh:
         fresh.write_text("{}")
@@ -417,7 +417,7 @@ def test_only_the_same_options_resume(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"made with other options .{named}.: repeat them"):
             check_resumable(out, "retrofit", OPTIONS | changes, overwrite=False)
         check_resumable(out, "retrofit", OPTIONS | changes, overwrite=True)
-    older = {**OPTIONS, "config": OPTIONS["config"] | {"decay": 0.1}, "sharded": False}  # was not recorded then
+    older = {**OPTIONS, "config": OPTIONS["config"] | {"decay": 0.1}, "sharded": False}  # without later options
     defaults = {"config": {"decay": 0.1, "steps": 9}, "sharded": False}
     assert resumable(out, "retrofit", older, defaults) is not None
     with pytest.raises(InputError, match=r"decay was 0.1, now 0.2"):

@@ -1,4 +1,4 @@
-"""A run.json that was edited by hand: every reader works with it, or says in a line which entry is wrong."""
+"""Every reader works with a run.json that was edited by hand, or names the wrong entry in one line."""
 
 import json
 import random
@@ -38,12 +38,12 @@ def always_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of every command that measures. Not to be changed."""
+    """Make a run of every command that measures. Tests must not change them."""
     folder = tmp_path_factory.mktemp("runs")
     tiny_model("llama").save_pretrained(folder / "tiny")
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched)
-        # without gradients: no entry decides what a verdict says of them, and reading them takes half of its time
+        # without gradients, because no entry affects their findings, and reading them takes half of the time
         sinkscope.analyze(folder / "tiny", out=folder / "analyze", observables=FORWARD, **SMALL)
         do = ["mask-sink"]
         sinkscope.intervene(folder / "tiny", do, out=folder / "intervene", draws=1, **SMALL)
@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edits(content: Any, replace: Callable[[Any], Any] = lambda part: part) -> Iterator[Any]:
-    """Yield the content with each of its entries left out, and with another value in its place."""
+    """Yield the content with each of its entries left out, and with another value for each entry."""
     entries = list(content.items()) if isinstance(content, dict) else list(enumerate(content))
     for key, value in entries:
         kept = [(name, part) for name, part in entries if name != key]
@@ -76,7 +76,7 @@ def read_in_every_way(folder: Path, whole: Path, command: str) -> None:
 
 
 def refusal(read: Callable[[], Any]) -> str:
-    """Return the message of one or two lines; "" if nothing is refused."""
+    """Return the error message, of one or two lines; "" without an error."""
     try:
         read()
     except InputError as error:
@@ -89,7 +89,7 @@ def refusal(read: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("command", ["analyze", "intervene", "quantize"])
 def test_every_entry_edited_by_hand(command: str, runs: Path, tmp_path: Path) -> None:
-    """The entries that all three have are edited once."""
+    """Entries that all three runs have are edited only once."""
     folder, whole = tmp_path / command, runs / command
     folder.mkdir()
     (folder / "tables").symlink_to(whole / "tables")

@@ -1,4 +1,4 @@
-"""The register of metrics: every metric of a table is in it, and no label is repeated elsewhere."""
+"""The register of metrics has every metric of a table, and no label is repeated elsewhere."""
 
 import ast
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def test_each_metric_is_distinct_and_defined() -> None:
 
 
 def test_no_label_is_repeated_in_the_source() -> None:
-    """A name may be the label itself: `loss`."""
+    """Labels that equal the name of the metric, such as `loss`, are ignored."""
     labels = {text.lower() for name, metric in METRICS.items() for text in (metric.label, metric.short) if text != name}
     for path in sorted(PACKAGE.rglob("*.py")):
         if path != REGISTER:

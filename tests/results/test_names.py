@@ -1,4 +1,4 @@
-"""A name that a result does not have gives an InputError with the closest name that it has."""
+"""An unknown name in a result raises InputError with the closest known name."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def test_names_in_a_run(run: Run) -> None:
         with pytest.raises(InputError, match=message):
             ask()
     assert run.metric("sink_rate", 1) == run.metric("sink_rate", np.int64(1))
-    assert np.isnan(run.metric("compress_slope"))  # was not measured
+    assert np.isnan(run.metric("compress_slope"))  # the metric was not measured
     assert run.tables.get("sumary") is None
     assert "sumary" not in run.tables
     with pytest.raises(KeyError):
@@ -41,7 +41,7 @@ def test_names_in_a_run(run: Run) -> None:
 
 
 def test_a_layer_without_the_metric_is_nan() -> None:
-    """The summary may lack the last layers of a model that attends in some layers only."""
+    """The summary may lack the last layers of a model with attention in only some layers."""
     run = made_up(layers=2)
     hybrid = RunData(run.manifest | {"family": {"kinds": ["attention", "attention", "mamba"]}}, run.tables)
     assert np.isnan(hybrid.metric("sink_rate", 2))

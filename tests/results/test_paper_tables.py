@@ -1,4 +1,4 @@
-"""NU's tables 1 and 2, of GPT-2: computed from weights by plain torch, next to the values of the paper."""
+"""NU tables 1 and 2, for GPT-2: values computed from weights by plain torch, and the values of the paper."""
 
 import numpy as np
 import pandas as pd
@@ -12,12 +12,12 @@ from sinkscope.results.papers import GPT2_MASSIVE, GPT2_WIDTH, MISPRINT, PRINTED
 
 
 def with_moments(layer: int, massive: dict[int, float], mean: float, spread: float) -> pd.DataFrame:
-    """A layer of the table `gamma` whose |γ| has these entries, mean and 2 standard deviations."""
+    """Make a layer of the table `gamma` whose |γ| has these entries, this mean and these 2 standard deviations."""
     others = GPT2_WIDTH - len(massive)
     centre = (GPT2_WIDTH * mean - sum(massive.values())) / others
     squares = GPT2_WIDTH * (mean**2 + (spread / 2) ** 2) - sum(entry**2 for entry in massive.values())
     deviation = np.sqrt(squares / others - centre**2)
-    few = 48  # others that are large, so that all stay positive
+    few = 48  # other large entries, so that all stay positive
     shape = np.where(np.arange(others) < few, np.sqrt((others - few) / few), -np.sqrt(few / (others - few)))
     magnitude = np.empty(GPT2_WIDTH)
     is_massive = np.isin(np.arange(GPT2_WIDTH), list(massive))
@@ -28,7 +28,7 @@ def with_moments(layer: int, massive: dict[int, float], mean: float, spread: flo
 
 
 def test_nus_values_are_next_to_those_of_gpt2s_weights() -> None:
-    """All digits of a run with the moments of GPT-2's weights agree, except one that the paper misprints."""
+    """All digits agree for a run with the moments of the weights of GPT-2, except for one misprint of the paper."""
     layers = []
     for layer, (baseline, *entries) in PRINTED.items():
         mean, spread = map(float, baseline.split(" ± "))
@@ -68,7 +68,7 @@ def random_gpt2() -> tuple[GPT2LMHeadModel, Run]:
 
 
 def test_a_gpt2_of_random_weights_against_plain_torch(random_gpt2: tuple[GPT2LMHeadModel, Run]) -> None:
-    """Definitions: |W_k b_Q| with W_k as GPT-2 stores it, (in, out); no norm folded in; mean ± 2 deviations of all."""
+    """|W_k b_Q| uses W_k as GPT-2 stores it, (in, out), without a norm; mean ± 2 deviations are over all entries."""
     model, run = random_gpt2
     table = paper_tables(run)["gamma"]
     for block, row in zip(model.transformer.h, table.to_dict("records"), strict=True):
@@ -83,7 +83,7 @@ def test_a_scorecard_has_both(random_gpt2: tuple[GPT2LMHeadModel, Run]) -> None:
     run = Run(random_gpt2[1].manifest | {"condition": "natural"}, random_gpt2[1].tables)
     assert "d=138, NU prints" in sinkscope.claims(runs=[run]).markdown
     gamma = run.tables["gamma"]
-    other = Run(run.manifest, run.tables | {"gamma": gamma[gamma["layer"] < 8]})  # no GPT-2
+    other = Run(run.manifest, run.tables | {"gamma": gamma[gamma["layer"] < 8]})  # the run is not of GPT-2
     text = sinkscope.claims(runs=[other]).markdown
     assert "as NU prints it; GPT-2's weights are needed to compute them: `sinkscope claims gpt2`" in text
     assert "28.01 (misprint of 26.014)" in text

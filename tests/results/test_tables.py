@@ -31,7 +31,7 @@ def test_tables_are_read_by_their_columns(tmp_path: Path) -> None:
         ROWS.assign(value=2),  # a whole number is a number
         ROWS.assign(more=1),
         ROWS.assign(metric=None),  # text may be missing
-        ROWS[:0].astype(object),  # no rows have no kind
+        ROWS[:0].astype(object),  # without rows, values have no kind
     ):
         rows.to_parquet(path, index=False)
         assert len(read_table(path, COLUMNS)) == len(rows)

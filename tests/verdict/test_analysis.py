@@ -1,4 +1,4 @@
-"""Findings of `analyze` are data, and their sentences have their numbers and no others."""
+"""Findings of `analyze` are data, and their sentences have no other numbers than these data."""
 
 import re
 from typing import Any
@@ -32,7 +32,7 @@ ENTROPY = {"attention_entropy": 1.0}
 
 
 def massive_run(*values: float) -> Run:
-    """Make a run in which coordinate 7 is massive at position 0 of layer 1, with these values of its sequences."""
+    """Make a run with a massive coordinate 7 at position 0 of layer 1, with one value for each sequence."""
     table = pd.DataFrame({"value": values}).assign(
         layer=1, position=0, coordinate=7, median=2.0, is_massive=True, sequence=range(len(values))
     )
@@ -81,7 +81,7 @@ def test_published_values_are_only_of_the_same_measurement_and_a_list_without_a_
     line = published_lines(found.published)[0]
     assert "Mistral-7B 97.49%, LLaMA2-7B 92.47%, LLaMA2-13B 91.69%, LLaMA3-8B 99.02%, GPT2-XL 77.00%†" in line
     assert "WSE table 1" in line
-    # a range would be of models that we chose, and a 135M model is not below any of them
+    # there is no range, which would depend on the models that we chose
     assert not any(word in found.sentence for word in ("below", "above", "within"))
     values = [Published("a", 50.0, "T = 64", "WSE"), Published("b", 25.0, "T = 64", "WSE", "†")]
     assert published_lines([*values, Published("c", 10.0, "T = 8", "NU")]) == [
@@ -112,7 +112,7 @@ def test_without_sink_heads_the_value_norm_is_over_all_heads() -> None:
 
 
 def test_a_largest_entry_says_that_it_is_over_all_sequences() -> None:
-    """The table's max infinity norm is a mean over sequences: another number."""
+    """The max infinity norm in the table is a mean over sequences, which is another number."""
     run = massive_run(2500.0, -3000.0)
     found = finding(run, "massive-coordinate")
     assert found.value == 3000.0
@@ -217,7 +217,7 @@ def rich_run() -> Run:
 
 
 def numbers_of(value: Any) -> list[float]:
-    """Return all numbers in a finding's data."""
+    """Return all numbers in the data of a finding."""
     if isinstance(value, str):
         return [float(number.replace(",", "")) for number in DIGITS.findall(value)]
     if isinstance(value, tuple | list):

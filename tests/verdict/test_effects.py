@@ -1,4 +1,4 @@
-"""Findings of arms of an intervention depend on the control's spread, and their intervals on the sequences."""
+"""Findings on arms depend on the spread of the controls, and their intervals on the sequences."""
 
 import numpy as np
 import pandas as pd
@@ -28,7 +28,7 @@ def run_of(
     perplexity: tuple[float, float, tuple[float, ...]] = (20.0, 21.0, (20.1, 20.2)),
     expects: str = "sink-falls",
 ) -> Run:
-    """Make a run of one arm `x`: position → (before, after, controls), the same in each of six layers."""
+    """Make a run of one arm `x` from position → (before, after, controls), the same in each of six layers."""
     rows = []
 
     def add(metric: str, position: int, values: tuple[float, float, tuple[float, ...]], layers: int) -> None:
@@ -88,12 +88,12 @@ def test_why_the_largest_activation_rises_after_zero_massive(place: tuple[int, i
         (0.7, 0.4, (0.69, 0.71, 0.70), Outcome.FALLS),
         (0.1, 0.4, (0.10, 0.11, 0.09), Outcome.RISES),
         (0.7, 0.6, (0.5, 0.8, 0.65), Outcome.UNCHANGED),  # random changes do as much
-        (0.7, 0.6, (0.59, 0.7, 0.7, 0.7, 0.7), Outcome.UNCHANGED),  # one of them does more
+        (0.7, 0.6, (0.59, 0.7, 0.7, 0.7, 0.7), Outcome.UNCHANGED),  # one of the random changes does more
         (0.5, 0.4, (0.6, 0.61, 0.62), Outcome.FALLS),  # random changes go the other way
         (0.5, 0.6, (0.6, 0.61, 0.62), Outcome.UNCHANGED),
         (0.7, 0.0, (), Outcome.UNDECIDED),
         (0.7, 0.0, (0.7,), Outcome.UNDECIDED),
-        (0.713, 0.712, (0.713, 0.713, 0.713), Outcome.UNCHANGED),  # not seen in print
+        (0.713, 0.712, (0.713, 0.713, 0.713), Outcome.UNCHANGED),  # the difference disappears in the printed digits
         (0.713, 0.70, (0.713, 0.713, 0.713), Outcome.FALLS),
         (NAN, NAN, (NAN, NAN), Outcome.UNCHANGED),
         (NAN, float("inf"), (NAN, NAN), Outcome.UNCHANGED),
@@ -136,7 +136,7 @@ def test_a_sink_that_should_fall_or_stay(expects: str, after: float, words: str)
     assert words in finding(run_of({0: (0.7, after, (0.7, 0.69, 0.71))}, expects=expects), "x")
     none = finding(run_of({0: (0.0, 0.0, (0.0, 0.0))}, expects=expects), "x")
     assert "There is no sink at position 0, before or after" in none
-    assert "no sink to begin with" in none
+    assert "there is no sink before the intervention" in none
 
 
 def test_perplexity() -> None:
@@ -158,7 +158,7 @@ def test_every_expectation_of_an_intervention_has_its_words() -> None:
 def test_without_controls_an_expectation_is_undecided(expects: str) -> None:
     run = run_of({0: (0.7, 0.0, ()), 1: (0.0, 0.7, ())}, expects=expects)
     assert [found.outcome for found in findings_of(run, "x") if found.name == expects] == [Outcome.UNDECIDED]
-    assert "too few controls to judge by" in finding(run, "x")
+    assert "too few controls to judge it" in finding(run, "x")
     assert "70.0% → 0.0%." in finding(run, "x")
 
 
@@ -222,7 +222,7 @@ def test_each_streaming_arm_has_its_own_windows() -> None:
     assert "The last 8 tokens" not in finding(run, "far")
 
 
-# --- intervals: a bootstrap over pairs of sequences, written out by hand
+# --- intervals: a bootstrap over pairs of sequences, computed explicitly
 
 SEQUENCES, LAYERS = 20, 3
 

@@ -1,4 +1,4 @@
-"""Trainings of a sweep, grouped by the settings in which they differ, on tables made by hand."""
+"""Trainings of a sweep, grouped by the settings in which they differ, on hand-made tables."""
 
 import pandas as pd
 import pytest
@@ -26,7 +26,7 @@ NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
 
 
 def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
-    """Make the table of trainings from settings and arm → the sink rate of each seed at the last of three steps."""
+    """Make the table of trainings from (settings, arm) → the sink rate of each seed at the last of three steps."""
     rows = [
         ("m", arm, -1, settings, seed, step, 32 * step, metric, value)
         for (settings, arm), last in rates.items()
@@ -107,7 +107,7 @@ def test_transcribed_rates_are_marked_wherever_they_are_shown() -> None:
 
 
 def test_claims_publish_the_same_rates() -> None:
-    """Each rate, with its mark, is among the published values of the claims on the same table."""
+    """Each rate, with its mark, is among the published values of the claims from the same table."""
     known = [value for claim in CLAIMS.values() for value in claim.published]
     for own in WSE_TRAININGS.values():
         text = f"{own.value:.2f}"

@@ -1,4 +1,4 @@
-"""The table `retrofit` and its Markdown, from made-up runs: every number by hand."""
+"""The table `retrofit` and its Markdown, from hand-made runs with known numbers."""
 
 import math
 
@@ -26,7 +26,7 @@ W8A8 = {
 def run_of(arm: str, **summary: float) -> Run:
     rows = [(-1, metric, value) for metric, value in summary.items()] + [
         (0, "sink_rate", 0.125)
-    ]  # a layer's: not meant
+    ]  # the value of a layer, which is not used
     table = pd.DataFrame(rows, columns=["layer", "metric", "value"])
     return Run({"model": {"name": "org/model"}, "condition": arm, "tables": ["summary"]}, {"summary": table})
 
@@ -46,7 +46,7 @@ def test_the_table_has_the_measured_numbers_and_no_others() -> None:
     assert list(table.columns) == [*LEADING, *column_names("retrofit")]
     assert (table["layer"] == -1).all()
     assert (table["model"] == "org/model").all()
-    expected = {name: W8A8[name] for name in ROWS if name in W8A8}  # and not the run's perplexity
+    expected = {name: W8A8[name] for name in ROWS if name in W8A8}  # without the perplexity of the run
     expected |= {"perplexity_increase": 600.29, "sink_rate": 0.731, "value_drain": 0.25, "massive_count": 18.8}
     assert values(table, UNTOUCHED) == pytest.approx(expected)
     assert list(values(table, UNTOUCHED)) == [metric for metric in ROWS if metric in expected]

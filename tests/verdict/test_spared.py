@@ -1,4 +1,4 @@
-"""The files with the sites to spare; llm-compressor's own reader leaves out exactly these modules."""
+"""The files with the sites to spare: llm-compressor's own reader leaves out exactly these modules."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 16, "calib
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return a run with three bits, in which some sites are costly."""
+    """Return a run with three bits, which has some costly sites."""
     folder = tmp_path_factory.mktemp("spared") / "run"
     return quantize(
         tiny_model("llama"), bits_weights=3, bits_activations=3, weights_per="channel", figures=(), out=folder, **SMALL
@@ -82,7 +82,7 @@ def test_grids_by_token_are_dynamic_and_a_cache_by_tensor_is_named() -> None:
 
 
 def test_a_model_that_llm_compressor_cannot_quantize_has_no_recipe(tmp_path: Path) -> None:
-    """GPT-2's layers are not torch.nn.Linear."""
+    """The linear layers of GPT-2 are not torch.nn.Linear."""
     options = SMALL | {"num_seqs": 1, "calibration": 1}
     run = quantize(tiny_model("gpt2"), out=tmp_path / "run", figures=(), **options)
     assert llm_compressor_recipe(run) is None

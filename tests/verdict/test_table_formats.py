@@ -1,4 +1,4 @@
-"""Summary tables as text, Markdown and LaTeX, written out by hand."""
+"""Summary tables as text, Markdown and LaTeX, compared with hand-written results."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every number of a verdict is in a table of its run, and is that of the scorecard if it is a claim's."""
+"""Every number of a verdict is in a table of its run, and agrees with the scorecard if it belongs to a claim."""
 
 import re
 import tempfile
@@ -22,15 +22,15 @@ from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import TABLE
 
 CONSTANTS = {value for value in vars(findings).values() if isinstance(value, float)}
-COUNTED = {  # numbers of rows
+COUNTED = {  # numbers that count rows
     "tokens", "heads", "total", "layers", "weak_layers", "having", "coordinates", "places", "usual",
 }  # fmt: skip
-SETTINGS = {"sequences", "lengths", "epsilon", "longest", "masked"}  # of run.json
+SETTINGS = {"sequences", "lengths", "epsilon", "longest", "masked"}  # numbers from run.json
 
 
 @cache
 def measured(name: str) -> Run:
-    """Return a run of a tiny model; the BOS of "sink" is a sink with massive activations, and "real" is SmolLM2."""
+    """Return a run of a tiny model ("sink" has a sink with massive activations at the BOS), or of SmolLM2 ("real")."""
     torch.manual_seed(0)
     if name == "real":
         return sinkscope.analyze(num_seqs=4)
@@ -79,7 +79,7 @@ def test_the_findings_numbers_are_those_of_the_measured_tables(name: str) -> Non
     free = rows[(rows["claim"] == "") | ~rows["number"].isin(["value"])]
     free = free[~free["number"].isin(COUNTED | SETTINGS)]
     step = free[free["finding"] == "8-bit-step"].set_index("number")["value"]
-    assert step["value"] == pytest.approx(step["largest"] / 255 / step["median"])  # made of the others
+    assert step["value"] == pytest.approx(step["largest"] / 255 / step["median"])  # computed from the other numbers
     free = free.drop(free.index[(free["finding"] == "8-bit-step") & free["number"].isin(["value", "median"])])
     massive = run.tables["massive"].groupby("layer")["median"].mean()
     assert step["median"] == pytest.approx(massive[step["layer"]])
@@ -90,7 +90,7 @@ def test_the_findings_numbers_are_those_of_the_measured_tables(name: str) -> Non
 
 @cache
 def scorecard(name: str) -> pd.DataFrame:
-    """Judge claims by the run, and by the same run as random weights, on which their own values do not depend."""
+    """Judge claims from the run, and with the same run as random weights, which does not change the values."""
     run = measured(name)
     at_random = run.manifest["model"] | {"weights": WEIGHTS_AT_RANDOM}
     return judged(evidence_of([run, replace(run, manifest=run.manifest | {"model": at_random})], "MODEL"))

@@ -1,4 +1,4 @@
-"""A verdict has no sentence that the numbers of its run do not support."""
+"""Every sentence of a verdict is supported by the numbers of its run."""
 
 from io import StringIO
 
@@ -38,7 +38,7 @@ def sentences(run: Run) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_one_sequence_of_two_tokens(name: str) -> None:
-    """There is no interval, no position 5 and no deviation of the query bias over a single later token."""
+    """There is no interval, no position 5, and no deviation of the query bias over a single later token."""
     run = sinkscope.analyze(tiny_model(name), input="random", num_seqs=1, seq_len=2)
     assert "Measured on 1 sequence of 2 tokens" in run.verdict
     assert "A single sequence has no 95 % interval" in run.verdict
@@ -61,7 +61,7 @@ def test_titles_name_the_input() -> None:
 
 
 def test_random_weights_are_no_gradient_sink() -> None:
-    """Their value gradient at position 0 is several times later ones, by the causal mask alone."""
+    """By the causal mask alone, their value gradient at position 0 is several times the gradient at later positions."""
     model = redrawn(tiny_model("llama", spread=1.0), seed=0)
     run = sinkscope.analyze(model, input="random", num_seqs=8, seq_len=64, bos="never", observables=("gradient",))
     assert run.metric("value_gradient_ratio") > 3
@@ -69,12 +69,12 @@ def test_random_weights_are_no_gradient_sink() -> None:
     said = sentences(run)
     uniform = run.metric("uniform_gradient_ratio")
     assert f"uniform causal attention alone makes the value gradient {uniform:.1f} ×" in said["value-gradient"]
-    assert "decided against the same model with random weights" in said["gradient-null"]
+    assert "decided by comparison with the same model with random weights" in said["gradient-null"]
 
 
 @pytest.mark.parametrize("length", [64, 256])
 def test_the_gradient_of_uniform_causal_attention(length: int) -> None:
-    """The closed form agrees with upstream gradients that are drawn at random."""
+    """The closed form agrees with randomly drawn upstream gradients."""
     drawn = np.random.default_rng(0).standard_normal((length - 1, 20_000))  # the last token predicts nothing
     weights = np.tril(np.ones((length - 1, length - 1))) / np.arange(1, length)[:, None]
     norms = np.linalg.norm(weights.T @ drawn, axis=1)
@@ -99,17 +99,17 @@ def test_pathways_are_compared_by_norms() -> None:
 
 
 def test_gains_below_1_are_stated_as_gains() -> None:
-    """A gain of 0.043 is not a multiplication by 0, and a gain of 9 is not a division."""
+    """A gain of 0.043 is not printed as a multiplication by 0, nor a gain of 9 as a division."""
     gains = {"bloat": 0.043, "bloat_later": 0.045, "compress": 9.0, "compress_later": 14.0, "change": 0.83}
     said = sentences(summarized(whole=gains | {"compress_slope": np.nan, "compress_correlation": np.nan}))
     assert "attention branch × 0.043, the norm before it × 9, the residual stream × 0.83" in said["reshaping"]
     assert not any(word in said["reshaping"] for word in ("multiplies", "divides", "only", "falls"))
-    assert "compress" not in said  # no slope, no sentence of it
+    assert "compress" not in said  # there is no slope, and no sentence on it
     assert sentences(summarized(whole=dict.fromkeys(gains, 0.0)))["reshaping"].count("× 0") == 5
 
 
 def test_the_value_gradient_of_a_scale_is_read_before_it() -> None:
-    """GS §5.1's claim is about the raw value state: V-scale with φ = 1/2 lets half of it through."""
+    """The claim of GS §5.1 is about the raw value state; V-scale with φ = 1/2 multiplies it by one half."""
     tables = gradient_tables(layers=2)
     value = tables["gradient"].query("pathway == 'value'")
     halved = value.assign(
@@ -139,7 +139,7 @@ def test_the_value_gradient_of_a_scale_is_read_before_it() -> None:
 
 @pytest.mark.parametrize("condition", ["natural", "repeated"])
 def test_repeated_tokens_that_are_all_massive_have_no_sentence_that_denies_it(condition: str) -> None:
-    """SmolLM2: 24,168 at every position of a repeated sequence, where the median is 48."""
+    """In SmolLM2, the largest entry is 24,168 at every position of a repeated sequence, and the median is 48."""
     at = {"layer": 1, "sequence": 0, "coordinate": 7, "median": 48.0, "is_massive": False}
     massive = pd.DataFrame({"position": range(3), "value": 24_168.0} | at)
     massive["ratio"] = massive["value"] / massive["median"]
@@ -156,7 +156,7 @@ def test_repeated_tokens_that_are_all_massive_have_no_sentence_that_denies_it(co
         in said
     )
     small = summarized(tables={"massive": massive.assign(value=2.0)}, condition=condition)
-    assert sentences(small)["massive"].startswith("No entry")  # below 100 it is none, whatever the median is
+    assert sentences(small)["massive"].startswith("No entry")  # below 100 an entry is not massive, for any median
 
 
 # --- positions
@@ -177,7 +177,7 @@ def test_the_gradient_ratio_does_not_depend_on_the_positions_reported(pathway: s
 
 
 def test_position_0_is_a_register_where_registers_precede_the_text() -> None:
-    """It is not the BOS, which comes after them."""
+    """Position 0 is not the BOS, which follows the registers."""
     asked = {"input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never", "observables": ("attention",)}
     plain, registers = tiny_model("llama"), retrofit_model(tiny_model("llama"), None, "register-tokens", count=2)
     run = sinkscope.analyze(plain, **asked)
@@ -191,7 +191,7 @@ def test_position_0_is_a_register_where_registers_precede_the_text() -> None:
 
 
 def test_papers_expect_nothing_of_models_that_they_do_not_study() -> None:
-    """NU studies models with learned positions and a query bias, not rotary ones."""
+    """NU studies models with learned positions and a query bias, and not rotary models."""
     asked = {"arms": {"x": "nullify-first-embedding"}, "draws": 2, "input": "random", "num_seqs": 2, "seq_len": 20}
     silent = sinkscope.intervene(tiny_model("llama"), **asked)
     assert not silent.manifest["arms"]["x"]["expects"]

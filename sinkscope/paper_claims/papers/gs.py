@@ -34,7 +34,7 @@ BRANCH = "gradient_ratio_by_sequence"
 
 
 def _more_mass(evidence: Evidence) -> Estimate:
-    """Masses are in units of uniform causal attention, which gives the first position the most."""
+    """Return the share of layers with more mass, in units of uniform causal attention, which favors position 0."""
     by_layer = estimates.attention(evidence.natural, "sink_mass")
     length = evidence.natural.run.manifest["input"]["shortest"]
     times = by_layer / uniform_mass(length, by_layer.shape[-1])
@@ -61,11 +61,9 @@ def _co_occurrence(evidence: Evidence) -> Estimate:
 
 
 def _against_null(measure: Callable[[Sequences], Estimate], evidence: Evidence, role: Need, floor: float) -> Estimate:
-    """A number ÷ the interval in which one more draw of random weights would fall, or ÷ `floor` if that is larger.
-
-    The model is a single network, so it is compared with a single draw: the mean over draws becomes more precise with
-    their number, and any model would differ from it.
-    """
+    """Return a number ÷ the interval for one more draw of random weights, or ÷ `floor` if that is larger."""
+    # The model is a single network, so it is compared with a single draw: the mean over draws becomes more precise with
+    # their number, and any model would differ from it.
     found = measure(evidence.sequences(role))
     values = np.array([measure(draw.natural).value for draw in evidence.nulls])
     if not len(values):
@@ -118,9 +116,9 @@ def _theorem_two(evidence: Evidence) -> Estimate:
 
 
 def _over_units(x: np.ndarray) -> Estimate:
-    """A mean over heads or tokens, which are resampled. Raises NotDefined if there are none."""
+    """Return a mean over heads or tokens, which are resampled. Raises NotDefined if there are none."""
     if len(x) == 0:
-        raise NotDefined("the bound is of no layer of this model")
+        raise NotDefined("the bound applies to no layer of this model")
     return bootstrap(statistics.weighted_means(x[:, None], statistics.resamplings(len(x)))[:, 0])
 
 
@@ -147,7 +145,7 @@ def _bloat_by_branch(evidence: Evidence) -> Estimate:
 
 
 def _owns_bloat(evidence: Evidence) -> Estimate:
-    """Token 0's share of the largest points; their number is that of the layers, so that all could be token 0's."""
+    """Return token 0's share of the largest points, as many as layers, so that all could be token 0's."""
     bloat = branch_ratios(evidence.natural, "bloat")
     replicates, layers, positions = bloat.shape
     order = np.argsort(-np.nan_to_num(bloat).reshape(replicates, -1), axis=1)[:, :layers]
@@ -164,7 +162,7 @@ def _unchanged(evidence: Evidence) -> Estimate:
 
 
 def _with_another_masked(evidence: Evidence) -> Estimate:
-    """The gradient ratio with another position masked ÷ without a mask."""
+    """Return the gradient ratio with another position masked ÷ without a mask."""
     table = before_valves(table_of(evidence.run(MASKED), "gradient"))
     rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
     rows = rows[rows["condition"].isin([BEFORE, *evidence.controls(MASKED)])]
@@ -177,7 +175,7 @@ def _with_another_masked(evidence: Evidence) -> Estimate:
 
 
 def _inverse(evidence: Evidence) -> Estimate:
-    """compress at position 0 of the rescaled layer, after ÷ before, × the factor."""
+    """Return compress at position 0 of the rescaled layer, after ÷ before, × the factor."""
     (do,) = evidence.run(RESCALED).manifest["arms"][evidence.label(RESCALED)]["do"]
     given = dict(part.split("=") for part in do.partition(":")[2].split(","))
     layer, factor = int(given["layers"]), float(given.get("factor", 0.5))
@@ -193,14 +191,14 @@ _RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random wei
 _OR_UNIFORM = " or under uniform attention, whichever is larger"
 
 
-# --- V-scale: an arm next to a plain training or fine-tune
+# --- V-scale: an arm compared with a plain training or fine-tuning
 
 VALVE = "vscale"
 ARMS = Need("arms", f"{PLAIN},{VALVE}")
 
 
 def largest_norm(site: str) -> OfArm:
-    """The norm at position 0, mean over sequences, in the layer where it is largest."""
+    """Return the norm at position 0, mean over sequences, in the layer where it is largest."""
 
     def of(arm: Arm) -> float:
         table = table_of(arm.run, "activation")
@@ -210,24 +208,24 @@ def largest_norm(site: str) -> OfArm:
 
 
 def _falls_more(arms: Mapping[str, Arm]) -> float:
-    """The share of their norm that MLP outputs lose − the share that attention outputs lose."""
+    """Return the share of their norm that MLP outputs lose − the share that attention outputs lose."""
     left = [largest_norm(site)(arms[VALVE]) / largest_norm(site)(arms[PLAIN]) for site in ("mlp_out", "attn_out")]
     return (1 - left[0]) - (1 - left[1])
 
 
-# --- the steps of a training: whether the gradient spike is there from the onset of the sink on
+# --- the steps of a training: the gradient spike from the onset of the sink on
 
 STEPS = Need("steps")
 
 
 def _gradient_ratios(run: RunData) -> np.ndarray:
-    """(1 + groups,): the value gradient at position 0 ÷ later ones."""
+    """(1 + groups,): the value gradient at position 0 ÷ at later positions."""
     by_position = gradients(Sequences(run), "value").mean(1)
     return by_position[:, 0] / later_positions(by_position).mean(1)
 
 
 def _least_spike(evidence: Evidence) -> Estimate:
-    """The smallest ratio over the steps from the onset on; the null is step 0, or else random weights."""
+    """Return the smallest ratio over the steps from the onset on; the null is step 0, or else random weights."""
     found = []
     for runs in evidence.studies[STEPS].steps:
         steps, rates = rates_over_steps(runs)
@@ -251,14 +249,14 @@ def _least_spike(evidence: Evidence) -> Estimate:
 
 
 CLAIMS = (
-    Claim("GS-1", "fig. 1", "Token 0 stands apart in sink mass.",
-        (Part("share of layers in which position 0 has, of what uniform attention would give, twice and more than 1–15",
+    Claim("GS-1", "fig. 1", "Token 0 has a distinctly larger sink mass.",
+        (Part("share of layers in which position 0 has at least twice as much, in units of uniform attention, as 1–15",
             _more_mass, at_least(0.5)),), scope=(causal,)),
-    Claim("GS-2", "fig. 1", "Token 0 stands apart in sink rate.",
+    Claim("GS-2", "fig. 1", "Token 0 has a distinctly larger sink rate.",
         (Part("share of layers in which position 0 has a higher sink rate than any of 1–15",
             _higher_rate, at_least(0.5)),)),
     Claim("GS-3", "fig. 1", "The residual norm of token 0 is elevated.",
-        (Part("share of layers into which token 0 comes with a larger norm than positions 5–15",
+        (Part("share of layers whose input has a larger norm at token 0 than at positions 5–15",
             lambda e: bootstrap((estimates.norm_ratios(e.natural, "layer_in") > 1).mean(1)), at_least(0.5)),)),
     Claim("GS-4", "fig. 1", "Few MLP blocks write token 0's norm.",
         (Part("the top two layers' share of the sum of ‖mlp_out₀‖ over layers", _top_two_writers, at_least(0.5)),)),
@@ -275,7 +273,7 @@ CLAIMS = (
     Claim("GS-10", "fig. 2", "The query gradient at token 0 vanishes.",
         (Part("‖∇q₀‖ as autograd gives it ÷ median of positions 1–15", _first_query, at_most(1e-5), "{:.1e}"),),
         scope=(causal, in_float32), is_ours=False, set_against=Null.THEOREM),
-    Claim("GS-11", "fig. 2", "Value gradients drop behind token 0.",
+    Claim("GS-11", "fig. 2", "Value gradients drop after token 0.",
         (Part("‖∇v₁‖ ÷ ‖∇v₀‖, means over layers", _drop, at_most(0.5)),)),
     Claim("GS-12", "§3.2", "∇v_s = Σ_t a[t,s] g_t.",
         (Part("largest relative residual",
@@ -285,10 +283,10 @@ CLAIMS = (
         (Part("share of heads", _theorem_one, at_least(0.95)),), set_against=Null.THEOREM),
     Claim("GS-14", "theorem 1", "The stronger the sink column, the larger its value gradient.",
         (Part("rank correlation over heads of sink mass and ‖∇v₀‖ ÷ later", _column_strength, at_least(0.5)),)),
-    Claim("GS-15", "§1, §4", "The pressure is in the attention block.",
+    Claim("GS-15", "§1, §4", "The gradient pressure is in the attention block.",
         (Part("bloat at 0 ÷ later of the attention branch ÷ the same of the MLP", _bloat_by_branch, above(1.0)),),
         is_ours=False),
-    Claim("GS-16", "fig. 3", "Token 0 owns the high-bloat regime.",
+    Claim("GS-16", "fig. 3", "The points with high bloat are token 0's.",
         (Part("token 0's share of the largest points (layer, position), as many as layers", _owns_bloat,
             at_least(0.8)),)),
     run_claim("GS-17"),
@@ -300,8 +298,8 @@ CLAIMS = (
     Claim("GS-28", "title", "Without a sink there is no gradient sink.",
         (Part(f"value-gradient ratio with position 0 masked ÷ that on random weights{_OR_UNIFORM}",
             _above_null("value", MASKED), below(2.0)),
-         Part("the same as it is", _above_null("value"), at_least(SPIKE)),
-         Part("the ratio with another position masked ÷ as it is", _with_another_masked, at_least(0.5))),
+         Part("the same ratio without a mask", _above_null("value"), at_least(SPIKE)),
+         Part("the ratio with another position masked ÷ without a mask", _with_another_masked, at_least(0.5))),
         (*_BOTH, MASKED), (causal,)),
     Claim("GS-29", "§4", "The norm alone regulates gradients.",
         (Part("compress at 0 × the factor of the norm, after ÷ before", _inverse, between(0.9, 1.1)),
@@ -315,7 +313,7 @@ CLAIMS = (
     Claim("GS-22", "fig. 5", "V-scale lowers token 0's norm.",
         (Part("largest ‖h_out,0‖, V-scale ÷ plain", ratio(ARMS, largest_norm("layer_out"), VALVE), below(1.0)),),
         (ARMS,), is_ours=False),
-    Claim("GS-23", "fig. 5", "V-scale lowers its MLP outputs.",
+    Claim("GS-23", "fig. 5", "V-scale lowers token 0's MLP outputs.",
         (Part("largest ‖mlp_out₀‖, V-scale ÷ plain", ratio(ARMS, largest_norm("mlp_out"), VALVE), below(1.0)),),
         (ARMS,), is_ours=False),
     Claim("GS-24", "§5.2", "MLP outputs fall more than attention outputs.",
@@ -323,11 +321,11 @@ CLAIMS = (
         (ARMS,), is_ours=False),
     Claim("GS-25", "§5.2", "V-scale costs nothing.",
         (Part("held-out loss, V-scale − plain", difference(ARMS, metric("loss"), VALVE), at_most(NO_COST)),), (ARMS,)),
-    Claim("GS-26", "§5.1", "The valve acts.",
+    Claim("GS-26", "§5.1", "V-scale lowers the value gradient of token 0.",
         (Part("raw value gradient at 0, V-scale ÷ plain", ratio(ARMS, metric("value_gradient_norm"), VALVE),
             below(1.0)),),
         (ARMS,), is_ours=False),
     Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
-        (Part("value-gradient ratio ÷ null, least over steps behind the onset", _least_spike, at_least(SPIKE)),),
+        (Part("value-gradient ratio ÷ null, smallest over steps from the onset on", _least_spike, at_least(SPIKE)),),
         (STEPS,)),
 )  # fmt: skip

@@ -28,7 +28,7 @@ SCOPE = (causal, query_bias, learned_positions)
 
 
 def _without_its_mechanism(evidence: Evidence) -> str | None:
-    """Require a model without a query bias or without learned positions, unlike NU's own."""
+    """Require a model without a query bias or without learned positions, unlike NU's own model."""
     if learned_positions(evidence):
         return None
     reason = query_bias(evidence)
@@ -46,9 +46,7 @@ def _with_a_bos(evidence: Evidence) -> str | None:
 
 
 def _massive(evidence: Evidence) -> pd.DataFrame:
-    """Return the rows of γ at massive coordinates of EPE_0, with γ's magnitude, the mean + 2 standard deviations of its
-    layer, and its rank there from 1 on. Raises NotDefined.
-    """
+    """Return γ at massive coordinates of EPE_0: magnitude, rank, and mean + 2 std of the layer."""
     table = evidence.natural.table("gamma")
     magnitude = table["gamma"].abs()
     by_layer = magnitude.groupby(table["layer"])
@@ -86,7 +84,7 @@ def _rank(evidence: Evidence) -> Estimate:
 
 
 def _share_of_delta(evidence: Evidence) -> Estimate:
-    """Δ's share of the mean logit gap, over layers from the second on; the first reads no EPE. Raises NotDefined."""
+    """Return Δ's share of the mean logit gap over all layers except the first, which reads no EPE."""
     if "logit_terms_by_sequence" not in evidence.natural.run.tables:
         raise NotDefined("its queries and keys are not what its projections give, or its attention has a window")
     first, others = (
@@ -104,7 +102,7 @@ def _share_of_delta(evidence: Evidence) -> Estimate:
     if gap[0].mean() <= 0:
         return Estimate(np.nan).over(f"the logit of position 0 is no larger than others: gap {gap[0].mean():.2g}")
     by_layer = ", ".join(f"{100 * share:.0f}" for share in delta[0] / gap[0])
-    return bootstrap(delta.mean(1) / gap.mean(1)).over(f"by layer from the second on: {by_layer} %")
+    return bootstrap(delta.mean(1) / gap.mean(1)).over(f"by layer, without the first: {by_layer} %")
 
 
 # --- interventions
@@ -123,7 +121,7 @@ def _random_columns(evidence: Evidence) -> Estimate:
     return mean_of_controls(rates / before)
 
 
-# --- what the paper leaves to do
+# --- open questions of the paper
 
 
 def _first_order(evidence: Evidence) -> Estimate:
@@ -170,7 +168,7 @@ CLAIMS = (
             _rank, at_most(1.0)),), scope=SCOPE),
     Claim("N-6", "intervention 1", "Without b_Q the sink falls.",
         (falls(NULLIFIED), had_a_sink(NULLIFIED)), (NULLIFIED,), SCOPE),
-    Claim("N-7", "intervention 2", "With another position's EPE at position 0 the sink is gone.",
+    Claim("N-7", "intervention 2", "With the EPE of another position at position 0, the sink is gone.",
         (Part("sink rate at position 0 after, in %", _rate_after, below(1.0)), had_a_sink(REPLACED)),
         (REPLACED,), SCOPE),
     Claim("N-8", "intervention 3", "EPE₀ makes a sink of the position that it is moved to.",
@@ -188,15 +186,15 @@ CLAIMS = (
             at_least(0.5)),
          had_a_sink(COLUMNS)),
         (COLUMNS,), SCOPE),
-    Claim("N-11", "§4.1", "Δ is the reason why position 0's logits stand above the others'.",
-        (Part("Δ's part of the logit gap at position 0, means over layers from the second on", _share_of_delta,
+    Claim("N-11", "§4.1", "Δ is the reason why the logits of position 0 are above the others.",
+        (Part("Δ's part of the logit gap at position 0, means over all layers except the first", _share_of_delta,
             above(0.5)),), scope=SCOPE),
     Claim("N-12", "title", "There are sinks without a query bias or learned positions.",
         (Part("sink rate at position 0 in %", _elsewhere, above(SINK)),), scope=(causal, _without_its_mechanism)),
-    Claim("N-13", "§3.2", "EPE is the first-order effect of a position behind the first layer.",
-        (Part("cosine of EPE with the mean state behind the first layer, mean over positions", _first_order,
+    Claim("N-13", "§3.2", "EPE is the first-order effect of a position after the first layer.",
+        (Part("cosine of EPE with the mean state after the first layer, mean over positions", _first_order,
             at_least(0.5)),), scope=SCOPE),
-    Claim("N-14", "§4.2.2", "W_k EPE₀ is parallel to b_Q, and what EPE₀ leaves of position 0's state is not.",
+    Claim("N-14", "§4.2.2", "W_k EPE₀ is parallel to b_Q, and the rest of the state of position 0 is not.",
         (Part("cos(W_k(h₀ − EPE₀), b_Q), mean over the second half of layers", _rest, between(-0.2, 0.2)),
          of_run(RUN_CLAIMS["N-2"].parts[0])),
         scope=SCOPE),

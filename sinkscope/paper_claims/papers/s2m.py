@@ -20,7 +20,7 @@ from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife
 
 BIASES = "key-bias:value=learned"
 WITH_BIASES = Need("train", f"{PLAIN},{BIASES}")
-DELIMITERS = set(".,;:!?\n\r")  # the characters of a delimiter token, besides spaces
+DELIMITERS = set(".,;:!?\n\r")  # characters of a delimiter token, apart from spaces
 
 
 # --- streaming
@@ -29,9 +29,7 @@ STREAM = Need("streaming")
 
 
 def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
-    """(1 + N,): with the smallest window and the first `keep` tokens kept (None: dense), over all texts that were
-    streamed and without each of them.
-    """
+    """(1 + N,): smallest window, `keep` first tokens (None: dense), over all texts and without each text."""
     table = evidence.sequences(STREAM).table("streaming_by_sequence")
     rows = table[table["method"] == "dense"]
     if keep is not None:
@@ -49,7 +47,7 @@ def _streamed(keep: int, against: int | None) -> Callable[[Evidence], Estimate]:
 
 
 def _registers_alone(evidence: Evidence) -> Estimate:
-    """Perplexity with only the register tokens kept ÷ with three first tokens of the text kept as well."""
+    """Return perplexity with only the register tokens kept ÷ with three first tokens of the text kept as well."""
     count = _registers(evidence)
     alone, more = (_perplexities(evidence, keep) for keep in (count, count + 3))
     return positive_jackknife(alone / more).over(f"{count} register token{'s' * (count > 1)}")
@@ -75,7 +73,7 @@ def _massive(evidence: Evidence) -> pd.DataFrame:
 
 
 def _largest(evidence: Evidence, column: str) -> np.ndarray:
-    """(R, layers): the largest entry of each layer's output in `column`, mean over sequences."""
+    """(R, layers): the largest entry of the output of each layer in `column`, mean over sequences."""
     table = evidence.natural.table("massive")
     by_layer = table[column].abs().groupby([table["sequence"], table["layer"]]).max().unstack()
     values = by_layer.to_numpy(float)
@@ -90,7 +88,7 @@ def _onset(evidence: Evidence) -> Estimate:
 
 
 def _fixed_coordinate(evidence: Evidence) -> Estimate:
-    """The share of sequences whose largest entry of all layers is at the most frequent coordinate."""
+    """Return the share of sequences whose largest entry of all layers is at the most frequent coordinate."""
     massive = _massive(evidence)
     places = massive.loc[massive.groupby("sequence")["value"].apply(lambda x: x.abs().idxmax())]
     usual = places["coordinate"].mode().iloc[0]
@@ -115,9 +113,7 @@ def _at_first_or_delimiter(evidence: Evidence) -> Estimate:
 
 
 def _attracts(evidence: Evidence) -> Estimate:
-    """How much more often (head, position) is a sink where the layer's input is massive, over positions with enough
-    queries and all layers except the first.
-    """
+    """Return P(sink | massive input) ÷ P(sink), over positions with enough queries in all layers except the first."""
     massive, sinks = _massive(evidence), evidence.natural.table("sink_positions")
     run = evidence.natural.run
     count, longest = run.manifest["input"]["sequences"], run.manifest["input"]["longest"]
@@ -144,9 +140,8 @@ def _attracts(evidence: Evidence) -> Estimate:
 
 
 def _outlier_features(evidence: Evidence) -> Estimate:
-    """Read every sequence at the layer with the largest activation: an outlier feature would be large at most tokens
-    (Dettmers et al. 2022).
-    """
+    """Return the ratio for every sequence in the layer with the largest activation."""
+    # An outlier feature would be large at most tokens (Dettmers et al. 2022).
     massive = _massive(evidence)
     layer = massive.loc[massive["ratio"].idxmax(), "layer"]
     table = evidence.natural.table("massive_elsewhere")
@@ -163,35 +158,35 @@ CLAIMS = (
     Claim("S-2", "StreamingLLM", "Four kept tokens suffice.",
         (Part("perplexity with four first tokens kept ÷ dense", _streamed(4, None), below(1.1)),), (STREAM,),
         (causal,)),
-    Claim("S-3", "StreamingLLM", "One or two do not.",
+    Claim("S-3", "StreamingLLM", "One or two kept tokens do not suffice.",
         (Part("perplexity with one kept ÷ with four", _streamed(1, 4), above(1.05)),
          Part("perplexity with two kept ÷ with four", _streamed(2, 4), above(1.05))), (STREAM,), (causal,)),
     Claim("S-4", "StreamingLLM", "A sink token that was trained with the model suffices alone.",
-        (Part("perplexity with the register tokens kept ÷ with three first tokens besides", _registers_alone,
+        (Part("perplexity with the register tokens kept ÷ with three first tokens in addition", _registers_alone,
             between(0.95, 1.05)),), (STREAM,), (causal, with_registers)),
     Claim("S-5", "Sun et al.", "Massive activations are huge.",
         (Part("largest entry ÷ median, mean over sequences",
             lambda e: bootstrap(_largest(e, "ratio").max(1)), at_least(1e4)),)),
     run_claim("S-6", is_ours=False),
-    Claim("S-7", "Sun et al.", "They appear abruptly.",
-        (Part("largest entry of a layer's output ÷ of the layer's before, largest step", _onset, at_least(10.0)),)),
-    Claim("S-8", "Sun et al.", "They are gone at the end.",
+    Claim("S-7", "Sun et al.", "Massive activations appear abruptly.",
+        (Part("largest entry of a layer's output ÷ of the layer before, largest step", _onset, at_least(10.0)),)),
+    Claim("S-8", "Sun et al.", "Massive activations are gone at the end.",
         (Part("largest entry of the last layer ÷ of the layer with the largest",
             lambda e: bootstrap(_largest(e, "value")[:, -1] / _largest(e, "value").max(1)), below(0.5)),)),
-    Claim("S-9", "Sun et al.", "They stand at fixed coordinates.",
+    Claim("S-9", "Sun et al.", "Massive activations are at fixed coordinates.",
         (Part("share of sequences with the largest at one coordinate", _fixed_coordinate, at_least(0.9)),)),
-    Claim("S-10", "Sun et al.", "They stand at the first token and at delimiters.",
+    Claim("S-10", "Sun et al.", "Massive activations are at the first token and at delimiters.",
         (Part("share of massive activations there", _at_first_or_delimiter, at_least(0.5)),)),
-    Claim("S-11", "Sun et al.", "Setting them to zero breaks the model.",
+    Claim("S-11", "Sun et al.", "Setting massive activations to zero breaks the model.",
         (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_ZERO), at_least(COLLAPSE)),
          Part("of random coordinates ÷ before", lambda e: perplexity_of_controls(e, TO_ZERO),
             between(0.9, 1.1))), (MAIN, TO_ZERO)),
-    Claim("S-12", "Sun et al.", "Setting them to their mean does not.",
+    Claim("S-12", "Sun et al.", "Setting massive activations to their mean does not.",
         (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_MEAN), between(1 - HARM, 1 + HARM)),),
         (MAIN, TO_MEAN)),
-    Claim("S-13", "Sun et al.", "They attract attention.",
+    Claim("S-13", "Sun et al.", "Massive activations attract attention.",
         (Part("P(sink | massive input) ÷ P(sink)", _attracts, above(1.0)),), scope=(causal,), is_ours=False),
-    Claim("S-15", "Sun et al.", "They are not outlier features: ordinary tokens do not have them.",
+    Claim("S-15", "Sun et al.", "Massive activations are no outlier features: ordinary tokens do not have them.",
         (Part("median entry at the massive coordinate, other tokens ÷ the massive one, mean over sequences",
             _outlier_features, at_most(0.1)),)),
     Claim("S-14", "Sun et al.", "Key-value biases remove massive activations.",

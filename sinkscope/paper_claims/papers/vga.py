@@ -37,7 +37,7 @@ def _drain_follows(evidence: Evidence) -> Estimate:
 
 
 def _starved(evidence: Evidence) -> Estimate:
-    """The median over key/value heads that attend almost only to position 0."""
+    """Return the median over key/value heads that attend almost only to position 0."""
     attention = evidence.natural.table("attention")
     mass = attention[attention["position"] == 0].groupby(["layer", "kv_head"])["window_mass"].mean()
     strong = mass.index[mass > STRONG]
@@ -63,7 +63,8 @@ def _gate_closes(evidence: Evidence) -> Estimate:
 
 
 def _no_op(evidence: Evidence) -> Estimate:
-    """The note has the effect of the sink's mean values: if only zeros do harm, the values are a constant bias."""
+    """Return the effect of zero values at the sink; the note has the effect of their mean over sequences."""
+    # If only zeros do harm, the values are a constant bias.
     controls = perplexity_of_controls(evidence, TO_ZERO)
     note = f"of other positions ×{controls.value:.3g}"
     if evidence.has(TO_MEAN):
@@ -75,11 +76,11 @@ def _no_op(evidence: Evidence) -> Estimate:
     return (perplexity_ratio(evidence, TO_ZERO) / controls).over(note)
 
 
-# --- trained gates and register tokens next to plain arms
+# --- trained gates and register tokens compared with plain arms
 
 GATE, REGISTERS = "vga", "register-tokens"
 ARMS = Need("arms", f"{PLAIN},{GATE}")
-# tables 1 and 2 are about models trained from random weights; a fine-tuned model is no evidence for them
+# tables 1 and 2 are about models trained from random weights, so that fine-tuned models are no evidence
 FROM_SCRATCH, WITH_REGISTERS = Need("train", f"{PLAIN},{GATE}"), Need("train", f"{PLAIN},{REGISTERS}")
 TRAINED = "trained from scratch"
 
@@ -88,11 +89,7 @@ TRAINED = "trained from scratch"
 
 
 def _gated_gradients(arm: Arm) -> pd.DataFrame:
-    """Return, by layer, key/value head and position, the gate and the value gradient before it ÷ after it.
-
-    Raises:
-        NotDefined: the gates are not on values.
-    """
+    """Return, by layer, key/value head and position, the gate and the value gradient before it ÷ after it."""
     gradient = table_of(arm.run, "gradient")
     wide = gradient[gradient["head"] >= 0].pivot_table(
         index=["layer", "head", "position"], columns="pathway", values="grad_norm"
@@ -114,7 +111,7 @@ def _follows_gate(arm: Arm) -> float:
 
 
 def _against_best(evidence: Evidence) -> Estimate:
-    """The gate − the best of all other methods that were trained with it, for each seed."""
+    """Return the gate − the best of all other methods that were trained with it, for each seed."""
     by_seed = evidence.studies[FROM_SCRATCH].by_seed
     others = sorted(set.intersection(*(set(arms) for arms in by_seed)) - {GATE, UNTOUCHED})
     cost = metric("perplexity_increase")
@@ -124,7 +121,7 @@ def _against_best(evidence: Evidence) -> Estimate:
 
 
 def _step_seconds(arm: Arm) -> float:
-    """Wall time of the training ÷ its steps. Raises Lacks if it was resumed, or made by an older version."""
+    """Return the wall time of the training ÷ its steps. Raises Lacks if it was resumed, or is of an older version."""
     records = arm.training.manifest["arms"].values()
     record = next(one for one in records if (one["label"], one["seed"]) == (arm.label, arm.seed))
     if record.get("step_seconds") is None:
@@ -138,15 +135,15 @@ def _new_parameters(evidence: Evidence) -> Estimate:
     return exact((gated - plain) / gated).over(f"{gated - plain:,} of {gated:,}")
 
 
-# --- fine-tuning: a plain arm and VGA next to the model that both began from (table 3)
+# --- fine-tuning: a plain arm and VGA compared with the model from which both began (table 3)
 
 TUNED = Need("retrofit", f"{PLAIN},{UNTOUCHED}")
 GATED = Need("retrofit", f"{PLAIN},{GATE},{UNTOUCHED}")
 NORM, KURTOSIS = metric("max_inf_norm"), metric("kurtosis")
 
 
-# --- the Bigram-Backcopy lab: plain, VGA and IGA, by step (figures 4 to 6). All numbers are of queries that are no
-# triggers, in the layer in which the plain arm's attention goes most to <s>.
+# --- the Bigram-Backcopy lab: plain, VGA and IGA, by step (figures 4 to 6). All numbers are for queries that are
+# no triggers, in the layer in which the plain arm attends most to <s>.
 
 INPUT_GATE = "iga"
 ALONE = Need("backcopy", PLAIN)
@@ -165,7 +162,7 @@ ATTENTION, LOGIT = _recorded("early_attention_to_start"), _recorded("delta_logit
 
 
 def _value(arm: Arm) -> pd.Series:
-    """The norm of the projected value of <s> ÷ that of tokens that are not triggers."""
+    """Return the norm of the projected value of <s> ÷ the norm for tokens that are not triggers."""
     return _recorded("start_value_norm")(arm) / _recorded("other_value_norm")(arm)
 
 
@@ -210,7 +207,7 @@ CLAIMS = (
     Claim("V-2", "§1", "The residual stream peaks at the sink.",
         (Part("norm at 0 ÷ later, layer with the largest",
             lambda e: bootstrap(estimates.norm_ratios(e.natural, "layer_out").max(1)), above(1.0)),), is_ours=False),
-    Claim("V-3", "§3.1", "A strong sink starves the other values of gradient.",
+    Claim("V-3", "§3.1", "A strong sink takes the gradient from the other values.",
         (Part("value gradient later ÷ at 0, median over heads with window mass > 0.9", _starved, at_most(0.1)),),
         scope=(causal,)),
     Claim("V-12", "§3.3", "The gate closes at the sink.",
@@ -220,10 +217,10 @@ CLAIMS = (
             at_most(1.05)),
          HAS_SINK_HEADS),
         (MAIN, TO_ZERO), (causal,), also_reads=(TO_MEAN,)),
-    Claim("V-13", "eq. 8", "The gradient is severed.",
-        (Part("rank correlation over heads and positions of the gate and the value gradient in front of it ÷ behind",
+    Claim("V-13", "eq. 8", "A closed gate cuts off the gradient.",
+        (Part("rank correlation over heads and positions of the gate and the value gradient before it ÷ after it",
             of_one(ARMS, _follows_gate, GATE, ends=CORRELATION), above(0.0)),
-         Part("value gradient at 0 in front of the gate ÷ behind, median over heads",
+         Part("value gradient at 0 before the gate ÷ after it, median over heads",
             of_one(ARMS,
                 lambda arm: float(_gated_gradients(arm).xs(0, level="position")["left"].median()), GATE), below(1.0))),
         (ARMS,), set_against=Null.THEOREM),
@@ -252,25 +249,26 @@ CLAIMS = (
             difference(WITH_REGISTERS, metric("perplexity_increase"), REGISTERS), above(0.0)),),
         (WITH_REGISTERS,), published=published("VGA table 2", {"BERT": 909 - 613, "OPT": 108 - 28}, "difference"),
         is_ours=False),
-    Claim("V-23", "§3.2", "Its overhead is marginal.",
+    Claim("V-23", "§3.2", "The overhead of VGA is marginal.",
         (Part("new ÷ all parameters", _new_parameters, below(0.01)),
          Part("seconds a step of training, VGA ÷ plain", ratio(ARMS, _step_seconds, GATE), below(1.05))), (ARMS,)),
-    Claim("V-20", "table 3", "A plain fine-tune worsens the norm.",
-        (Part("max infinity norm behind ÷ in front", ratio(TUNED, NORM, PLAIN, UNTOUCHED), above(1.0)),), (TUNED,),
+    Claim("V-20", "table 3", "A plain fine-tuning increases the largest norm.",
+        (Part("max infinity norm, after ÷ before", ratio(TUNED, NORM, PLAIN, UNTOUCHED), above(1.0)),), (TUNED,),
         published=published("VGA table 3", {"GPT-2": 1.55}, "fine-tuned"), is_ours=False),
-    Claim("V-21", "table 3", "The retrofit cures.",
-        (Part("max infinity norm, VGA ÷ in front", ratio(GATED, NORM, GATE, UNTOUCHED), below(0.2)),
-         Part("kurtosis, VGA ÷ in front", ratio(GATED, KURTOSIS, GATE, UNTOUCHED), below(0.05))), (GATED,),
+    Claim("V-21", "table 3", "The retrofit removes the outliers.",
+        (Part("max infinity norm, VGA ÷ before", ratio(GATED, NORM, GATE, UNTOUCHED), below(0.2)),
+         Part("kurtosis, VGA ÷ before", ratio(GATED, KURTOSIS, GATE, UNTOUCHED), below(0.05))), (GATED,),
         published=published("VGA table 3", {"GPT-2": 0.094}, "fine-tuned")),
-    Claim("V-22", "table 3", "And has the best perplexity.",
+    Claim("V-22", "table 3", "The retrofit has the best perplexity.",
         (Part("perplexity, VGA − plain fine-tune", difference(GATED, metric("perplexity"), GATE), below(0.0)),),
         (GATED,), published=published("VGA table 3", {"GPT-2": -0.07}, "fine-tuned"), is_ours=False),
-    _claim("V-4", "fig. 4", "The plain lab model sinks.", ALONE,
+    _claim("V-4", "fig. 4", "The plain lab model has a sink.", ALONE,
         (BEFORE_TRIGGERS, of_one(ALONE, _at_end(ATTENTION), PLAIN, ends=(0.0, 1.0)), at_least(0.5))),
-    _claim("V-5", "fig. 4", "And drains.", ALONE, (DRAIN, of_one(ALONE, _at_end(_value), PLAIN), at_most(0.5))),
+    _claim("V-5", "fig. 4", "The plain lab model has a value drain.", ALONE,
+        (DRAIN, of_one(ALONE, _at_end(_value), PLAIN), at_most(0.5))),
     _claim("V-6", "fig. 4", "VGA has no sink.", BOTH,
         (f"{BEFORE_TRIGGERS}, VGA − untrained", of_one(BOTH, _since_start(ATTENTION), GATE, PLAIN), at_most(0.0))),
-    _claim("V-7", "fig. 4", "VGA has no drain.", BOTH,
+    _claim("V-7", "fig. 4", "VGA has no value drain.", BOTH,
         (DRAIN, of_one(BOTH, _at_end(_value), GATE, PLAIN), at_least(0.8))),
     _claim("V-8", "fig. 5", "The plain model runs a cycle.", ALONE,
         ("rank correlation of attention and value norm over steps",
@@ -278,12 +276,12 @@ CLAIMS = (
         ("rank correlation of Δlogit and the step", of_one(ALONE, _trend, PLAIN, ends=CORRELATION), above(0.0))),
     _claim("V-9", "fig. 5", "VGA is stable.", BOTH,
         ("range of the attention over steps, VGA ÷ plain", ratio(BOTH, _range(ATTENTION), GATE), below(0.5)),
-        ("of the value norm", ratio(BOTH, _range(_value), GATE), below(0.5)),
-        ("of Δlogit", ratio(BOTH, _range(LOGIT), GATE), below(0.5))),
+        ("range of the value norm", ratio(BOTH, _range(_value), GATE), below(0.5)),
+        ("range of Δlogit", ratio(BOTH, _range(LOGIT), GATE), below(0.5))),
     _claim("V-10", "fig. 5", "VGA learns as well.", BOTH,
         ("backcopy risk, VGA − plain, in nats", difference(BOTH, _risk("backcopy_risk"), GATE), NOT_MORE),
         ("of bigrams", difference(BOTH, _risk("bigram_risk"), GATE), NOT_MORE)),
-    _claim("V-11", "fig. 6", "IGA stands between.", ALL,
+    _claim("V-11", "fig. 6", "IGA is between plain and VGA.", ALL,
         (f"{BEFORE_TRIGGERS}, plain − IGA", difference(ALL, _at_end(ATTENTION), PLAIN, INPUT_GATE), above(0.0)),
         ("IGA − VGA", difference(ALL, _at_end(ATTENTION), INPUT_GATE, GATE), above(0.0))),
 )  # fmt: skip

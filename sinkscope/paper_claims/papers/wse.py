@@ -32,15 +32,15 @@ from sinkscope.retrofits import make_retrofit
 from sinkscope.retrofits.register_tokens import RegisterTokens
 from sinkscope.training.tables import UNTOUCHED
 
-OTHER_LENGTHS = {length: Need("length", str(length)) for length in (16, 32, 128)}  # besides the run's own
+OTHER_LENGTHS = {length: Need("length", str(length)) for length in (16, 32, 128)}  # and the length of the run
 EPSILON, AROUND = 0.3, (0.2, 0.4)
-OTHER_DOMAINS = tuple(Need("domain", name) for name in ("code", "documentation"))  # besides natural text
+OTHER_DOMAINS = tuple(Need("domain", name) for name in ("code", "documentation"))  # in addition to natural text
 
 ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value > 0)
 NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.value == 0)
 
 
-# --- what inputs begin with: all inputs of a comparison have one policy
+# --- sink rates on several inputs: all inputs of a comparison have the same BOS policy
 
 
 def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICIES) -> tuple[Need, ...]:
@@ -48,7 +48,7 @@ def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICIES) -
 
 
 def _both_policies(evidence: Evidence, *inputs: str) -> str:
-    """«with a BOS text 79.9, random 79.2 %; without text 0.0, random 0.0 %»: each policy under which all were read."""
+    """Return «with a BOS text 79.9, random 79.2 %; without text 0.0, random 0.0 %», for policies with all inputs."""
     said = []
     for policy, words in ((WITH, "with a BOS"), (WITHOUT, "without")):
         roles = _policy_roles(inputs, (policy,))
@@ -66,24 +66,19 @@ _AT_FIRST = replace(
 
 
 def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Estimate, str]:
-    """The sink rates on drawn tokens and on the text, both under one policy; and in words those under each policy.
-
-    Raises:
-        NotDefined: the text has no sink under this policy, so that there is none to keep or to lose.
-        Lacks: one of the runs is not there.
-    """
+    """Return the rates on drawn tokens and on text under one policy, and a note. Raises NotDefined without a sink."""
     text, other = _policy_roles((NATURAL, drawn), (policy,))
     for role in (text, other):
         if not evidence.has(role):
             raise NotDefined(reason) if (reason := evidence.inapplicable(role)) else Lacks(evidence.command(role))
     words, before = _both_policies(evidence, NATURAL, drawn), bootstrap(sink_rates(evidence.sequences(text)))
     if before.value <= SINK:
-        raise NotDefined(f"its text has no sink {policy} a BOS, which is what counts here ({words})")
+        raise NotDefined(f"its text has no sink {policy} a BOS, which this claim is about ({words})")
     return bootstrap(sink_rates(evidence.sequences(other))), before, words
 
 
 def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate]:
-    """The sink rate on drawn tokens ÷ on text, by default under the policy of the model's own text."""
+    """Return the sink rate on drawn tokens ÷ on text, by default under the BOS policy of the model's own text."""
 
     def measure(evidence: Evidence) -> Estimate:
         after, before, words = _on_drawn(evidence, drawn, policy or evidence.runs[MAIN].bos)
@@ -93,7 +88,7 @@ def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate
 
 
 def _on_repeated(evidence: Evidence) -> Estimate:
-    """The sink rate on repeated tokens without a BOS: the propositions are about equal tokens from position 0 on."""
+    """Return the sink rate on repeated tokens without a BOS: the propositions need equal tokens from position 0 on."""
     after, _, words = _on_drawn(evidence, REPEATED, WITHOUT)
     return after.over(words)
 
@@ -102,7 +97,7 @@ def _on_repeated(evidence: Evidence) -> Estimate:
 
 
 def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
-    """The ratio of norms in layers with massive activations. Raises NotDefined if there are none."""
+    """Return the ratio of norms in layers with massive activations. Raises NotDefined if there are none."""
     ratios = norm_ratios(evidence.natural, "layer_out")
     layers = massive_layers(evidence.natural)
     if not len(layers):
@@ -124,11 +119,11 @@ def _early_blocks(evidence: Evidence) -> Estimate:
     return bootstrap(by_layer[:, :early].mean(1) - by_layer[:, early:].mean(1))
 
 
-# --- over texts and lengths
+# --- domains and lengths of texts
 
 
 def _domains(evidence: Evidence) -> Estimate:
-    """The range of the domains' rates, each resampled independently."""
+    """Return the range of the rates of domains, each resampled independently."""
     roles = (MAIN, *OTHER_DOMAINS)
     rates = [bootstrap(sink_rates(evidence.sequences(role))) for role in roles]
     note = ", ".join(f"{role.of or NATURAL} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
@@ -136,7 +131,7 @@ def _domains(evidence: Evidence) -> Estimate:
 
 
 def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:
-    """log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), window = T."""
+    """Return log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), with windows of T tokens."""
     own = evidence.natural.run.manifest["config"]["seq_len"]
     roles = {own: MAIN} | OTHER_LENGTHS
     rates = []
@@ -149,7 +144,7 @@ def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.nda
 
 
 def _slope(evidence: Evidence) -> Estimate:
-    """The slope over lengths. Raises NotDefined where no length has a sink that a longer text could lose."""
+    """Return the slope over lengths. Raises NotDefined if no length has a sink that a longer text could lose."""
     x, rates = _by_length(evidence, EPSILON)
     if rates[0].max() <= SINK:
         raise NotDefined(f"at no length is a sink rate above {SINK:g} %")
@@ -157,18 +152,14 @@ def _slope(evidence: Evidence) -> Estimate:
 
 
 def _steeper(evidence: Evidence) -> Estimate:
-    """How much more of the rate is lost with each doubling of the length at the larger ε, over lengths with a sink at
-    both. In points, the rate at the larger ε could lose less only because it is smaller.
-
-    Raises:
-        NotDefined: fewer than two lengths have a sink at both.
-    """
+    """Return the slope of log₂ sink rate at the larger ε − at the smaller, over lengths with a sink at both."""
+    # The scale is logarithmic because, in points, a smaller rate could lose less only because it is smaller.
     x, rates = _by_length(evidence, *AROUND)
     has_sink = (rates[0] > SINK).all(axis=0)
     words = "; ".join(f"ε = {epsilon:g}: {', '.join(f'{rate:.1f}' for rate in own)} %"
                       for epsilon, own in zip(AROUND, rates[0][:, np.argsort(x)], strict=True))  # fmt: skip
     if has_sink.sum() < 2:
-        raise NotDefined(f"at fewer than two lengths a sink is left at both, which is a floor ({words})")
+        raise NotDefined(f"at fewer than two lengths a sink is left at both ε, which is a floor ({words})")
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes = over_seeds.slope_on(x[has_sink], np.log2(rates[..., has_sink]))
     return bootstrap(slopes[:, 1] - slopes[:, 0]).over(words)
@@ -178,12 +169,12 @@ def _steeper(evidence: Evidence) -> Estimate:
 
 NO_POSITIONS, ALIBI = CLOSED_FORMS
 REPLACED, EXCHANGED = Need("repeated-do", "replace-epe"), Need("repeated-do", "transplant-epe")
-TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens have no BOS before them
+TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens must not have a BOS before them
 REPEATED_TOKENS = "T = 64 and ε = 0.3, repeated tokens"
 
 
 def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estimate]:
-    """The largest entry of a column over all layers, or over those with positions of one kind. Raises NotDefined."""
+    """Return the largest entry of a column over layers (if given, with one kind of positions). Raises NotDefined."""
 
     def measure(evidence: Evidence) -> Estimate:
         table = equal_tokens(evidence.sequences(ALONE))
@@ -197,7 +188,7 @@ def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estim
 
 
 def _all_massive(evidence: Evidence) -> Estimate:
-    """The smallest ratio of norms over layers. Raises NotDefined."""
+    """Return the smallest ratio of norms over layers. Raises NotDefined."""
     equal_tokens(evidence.sequences(ALONE))
     rate = sink_rates(evidence.sequences(TEXT))[0]
     if rate <= SINK:
@@ -235,13 +226,13 @@ def _largest_norm_ratio(site: str) -> Callable[[Evidence], Estimate]:
 
 # --- related models: sizes of a family, a chat model and its base
 
-ALIKE = 5.0  # points, as for domains of text (W-19); one of the paper's four pairs differs by more
+ALIKE = 5.0  # points, as for domains of text (W-19); one of the four pairs of the paper differs by more
 SIZES, BASE, HELLASWAG = Need("sizes"), Need("base"), Need("scores", "hellaswag")
 BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
 def _with_size(evidence: Evidence, role: Need, on_task: bool = False) -> Estimate:
-    """The rank correlation of sizes and sink rates, or scores on a task."""
+    """Return the rank correlation of sizes and sink rates, or of sizes and scores on a task."""
     study = evidence.studies[role]
     counts = np.array([studies.parameters(run) for run in study.runs.values()])
     numbers = [sink_rates(Sequences(run))[0] for run in study.runs.values()]
@@ -254,7 +245,7 @@ def _with_size(evidence: Evidence, role: Need, on_task: bool = False) -> Estimat
 
 
 def _against_base(evidence: Evidence) -> Estimate:
-    """The chat model − its base. Sequences are resampled together if both read the same tokens."""
+    """Return the chat model − its base; sequences are resampled together if both read the same tokens."""
     base, chat = evidence.studies[BASE].runs.values()
     before, after = sink_rates(Sequences(base)), sink_rates(Sequences(chat))
     same = base.manifest["input"].get("sha256") == chat.manifest["input"].get("sha256")
@@ -264,10 +255,10 @@ def _against_base(evidence: Evidence) -> Estimate:
 
 def _tuned_to_chat(evidence: Evidence) -> str | None:
     tuned = studies.base_of(evidence.any_run.model)
-    return None if tuned else "its name does not say that it was tuned to chat"
+    return None if tuned else "its name does not say that it was tuned for chat"
 
 
-# --- models that see, or place, their tokens otherwise (§6, §7.1)
+# --- models with other masks or positions (§6, §7.1)
 
 POSITIONS = Need("factor", "positions")
 FAR_BELOW = 0.1  # a third of ε = 0.3: uniform attention over 16 tokens gives 0.0625
@@ -275,7 +266,7 @@ SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE 
 
 
 def _least_of_all(schemes: np.ndarray, rates: np.ndarray) -> Estimate:
-    """The smallest sink rate among the paper's six schemes."""
+    """Return the smallest sink rate among the six schemes of the paper."""
     lacking = [scheme for scheme in SCHEMES if scheme not in schemes]
     if lacking:
         raise Lacks(f"no training has position_scheme={lacking[0]}")
@@ -292,11 +283,11 @@ def _windowed(evidence: Evidence) -> str | None:
 
 
 def _within_prefix(evidence: Evidence) -> Estimate:
-    """The share of sinks that are in the prefix, among keys that enough queries see; resampled by sequence."""
+    """Return the share of sinks in the prefix, among keys with enough queries; resampled by sequence."""
     prefix = evidence.any_run.manifest["family"]["prefix"]
     sequences, sinks = evidence.natural, clear_sinks(evidence.natural.table("sink_positions"))
     if sinks.empty:
-        raise NotDefined("it has no sink at any position that enough queries see")
+        raise NotDefined("it has no sink at any position with enough queries")
     count = sequences.weights.shape[1]
     every, inside = (
         np.bincount(rows["sequence"], minlength=count) for rows in (sinks, sinks[sinks["position"] < prefix])
@@ -304,13 +295,13 @@ def _within_prefix(evidence: Evidence) -> Estimate:
     return bootstrap((sequences.weights @ inside) / (sequences.weights @ every))
 
 
-# --- trainings whose blocks begin in other ways (§5)
+# --- trainings with other beginnings of blocks (§5)
 
 RANDOM_TOKENS, FIXED_TOKEN = Need("factor", "random-tokens"), Need("factor", "fixed-position")
 
 
 def rate_at(run: RunData, position: int) -> float:
-    """S_k in percent. Raises Lacks where the run does not report the position."""
+    """Return S_k in percent. Raises Lacks if the run does not report the position."""
     table = table_of(run, "attention_by_sequence")
     rows = table[table["position"] == position]
     if rows.empty:
@@ -319,7 +310,7 @@ def rate_at(run: RunData, position: int) -> float:
 
 
 def _rise_within(evidence: Evidence, *places: tuple[int, int], names: tuple[studies.Level, ...]) -> Estimate:
-    """The second − the first of two sink rates, each for a number of random tokens and a position. Raises Lacks."""
+    """Return the second − the first of two rates, each for a number of random tokens and a position. Raises Lacks."""
     study = evidence.studies[RANDOM_TOKENS]
     for count, _ in places:
         if count not in study.by_level:
@@ -331,7 +322,7 @@ def _rise_within(evidence: Evidence, *places: tuple[int, int], names: tuple[stud
 
 
 def _at_fixed(of: Callable[[RunData, int], float], mean: Callable[[np.ndarray], Estimate]) -> Measure:
-    """The smallest, over levels, of a number computed from each run and the position k of its fixed token."""
+    """Return the smallest, over levels, of a number computed from each run and the position k of its fixed token."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[FIXED_TOKEN]
@@ -343,7 +334,7 @@ def _at_fixed(of: Callable[[RunData, int], float], mean: Callable[[np.ndarray], 
 
 
 def _above_others(run: RunData, position: int) -> float:
-    """S_k − the largest sink rate at another reported position, in percent."""
+    """Return S_k − the largest sink rate at another reported position, in percent."""
     table = table_of(run, "attention_by_sequence")
     others = table[table["position"] != position].groupby("position")["sink_rate"].mean()
     return rate_at(run, position) - 100 * float(others.max())
@@ -370,11 +361,9 @@ def _at_large_decay(levels: np.ndarray, rates: np.ndarray) -> Estimate:
 
 
 def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """(seeds,): the highest sink rate at the weight decays that were best in the paper − at all others.
-
-    The decay with the highest rate is chosen on the other seeds (on the same one if it is alone): the largest of
-    several levels of one seed would exceed the largest of fewer by chance.
-    """
+    """(seeds,): the highest sink rate at the weight decays that were best in the paper − at all others."""
+    # The decay with the highest rate is chosen on the other seeds (on the same seed if there is one): the largest of
+    # several levels of one seed would exceed the largest of fewer levels by chance.
     good = (levels >= GOOD_DECAYS[0]) & (levels <= GOOD_DECAYS[1])
     inside = _among(good, rates, f"weight decays from {GOOD_DECAYS[0]:g} to {GOOD_DECAYS[1]:g}")
     highest = []
@@ -414,12 +403,8 @@ def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, s
 def _over_steps(
     of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]], ends: Ends | None = None
 ) -> Callable[[Evidence], Estimate]:
-    """A number over seeds; over sequences if a single training was measured, as for any model.
-
-    Args:
-        of: Makes (R,) and words of the steps and (R, steps), the sink rates.
-        ends: The range of possible numbers.
-    """
+    """Return a number over seeds, or over sequences if a single training was measured, as for any model."""
+    # `of` makes (R,) and words from the steps and the sink rates (R, steps); `ends` is the range of possible numbers.
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[COURSE]
@@ -447,7 +432,7 @@ WITH_FIXED = Need("train", ",".join(FIXED.values()))
 
 
 def _moved(arm: Arm) -> float:
-    """S* − S₀ in points; S₀ is the rate of the text's first token, which follows the register tokens."""
+    """Return S* − S₀ in points. S₀ is the rate of the text's first token, which follows the register tokens."""
     registers = int(getattr(make_retrofit(arm.method, arm.parameters), "count", 0))
     table = table_of(arm.run, "attention_by_sequence")
     first = table[table["position"] == registers]["sink_rate"]
@@ -458,7 +443,7 @@ def _moved(arm: Arm) -> float:
 
 
 def norm_ratio(arm: Arm) -> float:
-    """The norm at position 0 ÷ others, in the layer where it is largest."""
+    """Return the norm at position 0 ÷ others, in the layer where it is largest."""
     table = arm.run.tables["summary"]
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
@@ -469,7 +454,7 @@ NORMS = ("token of a large norm: that of position 0 ÷ others", norm_ratio, LARG
 
 
 def _moves(role: Need, method: str) -> Measure:
-    """S* − S₀ of an arm; the null is plain training."""
+    """Return S* − S₀ of an arm; the null is plain training."""
     return of_one(role, _moved, method, PLAIN, where=SINKS)
 
 
@@ -495,7 +480,7 @@ BILLION = 0.9e9  # parameters
 
 
 def _largest_without(evidence: Evidence) -> Estimate:
-    """The largest sink rate over learning rates. Raises NotDefined if softmax has no sink at any of them."""
+    """Return the largest sink rate over learning rates. Raises NotDefined if softmax has no sink at any of them."""
     over_seeds.with_a_sink(over_seeds.sink_rates(evidence.studies[RATE]))
     return over_levels(RATES, over_seeds.largest_rate)(evidence)
 
@@ -536,9 +521,10 @@ CLAIMS = (
     Claim("W-16", "fig. 2", "The angle makes the sink.",
         (Part("share of sink heads whose query-key cosine is larger at 0 than later", _angle, at_least(0.9)),
          HAS_SINK_HEADS)),
-    Claim("W-17", "fig. 2", "The product of norms does not.", of_sink_heads("‖q‖‖k‖", "qk_norm_product", below(1.0)),
+    Claim("W-17", "fig. 2", "The product of norms does not make the sink.",
+        of_sink_heads("‖q‖‖k‖", "qk_norm_product", below(1.0)),
         is_ours=False),
-    Claim("W-18", "appendix", "Early blocks have less of a sink.",
+    Claim("W-18", "appendix", "The sink is weaker in early blocks.",
         (Part("sink rate of the first quarter of layers − of the rest, in points", _early_blocks, below(0.0)),),
         scope=(causal, scopes.several_attention_layers), is_ours=False),
     Claim("W-19", "fig. 9", "The domain of the text hardly matters.",
@@ -549,7 +535,7 @@ CLAIMS = (
          Part("slope of log₂ sink rate at ε = 0.4 − at ε = 0.2, over lengths with a sink at both", _steeper,
             below(0.0))),
         (MAIN, *OTHER_LENGTHS.values()), (causal,), is_ours=False),
-    Claim("W-21", "fig. 4", "Small models have a sink, too.",
+    Claim("W-21", "fig. 4", "Small models also have a sink.",
         (_AT_FIRST,), scope=(causal, scopes.small)),
     Claim("W-5", "eq. 10–17", "Equal tokens have equal states in every layer (positions not added to the embeddings).",
         (Part("largest ‖h_t − h_0‖ ÷ ‖h_0‖ over layers, tokens and sequences", _largest("state_difference"),
@@ -583,13 +569,14 @@ CLAIMS = (
         (EXCHANGED,), (causal, learned_positions),
         (Published("GPT2-XL", 50.22, f"lowest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 57.63, f"highest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"))),
-    Claim("W-43", "§7.2", "Post-norm models have one, too.",
+    Claim("W-43", "§7.2", "Post-norm models also have a sink.",
         (of_run(RUN_CLAIMS["W-1"].parts[0]),), scope=(causal, _post_norm),
         published=published("WSE §7.2", {"post-norm": 13.54})),
-    Claim("W-44", "fig. 7", "There, states are massive before the norm, not behind it.",
-        (Part("norm at 0 ÷ later in front of the norm, layer with the largest",
+    Claim("W-44", "fig. 7", "In post-norm models, states are massive before the norm and not after it.",
+        (Part("norm at 0 ÷ later before the norm, layer with the largest",
             _largest_norm_ratio("mid"), at_least(LARGE_NORM)),
-         Part("behind it", _largest_norm_ratio("layer_out"), below(LARGE_NORM))), scope=(causal, _post_norm)),
+         Part("norm at 0 ÷ later after the norm", _largest_norm_ratio("layer_out"), below(LARGE_NORM))),
+        scope=(causal, _post_norm)),
     Claim("W-12", "C7", "Chat models have the sink of their base.",
         (Part("sink rate, chat model − base, in points", _against_base, between(-ALIKE, ALIKE)),), (BASE,),
         (causal, _tuned_to_chat),
@@ -605,9 +592,9 @@ CLAIMS = (
          Part("rank correlation of the score on HellaSwag and the number of parameters",
             lambda e: _with_size(e, HELLASWAG, on_task=True), above(0.0))),
         (HELLASWAG,), (causal,), is_ours=False),
-    Claim("W-39", "fig. 5", "A prefix LM's sink is among the prefix.",
+    Claim("W-39", "fig. 5", "The sink of a prefix LM is in the prefix.",
         (Part("share of sinks within the prefix", _within_prefix, at_least(0.9)),), scope=(causal, _prefix_lm)),
-    Claim("W-41", "fig. 6", "The sink is the absolute first token, not the window's.",
+    Claim("W-41", "fig. 6", "The sink is the first token of the text, not of the window.",
         (Part("mean weight on the window's first token",
             lambda e: bootstrap(e.natural.means("window_edge_by_sequence", "edge_mass").mean(1)),
             below(FAR_BELOW)),),
@@ -618,7 +605,7 @@ CLAIMS = (
         published=published("WSE table 3", {"NoPE": 20.35, "absolute": 32.73, "learned": 33.13, "relative": 35.53,
             "ALiBi": 20.78, "rotary": 18.18}, "60M model; its released code's relative bias is the number of T5's "
             "bucket, `bucket-number` here")),
-    Claim("W-35", "§5", "A random first token gives more sink.",
+    Claim("W-35", "§5", "With a random first token there is more sink.",
         (Part("sink rate, first token random − plain, in points",
             lambda e: _rise_within(e, (0, 0), (1, 0), names=(0, 1)), above(0.0)),), (RANDOM_TOKENS,),
         published=published("WSE §5", {"difference": 8.85}, "60M model: 27.03 against 18.18 %"), is_ours=False),
@@ -632,11 +619,11 @@ CLAIMS = (
             above(0.0))),
         (FIXED_TOKEN,),
         published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
-    Claim("W-31", "table 9", "More sink with a larger learning rate, equal steps.",
+    Claim("W-31", "table 9", "A larger learning rate gives more sink (equal steps).",
         (Part(POINTS, over_levels(RATE, over_seeds.slope), above(0.0)),), (RATE,),
         published=published("WSE table 9", {"slope": 9.50},
             "60M model: 2.90, 11.21, 18.18, 32.23 % at 1e-4, 2e-4, 4e-4, 8e-4"), is_ours=False),
-    Claim("W-32", "table 9", "More sink with a larger learning rate, equal rate × steps.",
+    Claim("W-32", "table 9", "A larger learning rate gives more sink (equal rate × steps).",
         (Part(POINTS, over_levels(RATE_AND_STEPS, over_seeds.slope), above(0.0)),), (RATE_AND_STEPS,),
         published=published("WSE table 9", {"slope": 5.28},
             "60M model: 6.29, 16.81, 18.18, 23.44 % at 1e-4, 2e-4, 4e-4, 8e-4"), is_ours=False),
@@ -647,13 +634,13 @@ CLAIMS = (
     Claim("W-34", "fig. 28", "With little data there is no sink.",
         (Part("sink rate in %, least data", over_levels(DATA, lambda levels, rates: rates[:, 0], PERCENT), below(1.0)),
          Part("most data", over_levels(DATA, lambda levels, rates: rates[:, -1], PERCENT), above(SINK))), (DATA,)),
-    Claim("W-38", "table 2", "Most sink at a weight decay of 0.1 to 2, none at 5.",
+    Claim("W-38", "table 2", "The sink is largest at a weight decay of 0.1 to 2, and absent at 5.",
         (Part("sink rate in % at 5 and more", over_levels(DECAY, _at_large_decay), below(1.0)),
          Part("best from 0.1 to 2 − best of all others, in points", over_levels(DECAY, _best_decay), above(0.0))),
         (DECAY,),
         published=published("WSE table 2", {"at 5": 0.01},
             "60M model: 15.20, 15.39, 15.23, 18.18, 41.08, 37.71, 6.13 % at 0, 0.001, 0.01, 0.1, 0.5, 1, 2")),
-    Claim("W-40", "fig. 6", "A small window has no sink, a large one has.",
+    Claim("W-40", "fig. 6", "With a small window there is no sink, with a large window there is.",
         (Part("sink rate in %, smallest window",
             over_levels(WINDOW, lambda levels, rates: rates[:, 0], PERCENT, _check_windows), below(1.0)),
          Part("rise to the largest, in points",
@@ -664,7 +651,7 @@ CLAIMS = (
         (Part(RANGE, over_levels(FEED_FORWARD, over_seeds.range_of_rates), at_most(5.0)),), (FEED_FORWARD,),
         published=published("WSE table 11", {"range": 4.30},
             "60M model: SwiGLU 18.18, GeGLU 17.86, ReGLU 13.88, ReLU 16.90, GeLU 14.76, Swish 17.89 %", "†")),
-    Claim("W-46", "table 12", "Nor does the number of heads.",
+    Claim("W-46", "table 12", "The number of heads hardly matters.",
         (Part(RANGE, over_levels(HEADS, over_seeds.range_of_rates), at_most(10.0)),), (HEADS,),
         published=published("WSE table 12", {"range": 8.82},
             "60M model: 18.18, 10.68, 12.95, 19.50 % with 8, 4, 2, 1 heads, 21.76 % with 8 that are summed", "†")),
@@ -676,7 +663,7 @@ CLAIMS = (
     Claim("W-47", "table 4", "A sink token takes the sink.",
         (Part("S* − S₀ in points", _moves(WITH_TOKEN, TOKEN), above(SINK)),), (WITH_TOKEN,),
         published=published("WSE table 4", {"difference": 74.12}, "60M model: S* 74.12, S₀ 0.00† %")),
-    Claim("W-48", "table 4", "So do key biases, at no cost.",
+    Claim("W-48", "table 4", "Key biases take the sink, at no cost.",
         (Part("S* − S₀ in points", _moves(WITH_BIAS, BIAS), above(SINK)),
          Part("held-out loss, key biases − plain", difference(WITH_BIAS, metric("loss"), BIAS), at_most(NO_COST))),
         (WITH_BIAS,), published=published("WSE table 4", {"difference": 73.34}, "60M model: S* 73.34, S₀ 0.00 %")),
@@ -689,18 +676,18 @@ CLAIMS = (
                 ("sink token", WITH_TOKEN, TOKEN, at_least(LARGE_NORM)))),
          Part("of plain training", of_one(WITH_BIAS, norm_ratio, PLAIN), at_least(LARGE_NORM))),
         (WITH_BIAS, WITH_BIASES, WITH_VALUE, WITH_TOKEN)),
-    Claim("W-49", "table 4", "And key-value biases.",
+    Claim("W-49", "table 4", "Key-value biases take the sink.",
         (Part("S* − S₀ in points", _moves(WITH_BIASES, BIASES), above(SINK)),), (WITH_BIASES,),
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "
             "56.61, 12.44 %", "†")),
-    Claim("W-50", "table 4", "Value biases do not.",
+    Claim("W-50", "table 4", "Value biases do not take the sink.",
         (Part("sink rate in %", of_one(WITH_VALUE, metric("sink_rate", 100), VALUE, PLAIN, PERCENT, SINKS),
             above(SINK)),),
         (WITH_VALUE,), published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
     Claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
         (Part("rank correlation of S₀ and m", ranked(WITH_FIXED, metric("sink_rate"), FIXED),
             above(0.0)),
-         Part("of S* and m", ranked(WITH_FIXED, metric("sink_rate_outside"), FIXED),
+         Part("rank correlation of S* and m", ranked(WITH_FIXED, metric("sink_rate_outside"), FIXED),
             below(0.0))), (WITH_FIXED,),
         published=published("WSE table 5", {"S₀ and m": 1.0, "S* and m": -1.0}, "60M model: S* 73.34, 70.03, 44.43, "
             "1.51 % and S₀ 0, 0.06, 3.71, 25.88 % with m = 0, 1, 5, 20"), is_ours=False),
@@ -713,30 +700,30 @@ CLAIMS = (
         (OPEN,),
         published=published("WSE table 6", {"sigmoid": 0.44, "ELU+1": 0.80, "identity": 0.0, "MLP kernel": 0.74,
             "loss, sigmoid − softmax": -0.03}, "60M model: softmax 18.18 %")),
-    Claim("W-55", "table 6", "With sum normalization there is one.",
+    Claim("W-55", "table 6", "With sum normalization there is a sink.",
         tuple(Part(f"sink rate of the proxy in %, {name}",
             of_one(SUMMED, SINK_RATE, arm, PLAIN, PERCENT, SINKS), above(SINK))
             for name, arm in WITH_SUM.items()), (SUMMED,),
         published=published("WSE table 6", {"sigmoid": 30.24, "ELU kernel": 53.65, "MLP kernel": 0.19},
             "60M model: softmax 18.18 %")),
-    Claim("W-56", "fig. 8", "Without normalization no massive activations either.",
+    Claim("W-56", "fig. 8", "Without normalization there are no massive activations either.",
         (Part("norm at 0 ÷ others, layer with the largest, sigmoid",
             of_one(ONE, norm_ratio, SIGMOID, PLAIN, where=NORMS), below(LARGE_NORM)),), (ONE,)),
     Claim("W-57", "table 14", "Scaling the normalizer down weakens the sink.",
         (Part("rank correlation of the sink rate and α", ranked(SCALES, SINK_RATE, SCALED), above(0.0)),),
         (SCALES,), published=published("WSE table 14", {"correlation": 0.9},
             "60M model: 29.10, 18.18, 9.41, 3.59, 4.53 % at α = 2, 1, 0.2, 0.1, 0.05", "†"), is_ours=False),
-    Claim("W-58", "table 14", "Sigmoid attention has none at any learning rate and weight decay.",
+    Claim("W-58", "table 14", "Sigmoid attention has no sink at any learning rate or weight decay.",
         (Part("sink rate of the proxy in %, rate with the most", _largest_without, below(NONE)),
          Part("weight decay with the most", over_levels(DECAYS, over_seeds.largest_rate), below(NONE))),
         (RATES, DECAYS, RATE),
         published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
-    Claim("W-59", "§7.4", "Nor has it at 1 B.",
+    Claim("W-59", "§7.4", "Sigmoid attention has no sink at 1 B.",
         (Part("sink rate of the proxy, sigmoid − softmax, in points", difference(ONE, SINK_RATE, SIGMOID),
             below(-SINK)),),
         (ONE,), (_of_a_billion,),
         published=published("WSE §7.4", {"sigmoid": 2.46, "softmax": 45.11}, "1 B model, sink rate in %")),
     Claim("W-60", "fig. 30", "Fine-tuning stays stable.",
-        (Part("held-out loss behind − in front", difference(TUNED, metric("loss"), PLAIN, UNTOUCHED), below(0.0)),),
+        (Part("held-out loss, after − before", difference(TUNED, metric("loss"), PLAIN, UNTOUCHED), below(0.0)),),
         (TUNED,), published=published("WSE fig. 30", {"about": 1.8 - 2.6}, "1 B, loss in training")),
 )  # fmt: skip
