@@ -6,7 +6,7 @@ texts. There are two comparisons:
 
 1. Each layer's attention is compared with the model's own function on the same queries, keys and values, in float32
    whatever the dtype of the model (`comparing`). Only the round-off of two computations is left, which has a bound
-   (`attention_round_off`); the round-off of a complete model has none.
+   (`attention_round_off`); the round-off of a whole model has none.
 2. The last layer's output is compared with that of the bare model. This finds faults outside the attention function,
    such as wrong padding or a seam that is not called. Its round-off is measured on the model itself (`round_off`).
 """

@@ -1,6 +1,6 @@
 """Quantization: the ranges of its sites, its cost, and the sites that cost most (the tables of `quantize`).
 
-Sequences are calibrated one at a time, so there is no padding. Settings of the complete model are measured on all
+Sequences are calibrated one at a time, so there is no padding. Settings of the whole model are measured on all
 sequences, the search for costly sites on the first PROBED ones.
 """
 

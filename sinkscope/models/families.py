@@ -236,14 +236,14 @@ def find_family(model: Any) -> Family:
     """Return the row of FAMILIES for a loaded model, by its type or its text tower's; raise InputError if none fits."""
 
     def within(path: str) -> str:
-        """Return a row's path as a path in the complete model, because the tower may lack the language model's head."""
+        """Return a row's path as a path in the whole model, because the tower may lack the language model's head."""
         head, _, rest = path.partition(".")
         return path and f"{at}.{path if head in tower._modules else rest}"
 
     config: Any = model.config
     model_type = base_type(config.model_type)
     rows = FAMILIES.get(model_type, ())
-    if not rows:  # rows of the text tower, with paths in the complete model
+    if not rows:  # rows of the text tower, with paths in the whole model
         at, tower = text_tower(model)
         config, kind = config.get_text_config(), tower.config.model_type
         known = FAMILIES.get(BUILT_AS.get(kind, kind), ()) if at else ()

@@ -272,7 +272,7 @@ def _choose_weights(
     forms = (name for single in SINGLE_FILES for name in (single, f"{single}.index.json") if name in present)
     form = next(forms, None)
     if form is None and ADAPTER_CONFIG in present:
-        raise InputError(f"{label} has no weights of a complete model: {_what_else(folder, present, ggufs)}")
+        raise InputError(f"{label} has no weights of a whole model: {_what_else(folder, present, ggufs)}")
     if form is None:
         raise InputError(f"{label} has no weights to read: neither model.safetensors nor an index of shards")
     weights: tuple[str, ...] = (form,)

@@ -29,7 +29,7 @@ TEXT: Mapping[str, Mapping[str, int]] = {"paligemma": {"token_type_ids": 1}}
 
 
 def text_tower(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
-    """Return path and module of the text tower; "" and the model if the tower is the complete model."""
+    """Return path and module of the text tower; "" and the model if the tower is the whole model."""
     parts = embedding_path(model).split(".")
     outer = [".".join(parts[:count]) for count in range(len(parts))]
     modules = [(path, module) for path in outer if isinstance(module := model.get_submodule(path), PreTrainedModel)]

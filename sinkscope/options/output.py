@@ -32,7 +32,7 @@ class OutputOptions(Options):
 
 
 class CompareOptions(Options):
-    about: ClassVar[str] = """Compare runs: metrics of the complete model; for two runs also difference and ratio.
+    about: ClassVar[str] = """Compare runs: metrics of the whole model; for two runs also difference and ratio.
 
     Runs of `intervene` show which route carries the sink in which model, folders of `claims` show claims × models. For
     a single folder of `sweep`, `retrofit`, `train`, `claims` or a training's steps, its own tables are printed.

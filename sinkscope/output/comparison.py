@@ -44,7 +44,7 @@ class Comparison(Result):
     """Runs of `analyze` side by side. Settings in which the runs differ make their numbers hard to compare."""
 
     runs: tuple[Run, ...]
-    # metrics of the complete model by run; for two runs also `difference` (second − first) and `ratio` (second ÷ first)
+    # metrics of the whole model by run; for two runs also `difference` (second − first) and `ratio` (second ÷ first)
     table: pd.DataFrame
     by_layer: pd.DataFrame = field(repr=False)  # model, condition, layer, run, metric, value
     differing: pd.DataFrame  # settings in which the runs differ, a column for each run

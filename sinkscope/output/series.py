@@ -41,7 +41,7 @@ class Series(Result):
     Attributes:
         manifest: The content of run.json.
         runs: step → Run.
-        table: The runs' summaries: model, condition, step, layer (−1: the complete model), metric, value.
+        table: The runs' summaries: model, condition, step, layer (−1: the whole model), metric, value.
         folder: Where it is written; None if it is in memory only.
     """
 
@@ -99,7 +99,7 @@ class Series(Result):
 
     @property
     def headlines(self) -> pd.DataFrame:
-        """The best-known metrics of the complete model: a row for each step, a column for each metric."""
+        """The best-known metrics of the whole model: a row for each step, a column for each metric."""
         whole = self.table[(self.table["layer"] == WHOLE_MODEL) & self.table["metric"].isin(HEADLINES)]
         wide = whole.pivot(index="step", columns="metric", values="value")
         return wide.reindex(index=list(self.runs), columns=[name for name in HEADLINES if name in wide])

@@ -3,7 +3,7 @@
 No model is loaded.
 
 OUT/run.json                             the names of the runs, and the settings in which they differ
-OUT/tables/comparison.parquet            analyses: a row for each metric of the complete model, a column for each run
+OUT/tables/comparison.parquet            analyses: a row for each metric of the whole model, a column for each run
 OUT/tables/comparison_by_layer.parquet   the same metrics by layer, a row for each value
 OUT/tables/route.parquet                 interventions and scorecards: a row for each route of a model
 OUT/tables/claim.parquet                 scorecards: a row for each number of a claim

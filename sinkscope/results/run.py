@@ -115,7 +115,7 @@ class RunData:
 
         Args:
             name: a key of METRICS.
-            layer: counted from 0; −1 for the complete model.
+            layer: counted from 0; −1 for the whole model.
 
         Raises:
             InputError: there is no such metric or layer, or the run has no summary.

@@ -35,7 +35,7 @@ def names_of(columns: Columns) -> tuple[str, ...]:
 LEADING_COLUMNS = (
     Column("model", "the model's name", kind="text"),
     Column("condition", "the input, or the arm: an intervention, a retrofit, or their comparison", kind="text"),
-    Column("layer", "from 0 on; -1 for the complete model", kind="whole"),
+    Column("layer", "from 0 on; -1 for the whole model", kind="whole"),
 )
 LEADING = names_of(LEADING_COLUMNS)
 

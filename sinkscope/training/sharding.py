@@ -19,7 +19,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.processes import joined
 
 CONFIGURATION = Path(__file__).parent / "fsdp.yaml"
-# trainer.py relies on these: parameters keep their names, every process holds the complete model before it is sharded,
+# trainer.py relies on these: parameters keep their names, every process holds the whole model before it is sharded,
 # and checkpoints are complete models
 NEEDED = {
     "FSDP_VERSION": "2",
@@ -72,7 +72,7 @@ def check_sharding() -> None:
 
 
 def check_device() -> None:
-    """Raise InputError on the CPU, where accelerate ignores FSDP and every process would hold the complete model."""
+    """Raise InputError on the CPU, where accelerate ignores FSDP and every process would hold the whole model."""
     if PartialState().device.type == "cpu":
         raise InputError("accelerate shards models on GPUs only: on the CPU, launch without an FSDP configuration")
 

@@ -197,7 +197,7 @@ def train(
         if console is not None and console.is_terminal and not console.quiet:
             trainer.add_callback(Bar())
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
-        if trained is not model:  # each process has a shard; load the complete model
+        if trained is not model:  # each process has a shard; load the whole model
             state.wait_for_everyone()
             last = _last_checkpoint(folder)
             assert last is not None  # the Trainer's last step writes one

@@ -47,7 +47,7 @@ COLUMNS = (
     Column("claim", "id of the claim with this number (`sinkscope list claims`); empty without one", kind="text"),
 )  # fmt: skip
 
-# metrics of the complete model, in the order of the verdict's table
+# metrics of the whole model, in the order of the verdict's table
 SHOWN = (
     "sink_rate", "sink_rate_outside", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound",
     "attention_entropy", "missing_mass", "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio",
@@ -83,7 +83,7 @@ def report(run: RunData) -> Report:
 
 
 def overview(run: RunData) -> pd.DataFrame:
-    """Return the printed metrics of the complete model."""
+    """Return the printed metrics of the whole model."""
     values = {name: run.metric(name) for name in SHOWN}
     rows = [
         (METRICS[name].label, METRICS[name].text(value))

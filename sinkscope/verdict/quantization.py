@@ -42,7 +42,7 @@ GRIDS = {
         "token": "keys and values are quantized, with a grid for each token and head, computed when it is quantized",
     },
 }
-# settings of the complete model
+# settings of the whole model
 WHOLE = (FULL, ALL, levels.WEIGHTS, levels.ACTIVATIONS, levels.KV_CACHE, MASSIVE_KEPT, COSTLIEST_KEPT)
 NATS, PERPLEXITY = METRICS["cost"].text, METRICS["perplexity"].text
 
@@ -78,7 +78,7 @@ def bits(run: RunData) -> str:
 
 
 def whole(run: RunData) -> pd.DataFrame:
-    """Return the settings of the complete model on all sequences; the index is the setting."""
+    """Return the settings of the whole model on all sequences; the index is the setting."""
     table = run.tables["quantization"]
     table = table[(table["sequences"] == table["sequences"].max()) & table["setting"].isin(WHOLE)]
     return table.drop_duplicates("setting", keep="last").set_index("setting")
@@ -97,7 +97,7 @@ def kept_names(run: RunData) -> list[str]:
 
 
 def label(run: RunData, name: str) -> str:
-    """Return the words for a setting of the complete model."""
+    """Return the words for a setting of the whole model."""
     given, count = run.manifest["quantization"], len(kept_names(run))
     return {
         FULL: "full precision",

@@ -86,7 +86,7 @@ class SweepTables:
 
     @cached_property
     def rates(self) -> pd.DataFrame:
-        """The sink rate of the complete model: a row for each cell of `analyze`, with the interval if there is one."""
+        """The sink rate of the whole model: a row for each cell of `analyze`, with the interval if there is one."""
         table = self.tables.get(SWEEP, pd.DataFrame(columns=[*LEADING, *names_of(SWEEP_TABLES[SWEEP])]))
         rows = table[(table["metric"] == "sink_rate") & (table["layer"] == WHOLE_MODEL)]
         rows = rows.rename(columns={"value": "sink_rate"}).reset_index(drop=True)

@@ -111,7 +111,7 @@ def test_the_base_of_an_adapter(hub: Hub, base: Path, adapter: Path) -> None:
     edit(adapter, base_model_name_or_path="org/other")
     assert "trained on org/other, which may be another model" in load(str(base), adapter=str(adapter)).notices[1]
     shutil.copy(base / "config.json", adapter)  # some tools save this file with an adapter
-    with pytest.raises(InputError, match="no weights of a complete model: it is an adapter of"):
+    with pytest.raises(InputError, match="no weights of a whole model: it is an adapter of"):
         load(str(adapter))
 
 

@@ -102,7 +102,7 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a complete model with its tokenizer, which must not be changed: `model` is a copy."""
+    """Save a whole model with its tokenizer, which must not be changed: `model` is a copy."""
     return save_tokenizer(save_model(tmp_path_factory.mktemp("saved") / "tiny-llama"))
 
 

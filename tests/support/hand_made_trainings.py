@@ -46,7 +46,7 @@ def training(
         arms: Method as on the command line (`vga:placement=output`), or "untouched" → its metrics by seed.
         command: "retrofit" or "train".
         tables: Method → for each seed the tables of its run.
-        courses: Method → metric → for each seed its values by step, in layer 0 and for the complete model.
+        courses: Method → metric → for each seed its values by step, in layer 0 and for the whole model.
         model, folder, blocks: The model's name, the path, and the number of blocks to train on.
         shape: The configuration of a new model.
         options: The options of the command.

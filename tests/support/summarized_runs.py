@@ -17,7 +17,7 @@ def summarized(
     tables: dict[str, pd.DataFrame] | None = None,
     **manifest: Any,
 ) -> Run:
-    """Return a run with these metrics by layer, and for the complete model their means or the given values."""
+    """Return a run with these metrics by layer, and for the whole model their means or the given values."""
     rows = [(layer, metric, value) for metric, values in (summary or {}).items() for layer, value in enumerate(values)]
     means = {metric: sum(values) / len(values) for metric, values in (summary or {}).items()} | (whole or {})
     rows += [(-1, metric, value) for metric, value in means.items()]

@@ -16,7 +16,7 @@ SITES = [(2, "down_proj", "output", True, 693.0), (3, "down_proj", "output", Fal
 
 
 def run_of(costs: dict[str, float], costliest: float | None = None, source: str = "org/tiny") -> Run:
-    """Make a run on 8 sequences: costs of the complete model, a kind of site that costs 0.8, and one layer of it."""
+    """Make a run on 8 sequences: costs of the whole model, a kind of site that costs 0.8, and one layer of it."""
     rows: list[tuple[Any, ...]] = [(-1, setting, "", "", "", cost) for setting, cost in costs.items()]
     rows += [(-1, "alone", "down_proj", "output", "", 0.8), (2, "alone", "down_proj", "output", "", 0.3)]
     rows += [(-1, "kept", "down_proj", "output", "", 0.6)]

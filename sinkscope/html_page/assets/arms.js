@@ -7,7 +7,7 @@ S.effects = () => {
   const whole = table.where({ layer: -1 });
   const metrics = table.distinct("metric", whole);
   const state = { metric: metrics.includes("sink_rate") ? "sink_rate" : metrics[0], position: 0 };
-  return S.section("effects", "Before, after and control", "Each intervention on the complete model, with random changes of the same kind.", ...S.panel((redraw) => {
+  return S.section("effects", "Before, after and control", "Each intervention on the whole model, with random changes of the same kind.", ...S.panel((redraw) => {
     const about = S.aboutMetric(state.metric);
     const rows = table.where({ metric: state.metric }, whole);
     const positions = table.distinct("position", rows);
@@ -23,7 +23,7 @@ S.effects = () => {
 
 S.effectChart = (points, about) => S.dotsByName({
   points, about, names: [...new Set(points.map(({ name }) => name))], rowHeight: 26,
-  title: `${S.withUnit(about)} of the complete model, by intervention`, caption: ": ring before, diamond after, strokes random controls",
+  title: `${S.withUnit(about)} of the whole model, by intervention`, caption: ": ring before, diamond after, strokes random controls",
   marks: (shown, at) => {
     const of = (arm) => shown.filter((point) => point.arm === arm);
     const changes = d3.groups(shown, ({ name }) => name).map(([name, own]) =>

@@ -28,10 +28,10 @@ S.layers = () => {
       title: `${S.withUnit(about)} by layer: ${about.meaning}`,
     })];
   }) : [];
-  return S.section("layers", "By layer", "Metrics of each layer, and of the complete model.", ...panel, whole ?? "");
+  return S.section("layers", "By layer", "Metrics of each layer, and of the whole model.", ...panel, whole ?? "");
 };
 
-/** Metrics of the complete model, a column for each run. */
+/** Metrics of the whole model, a column for each run. */
 S.wholeModel = (table) => {
   const rows = table.where({ layer: -1 });
   if (!rows.length) return null;
@@ -45,8 +45,8 @@ S.wholeModel = (table) => {
       const about = S.aboutMetric(metric);
       return [S.data.metrics[metric]?.label ?? about.label,
         ...arms.map((arm) => about.text(found.get(`${metric} ${arm}`) ?? NaN)), about.meaning];
-    }), "Metrics of the complete model");
-  return S.numbers(make, `Metrics of the complete model (${metrics.length})`);
+    }), "Metrics of the whole model");
+  return S.numbers(make, `Metrics of the whole model (${metrics.length})`);
 };
 
 // --- massive activations
