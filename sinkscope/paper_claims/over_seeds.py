@@ -60,7 +60,7 @@ def with_setting(study: Study, words: str) -> str:
 
 
 def metric(name: str, scale: float = 1.0) -> OfArm:
-    """Return a function that reads a metric of an arm (complete model). It raises Lacks if it was not measured."""
+    """Return a function that reads a metric of an arm (whole model). It raises Lacks if it was not measured."""
 
     def of(arm: Arm) -> float:
         value = arm.metric(name)

@@ -120,7 +120,7 @@ S.byStep = (table) => {
   redraw();
   return S.element("div", {}, S.element("h3", {}, `Table ${table.name}`), S.element("div.controls", {},
     S.chooseMetric(metrics, state, redraw),
-    layers.length > 1 ? S.choose("Layer", layers, state, "layer", redraw, (layer) => (layer < 0 ? "complete model" : String(layer))) : "",
+    layers.length > 1 ? S.choose("Layer", layers, state, "layer", redraw, (layer) => (layer < 0 ? "whole model" : String(layer))) : "",
     S.slider("Step", steps, state.step, (step) => { state.step = step; redraw(); })),
   arms.length > S.MOST_COLORS ? S.several(`Shown, of ${arms.length}`, arms, state.arms, (now) => { state.arms = now; redraw(); }) : "", chart, values, S.leftOut(table) ?? "");
 };

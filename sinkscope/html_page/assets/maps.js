@@ -73,7 +73,7 @@ S.narrowed = (table, axes, chosen, changed, from = table.all) => {
     const change = (value) => { chosen[name] = value; changed(); };
     const label = name.replaceAll("_", " ");
     const text = name === "metric" ? (metric) => S.aboutMetric(metric).label
-      : name === "layer" ? (layer) => (layer < 0 ? "complete model" : String(layer)) : S.value;
+      : name === "layer" ? (layer) => (layer < 0 ? "whole model" : String(layer)) : S.value;
     selects.push(name === "step" ? S.slider(label, values, chosen[name], change) : S.pick(label, values, chosen[name], change, text));
     rows = rows.filter((row) => table.get(name)[row] === chosen[name]);
   }
