@@ -109,7 +109,7 @@ def test_the_tables_hold_every_arm(gpt2: PreTrainedModel, all_of_gpt2: Run) -> N
     table = before.tables["attention"].drop(columns="condition").reset_index(drop=True)
     pd.testing.assert_frame_equal(table, alone)
     assert before.figure("sink-map")
-    with pytest.raises(InputError, match="of one arm"):
+    with pytest.raises(InputError, match="shows a single arm"):
         all_of_gpt2.figure("sink-map")
     with pytest.raises(InputError, match="arm 'befor' is unknown; did you mean 'before'"):
         all_of_gpt2.at("befor")

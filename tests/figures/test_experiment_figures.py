@@ -102,7 +102,7 @@ def matches(title: str, label: str) -> bool:
 def test_an_experiment_has_its_own_figures_and_an_analysis_has_others(run: Run) -> None:
     assert set(applicable(run)) == OURS
     assert not OURS & set(applicable(make_run()))
-    with pytest.raises(InputError, match="of one arm"):
+    with pytest.raises(InputError, match="shows a single arm"):
         draw("sink-map", run)
     with pytest.raises(InputError, match="needs the table 'effect'"):
         draw("effects", make_run())

@@ -180,7 +180,7 @@ def test_wrong_arguments_and_paths(saved: Path, tmp_path: Path) -> None:
     assert "float32, bfloat16, float16" in refusal(saved, dtype="int8")
     assert "known: cpu, cuda, cuda:1, xpu:0" in refusal(saved, device_map="tpu")
     assert "does not apply" in refusal(saved, revision="main")
-    assert "no model" in refusal(None, revision="main")
+    assert "without a model" in refusal(None, revision="main")
     for name, message in (
         (tmp_path / "nowhere", "no such file or folder"),
         ("nowhere.gguf", "no such file or folder"),
@@ -536,7 +536,7 @@ def test_gguf_file_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (loaded.name, loaded.source) == ("tiny", "folder/q4/tiny.gguf")
     assert loaded.model.dtype == torch.bfloat16
     assert "no GGUF file other.gguf" in refusal("folder", gguf_file="other.gguf")
-    assert "holds no tiny.gguf" in refusal(path, gguf_file="tiny.gguf")
+    assert "cannot contain tiny.gguf" in refusal(path, gguf_file="tiny.gguf")
     shutil.copy(path, folder / "plain.gguf")
     assert "--gguf-file (plain.gguf)" in refusal("folder")
     content = path.read_bytes()
