@@ -385,7 +385,7 @@ def draw_sweep_training_sink(tables: SweepTables) -> Figure:
         ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
     top = max(1.5 * SINK_RATE, 100 * rows["value"].max())
     axes[0].set_ylim(-0.03 * top, 1.03 * top)  # of all panels
-    return figure.finish(heading(*_of_all(rows), f"dashed: {SINK_RATE:g} %, above which there is a sink"))
+    return figure.finish(heading(*_of_all(rows), f"dashed: {SINK_RATE:g} %, the limit for a sink"))
 
 
 def draw_sweep_training_loss(tables: SweepTables) -> Figure:
