@@ -12,8 +12,9 @@ from support.retrofitted import retrofitted
 from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
-from sinkscope.measuring.observables.gradient import GROUPS, RATIOS
+from sinkscope.measuring.observables.gradient import GROUPS, RATIO_COLUMNS
 from sinkscope.measuring.observables.observable import Settings
+from sinkscope.results.tables import names_of
 from sinkscope.retrofits.retrofit import GatePart
 
 POSITIONS = 6
@@ -61,7 +62,7 @@ def test_neither_batches_nor_padding_change_the_tables_for_intervals() -> None:
     model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens(LENGTHS)
     one, other = tables(model, sequences), tables(model, sequences, 25, "left")
     for name in ("gradient_by_group", "gradient_ratio_by_sequence"):
-        keys = [key for key in one[name] if key not in ("grad_norm", *RATIOS)]
+        keys = [key for key in one[name] if key not in ("grad_norm", *names_of(RATIO_COLUMNS))]
         mine, theirs = (found[name].sort_values(keys, ignore_index=True) for found in (one, other))
         pd.testing.assert_frame_equal(mine[keys], theirs[keys], check_dtype=False)
         for column in set(mine) - set(keys):
@@ -82,7 +83,7 @@ def test_ratios_of_sequences_have_the_tables_ratio_as_their_mean(name: str) -> N
     found = tables(tiny_model(name, dtype=torch.float64), ragged_tokens(LENGTHS))
     keys = ["layer", "branch", "position"]
     by_sequence = found["gradient_ratio_by_sequence"]
-    means = by_sequence.groupby(keys)[list(RATIOS)].mean().reset_index()
+    means = by_sequence.groupby(keys)[list(names_of(RATIO_COLUMNS))].mean().reset_index()
     expected = found["gradient_ratio"].sort_values(keys, ignore_index=True)
     pd.testing.assert_frame_equal(means[expected.columns], expected, check_dtype=False, rtol=1e-6)
     have = by_sequence.query("layer == 0 and branch == 'attn'").groupby("sequence")["input_norm"].count()

@@ -271,7 +271,6 @@ def undefined_ratios(family: Family) -> dict[str, str]:
     return reasons
 
 
-RATIOS = ("input_norm", "bloat", "compress", "change")
 BRANCH = Column("branch", "attn or mlp", kind="text")
 PATHWAY = Column(
     "pathway",
