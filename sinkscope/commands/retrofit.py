@@ -36,7 +36,7 @@ def command(options: RetrofitOptions, output: OutputOptions) -> Result:
 def check(options: RetrofitOptions) -> None:
     """Raise InputError for wrong options of a recipe, before a model is loaded."""
     parse_methods(options.method)
-    check_names(options.observables)
+    check_names((options.observables or ()) + options.probe)
     check_text(options.text)
     check_starts(options, None)
 

@@ -43,7 +43,7 @@ def command(options: TrainOptions, output: OutputOptions) -> Result:
 def check(options: TrainOptions) -> None:
     """Raise InputError for wrong options of a recipe, before a model is made."""
     parse_methods(options.method)
-    check_names(options.observables)
+    check_names((options.observables or ()) + options.probe)
     if options.text == "sampled":
         raise InputError("--text sampled: a model with random weights cannot write a text; name a text file")
     if options.text not in TASKS:

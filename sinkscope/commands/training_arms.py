@@ -224,7 +224,8 @@ class TrainingArms:
             with failures(folder), no_bars():
                 self._save(model, folder / "checkpoints" / "checkpoint-0")
         is_complete, begun = not (folder / "training").exists(), time.perf_counter()
-        where = (self.measuring.epsilon, self.asked.fixed_position or 0)
+        probed = (self.measuring.epsilon, self.asked.fixed_position or 0, self.asked.probe)
+        probe = probe_of(self.task, self.family, self.blocks.held_out, *probed)
         history = train(
             model,
             self.blocks,
@@ -233,7 +234,7 @@ class TrainingArms:
             keep_all=keeps_all,
             cpu=self.measuring.device_map == "cpu",
             console=self.console,
-            probe=probe_of(self.task, self.family, self.blocks.held_out, *where) if keeps_all else None,
+            probe=probe if keeps_all or self.asked.probe else None,
         )
         seconds = time.perf_counter() - begun
         if not self.is_main:

@@ -24,6 +24,7 @@ REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
     "massive_count": pd.Series.sum,
     "max_inf_norm": pd.Series.max,
     "layer_inf_norm": pd.Series.max,
+    "first_norm": pd.Series.max,
 }
 
 
@@ -124,7 +125,8 @@ def _geometry(given: Measured) -> Metrics:
 
 def _activation(given: Measured) -> Metrics:
     outputs = given.tables["activation"].query("site == 'layer_out'")
-    return {"norm_ratio": _ratio_to_others(outputs, "norm_mean", ["layer"])}, {}
+    first = outputs[outputs["position"] == 0].groupby("layer")["norm_mean"].mean()
+    return {"norm_ratio": _ratio_to_others(outputs, "norm_mean", ["layer"]), "first_norm": first}, {}
 
 
 def _massive(given: Measured) -> Metrics:

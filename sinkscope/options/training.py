@@ -22,6 +22,7 @@ from sinkscope.options.option import (
     distinct_folder_name,
     option,
     path_as_text,
+    split_at_commas,
     text_as_tuple,
 )
 
@@ -47,6 +48,13 @@ class TrainingConfig(SeedOptions):
     )
     beta1: float = option(0.9, "Training", "The first beta of AdamW.", metavar="B", ge=0, lt=1)
     beta2: float = option(0.999, "Training", "The second beta of AdamW; WSE uses .95.", metavar="B", ge=0, lt=1)
+    clip: float = option(
+        1.0,
+        "Training",
+        "Largest norm of a step's gradient, to which larger ones are scaled; 0: none.",
+        metavar="N",
+        ge=0,
+    )
     warmup: float = option(0.05, "Training", "Share of the steps in which the rates rise.", metavar="SHARE", ge=0, lt=1)
     schedule: Literal["linear", "cosine", "constant"] = option(
         "linear", "Training", "Rates after the warmup: linear or cosine, down to 0, or constant.", metavar="S"
@@ -111,6 +119,14 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
         None, "Training", "Put the same token at position K of each block (WSE §5).", metavar="K", shown="none",
         ge=0, le=MOST,
     )  # fmt: skip
+
+    probe: Annotated[tuple[str, ...], split_at_commas] = option(
+        (),
+        "Training",
+        "Observables whose metrics are measured at step 0 and at every log, on 32 held-out sequences of 64 tokens.",
+        metavar="a,b",
+        shown="none",
+    )
 
     @model_validator(mode="before")
     @classmethod

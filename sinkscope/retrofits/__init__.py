@@ -25,6 +25,7 @@ from sinkscope.models.towers import WITH_TOWERS
 from sinkscope.options.option import filled_in
 from sinkscope.retrofits.biases import KeyBiases, LearnableSink, ValueBiases
 from sinkscope.retrofits.gates import IGA, VGA
+from sinkscope.retrofits.gradient_valve import GradientValve
 from sinkscope.retrofits.operation import AttentionOperation
 from sinkscope.retrofits.register_tokens import RegisterTokens
 from sinkscope.retrofits.retrofit import GatePart, Part, Plain, Retrofit
@@ -33,7 +34,18 @@ from sinkscope.retrofits.vscale import VScale
 
 RETROFITS: dict[str, type[Retrofit]] = {
     retrofit.name: retrofit
-    for retrofit in (IGA, KeyBiases, LearnableSink, AttentionOperation, Plain, RegisterTokens, ValueBiases, VGA, VScale)
+    for retrofit in (
+        GradientValve,
+        IGA,
+        KeyBiases,
+        LearnableSink,
+        AttentionOperation,
+        Plain,
+        RegisterTokens,
+        ValueBiases,
+        VGA,
+        VScale,
+    )
 }
 
 

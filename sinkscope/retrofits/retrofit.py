@@ -198,11 +198,14 @@ class ValuePart(GatePart):
 
     def scale_values(self, args: tuple, output: torch.Tensor) -> torch.Tensor:
         if self.is_whole:
-            value = output.unflatten(-1, self.places.shape)
-            return gated(value, self(args[0], value)).flatten(-2)
+            return self.change(args[0], output.unflatten(-1, self.places.shape)).flatten(-2)
         places = self.places_on(output.device)
-        value = output[..., places]
-        return output.index_copy(-1, places.flatten(), gated(value, self(args[0], value)).flatten(-2))
+        changed = self.change(args[0], output[..., places])
+        return output.index_copy(-1, places.flatten(), changed.flatten(-2))
+
+    def change(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the changed values (B,T,K,d)."""
+        return gated(value, self(x, value))
 
 
 class OutputPart(GatePart):

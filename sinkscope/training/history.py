@@ -12,15 +12,20 @@ from transformers import PreTrainedModel, ProgressCallback, TrainerCallback
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.measuring import make_config
 from sinkscope.results.metrics import is_sink
 from sinkscope.retrofits import gate_displacement
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import TokenInputs
 from sinkscope.training.sharding import is_sharded
 from sinkscope.training.tasks import Task
 
@@ -65,7 +70,7 @@ class Recorder(TrainerCallback):
         if self.probe is None or not state.is_world_process_zero:
             return
         self.model.eval()
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng():
             found = self.probe(self.model)
         self.model.train()
         state.log_history[-1]["probe"] = [
@@ -102,19 +107,45 @@ SEQUENCES, LENGTH = 32, 64  # the probe measures the beginnings of held-out bloc
 
 
 def probe_of(
-    task: Task | None, family: Family, held_out: np.ndarray, epsilon: float, position: int = 0
+    task: Task | None,
+    family: Family,
+    held_out: np.ndarray,
+    epsilon: float,
+    position: int = 0,
+    observables: tuple[str, ...] = (),
 ) -> Probe | None:
     """Make the probe of a training, which runs at step 0 and at every log: sink rates at a position of held-out blocks,
-    and the measurements of a task. A model that FSDP has sharded has no probe, and cannot be trained on a task.
+    the measurements of a task, and the metrics of observables. A model that FSDP has sharded has no probe, and cannot
+    be trained on a task.
     """
     if task is None and is_sharded():
         return None
 
     def probe(model: PreTrainedModel) -> pd.DataFrame:
-        of_task = [] if task is None else [task.probe(model, family, held_out)]
-        return pd.concat([*of_task, sinks(model, family, held_out, epsilon, position)], ignore_index=True)
+        parts = [sinks(model, family, held_out, epsilon, position)]
+        if task is not None:
+            with torch.no_grad():
+                parts.insert(0, task.probe(model, family, held_out))
+        if observables:
+            parts.append(metrics_of(model, family, held_out, epsilon, observables))
+        return pd.concat(parts, ignore_index=True).drop_duplicates(["layer", "metric"])
 
     return probe
+
+
+def metrics_of(
+    model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float, observables: tuple[str, ...]
+) -> pd.DataFrame:
+    """Measure a model as `analyze` does, on the beginnings of held-out blocks (N,T): layer, metric, value.
+
+    The loss, which the tables of a training have of the training batches, is `held_out_loss` here.
+    """
+    sequences = tuple(held_out[:SEQUENCES, :LENGTH])
+    loaded = LoadedModel(model, None, "", "", None, None, ())
+    config = make_config(observables=observables, epsilon=epsilon, num_seqs=len(sequences), seq_len=len(sequences[0]))
+    tables, _ = measure(Subject(loaded, family, TokenInputs("held-out", sequences, "", "")), config)
+    found = tables["summary"][["layer", "metric", "value"]].replace({"metric": {"loss": "held_out_loss"}})
+    return found[found["metric"] != "perplexity"]
 
 
 @torch.no_grad()

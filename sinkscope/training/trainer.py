@@ -296,6 +296,7 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
         learning_rate=config.learning_rate,
         adam_beta1=config.beta1,
         adam_beta2=config.beta2,
+        max_grad_norm=config.clip,
         warmup_steps=math.ceil(config.warmup * config.steps),
         lr_scheduler_type=SCHEDULES[config.schedule],
         bf16=config.bf16,

@@ -1,6 +1,7 @@
 """Measurements at every log of a training, compared with those computed from a model's weights in float64."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,17 +9,22 @@ import pandas as pd
 import pytest
 import torch
 from support.retrofitted import plain_model
+from support.training import config as training_config
+from support.training import model as training_model
+from support.training import repetitive
 from tiny import tiny_tokens
 from torch.nn.functional import layer_norm
 from transformers import PreTrainedModel
 
+import sinkscope
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.retrofits import retrofit_model
 from sinkscope.text.batch import Batch
-from sinkscope.training.history import sinks
+from sinkscope.training.history import probe_of, sinks
+from sinkscope.training.trainer import train
 
 IDS = tiny_tokens(5, 12)
 EPSILON = 0.15
@@ -102,3 +108,27 @@ def test_under_autocast_it_is_what_the_model_says_in_float32(method: str) -> Non
     assert found.index.equals(exact.index)
     total = [metric == "total_weight" for _, metric in exact.index]
     np.testing.assert_allclose(found[total], exact[total], rtol=0.01)
+
+
+def test_a_probe_of_observables_does_not_influence_the_training_and_measures_as_analyze_does(tmp_path: Path) -> None:
+    blocks, names = repetitive(), ("attention", "activation", "massive", "gradient")
+    trained, histories = [], []
+    for at, probed in enumerate((names, ())):
+        model = training_model()
+        probe = probe_of(None, find_family(model), blocks.held_out, EPSILON, observables=probed)
+        histories.append(train(model, blocks, training_config(), tmp_path / str(at), probe=probe))
+        trained.append(model)
+    for one, other in zip(*(model.state_dict().values() for model in trained), strict=True):
+        assert torch.equal(one, other)
+    shared = histories[0].merge(histories[1], on=["layer", "step", "metric"], suffixes=("", "_without"))
+    assert len(shared) == len(histories[1])
+    pd.testing.assert_series_equal(shared["value"], shared["value_without"], check_names=False)
+
+    np.save(tmp_path / "ids.npy", blocks.held_out)
+    asked = {"input": tmp_path / "ids.npy", "num_seqs": 2, "seq_len": 16, "epsilon": EPSILON, "observables": names}
+    run = sinkscope.analyze(trained[0], bos="auto", **asked)
+    last = histories[0].query("layer == -1 and step == 12").set_index("metric")["value"]
+    metrics = {"held_out_loss": "loss"} | {name: name for name in ("first_norm", "norm_ratio", "value_gradient_ratio")}
+    assert set(histories[0]["step"]) == {0, 2, 4, 6, 8, 10, 12}
+    for probed_name, name in metrics.items():
+        assert last[probed_name] == pytest.approx(run.metric(name), rel=1e-5)
