@@ -9,6 +9,7 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.measuring.observables import OBSERVABLES, attention
+from sinkscope.options import COMMANDS
 from sinkscope.output.outputs import OUTPUTS
 
 ROOT = Path(__file__).parents[1]
@@ -82,3 +83,34 @@ def test_the_sink_rate_is_defined_once() -> None:
         if re.search(r"[<>]=? *\S*epsilon", line)
     ]
     assert found == ["metrics.py"]
+
+
+# the figures and tables of each paper that the register in reports/README.md must list
+OF_PAPERS = {
+    "GS": {"figure": range(1, 6), "theorem": (1, 2)},
+    "WSE": {"figure": (2, 3, 4, 5, 6, 7, 8, 9, 10, 28, 30), "table": (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 14)},
+    "NU": {"figure": range(1, 14), "table": (1, 2)},
+    "VGA": {"figure": range(1, 7), "table": (1, 2, 3)},
+    "S2M": {"§": (1, 2, 3)},
+}
+
+
+def test_the_register_of_figures_is_complete_and_its_commands_exist() -> None:
+    text = (ROOT / "reports" / "README.md").read_text(encoding="utf-8").partition("## Figures and tables")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][2:]
+    listed: dict[str, set[tuple[str, int]]] = {paper: set() for paper in OF_PAPERS}
+    for paper, what, _, command, extent in rows:
+        kind = ""
+        for word, first, last in re.findall(r"([a-z§]+)? ?(\d+)(?: to (\d+))?", what):
+            kind = word.removesuffix("s") or kind
+            listed[paper] |= {(kind, number) for number in range(int(first), int(last or first) + 1)}
+        assert re.match(r"here|in part|needs|a diagram|see ", extent)
+        named = re.findall(r"`sinkscope (\S+)(?: ([^`]+))?`", command + extent)
+        assert named or extent == "a diagram"
+        for name, argument in named:
+            assert name in COMMANDS
+            folder = {"run": "recipes", "sweep": "recipes/sweeps"}.get(name)
+            assert folder is None or (ROOT / folder / f"{argument}.yaml").exists(), argument
+    assert listed == {
+        paper: {(kind, n) for kind, numbers in of.items() for n in numbers} for paper, of in OF_PAPERS.items()
+    }
