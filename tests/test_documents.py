@@ -105,7 +105,7 @@ def test_the_register_of_figures_is_complete_and_its_commands_exist() -> None:
             kind = word.removesuffix("s") or kind
             listed[paper] |= {(kind, number) for number in range(int(first), int(last or first) + 1)}
         assert re.match(r"here|in part|needs|a diagram|see ", extent)
-        named = re.findall(r"`sinkscope (\S+)(?: ([^`]+))?`", f"{command} {extent}")
+        named = re.findall(r"`sinkscope ([^ `]+)(?: ([^`]+))?`", f"{command} {extent}")
         assert named or extent == "a diagram"
         for name, argument in named:
             assert name in COMMANDS
