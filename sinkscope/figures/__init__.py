@@ -70,6 +70,7 @@ OF_RUNS: dict[str, FigureSpec[Sequence[RunData]]] = _register(
 )
 OF_STEPS: "dict[str, FigureSpec[Checkpoints]]" = _register(
     ("training-by-step", "training", "loss, sinks, gradient sinks and norms by training step", "summary"),
+    ("training-onsets", "training", "when sink, gradient sink and norm begin, and which changes first", "summary"),
     ("training-gradient-norms", "gradients", "gradient norms by token position and step (GS fig. 2)", "gradient"),
 )
 OF_ARMS: "dict[str, FigureSpec[Arms]]" = _register(

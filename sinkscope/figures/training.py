@@ -26,9 +26,12 @@ from sinkscope.figures.labels import (
 )
 from sinkscope.figures.style import GUIDE, HIGHEST, OTHERS, REFERENCE, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.results.judgment import NotDefined
 from sinkscope.results.metrics import METRICS, Metric
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Lacks
 from sinkscope.training.tables import UNTOUCHED, sinking_layer
+from sinkscope.verdict import onsets
 from sinkscope.verdict.trained import without_start
 
 # --- Growth of sinks, gradient sinks and massive activations in training: metrics of the model by training step
@@ -104,6 +107,54 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
         ax.set_xlabel("training step" if ax in lowest else "")
     plot.step_axis(axes[0], steps)
     return figure.finish(steps_title(runs))
+
+
+# --- Onsets of sink, gradient sink and norm, and their cross-lags
+
+
+def lacking_training_onsets(runs: Checkpoints) -> str | None:
+    try:
+        onsets.courses(sorted(runs, key=lambda pair: pair[0]))
+    except (Lacks, NotDefined, KeyError) as error:
+        return str(error)
+    return None
+
+
+def draw_training_onsets(runs: Checkpoints) -> Figure:
+    runs = sorted(runs, key=lambda pair: pair[0])
+    steps, measured = onsets.courses(runs)
+    table, lags = onsets.onset_table(steps, measured).set_index("measure"), onsets.lag_table(measured)
+    figure = new_figure(WIDE, 4.4)
+    axes = list(figure.subplots(2, 2).flat)
+    colors = dict(zip(measured, (style.NAVY, VERMILION, style.SKY), strict=True))
+    for ax, (name, course) in zip(axes, measured.items(), strict=False):
+        measure, color, at = onsets.MEASURES[name], colors[name], table.loc[name]
+        every = [measure.interval(replicates) for replicates in course.T]
+        ax.fill_between(
+            steps, *([getattr(one, end) for one in every] for end in ("low", "high")), color=color, alpha=0.2
+        )
+        plot.curve(ax, pd.Series(course[0], steps), color=color, marker="o")
+        ax.axhline(measure.threshold, **GUIDE)
+        if np.isfinite(at["step"]):
+            ax.axvline(at["step"], color=color, linewidth=0.9)
+            if np.isfinite(at[["low", "high"]]).all():
+                ax.axvspan(at["low"], at["high"], color=color, alpha=0.15, linewidth=0)
+        ax.set_title(measure.label)
+        plot.value_axis(ax, log=measure.is_ratio)
+        plot.step_axis(ax, steps.tolist())
+        ax.set_xlabel("training step")
+    last, known = axes[3], lags[np.isfinite(lags["correlation"])]
+    last.set_title("cross-lags: a change with the next of the other")
+    if len(known):
+        at, ends = np.arange(len(known)), (known["correlation"] - known["low"], known["high"] - known["correlation"])
+        last.errorbar(known["correlation"], at, xerr=ends, fmt="o", color="0.3", markersize=3, linewidth=0.9)
+        last.set_yticks(at, [f"{first} → {then}" for first, then in zip(known["first"], known["then"], strict=True)])
+        last.axvline(0, **GUIDE)
+        last.set(xlim=(-1.05, 1.05), xlabel="rank correlation")
+        last.invert_yaxis()
+    else:
+        plot.say(last, "too few checkpoints")
+    return figure.finish(steps_title(runs, "bands: 95 % over sequences", "lines: onsets"))
 
 
 # --- The arms of a training and their looks: an arm looks the same in every figure
