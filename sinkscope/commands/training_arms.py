@@ -44,7 +44,7 @@ from sinkscope.measuring.tables import all_tables
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.positions import known_positions
+from sinkscope.models.projections import known_positions
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.training import ArmOptions
 from sinkscope.output.comparison import compared

@@ -19,7 +19,7 @@ from sinkscope.interventions.intervention import (
     random_positions,
 )
 from sinkscope.models.edits import Edit, check_changes, replaced
-from sinkscope.models.positions import effective_positions
+from sinkscope.models.projections import effective_positions
 
 MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which the MLP's output is a term of the layer's output
 

@@ -11,7 +11,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Chosen, Expectation, Index, Intervention, Known, Open, Target, chosen
 from sinkscope.interventions.massive import sink_massive
 from sinkscope.models.edits import Edit, check_changes, replaced
-from sinkscope.models.positions import effective_positions, massive_coordinates
+from sinkscope.models.projections import effective_positions, massive_coordinates
 
 
 class _QueryBias(Intervention):

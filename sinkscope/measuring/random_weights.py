@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.measuring.subject import Subject
-from sinkscope.models.in_memory import undisturbed
-from sinkscope.models.process import drawing
+from sinkscope.models.in_memory import drawing, undisturbed
 from sinkscope.models.quantized import ORDINARY, is_quantized
 from sinkscope.retrofits import new_parameters
 

@@ -22,9 +22,8 @@ from sinkscope.models import loading
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
 from sinkscope.models.family import Family, embedding_weight, input_device, number_of_positions
-from sinkscope.models.in_memory import unchanged_after, undisturbed, unwrapped
+from sinkscope.models.in_memory import drawing, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.process import drawing
 from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked

@@ -1,28 +1,51 @@
-"""Finds how a model without a row in FAMILIES is built, by running it on a few tokens."""
+"""Finds how a model without a row in FAMILIES is built, by running it on a few tokens.
+
+The inputs and outputs of every module of a layer are kept. A branch of the layer is then a module whose output r, times
+a constant s, is the difference between two states of the residual stream (or two parallel modules, such as attention
+and a state-space model, or shared and routed experts):
+
+    sequential   mid = h + s·r_attn          h' = mid + s·r_mlp
+    post-norm    mid = h + s·r_attn          h' = norm(norm(mid) + s·r_mlp)
+    parallel     h' = h + s·r_attn + t·r_mlp
+    single       h' = h + s·r                with only one branch
+
+Sums are compared entry by entry up to round-off of the model's dtype, so that only the true sum passes.
+"""
 
 import inspect
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from itertools import combinations, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from sinkscope.errors import InputError, described
 from sinkscope.models.attention_modules import find_attentions, find_projections, is_gated
-from sinkscope.models.discovery import ULPS, Event, Layer, record
 from sinkscope.models.family import (
     ATTENTION,
+    FEED_FORWARD,
     NO_POSITIONS,
     NOT_RUN,
     UNKNOWN_POSITIONS,
     Block,
     Family,
+    Term,
     embedding_weight,
     find_copies,
 )
-from sinkscope.models.wiring import End, check_wiring, mlp_reads_attention, output_of, record_ends
+from sinkscope.models.wiring import Event, at_sites, check_wiring, mlp_reads_attention, output_of, record_ends
+
+ULPS = 8  # of the larger term: a sum of three, each rounded
+FEED_FORWARDS = (  # the modules of a feed-forward network under usual names
+    ("mlp",),
+    ("fc1", "activation_fn", "fc2"),
+    ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+)
+OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # usual names of the output projection
 
 
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
@@ -40,12 +63,14 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         raise InputError(f"'{name}' fails on {token_ids.numel()} tokens [{described(error)}]") from error
     layers = list(model.get_submodule(path).children())
     door, attention_paths = find_attentions(model, path, layers, inputs)
-    records = record(model, layers, inputs)
-    for layer, events in enumerate(records):  # layers that read pictures do not run
-        if events and not any(event.address == "output" for event in events):
-            raise InputError(f"'{name}': layer {layer} does not run on token ids only")
+    records = _record(model, layers, inputs)
+    for layer, events in enumerate(records):
+        if not events:  # layers that read pictures do not run
+            continue
         out = next((event.x for event in reversed(events) if event.address == "output"), None)
-        if out is not None and (not out.isfinite().all() or not out.any()):
+        if out is None:
+            raise InputError(f"'{name}': layer {layer} does not run on token ids only")
+        if not out.isfinite().all() or not out.any():
             gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
             advice = "check its weights, and whether its numbers fit into its dtype"
             raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
@@ -67,14 +92,13 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     attention_fields: dict[str, Any] = {"positions": NO_POSITIONS, "qkv": (), "output": ""}
     if attending:
         modules = list(attending.values())
-        attention_fields = {"positions": UNKNOWN_POSITIONS, **_projections(model, modules)}
+        qkv, output = _projections(model, modules)
+        attention_fields = {"positions": UNKNOWN_POSITIONS, "qkv": qkv, "output": output}
         if door == "interface":
-            attention_fields["gated"] = is_gated(model, modules[0], attention_fields["output"], inputs)
+            attention_fields["gated"] = is_gated(model, modules[0], output, inputs)
             found = find_projections(model, modules)
             attention_fields["projections"] = dict(zip(attending, found, strict=True))
-    bert = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
-    usual = (("mlp",), ("fc1", "activation_fn", "fc2"), bert)
-    feed_forward = next((paths for paths in usual if _has(layers[first], *paths)), None)
+    feed_forward = next((paths for paths in FEED_FORWARDS if _has(layers[first], *paths)), None)
     address = main.sites.get("mlp_out", "")
     return Family(
         name=name,
@@ -92,6 +116,25 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     )
 
 
+def _record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
+    """Run the model, and return the inputs and outputs of every layer's modules that have the residual stream's size.
+
+    They are in float64 and in the shape of the layer's input. The list of a layer that does not run is empty.
+    """
+    ends = record_ends(model, {module for layer in layers for module in layer.modules()}, inputs)
+    records: list[list[Event]] = []
+    for layer in layers:
+        own = next((event.x for event in ends.get(layer, ()) if event.end == "input"), None)
+        events = [
+            event._replace(x=event.x.double().view(own.shape), path=path)
+            for path, module in layer.named_modules()
+            for event in ends.get(module, ())
+            if own is not None and event.x.numel() == own.numel() and event.x.shape[-1] == own.shape[-1]
+        ]
+        records.append(sorted(events, key=lambda event: event.order))
+    return records
+
+
 def _blocks(
     model: Any, layers: list[nn.Module], records: list[list[Event]], attentions: list[str], inputs: dict[str, Any]
 ) -> list[Block]:
@@ -102,13 +145,13 @@ def _blocks(
     others = list(named) if len(named) == len(attentions) else ["no softmax attention"] * len(attentions)
     kinds = [ATTENTION if path else other for path, other in zip(attentions, others, strict=True)]
     parts = enumerate(zip(layers, records, attentions, kinds, strict=True))
-    views = {at: Layer(*of_layer, eps) for at, of_layer in parts if of_layer[1]}
+    views = {at: _Layer(*of_layer, eps) for at, of_layer in parts if of_layer[1]}
     found = {at: view.block() for at, view in views.items()}
     alike = {(type(layers[at]), block.attention): block for at, block in found.items() if block}
     blocks = [Block("", {}, "single", kind=NOT_RUN)] * len(layers)
     for at, view in views.items():
         block, other = found[at], alike.get((type(layers[at]), view.attention))
-        if block is None and other is not None and check_wiring(other, view.sites(other)) <= ULPS * eps:
+        if block is None and other is not None and check_wiring(other, at_sites(other, view.known)) <= ULPS * eps:
             block = other
         # the wiring is unknown: only the layer's input and output are read
         blocks[at] = block or Block(view.attention, {"layer_in": "input", "layer_out": "output"}, "unknown", view.kind)
@@ -120,19 +163,19 @@ def _blocks(
     ]
 
 
-def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
-    """Return the projections' fields of a row; `qkv` is empty if their layout is unknown or some layers share keys."""
+def _projections(model: Any, attentions: list[nn.Module]) -> tuple[tuple[str, ...], str]:
+    """Return `qkv` and `output` of a row; `qkv` is empty if its layout is unknown or some layers share keys."""
     several, attention = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value")), attentions[0]
     known = next((names for names in several if all(_has(other, *names) for other in attentions)), ())
-    output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense", "wo") if _has(attention, name)), "")
+    output = next((name for name in OUTPUTS if _has(attention, name)), "")
     heads = model.config.get_text_config().num_attention_heads
     widths = [getattr(attention.get_submodule(name), "out_features", 0) for name in known]
-    if widths and all(widths):  # else a module is not a plain matrix
-        query, key, value = widths
-        taken = getattr(attention.get_submodule(output), "in_features", query) if output else query
-        is_plain = query % heads == 0 and key == value and key % (query // heads) == 0 and taken == query
-        return {"qkv": known if is_plain else (), "fused": "", "output": output}
-    return {"qkv": (), "fused": "", "output": output}
+    if not widths or not all(widths):  # a module is not a plain matrix
+        return (), output
+    query, key, value = widths
+    taken = getattr(attention.get_submodule(output), "in_features", query) if output else query
+    is_plain = query % heads == 0 and key == value and key % (query // heads) == 0 and taken == query
+    return known if is_plain else (), output
 
 
 def _has(layer: nn.Module, *paths: str) -> bool:
@@ -142,7 +185,7 @@ def _has(layer: nn.Module, *paths: str) -> bool:
         return False
 
 
-Ends = dict[nn.Module, list[End]]
+# --- the list of layers
 
 
 def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> str:
@@ -167,6 +210,9 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
     return max(chains, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()))
 
 
+Ends = dict[nn.Module, list[Event]]
+
+
 def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | None) -> bool:
     """Return whether most modules run once, each on the output of the one before, and the first on the tokens."""
     # Some may not run, such as layers that read pictures. If there are no other tokens to compare with, the input of
@@ -175,14 +221,17 @@ def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | Non
     pairs = [ends[layer] for layer in ran]
     if 2 * len(ran) <= len(layers) or any(len(pair) != 2 for pair in pairs):
         return False
-    if not all(_equal(before[1], after[0]) for before, after in pairwise(pairs)):
+    if not all(_equal(before[1].x, after[0].x) for before, after in pairwise(pairs)):
         return False
-    return ends_of_others is None or not _equal(ends[ran[0]][0], ends_of_others[ran[0]][0])
+    return ends_of_others is None or not _equal(ends[ran[0]][0].x, ends_of_others[ran[0]][0].x)
 
 
-def _equal(a: End, b: End) -> bool:
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether tensors are equal bit for bit; NaN equals NaN."""
-    return a.x.shape == b.x.shape and torch.allclose(a.x, b.x, rtol=0, atol=0, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+# --- the tokens that a token sees, and their positions
 
 
 @torch.no_grad()
@@ -222,3 +271,220 @@ def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     a, b = a.double(), b.double()
     # relative to each token's own norm: a massive activation would hide differences at other tokens
     return bool(((a - b).norm(dim=-1) <= eps * b.norm(dim=-1).clamp(min=1e-30)).all())
+
+
+# --- the sums in a layer
+
+
+class _Branch(NamedTuple):
+    """One or two modules whose outputs, times their scales, are added to the residual stream."""
+
+    events: tuple[Event, ...]  # in the order in which they ran
+    scales: tuple[float, ...]
+
+    @property
+    def last(self) -> Event:
+        return self.events[-1]
+
+    @property
+    def rank(self) -> tuple:
+        """Return a sort key, smaller is better: unscaled outputs first, then outer modules, then early ones."""
+        scaled = any(scale != 1.0 for scale in self.scales)
+        return (scaled, sum(event.path.count(".") for event in self.events), self.last.order)
+
+    def covers(self, path: str) -> bool:
+        """Return whether the module at this path is one of the branch's modules or part of one."""
+        return any(_within(path, event.path) for event in self.events)
+
+
+_Found = tuple[str, _Branch | None, Event | None, _Branch | None]  # wiring, attention branch, mid, MLP branch
+
+
+class _Layer:
+    """The inputs and outputs of the modules of one layer, and the search for the sums between them."""
+
+    def __init__(self, module: nn.Module, events: Sequence[Event], attention: str, kind: str, eps: float) -> None:
+        self.module = module
+        self.attention = attention  # path of the attention module; "" if the layer has none
+        self.kind = kind  # see Block
+        self.eps = eps
+        self.h = next(event for event in events if event.address == "input")
+        self.out = next(event for event in reversed(events) if event.address == "output")
+        self.inner = [event for event in events if event.path]
+        runs = Counter(event.address for event in self.inner)
+        # a hook would read only the first of several runs
+        inner = [event for event in self.inner if runs[event.address] == 1]
+        self.inputs = [event for event in inner if event.end == "input"]
+        self.outputs = [event for event in inner if event.end == "output"]
+        self.known = {event.address: event.x for event in (*inner, self.h, self.out)}
+
+    def block(self) -> Block | None:
+        """Return how this layer is built; None if none of the known sums fits."""
+        found = self._sequential() or self._single() or self._parallel()
+        if found is None:
+            return None
+        wiring, attention, mid, mlp = found
+        # a single branch needs no check: only it can contain the attention module
+        if self.attention and wiring != "single" and not self._carries_attention(attention):
+            return None
+        norm = self._norm_before(self.h, attention) if attention else None
+        mlp_norm = self._norm_before(mid or self.h, mlp) if mlp and wiring != "post-norm" else None
+        addresses = {
+            "layer_in": "input",
+            "attn_norm": norm,
+            "attn_out": attention and attention.last.address,
+            "mid": mid and mid.address,
+            "mlp_norm": None if wiring == "parallel" and mlp_norm == norm else mlp_norm,
+            "mlp_out": mlp and mlp.last.address,
+            "layer_out": "output",
+        }
+        branches = {site: branch for site, branch in (("attn_out", attention), ("mlp_out", mlp)) if branch}
+        for site, branch in branches.items():
+            if len(branch.events) > 1:
+                addresses[f"{site}, first term"] = branch.events[0].address
+        orders = {event.address: event.order for event in (*self.inputs, *self.outputs, self.h, self.out)}
+        sites = {site: address for site, address in addresses.items() if address}
+        return Block(
+            attention=self.attention,
+            sites=dict(sorted(sites.items(), key=lambda site: orders[site[1]])),
+            wiring=wiring,
+            kind=self.kind,
+            sums={
+                site: tuple(map(Term, (event.address for event in branch.events), branch.scales))
+                for site, branch in branches.items()
+                if branch.scales != (1.0,)
+            },
+        )
+
+    def _sequential(self) -> _Found | None:
+        """Find two sequential branches, where a norm that ends the layer may follow the second."""
+        for mid in self.inputs:
+            if self._is(mid.x, self.h.x):
+                continue
+            attention = self._branch(self.h.x, mid.x, before=mid.order)
+            if attention is None:
+                continue
+            mlp = self._branch(mid.x, self.out.x, after=mid.order)
+            if mlp is not None:
+                return "sequential", attention, mid, mlp
+            mlp = self._normed_branch(mid)
+            if mlp is not None:
+                return "post-norm", attention, mid, mlp
+        return None
+
+    def _normed_branch(self, mid: Event) -> _Branch | None:
+        """Find the second branch of a post-norm layer: the modules whose output is added to norm(mid)."""
+        normed = [given for taken in self.inputs if self._is(taken.x, mid.x) and (given := self._given(taken))]
+        for end in (event for event in self.inner if event.end == "input"):
+            if end.order < mid.order or self._is(end.x, mid.x):
+                continue
+            given = self._given(end)
+            if given is None or not self._is(given.x, self.out.x):  # the norm does not end the layer
+                continue
+            for stream in normed:
+                branch = self._branch(stream.x, end.x, after=stream.order, before=end.order)
+                if branch is not None:
+                    return branch
+        return None
+
+    def _given(self, taken: Event) -> Event | None:
+        """Return the output of the module that reads this input."""
+        later = (event for event in self.inner if event.path == taken.path and event.order > taken.order)
+        return next(later, None)
+
+    def _single(self) -> _Found | None:
+        single = self._terms(self.h.x, self.out.x, self.outputs, 1)
+        if single is None:
+            return None
+        return ("single", None, None, single) if self.kind in FEED_FORWARD else ("single", single, None, None)
+
+    def _parallel(self) -> _Found | None:
+        """Find two parallel branches; attention's is the one with the attention module, or else the first."""
+        both = self._terms(self.h.x, self.out.x, self.outputs, 2)
+        if both is None:
+            return None
+        attention, mlp = (_Branch((event,), (scale,)) for event, scale in zip(both.events, both.scales, strict=True))
+        if not attention.covers(self.attention) and mlp.covers(self.attention):
+            attention, mlp = mlp, attention
+        return "parallel", attention, None, mlp
+
+    def _branch(
+        self, start: torch.Tensor, end: torch.Tensor, after: int = -1, before: float = float("inf")
+    ) -> _Branch | None:
+        """Find the branch that makes the step from `start` to `end`: one module, or two children of the layer."""
+        between = [event for event in self.outputs if after < event.order < before]
+        children = [event for event in between if "." not in event.path]
+        return self._terms(start, end, between, 1) or self._terms(start, end, children, 2)
+
+    def _terms(self, start: torch.Tensor, end: torch.Tensor, events: Sequence[Event], count: int) -> _Branch | None:
+        """Find the one or two modules that make the step; neither of two contains the other."""
+        if count == 2:
+            events = [event for event in events if not self._is(event.x, start)]  # else end - start makes any step
+        found = []
+        for terms in combinations(events, count):
+            paths = [event.path for event in terms]
+            if count == 2 and (_within(*paths) or _within(*reversed(paths))):
+                continue
+            for scales in _scales(end - start, [event.x for event in terms]):
+                parts = [scale * event.x for scale, event in zip(scales, terms, strict=True)]
+                if all(scales) and self._makes(end, (start, *parts)):
+                    found.append(_Branch(terms, scales))
+                    break
+        return min(found, key=lambda branch: branch.rank, default=None)
+
+    def _makes(self, total: torch.Tensor, terms: Sequence[torch.Tensor]) -> bool:
+        """Return whether the terms sum to the total up to round-off, and no term is itself only round-off."""
+        size = torch.stack([term.abs() for term in terms]).sum(0)
+        allowed = ULPS * self.eps * (size + total.abs())
+        distance = (total - torch.stack(list(terms)).sum(0)).abs()
+        return bool((distance <= allowed).all()) and all(bool((term.abs() > allowed).any()) for term in terms[1:])
+
+    def _is(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return bool(((a - b).abs() <= ULPS * self.eps * b.abs()).all())
+
+    def _carries_attention(self, branch: _Branch | None) -> bool:
+        """Return whether a branch contains the attention module, or reads its output."""
+        if branch is None:
+            return False
+        if branch.covers(self.attention) or any(_within(event.path, self.attention) for event in branch.events):
+            return True
+        holders = [event for event in self.outputs if _within(self.attention, event.path)]
+        takers = [event for event in self.inputs if branch.covers(event.path)]
+        return any(torch.equal(holder.x, taker.x) for holder in holders for taker in takers)
+
+    def _norm_before(self, stream: Event, branch: _Branch) -> str | None:
+        """Find the norm that reads the stream for a branch: a module without a matrix that runs before the branch."""
+        elsewhere = None
+        taken_by = {event.path: event for event in self.inputs}
+        top = branch.last.path.split(".")[0]
+        for norm in self.outputs:
+            taken = taken_by.get(norm.path)
+            if norm.order >= branch.last.order or taken is None or taken.order < stream.order:
+                continue
+            if not torch.equal(taken.x, stream.x) or self._is(norm.x, stream.x):
+                continue
+            if any(parameter.dim() > 1 for parameter in self.module.get_submodule(norm.path).parameters()):
+                continue
+            takers = [event for event in self.inputs if norm.order < event.order and torch.equal(event.x, norm.x)]
+            readers = {taker.path.split(".")[0] for taker in takers}
+            if top in readers:
+                return norm.address
+            if elsewhere is None and readers - {norm.path.split(".")[0]}:
+                elsewhere = norm.address  # modules outside the branch also read the norm
+        return elsewhere
+
+
+def _within(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.")
+
+
+def _scales(step: torch.Tensor, terms: Sequence[torch.Tensor]) -> list[tuple[float, ...]]:
+    """Return the constants to try, such as those for which s·x or s·x + t·y is closest to the step."""
+    if len(terms) == 1:
+        size = float((terms[0] * terms[0]).sum())
+        return [(1.0,), (round(float((step * terms[0]).sum()) / size, 6) if size else 0.0,)]
+    pair = torch.stack([x.flatten() for x in terms], 1)
+    if not torch.isfinite(pair).all() or torch.linalg.matrix_rank(pair) < 2:
+        return []
+    closest = torch.linalg.lstsq(pair, step.flatten()[:, None]).solution.flatten().tolist()
+    return [tuple(1.0 if abs(scale - 1) < 1e-3 else round(scale, 6) for scale in closest)]

@@ -10,8 +10,7 @@ from typing import Any
 
 from sinkscope.errors import InputError
 from sinkscope.models.family import Family
-from sinkscope.models.model_types import base_type
-from sinkscope.models.towers import text_tower
+from sinkscope.models.towers import base_type, text_tower
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
-from sinkscope.models.process import one_thread
+from sinkscope.models.in_memory import one_thread
 from sinkscope.models.quantized import check_packages, stored_as
 from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
 

@@ -1,9 +1,10 @@
-"""Models that the caller has already loaded: they are unwrapped, measured, and restored."""
+"""Models that the caller has already loaded are unwrapped, measured and restored, and so is torch's global state."""
 
 import copy
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -21,6 +22,16 @@ WRAPPERS = ("torch.compile", "DataParallel", "DistributedDataParallel", "PEFT")
 COMPILED = "_compiled_call_impl"  # module attribute of the `__call__` that `module.compile()` makes
 BEFORE_COMPILING = "_torchdynamo_orig_callable"  # attribute of a compiled function: the original
 ADAPTION_PROMPT = "peft.tuners.adaption_prompt"
+
+one_thread = threading.RLock()  # for state that is global to the process, such as torch's random numbers
+
+
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Let torch draw random numbers from the seed for the length of the block, and restore its state afterwards."""
+    with one_thread, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 def text_of(name: Any) -> str:

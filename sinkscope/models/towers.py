@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError, described
-from sinkscope.models.model_types import base_type
 
-# Model types with text towers that may be of a family with a row, so that a retrofitted model can be loaded from its
-# folder
+PREFIX = "sinkscope_"  # prefix of the model types of retrofitted models
+
+# Model types with text towers that may be of a family with a row: their retrofitted models can be loaded again
 WITH_TOWERS = (
     *("got_ocr2", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
     *("paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava", "voxtral"),
@@ -26,6 +26,15 @@ WITH_TOWERS = (
 # PaliGemma attends both ways in a prompt (0) and causally after it (1). Without the argument it attends both ways under
 # SDPA, but causally under eager or in a padded batch.
 TEXT: Mapping[str, Mapping[str, int]] = {"paligemma": {"token_type_ids": 1}}
+
+
+def base_type(model_type: str) -> str:
+    """Return `llama` for `sinkscope_llama`, and any other model type unchanged."""
+    return model_type.removeprefix(PREFIX)
+
+
+def is_retrofitted(config: Any) -> bool:
+    return str(getattr(config, "model_type", "")).startswith(PREFIX)
 
 
 def text_tower(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError, counted
 from sinkscope.models.family import Family, embedding_weight
-from sinkscope.models.positions import known_positions
+from sinkscope.models.projections import known_positions
 from sinkscope.models.towers import text_arguments
 from sinkscope.retrofits.retrofit import RETROFIT, Part, Retrofit
 from sinkscope.text.batch import insert_before

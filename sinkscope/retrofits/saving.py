@@ -24,7 +24,7 @@ import sinkscope.attention.seam  # noqa: F401  # registers the attention functio
 from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError
 from sinkscope.models.loading import AUTO_CLASSES
-from sinkscope.models.model_types import PREFIX
+from sinkscope.models.towers import PREFIX
 from sinkscope.retrofits.retrofit import RETROFIT
 
 BuildIn = Callable[[PreTrainedModel], None]  # installs the method that the configuration names in a model

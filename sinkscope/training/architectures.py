@@ -24,8 +24,8 @@ from transformers import (
 
 from sinkscope.errors import InputError, described, one_line, unknown
 from sinkscope.models.files import read_settings
+from sinkscope.models.in_memory import drawing
 from sinkscope.models.loading import count_parameters
-from sinkscope.models.process import drawing
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.spec import assignments

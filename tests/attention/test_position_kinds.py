@@ -14,7 +14,7 @@ from sinkscope.attention.position_kinds import _bias
 from sinkscope.commands.doctor import doctor
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import find_family
-from sinkscope.models.positions import position_vectors
+from sinkscope.models.projections import position_vectors
 from sinkscope.retrofits import retrofit_model
 
 NOPE_LAST = ("rotary", "rotary", "rotary", "none")

@@ -27,8 +27,7 @@ from sinkscope.measuring.observables.query_bias import BINS, Epe, LogitTerms, Mo
 from sinkscope.measuring.summary import delta_gap
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.positions import massive_coordinates
-from sinkscope.models.projections import projections
+from sinkscope.models.projections import massive_coordinates, projections
 from sinkscope.models.wiring import read_sites
 from sinkscope.output.run import Run
 from sinkscope.results.papers import gamma_table, paper_tables

@@ -10,8 +10,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import find_family
-from sinkscope.models.positions import effective_positions, position_vectors
-from sinkscope.models.projections import ROLES, projections
+from sinkscope.models.projections import ROLES, effective_positions, position_vectors, projections
 from sinkscope.models.wiring import read_sites
 
 

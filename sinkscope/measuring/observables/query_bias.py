@@ -35,8 +35,7 @@ from sinkscope.measuring.observables.observable import (
     long_table,
 )
 from sinkscope.models.family import Family
-from sinkscope.models.positions import effective_positions, massive_coordinates
-from sinkscope.models.projections import Projection, check_plain, projections
+from sinkscope.models.projections import Projection, check_plain, effective_positions, massive_coordinates, projections
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
