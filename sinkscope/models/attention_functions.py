@@ -100,10 +100,7 @@ def _watched_kind(kind: type[AttentionInterface]) -> type[AttentionInterface]:
 
 
 def unknown_code(attentions: Iterable[nn.Module]) -> str | None:
-    """Return the name of the first attention function of these modules that is not transformers' own, or None.
-
-    A user may have registered it, or assigned it as the forward of a module or a class.
-    """
+    """Return the name of the first attention function of these modules that is not transformers' own, or None."""
     for attention in attentions:
         functions = [forward_of(attention)]
         config, file = vars(attention).get("config"), sys.modules.get(type(attention).__module__)

@@ -95,11 +95,7 @@ def first_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def edited_input(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Edit the first argument of a module for the length of the block.
-
-    The hook runs before the forward that nnsight wraps, so that nnsight reads the changed tensor as the module's input,
-    while the output of the previous module is unchanged.
-    """
+    """Edit the first argument of a module for the length of the block, before the forward that nnsight wraps."""
 
     def changed(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if args:
@@ -117,8 +113,7 @@ LIBRARIES = ("sinkscope.", "transformers.", "torch.", "accelerate.", "nnsight.",
 def written_in(function: Any) -> str:
     """Return the Python module in which a function is defined; unlike names, `functools.wraps` does not copy it."""
     function = getattr(function, "__func__", function)  # unwraps a bound method
-    written: dict[str, Any] = getattr(function, "__globals__", {})
-    return str(written.get("__name__", type(function).__module__))
+    return str(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
 
 
 def name_of(function: Any) -> str:
@@ -128,9 +123,7 @@ def name_of(function: Any) -> str:
 
 def forward_of(module: Any) -> Callable[..., Any]:
     """Return the function that a call of the module runs; accelerate keeps the original when it replaces `forward`."""
-    own = vars(module)
-    forward: Callable[..., Any] = own["_old_forward"] if "_hf_hook" in own else module.forward
-    return forward
+    return module._old_forward if ACCELERATE in vars(module) else module.forward
 
 
 def check_own_map(module: nn.Module) -> None:
@@ -167,7 +160,7 @@ class Beginning(NamedTuple):
 
 
 class _Reached(Exception):
-    """Ends a forward pass as soon as the layer's output is known."""
+    """Ends a forward pass."""
 
 
 @torch.no_grad()
@@ -196,13 +189,10 @@ def beginning_at(
 
 @contextmanager
 def begun(layers: Sequence[nn.Module], beginning: Beginning) -> Iterator[None]:
-    """Skip the layers before the beginning for the length of the block: each returns the kept output.
-
-    Computations outside the layers (masks, rotary angles) are unaffected.
-    """
+    """Skip the layers before the beginning for the length of the block: each returns the kept output."""
 
     def kept(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        output = beginning.output  # a copy for the layer, because some models add to it in place
+        output = beginning.output  # copied, because some models add to it in place
         return (output[0].clone(), *output[1:]) if isinstance(output, tuple) else output.clone()
 
     with ExitStack() as stack:

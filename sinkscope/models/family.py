@@ -17,7 +17,7 @@ or the number of the copies.
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -25,15 +25,13 @@ from torch import nn
 from sinkscope.errors import InputError
 from sinkscope.models.towers import token_embedding
 
-Layout = Literal["first", "third", "flat"]  # (S,B,T,D), (B,T,S,D), (B,T,S·D)
-
 
 @dataclass(frozen=True)
 class Copies:
-    """The layout of the copies of the residual stream in a layer's input and output."""
+    """The copies of the residual stream in a layer's input and output."""
 
     count: int  # S
-    layout: Layout
+    layout: Literal["first", "third", "flat"]  # (S,B,T,D), (B,T,S,D), (B,T,S·D)
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
         """Reshape a layer's input or output to (B,T,S,D)."""
@@ -60,15 +58,13 @@ def find_copies(x: torch.Tensor, tokens: torch.Size, width: int) -> Copies | Non
 # In the order of a forward pass. The sites within attention are in attention/seam.py.
 RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
 
-
 ATTENTION, NOT_RUN = "attention", "not run"  # kinds of layers; the second does not run on text
 NO_POSITIONS, UNKNOWN_POSITIONS = "none", "unknown"  # kinds of positions
 ON_LOGITS = {"alibi", "relative"}  # kinds of positions that are a bias on the logits
 FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """A module's output, multiplied before it is added to the residual stream."""
 
     address: str
@@ -78,8 +74,7 @@ class Term:
 Role = Literal["query", "key", "value"]
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """The outputs of a module that are a layer's queries, keys or values."""
 
     module: str  # path within the attention module
@@ -142,21 +137,18 @@ class Family:
     def block(self, layer: int) -> Block:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
 
-    def last_layer(self, model: nn.Module) -> int:
-        """Return the last layer that runs."""
+    def last_layer(self, model: nn.Module) -> int:  # that runs
         return max(at for at in range(len(self.layer_modules(model))) if self.block(at).kind != NOT_RUN)
 
     def positions_at(self, layer: int) -> str:
-        """Return the kind of positions of a layer with attention."""
         return self.layer_positions[layer] if self.layer_positions else self.positions
 
     @property
     def kinds_of_positions(self) -> set[str]:
-        """The kinds of positions of all layers with attention."""
         return set(self.layer_positions) - {""} or {self.positions}
 
     def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
-        """Return layer → attention module, without the layers that have no attention."""
+        """Return layer → attention module, for layers with attention."""
         layers = enumerate(self.layer_modules(model))
         return {at: layer.get_submodule(path) for at, layer in layers if (path := self.block(at).attention)}
 

@@ -110,10 +110,7 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
 
 
 def find_settings(model: str | None, revision: str | None, gguf_file: str | None) -> ModelFiles:
-    """Find the files as `find_files` does, but download only the config.json of a hub repository.
-
-    The settings of a GGUF file on the hub are inside the file, so it raises InputError.
-    """
+    """Find the files as `find_files` does, but download only a config.json; InputError for a GGUF file on the hub."""
     if model in DEMO_NAMES and kind_of(user_path(model)) is None:
         model = None
     is_here = kind_of(user_path(model)) is not None if model else importlib.util.find_spec(DEMO_PACKAGE) is not None
@@ -203,33 +200,25 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
 
 
 def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, set[str]]:
-    """Return the folder of the cached snapshot, with all files that match, and the names of all files of the
-    repository.
+    """Return the folder of a cached snapshot, with all files that match, and the names of all the repository's files.
 
-    Errors of the hub itself (500 to 599) are retried, and files that have arrived are kept; huggingface_hub only
-    retries if a connection breaks. A missing or gated repository raises InputError; a hub that cannot be reached raises
-    SinkscopeError, unless the cache has the files.
+    A missing or gated repository is an InputError; a hub that cannot be
+    reached is a SinkscopeError, unless the cache has the files.
     """
     for wait in (*PAUSES, None):
         try:
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
             break
         except Exception as error:
-            if wait is None or not _is_server_error(error):
+            causes = (error, error.__cause__)
+            responses = [cause.response for cause in causes if isinstance(cause, errors.HfHubHTTPError)]
+            if wait is None or not any(response.status_code >= 500 for response in responses):
                 raise _hub_error(repo, revision, error) from error
             time.sleep(wait)
     try:
         return folder, {file.path for file in get_cached_repo_tree(repo, revision=folder.name)}
     except errors.CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: use the files in it
         return folder, {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-
-
-def _is_server_error(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code >= 500:
-            return True
-        error = error.__cause__
-    return False
 
 
 def _hub_error(repo: str, revision: str | None, error: Exception) -> SinkscopeError:

@@ -42,11 +42,7 @@ def text_of(name: Any) -> str:
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside an object of the caller.
-
-    An object that is not a model of transformers, plain or wrapped by torch.compile, DataParallel or PEFT, raises
-    InputError, and so do weights that were made in inference mode or are unpacked in the model's first run.
-    """
+    """Return the transformers model inside an object of the caller; InputError if none can be measured."""
     kind = _kind(model)
     while not isinstance(model, PreTrainedModel):
         model = _inner(model)
@@ -151,10 +147,7 @@ def own_configurations(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def called_uncompiled(model: PreTrainedModel) -> Iterator[None]:
-    """Let every call of the model, compiled or not, run its Python code for the length of the block.
-
-    Compiled code would ignore some of the changes that are made to the model within the block.
-    """
+    """Let every call of the model run its Python code in the block: compiled code would ignore some of its changes."""
     with ExitStack() as stack:
         for module in model.modules():
             changed = _uncompiled(module)
@@ -176,10 +169,7 @@ def _uncompiled(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def unchanged_after(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of every module at the end of the block, also after an exception.
-
-    Weights are not copied: code that changes their values has to restore them.
-    """
+    """Restore the attributes of every module at the end of the block; the values of weights are not copied."""
     # name, value, and a copy if it is a dict, such as hooks and parameters; most of the thousands of dicts are empty
     # and need no copy
     before = [
@@ -203,10 +193,7 @@ NOT_DECISIVE = {"_name_or_path", "transformers_version"}  # entries of a configu
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256, in hexadecimal, of a model's configuration, parameters and buffers: equal for equal models.
-
-    Offloaded parameters enter by name and shape only, all others with their values.
-    """
+    """Return the SHA-256 of a model's configuration, parameters (of offloaded ones only name and shape) and buffers."""
     settings = model.config.to_dict()  # type: ignore[union-attr,operator]
     decisive = {name: value for name, value in settings.items() if name not in NOT_DECISIVE}
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())

@@ -178,10 +178,7 @@ def position_vectors(model: PreTrainedModel, family: Family, count: int) -> torc
 
 @torch.no_grad()
 def effective_positions(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
-    """Return effective positional encodings EPE_i = MLP⁽¹⁾(p_i) + p_i, (count, D), of the first positions (NU §3.2.1).
-
-    MLP⁽¹⁾ is the first layer's feed-forward network, applied to the positional vector without a norm.
-    """
+    """Return effective positional encodings MLP⁽¹⁾(p_i) + p_i, (count, D), with the first layer's MLP (NU §3.2.1)."""
     vectors = hidden = position_vectors(model, family, count)
     for name in family.mlp:
         hidden = family.layer_modules(model)[0].get_submodule(name)(hidden)

@@ -48,10 +48,7 @@ def method_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def check_packages(source: str, settings: Mapping[str, Any]) -> None:
-    """Raise an error if a quantized checkpoint cannot be loaded here, before anything is downloaded.
-
-    An unknown or refused method in the settings (config.json) is an InputError, a missing package a SinkscopeError.
-    """
+    """Raise InputError or, for a missing package, SinkscopeError if a quantized checkpoint cannot be loaded here."""
     method = method_of(settings)
     if method is None:
         return

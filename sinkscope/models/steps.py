@@ -49,10 +49,7 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
 
 
 def step_of(name: str, among: Iterable[str] = ()) -> int:
-    """Return the number after `step`, or else the one at the end of the name: 1000 for OLMo's step1000-tokens4B.
-
-    Without a number it raises InputError, which lists the names in `among` that have one.
-    """
+    """Return the number after `step`, or else at the end of the name; the error lists those in `among` with one."""
     found = _step(name)
     if found is None:
         others = [other for other in among if _step(other) is not None]

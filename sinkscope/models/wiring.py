@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sinkscope.models.edits import edited_output
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 
 
@@ -28,10 +29,7 @@ class Event(NamedTuple):
 def record_ends(
     model: nn.Module, modules: Iterable[nn.Module], inputs: Mapping[str, Any]
 ) -> dict[nn.Module, list[Event]]:
-    """Run the model, and return copies of the inputs and outputs of these modules, without the modules that do not run.
-
-    torch's forward hooks read them, without nnsight.
-    """
+    """Run the model, and return copies of the inputs and outputs of those of these modules that run."""
     ends: dict[nn.Module, list[Event]] = {}
     order = count()
 
@@ -93,13 +91,9 @@ def at_sites(block: Block, known: Mapping[str, torch.Tensor]) -> dict[str, torch
 @torch.no_grad()
 def mlp_reads_attention(model: nn.Module, layer: nn.Module, block: Block, inputs: Mapping[str, Any]) -> bool:
     """Return whether the output of a layer's MLP branch changes with that of its attention branch."""
-
-    def doubled(module: nn.Module, args: tuple, output: Any) -> Any:
-        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
-
     attention, mlp = (layer.get_submodule(block.sites[site].rpartition(".")[0]) for site in ("attn_out", "mlp_out"))
     before = output_of(mlp, model, inputs)
-    with attention.register_forward_hook(doubled):
+    with edited_output(attention, lambda module, output: 2 * output):
         after = output_of(mlp, model, inputs)
     return bool((after - before).abs().max() > 1e-3 * before.abs().max())
 

@@ -59,10 +59,7 @@ class Masked(NamedTuple):
 def masked(
     sequences: Iterable[np.ndarray], tokenizer: "PreTrainedTokenizerBase", vocab_size: int, seed: int
 ) -> tuple[Masked, ...]:
-    """Mask tokens of every sequence for an encoder.
-
-    A tokenizer with ids that the model lacks raises InputError, one without a mask token ValueError.
-    """
+    """Mask tokens of every sequence for an encoder; raise ValueError if its tokenizer has no mask token."""
     collator = DataCollatorForLanguageModeling(tokenizer)
     found = []
     for ids in sequences:
@@ -155,16 +152,8 @@ def build_inputs(
 ) -> TokenInputs:
     """Return the first `num_seqs` sequences of `seq_len` tokens of a source; fewer, with a notice, if it is too short.
 
-    Args:
-        source: an input kind or a file, see the docstring of this module.
-        dataset: instead of a source, "NAME", "NAME:CONFIG" or "NAME:CONFIG:SPLIT" (default: train) of a HuggingFace
-            dataset or a local folder: its documents of at least seq_len tokens, cut.
-        prompt: instead of a source, one text.
-        max_positions: the longest sequence that the model accepts; None: no limit.
-        options: the fields of `Request`.
-
-    Raises:
-        InputError: the source cannot be read, ids are outside the vocabulary, or the arguments do not fit.
+    A `dataset` or a `prompt` replaces the source; `max_positions` is the longest sequence that the model accepts, and
+    the options are the fields of `Request`.
     """
     source, request = os.fspath(source), Request(**options)
     num_seqs, seq_len = request.num_seqs, request.seq_len
