@@ -85,12 +85,6 @@ def test_learned_positions(name):
         position_vectors(model, family, 257)
 
 
-def test_rotary_positions_have_no_vectors():
-    model = tiny_model("llama")
-    with pytest.raises(InputError, match="no learned positions"):
-        position_vectors(model, find_family(model), 4)
-
-
 # --- found numerically
 
 
