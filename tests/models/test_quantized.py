@@ -211,12 +211,3 @@ def test_unreadable_weights_are_refused_before_the_download(
             assert message in str(caught.value)
             assert str(caught.value).count("\n") == 0
     assert not [request for request in hub.requests if "safetensors" in request]
-
-
-def test_how_weights_are_stored() -> None:
-    for given, stored in (
-        ({"quant_method": "gptq", "bits": 3}, "3-bit gptq"),
-        ({"load_in_4bit": True}, "4-bit bitsandbytes"),
-        ({"quant_method": "mxfp4"}, "4-bit mxfp4, dequantized"),
-    ):
-        assert quantized.stored_as({"quantization_config": given}) == stored
