@@ -29,7 +29,7 @@ from sinkscope.attention.kernels import (
     row_lse,
     upcast,
 )
-from sinkscope.models.attention_functions import MATMULS, SOFTMAXES
+from sinkscope.models.edits import MATMULS, SOFTMAXES
 
 NAME = "sinkscope"  # name of the attention implementation, and of the seam inside each attention module
 

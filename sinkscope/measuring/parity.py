@@ -33,8 +33,7 @@ from sinkscope.measuring.passes import batches_of, first_size
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import model_inputs
-from sinkscope.models.attention_functions import Attend, attending_by, unknown_code
-from sinkscope.models.edits import edited_input
+from sinkscope.models.edits import Attend, attending_by, edited_input, unknown_code
 from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.quantized import is_quantized

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError, described
-from sinkscope.models.attention_functions import MATMULS, SOFTMAXES, attending_by
+from sinkscope.models.edits import MATMULS, SOFTMAXES, attending_by
 from sinkscope.models.family import (
     ATTENTION,
     FEED_FORWARD,

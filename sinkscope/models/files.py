@@ -116,9 +116,9 @@ def find_settings(model: str | None, revision: str | None, gguf_file: str | None
     is_here = kind_of(user_path(model)) is not None if model else importlib.util.find_spec(DEMO_PACKAGE) is not None
     if is_here or (model is not None and is_path(model)):
         return find_files(model, revision, gguf_file, allow_pickle=True)
+    repo = model or DEMO_REPO
     if gguf_file is not None:
         raise InputError("the settings of a GGUF file are in it, and it is downloaded when it is measured")
-    repo = model or DEMO_REPO
     folder, present = fetch(repo, revision, ["config.json"])
     if "config.json" not in present:
         raise InputError(f"{repo} has no config.json")
@@ -126,19 +126,16 @@ def find_settings(model: str | None, revision: str | None, gguf_file: str | None
 
 
 def is_demo(source: str) -> bool:
-    """Return whether a run's `source` is the demo model, the default."""
     return source == DEMO_REPO or Path(source).name == DEMO_FILE
 
 
 def is_on_hub(model: str | None) -> bool:
-    """Return whether a name is that of a hub repository, rather than a path or the demo model."""
     return model is not None and model not in DEMO_NAMES and not is_path(model) and kind_of(user_path(model)) is None
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name must be a path, because it cannot be a hub id."""
-    of_windows = re.search(r"^[A-Za-z]:|\\", name) is not None
-    return of_windows or name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
+    """Return whether a name cannot be a hub id; Windows has drives and backslashes."""
+    return re.search(r"^([A-Za-z]:|[./~])|\\|\.gguf\Z", name) is not None or name.count("/") > 1
 
 
 def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
@@ -148,8 +145,7 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
     package = importlib.util.find_spec(DEMO_PACKAGE)
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder) / DEMO_FILE
-        if path.is_file():
-            # where the package is installed, the source is its name instead of the path
+        if path.is_file():  # its source is the same wherever the package is installed
             return replace(_from_disk(path, None, allow_pickle=False), source=f"{DEMO_PACKAGE}/{DEMO_FILE}")
     notice = f"package {DEMO_PACKAGE} of the demo model is not installed: using {DEMO_REPO} from the hub"
     return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
@@ -175,7 +171,7 @@ def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFi
 
 
 def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    """Download only the files that the model needs, because repositories often hold the weights in several formats."""
+    """Download only the files that the model needs: repositories often hold the weights in several formats."""
     folder, present = fetch(repo, revision, FIRST_FILES)
     notices: tuple[str, ...] = ()
     if gguf_file is None and _is_original_llama(present):
@@ -260,9 +256,9 @@ def _choose_weights(
     check_packages(label, read_settings(folder / "config.json"))
     forms = (name for single in SINGLE_FILES for name in (single, f"{single}.index.json") if name in present)
     form = next(forms, None)
-    if form is None and ADAPTER_CONFIG in present:
-        raise InputError(f"{label} has no weights of a whole model: {_what_else(folder, present, ggufs)}")
     if form is None:
+        if ADAPTER_CONFIG in present:
+            raise InputError(f"{label} has no weights of a whole model: {_what_else(folder, present, ggufs)}")
         raise InputError(f"{label} has no weights to read: neither model.safetensors nor an index of shards")
     weights: tuple[str, ...] = (form,)
     if form not in SINGLE_FILES:
@@ -327,9 +323,6 @@ def check_safetensors(source: str, path: Path) -> set[str]:
         raise InputError(f"{source}: {path.name} {damage} [{described(error)}]") from error
 
 
-# --- the hub's cache
-
-
 def free_room() -> int:
     """Return the free bytes on the disk of the hub's cache."""
     cache = Path(constants.HF_HUB_CACHE).absolute()
@@ -373,17 +366,12 @@ def evict(repo: str, revision: str | None) -> int:
     return freed
 
 
-# --- settings
-
 Layers = Annotated[int, Field(ge=1, le=1000)]
 TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # some checkpoints have -1 for padding
 
 
 class _Settings(BaseModel):
-    """The entries of a config.json that are checked before transformers reads it."""
-
-    # transformers checks most entries when it builds the model, except for sizes that would take hours to build, names
-    # of classes, and entries that are only used to read text.
+    """The entries of a config.json that transformers does not check: sizes that would take hours to build, …"""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 

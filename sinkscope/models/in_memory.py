@@ -41,10 +41,14 @@ def text_of(name: Any) -> str:
     return os.fspath(name)
 
 
-def unwrapped(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside an object of the caller; InputError if none can be measured."""
+def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
+    """Return the transformers model in an object of the caller; InputError if it cannot be measured or `changed`."""
     kind = _kind(model)
     while not isinstance(model, PreTrainedModel):
+        if changed and isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            raise InputError(
+                "DataParallel on several devices calls copies of the model, which cannot be changed: pass its `module`"
+            )
         model = _inner(model)
         if model is None:
             raise InputError(
@@ -76,16 +80,6 @@ def _inner(model: Any) -> Any:
             raise InputError("a model with PEFT's prompts cannot be measured with them: give the model itself")
         return model.get_base_model()  # type: ignore[operator]
     return getattr(model, "_orig_mod", None) if isinstance(model, nn.Module) else None
-
-
-def check_called_itself(model: Any) -> None:
-    """Raise InputError if a wrapper calls copies of the model, because changes to the model do not reach them."""
-    while model is not None and not isinstance(model, PreTrainedModel):
-        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-            raise InputError(
-                "DataParallel on several devices calls copies of the model, which cannot be changed: pass its `module`"
-            )
-        model = _inner(model)
 
 
 def weight_in_memory(module: Any) -> torch.Tensor:

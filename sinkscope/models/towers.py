@@ -77,15 +77,14 @@ def embedding_path(model: PreTrainedModel) -> str:
 
 
 def tower_notice(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return notices on a model if only its text tower is measured."""
     path, tower = text_tower(model)
-    notice = f"{type(model).__name__}: its text tower is measured ({type(tower).__name__} at '{path}'), on text only"
-    return (notice,) if path else ()
+    kind, part = type(model).__name__, type(tower).__name__
+    return (f"{kind}: its text tower is measured ({part} at '{path}'), on text only",) if path else ()
 
 
 @torch.no_grad()
-def _read_a_token(model: PreTrainedModel) -> tuple[set[str], Any]:
-    """Run the model on one token, and return the paths of the modules that run, and the model's output."""
+def read_a_token(model: PreTrainedModel) -> tuple[set[str], Any]:
+    """Run the model on one token of text, and return the paths of the modules that run, and the model's output."""
     reached: set[str] = set()
     with ExitStack() as hooks:
         for path, module in model.named_modules():
@@ -94,17 +93,12 @@ def _read_a_token(model: PreTrainedModel) -> tuple[set[str], Any]:
     return reached, output
 
 
-def reached_by_text(model: PreTrainedModel) -> set[str]:
-    """Return the paths of the modules that run when the model reads only text."""
-    return _read_a_token(model)[0]
-
-
 def check_reads_text(model: PreTrainedModel, layers: str) -> None:
     """Raise InputError unless text alone runs through the text tower's layers, and the model predicts next tokens."""
     if not text_tower(model)[0]:
         return
     try:
-        reached, output = _read_a_token(model)
+        reached, output = read_a_token(model)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise InputError(f"{type(model).__name__} does not read text alone [{described(error)}]") from error
     if not any(path.startswith(f"{layers}.") for path in reached):

@@ -23,7 +23,7 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.edits import Edit, edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.families import find_family
-from sinkscope.models.in_memory import called_uncompiled, check_called_itself, on_cpu_by_default, unwrapped
+from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, unwrapped
 from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
 from sinkscope.quantization.grids import Grid, Precision, Range, RowGrids
 from sinkscope.quantization.sites import (
@@ -109,8 +109,7 @@ def quantized(
     Raises:
         InputError: A site or a grid does not exist, or a number of bits is out of range.
     """
-    check_called_itself(model)
-    model = unwrapped(model)
+    model = unwrapped(model, changed=True)
     kept = chosen_sites(ranges.keys(), except_sites)
     rest = {site: known for site, known in ranges.items() if site not in kept}
     precision = Precision(bits_weights, bits_activations, bits_kv_cache, weights_per, activations_per, kv_cache_per)

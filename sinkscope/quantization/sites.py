@@ -23,7 +23,7 @@ from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.edits import check_own_map, check_parameters
 from sinkscope.models.family import NOT_RUN, Family
 from sinkscope.models.quantized import check_not_quantized
-from sinkscope.models.towers import reached_by_text
+from sinkscope.models.towers import read_a_token
 
 LINEAR = (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer, with its weight stored as (in, out)
 LINEAR_SCHEME, FULL_SCHEME = SCHEMES = ("linear", "full")
@@ -74,7 +74,7 @@ def sites_of(
     found = dict(linear_modules(model))
     layers = {path: _layer_and_kind(path, family)[0] for path in found}
     passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
-    reached = reached_by_text(model) if len(passed) < len(found) or scheme == FULL_SCHEME else set()
+    reached = read_a_token(model)[0] if len(passed) < len(found) or scheme == FULL_SCHEME else set()
     sites = []
     for path, module in found.items():
         if path not in passed and path not in reached:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, unknown
-from sinkscope.models.attention_functions import unknown_code
+from sinkscope.models.edits import unknown_code
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import on_cpu_by_default, unwrapped

@@ -23,7 +23,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import sinkscope
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.intervening import intervening
-from sinkscope.models.in_memory import check_called_itself
 
 IDS = tiny_tokens(2, 9)
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}
@@ -349,9 +348,8 @@ def test_a_model_with_an_adapter_is_changed_as_the_merged_one() -> None:
 def test_copies_on_several_devices_are_refused() -> None:
     wrapped = nn.DataParallel(tiny_model("llama"))
     wrapped.device_ids = [0, 1]
-    for call in (check_called_itself, lambda model: under(model, "mask-sink")):
-        with pytest.raises(InputError, match="DataParallel on several devices"):
-            call(wrapped)
+    with pytest.raises(InputError, match="DataParallel on several devices"):
+        under(wrapped, "mask-sink")
 
 
 def test_adaption_prompts_are_refused_in_one_line() -> None:

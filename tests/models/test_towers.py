@@ -22,7 +22,7 @@ from sinkscope.models.families import find_family
 from sinkscope.models.family import NOT_RUN
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import class_for, load
-from sinkscope.models.towers import check_reads_text, placeholders, reached_by_text, text_tower, vocabulary
+from sinkscope.models.towers import check_reads_text, placeholders, read_a_token, text_tower, vocabulary
 from sinkscope.quantization.sites import sites_of
 from sinkscope.retrofits import retrofit_model
 
@@ -149,7 +149,7 @@ def test_only_what_text_passes_is_changed() -> None:
     assert model.lm_head.weight is not model.get_input_embeddings().weight
     assert vocabulary(model) == VOCAB
     paths = {site.path for site in sites_of(model, find_family(model))}
-    assert paths <= reached_by_text(model)
+    assert paths <= read_a_token(model)[0]
     assert all(path.startswith("model.language_model.layers.") for path in paths)
     assert len(paths) == 4 * 7
     pictures = torch.ones(1, 3, 16, 16)
