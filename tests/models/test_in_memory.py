@@ -12,7 +12,6 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.everything import differences, snapshot
-from support.naming import naming
 from tiny import tiny_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -132,41 +131,26 @@ def test_a_model_that_accelerate_dispatches_is_measured_as_the_plain_one(kind: s
 
 
 NO_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a number": (lambda: 3, "builtins.int is not a model"),
     "a tuple": (lambda: (tiny_model("llama"), None), "builtins.tuple is not a model"),
     "a wrapper": (lambda: nn.Sequential(tiny_model("llama")), "Sequential is not a model"),
     "a loaded number": (lambda: LoadedModel(3, None, "x", "x", None, None, ()), "builtins.int is not a model"),  # type: ignore[arg-type]
     "prompts": (lambda: with_prompt(tiny_model("llama")), "PEFT's prompts"),
 }
-COMMANDS: dict[str, Callable[[Any, Path], Any]] = {
-    "analyze": lambda model, out: sinkscope.analyze(model, out=out, **SMALL),
-    "intervene": lambda model, out: sinkscope.intervene(model, "mask-sink", out=out, **SMALL),
-    "quantize": lambda model, out: sinkscope.quantize(model, out=out, **SMALL),
-    "retrofit": lambda model, out: sinkscope.retrofit(model, "vga", out=out, text="natural"),
-    "doctor": lambda model, out: doctor(model),
-}
 
 
 @pytest.mark.parametrize("what", NO_MODELS)
 def test_what_is_no_model_is_refused_by_its_type(what: str, tmp_path: Path) -> None:
-    for command in COMMANDS:
-        with naming(command):
-            make, message = NO_MODELS[what]
-            with pytest.raises(InputError, match=message):
-                COMMANDS[command](make(), tmp_path / "out")
-            assert not (tmp_path / "out").exists()
-
-
-def test_where_a_name_is_needed_nothing_else_is_taken(tmp_path: Path) -> None:
-    model = tiny_model("llama")
+    make, message = NO_MODELS[what]
     for command in (
-        lambda: sinkscope.load(model),
-        lambda: sinkscope.analyze_steps(model),
-        lambda: sinkscope.run_recipe("streaming-perplexity", model),
-        lambda: sinkscope.train(model, "vga", out=tmp_path / "out", text="natural"),
+        lambda model, out: sinkscope.analyze(model, out=out, **SMALL),
+        lambda model, out: sinkscope.intervene(model, "mask-sink", out=out, **SMALL),
+        lambda model, out: sinkscope.retrofit(model, "vga", out=out, text="natural"),
     ):
-        with pytest.raises(InputError, match="a name or a path is needed"):
-            command()
+        with pytest.raises(InputError, match=message):
+            command(make(), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="a name or a path is needed"):
+        sinkscope.train(make(), "vga", out=tmp_path / "out", text="natural")
 
 
 def test_train_mode_and_the_callers_modes_change_nothing() -> None:

@@ -89,19 +89,6 @@ def test_the_row_of_a_tower_is_what_is_found_numerically(kind: str, monkeypatch:
         assert getattr(row, name) == getattr(found, name)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("blip-2", "does not read text alone .*pixel_values"),
-        ("diffusion_gemma", "does not predict the token after each"),
-        ("kyutai_speech_to_text", "by more than one table"),
-    ],
-)
-def test_what_does_not_read_text_alone_is_refused(kind: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        sinkscope.analyze(tiny(kind), input="random", num_seqs=1, seq_len=8)
-
-
 # --- peculiarities of some models
 
 
