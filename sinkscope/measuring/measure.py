@@ -14,7 +14,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import parity_check
-from sinkscope.measuring.passes import batches_of, pass_over
+from sinkscope.measuring.passes import pass_over
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarize
@@ -130,7 +130,7 @@ def measure(
         raw = tables_of(done.observables) | done.loss_tables(inputs)
         follow_ups = [OBSERVABLES[name].aimed(settings, raw) for name in chosen.follow_ups]
         if follow_ups:
-            tracer.forward(next(batches_of(inputs, 1)), follow_ups)
+            tracer.forward(next(inputs.batches(1)), follow_ups)
         raw |= tables_of(follow_ups)
         # targets of a layer's attention other than the text
         outside: dict[str, list[int]] = defaultdict(list)

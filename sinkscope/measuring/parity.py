@@ -29,7 +29,7 @@ from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
-from sinkscope.measuring.passes import batches_of, first_size
+from sinkscope.measuring.passes import first_size
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import model_inputs
@@ -304,7 +304,7 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
         return ParityCheck(layer, None)
 
     def bare(size: int) -> ParityCheck:
-        batch = next(batches_of(subject.inputs, size))
+        batch = next(subject.inputs.batches(size))
         starts, width = batch.start.tolist(), batch.token_ids.shape[1]
         alone = [batch]
         if batch.valid is not None:  # each sequence without its padding

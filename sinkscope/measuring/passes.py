@@ -119,22 +119,11 @@ def first_size(inputs: TokenInputs, model: PreTrainedModel, batch_size: int | Li
     return min(size, max(1, len(inputs) // team().count))
 
 
-def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right") -> Iterator[Batch]:
-    first = 0
-    for ids, mask in inputs.batches(batch_size, padding_side=padding_side):
-        masked = None
-        if inputs.masked is not None:
-            hidden, labels = inputs.masked_batch(first, len(ids), padding_side)
-            masked = Batch(hidden, mask, first, labels)
-        yield Batch(ids, mask, first, masked=masked, first_predicted=inputs.first_predicted)
-        first += len(ids)
-
-
 def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
     """Yield every n-th batch for n processes. With fewer batches than processes, the others read the first batch."""
     members = team()
-    mine = islice(batches_of(inputs, batch_size), members.place, None, members.count)
-    yield next(mine, None) or next(batches_of(inputs, batch_size))
+    mine = islice(inputs.batches(batch_size), members.place, None, members.count)
+    yield next(mine, None) or next(inputs.batches(batch_size))
     yield from mine
 
 

@@ -66,7 +66,7 @@ def measure_streaming(
     parts: dict[Method, list[torch.Tensor]] = {method: [] for method in methods}
     device = input_device(model)
     with open_seam(model, family) as seams, torch.no_grad():
-        for ids, _ in inputs.batches(batch_size):
+        for ids in (batch.token_ids for batch in inputs.batches(batch_size)):
             for method in methods:
                 limited = method.window >= 0
                 with streaming(model, family, seams, method.keep, method.window) if limited else nullcontext():

@@ -455,18 +455,19 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
 def test_batches(tmp_path):
     inputs = made("random", num_seqs=5, seq_len=7)
     before = lists(inputs)
-    batches = [ids for ids, mask in inputs.batches(2) if mask.all()]
+    batches = [batch.token_ids for batch in inputs.batches(2) if batch.attention_mask.all()]
     assert [ids.tolist() for ids in batches] == [before[:2], before[2:4], before[4:]]
     for ids in batches:
         ids.zero_()
     assert lists(inputs) == before
     rows = ({"input_ids": row} for row in ([5, 6], [7, 8, 9, 10], [11, 12, 13]))
     inputs = made(write_lines(tmp_path / "rows.jsonl", *rows), num_seqs=3)
-    ids, mask = next(inputs.batches(2, pad_id=3))
-    assert (ids.tolist(), mask.tolist()) == ([[5, 6, 3, 3], [7, 8, 9, 10]], [[1, 1, 0, 0], [1, 1, 1, 1]])
-    ids, mask = next(inputs.batches(3, padding_side="left"))
-    assert ids.tolist() == [[0, 0, 5, 6], [7, 8, 9, 10], [0, 11, 12, 13]]
-    assert mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]
+    batch = next(inputs.batches(2))
+    assert batch.token_ids.tolist() == [[5, 6, 0, 0], [7, 8, 9, 10]]
+    assert batch.attention_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    batch = next(inputs.batches(3, padding_side="left"))
+    assert batch.token_ids.tolist() == [[0, 0, 5, 6], [7, 8, 9, 10], [0, 11, 12, 13]]
+    assert batch.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]
 
 
 def test_the_hash_depends_on_ids_lengths_and_order(tmp_path):
