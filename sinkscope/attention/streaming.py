@@ -31,8 +31,7 @@ from sinkscope.attention.kernels import AttentionCall, grouped_matmul, raw_logit
 from sinkscope.attention.seam import attend, attention_implementation
 from sinkscope.attention.taps import Seam, denominator_of
 from sinkscope.errors import InputError, SinkscopeError, described
-from sinkscope.models.family import NO_POSITIONS, Family
-from sinkscope.models.towers import text_arguments
+from sinkscope.models.family import NO_POSITIONS, Family, text_arguments
 
 NAME = "sinkscope-streaming"  # name of the attention implementation
 BLOCK = 128  # queries at a time

@@ -20,7 +20,7 @@ from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarize
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.towers import text_tower
+from sinkscope.models.family import text_tower
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results import manifest
 from sinkscope.retrofits.retrofit import registers_before

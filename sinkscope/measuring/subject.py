@@ -21,10 +21,18 @@ from sinkscope.measuring.processes import team
 from sinkscope.models import loading
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
-from sinkscope.models.family import Family, embedding_weight, input_device, number_of_positions
+from sinkscope.models.family import (
+    Family,
+    check_reads_text,
+    embedding_weight,
+    input_device,
+    number_of_positions,
+    placeholders,
+    tower_notice,
+    vocabulary,
+)
 from sinkscope.models.in_memory import drawing, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
 from sinkscope.retrofits.retrofit import registers_before

@@ -21,9 +21,8 @@ from sinkscope.measuring.nnsight import NNsight, OutOfOrderError, save
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
 from sinkscope.models.edits import Beginning, begun
-from sinkscope.models.family import Block, Family, first_tensor, input_device
+from sinkscope.models.family import Block, Family, embedding_path, first_tensor, input_device
 from sinkscope.models.in_memory import one_thread, unchanged_after
-from sinkscope.models.towers import embedding_path
 from sinkscope.retrofits.retrofit import RETROFIT, ValuePart, registers_before
 from sinkscope.text.batch import Batch
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.models.family import Family
-from sinkscope.models.towers import base_type, text_tower
+from sinkscope.models.family import Family, base_type, text_tower
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 
 

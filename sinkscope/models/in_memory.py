@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinkscope.errors import InputError
+from sinkscope.models.family import reading_text
 from sinkscope.models.quantized import is_packed
-from sinkscope.models.towers import reading_text
 
 WRAPPERS = ("torch.compile", "DataParallel", "DistributedDataParallel", "PEFT")
 COMPILED = "_compiled_call_impl"  # module attribute of the `__call__` that `module.compile()` makes

@@ -332,7 +332,7 @@ def _tokenizer_in(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
 
 
 # The classes of transformers in the order in which a configuration is looked up, unless it names a class or is that of
-# an encoder. Models of the last two also read pictures or sound; their text tower is measured (towers.py).
+# an encoder. Models of the last two also read pictures or sound; their text tower is measured (family.py).
 AUTO_CLASSES: tuple[Any, ...] = (
     transformers.AutoModelForCausalLM,
     AutoModelForMaskedLM,

@@ -21,9 +21,8 @@ from transformers.pytorch_utils import Conv1D
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.edits import check_own_map, check_parameters
-from sinkscope.models.family import NOT_RUN, Family
+from sinkscope.models.family import NOT_RUN, Family, read_a_token
 from sinkscope.models.quantized import check_not_quantized
-from sinkscope.models.towers import read_a_token
 
 LINEAR = (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer, with its weight stored as (in, out)
 LINEAR_SCHEME, FULL_SCHEME = SCHEMES = ("linear", "full")

@@ -18,9 +18,8 @@ from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.edits import unknown_code
 from sinkscope.models.families import FAMILIES, find_family
-from sinkscope.models.family import Family
+from sinkscope.models.family import WITH_TOWERS, Family, base_type, is_retrofitted
 from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
-from sinkscope.models.towers import WITH_TOWERS, base_type, is_retrofitted
 from sinkscope.options.option import filled_in
 from sinkscope.retrofits.biases import KeyBiases, LearnableSink, ValueBiases
 from sinkscope.retrofits.gates import IGA, VGA

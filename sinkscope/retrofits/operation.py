@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import Operation
 from sinkscope.attention.taps import NAME, OtherOperation
 from sinkscope.errors import unknown
-from sinkscope.models.family import ON_LOGITS, Family
-from sinkscope.models.towers import text_tower
+from sinkscope.models.family import ON_LOGITS, Family, text_tower
 from sinkscope.retrofits.retrofit import AttentionPart, Layer, Retrofit
 
 # name → the feature map, and the operation on products of features

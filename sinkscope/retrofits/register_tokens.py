@@ -19,9 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError, counted
-from sinkscope.models.family import Family, embedding_weight
+from sinkscope.models.family import Family, embedding_weight, text_arguments
 from sinkscope.models.projections import known_positions
-from sinkscope.models.towers import text_arguments
 from sinkscope.retrofits.retrofit import RETROFIT, Part, Retrofit
 from sinkscope.text.batch import insert_before
 

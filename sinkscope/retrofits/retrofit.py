@@ -26,9 +26,8 @@ from transformers import PreTrainedModel
 from sinkscope.attention.taps import NAME, Denominator, Interceptor
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.edits import check_own_map
-from sinkscope.models.family import Family
+from sinkscope.models.family import Family, text_tower
 from sinkscope.models.projections import Projection, check_ordinary, projections
-from sinkscope.models.towers import text_tower
 
 RETROFIT = "retrofit"  # the name of a retrofit's module in the module that it changes; part of saved state dicts
 

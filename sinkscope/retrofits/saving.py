@@ -23,8 +23,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 import sinkscope.attention.seam  # noqa: F401  # registers the attention function that retrofitted models name
 from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError
+from sinkscope.models.family import PREFIX
 from sinkscope.models.loading import AUTO_CLASSES
-from sinkscope.models.towers import PREFIX
 from sinkscope.retrofits.retrofit import RETROFIT
 
 BuildIn = Callable[[PreTrainedModel], None]  # installs the method that the configuration names in a model

@@ -15,8 +15,8 @@ import numpy as np
 
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.subject import inputs_for, position_limit
+from sinkscope.models.family import vocabulary
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.towers import vocabulary
 from sinkscope.options.measuring import make_config
 from sinkscope.options.training import ArmOptions
 from sinkscope.text.sources import check_source, documents

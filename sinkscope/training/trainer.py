@@ -30,8 +30,8 @@ from transformers.utils import logging as transformers_logging
 from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line
 from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
+from sinkscope.models.family import is_retrofitted
 from sinkscope.models.quantized import check_not_quantized
-from sinkscope.models.towers import is_retrofitted
 from sinkscope.options.training import TrainingConfig
 from sinkscope.results.folders import claim, resumable
 from sinkscope.results.manifest import make_manifest, write_manifest

@@ -19,10 +19,9 @@ from sinkscope.measuring.subject import family_of
 from sinkscope.models import families
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
-from sinkscope.models.family import NOT_RUN
+from sinkscope.models.family import NOT_RUN, check_reads_text, placeholders, read_a_token, text_tower, vocabulary
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import class_for, load
-from sinkscope.models.towers import check_reads_text, placeholders, read_a_token, text_tower, vocabulary
 from sinkscope.quantization.sites import sites_of
 from sinkscope.retrofits import retrofit_model
 

@@ -23,7 +23,7 @@ import sinkscope
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
-from sinkscope.models.towers import base_type
+from sinkscope.models.family import base_type
 from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
 
 # with parameters that are not at their defaults
