@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.agreement import differences, padded_differences
-from support.every_model import LISTS, VOCAB, tiny_config, tiny_of
-from support.multimodal import TOLD
+from support.every_model import LISTS, TOLD, VOCAB, tiny_config, tiny_of
 from tiny import Original, tiny_model
 from transformers import AutoConfig, PreTrainedModel
 

@@ -124,6 +124,10 @@ def test_texts_that_cannot_be_used(tmp_path):
 # --- position 0
 
 
+def sampler(first, count, length, seed):
+    return np.tile(np.r_[first, np.arange(5, 5 + length - 1)], (count, 1))
+
+
 @pytest.mark.parametrize(
     ("template", "bos", "prefix", "token_zero"),
     [
@@ -152,6 +156,8 @@ def test_bos_policy(template, bos, prefix, token_zero, tmp_path):
         assert drawn.token_zero == (token_zero if prefix else f"{source} token")
         assert drawn.repeats_one_token == (source == "repeated" and not prefix)
         assert bool(drawn.notices) == (source == "repeated" and bool(prefix) and bos == "auto")
+    sampled = made("sampled", bos_token_id=BOS, sampler=sampler, **options)
+    assert all((ids[0] == BOS) == bool(prefix) and len(ids) == 8 for ids in lists(sampled))
 
 
 def test_bos_of_other_tokenizers(byte_level, tmp_path):
@@ -167,28 +173,14 @@ def test_bos_of_other_tokenizers(byte_level, tmp_path):
     inputs = made("random", tokenizer=None, bos="always", bos_token_id=2)
     assert (inputs.token_zero, {ids[0] for ids in lists(inputs)}) == ("bos (id 2)", {2})
     assert made("random", tokenizer=None, bos_token_id=2).token_zero == "random token"
+    for bos in ("auto", "never"):  # the beginning of texts is unknown: generated text stays as it is
+        inputs = made("sampled", tokenizer=None, bos_token_id=BOS, bos=bos, sampler=sampler)
+        assert {ids[0] == BOS for ids in lists(inputs)} == {bos == "auto"}
     core = Tokenizer(models.BPE({"<s>": 0, "A": 1, "C": 2, "G": 3, "T": 4}, []))
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
     path = write(tmp_path / "genome.txt", "ACGT" * 4)
     assert lists(made(path, tokenizer=tokenizer, vocab_size=5, num_seqs=1, seq_len=5)) == [[0, 1, 2, 3, 4]]
-
-
-@pytest.mark.parametrize(
-    ("template", "bos", "keeps"),
-    [("$A", "auto", False), ("<s> $A", "auto", True), (None, "auto", True), ("$A", "always", True)]
-    + [(template, "never", False) for template in ("<s> $A", None)],
-)
-def test_generated_text_keeps_its_bos_where_texts_have_one(template, bos, keeps):
-    """Without a tokenizer the beginning of texts is unknown, and the sequence stays as the model generated it."""
-
-    def sampler(first, count, length, seed):
-        return np.tile(np.r_[first, np.arange(5, 5 + length - 1)], (count, 1))
-
-    tokenizer = None if template is None else word_tokenizer(template)
-    inputs = made("sampled", tokenizer=tokenizer, bos_token_id=BOS, bos=bos, sampler=sampler)
-    assert (inputs.sequences[0][0] == BOS) == keeps
-    assert all(len(ids) == 8 for ids in inputs.sequences)
 
 
 # --- random, repeated
