@@ -186,10 +186,7 @@ def _projections(model: Any, attentions: list[nn.Module]) -> tuple[tuple[str, ..
 
 
 def _has(layer: nn.Module, *paths: str) -> bool:
-    try:
-        return all(layer.get_submodule(path) is not None for path in paths)
-    except AttributeError:
-        return False
+    return set(paths) <= {path for path, _ in layer.named_modules(remove_duplicate=False)}
 
 
 # --- the list of layers

@@ -61,7 +61,8 @@ def check_changes(name: str, edits: list[Edit]) -> None:
 @contextmanager
 def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of a module by around(forward, …) for the length of the block."""
-    own: Any = vars(module).get("forward")  # set by accelerate or by another edit
+    # a forward may have been set by accelerate or by another edit
+    own = {name: vars(module)[name] for name in ("forward", ACCELERATE) if name in vars(module)}
     forward, moves = module.forward, vars(module).pop(ACCELERATE, None)
     if moves is not None:
         # if accelerate's attribute is there, nnsight runs the forward of the module's class in place of `wrapped`: so
@@ -76,10 +77,7 @@ def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[N
         yield
     finally:
         del module.forward
-        if own is not None:
-            module.forward = own
-        if moves is not None:
-            vars(module)[ACCELERATE] = moves
+        vars(module).update(own)
 
 
 def _moved(module: nn.Module, moves: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,10 +107,8 @@ def edited_input(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], to
     """Edit the first argument of a module for the length of the block, before the forward that nnsight wraps."""
 
     def changed(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if args:
-            return (edit(module, args[0]), *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, kwargs | {name: edit(module, kwargs[name])}
+        edited = edit(module, first_argument(args, kwargs))
+        return ((edited, *args[1:]), kwargs) if args else (args, kwargs | {next(iter(kwargs)): edited})
 
     with module.register_forward_pre_hook(changed, with_kwargs=True):
         yield

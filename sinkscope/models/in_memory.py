@@ -102,12 +102,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             module.training = False
             vars(module).update(_uncompiled(module), **{COMPILED: None})
-        configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-        if not all(config.return_dict for config in configs):
+        networks = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if not all(network.config.return_dict for network in networks):
             stack.enter_context(own_configurations(model))
-            for module in model.modules():
-                if isinstance(module, PreTrainedModel):
-                    module.config.return_dict = True
+            for network in networks:
+                network.config.return_dict = True
         stack.enter_context(reading_text(model))
         stack.enter_context(torch.inference_mode(False))
         for device in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
@@ -147,11 +146,10 @@ def called_uncompiled(model: PreTrainedModel) -> Iterator[None]:
             changed = _uncompiled(module)
             if isinstance(module, PreTrainedModel) or vars(module).get(COMPILED) is not None:
                 changed[COMPILED] = torch.compiler.disable(module._call_impl)
-            for name, value in changed.items():
-                before = {name: vars(module)[name]} if name in vars(module) else {}
-                stack.callback(vars(module).update, before)
+            stack.callback(vars(module).update, {name: vars(module)[name] for name in changed.keys() & vars(module)})
+            for name in changed:
                 stack.callback(vars(module).pop, name, None)
-                vars(module)[name] = value
+            vars(module).update(changed)
         yield
 
 

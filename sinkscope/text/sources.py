@@ -24,7 +24,7 @@ from sinkscope.errors import InputError, SinkscopeError, closest, counted, one_l
 from sinkscope.options.files import check_readable, kind_of, names_in, plain_path
 from sinkscope.options.measuring import NUM_SEQS, SEQ_LEN
 from sinkscope.text.chats import ChatTemplate
-from sinkscope.text.tokens import check_ids, encode, first_tokens, own_frame, own_prefix, special_token_ids, token_texts
+from sinkscope.text.tokens import check_ids, encode, first_tokens, own_frame, special_token_ids, token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +98,7 @@ class Request:
         """The tokens that the BOS policy puts before every sequence, the same for text and drawn tokens."""
         if self.bos == "never":
             return ()
-        prefix = own_prefix(self.tokenizer) or ((self.known_bos,) if self.bos == "always" else ())
+        prefix = own_frame(self.tokenizer)[0] or ((self.known_bos,) if self.bos == "always" else ())
         around = len(prefix) + len(self.suffix)
         if around >= self.seq_len:
             where = "around" if self.suffix else "in front of"

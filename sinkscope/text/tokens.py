@@ -32,13 +32,8 @@ def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
     return ids[:count]
 
 
-def own_prefix(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that a tokenizer adds before a text, except its EOS: usually one BOS or nothing."""
-    return own_frame(tokenizer)[0]
-
-
 def own_frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens that a tokenizer adds before and after a text; most encoders add a separator after it."""
+    """Return the tokens that a tokenizer adds before a text (usually one BOS or none) and after it (in encoders)."""
     if tokenizer is None:
         return (), ()
     plain, full = (encode(tokenizer, "x", special=special) for special in (False, True))

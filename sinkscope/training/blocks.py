@@ -20,7 +20,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.options.training import ArmOptions
 from sinkscope.text.sources import check_source, documents
-from sinkscope.text.tokens import check_ids, encode, own_prefix, special_token_ids
+from sinkscope.text.tokens import check_ids, encode, own_frame, special_token_ids
 
 PIECE = 1 << 20  # characters that are tokenized in one call
 DOCUMENTS = (".txt", ".jsonl", ".json")
@@ -114,7 +114,7 @@ def _packed(
     limit = position_limit(loaded.model)
     if limit and length > limit:
         raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
-    prefix = () if bos == "never" else own_prefix(tokenizer)
+    prefix = () if bos == "never" else own_frame(tokenizer)[0]
     step = length - len(prefix)
     if step < 1:
         raise InputError(f"--block-length {length}: {len(prefix)} tokens precede the text in every block")

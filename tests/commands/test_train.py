@@ -20,7 +20,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.output.run import Run
-from sinkscope.text.tokens import own_prefix
+from sinkscope.text.tokens import own_frame
 from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
 
 SHAPE = {
@@ -149,7 +149,7 @@ def test_a_tokenizer_of_the_text() -> None:
     tokenizer = tokenizer_of([text], 280)
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids[1:]) == text
-    assert (ids[0], own_prefix(tokenizer)) == (1, (1,))
+    assert (ids[0], own_frame(tokenizer)[0]) == (1, (1,))
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert len(tokenizer) <= 280
     assert len(ids) < len(text) / 3  # it has learned words
