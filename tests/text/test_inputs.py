@@ -107,13 +107,6 @@ def test_texts_that_cannot_be_used(tmp_path):
         refused("needs a tokenizer", path, tokenizer=None)
     refused("--dataset some/where needs a tokenizer", dataset="some/where", tokenizer=None)
     refused("--prompt needs a tokenizer", prompt="w1 w2", tokenizer=None)
-    for content, match in (
-        (b" \n\n ", "is empty"),
-        (words(20).encode("utf-16"), "is not UTF-8 .*save it as UTF-8"),
-        (b"w1 caf\xe9 w2", "is not UTF-8 .byte 0xe9 at 6"),
-        (words(7).encode(), "has 7 tokens, fewer than one sequence of 8"),
-    ):
-        refused(match, write(tmp_path / "bad.txt", content))
     path = write(tmp_path / "a.txt", words(20, start=20))
     refused("tokenizer.*id 30 at position 5 is outside the model's vocabulary of 30", path, vocab_size=30)
     tokenizer = word_tokenizer()
@@ -244,32 +237,6 @@ def test_given_ids_are_taken_as_they_are(tmp_path):
     assert lists(made(path, bos="never")) == [[5, 6], [1, 8, 9]]
 
 
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        ("", "is empty"),
-        ('{"text": "w1"}\n', "no document of at least 2 tokens"),
-        (b'{"text": "w1 w2"}\n{"text": "caf\xe9"}\n', "bad.jsonl, line 2 is not UTF-8"),
-        ('{"text": "w1 w2"}\n{"text": \n', "line 2 is not JSON .*one JSON object a line"),
-        ("[" * 100_000, "line 1 is not JSON"),
-        ('[{"text": "w1 w2"}]', "line 1 is a JSON list: give one JSON object a line"),
-        ('{"body": "w1 w2", "n": 1}', "needs `text`, `messages` or `input_ids`; this one has body, n"),
-        ('{"text": null}', "text is a JSON null, not a string"),
-        ('{"text": "w1 \\ud800 w2"}', r"text holds \\ud800, which is not a character"),
-        ('{"input_ids": 5}', "input_ids is a JSON number, not a list"),
-        ('{"input_ids": [5, 6.0]}', r"input_ids\[1\] is a JSON number: token ids are integers"),
-        ('{"input_ids": [5, 6, -1]}', "token id -1 at position 2 is outside the model's vocabulary of 48"),
-        ('{"input_ids": [5, 48]}', r"bad.jsonl, line 1: token id 48 .* of 48 \(0 … 47\)"),
-        ('{"input_ids": [5]}', "input_ids holds 1 token;"),
-        ('{"messages": "hello"}', "line 1: messages: each message has a `role` and a `content`"),
-        ('{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\].content: each message has"),
-        ('{"messages": [{"role": "user", "content": "w1"}]}', "chat template does not render it"),  # there is none
-    ],
-)
-def test_json_lines_that_cannot_be_used(content, match, tmp_path):
-    refused(match, write(tmp_path / "bad.jsonl", content))
-
-
 # --- arrays
 
 
@@ -291,21 +258,49 @@ def test_arrays_of_ids(tmp_path):
     assert lists(inputs) == [list(range(8))]
     assert (inputs.condition, inputs.notices) == ("random.npy", ())  # distinct from the input kind
     assert any("one dimension" in notice for notice in made(path).notices)
+    refused("random.npy gives token ids.*--bos always does not apply", path, bos="always")
 
 
-def test_arrays_that_cannot_be_used(tmp_path):
-    for array, match in (
-        (np.zeros((2, 5), int), "sequences of 5 ids, fewer than --seq-len 8: give --seq-len 5"),
-        (np.zeros((2, 1), int), "give at least 2 a sequence"),
-        (np.zeros((2, 8)), "holds float64, not integers"),
-        (np.zeros((2, 2, 8), int), r"has shape \(2, 2, 8\)"),
-        (np.zeros((0, 8), int), "ids.npy"),
-        (np.array([[5] * 8, [5] * 7 + [48]]), "row 1: token id 48 at position 7 is outside .* of 48"),
-        (np.array([[2**63 + 5] * 8], dtype="uint64"), "token id 9223372036854775813 at position 0"),
-    ):
-        refused(match, save_array(tmp_path / "ids.npy", array))
-    path = save_array(tmp_path / "ids.npy", np.full((2, 8), 5))
-    refused("ids.npy gives token ids.*--bos always does not apply", path, bos="always")
+UNUSABLE = (
+    ("bad.txt", b" \n\n ", "is empty"),
+    ("bad.txt", words(20).encode("utf-16"), "is not UTF-8 .*save it as UTF-8"),
+    ("bad.txt", b"w1 caf\xe9 w2", "is not UTF-8 .byte 0xe9 at 6"),
+    ("bad.txt", words(7), "has 7 tokens, fewer than one sequence of 8"),
+    ("bad.jsonl", "", "is empty"),
+    ("bad.jsonl", '{"text": "w1"}\n', "no document of at least 2 tokens"),
+    ("bad.jsonl", b'{"text": "w1 w2"}\n{"text": "caf\xe9"}\n', "bad.jsonl, line 2 is not UTF-8"),
+    ("bad.jsonl", '{"text": "w1 w2"}\n{"text": \n', "line 2 is not JSON .*one JSON object a line"),
+    ("bad.jsonl", "[" * 100_000, "line 1 is not JSON"),
+    ("bad.jsonl", '[{"text": "w1 w2"}]', "line 1 is a JSON list: give one JSON object a line"),
+    ("bad.jsonl", '{"body": "w1 w2", "n": 1}', "needs `text`, `messages` or `input_ids`; this one has body, n"),
+    ("bad.jsonl", '{"text": null}', "text is a JSON null, not a string"),
+    ("bad.jsonl", '{"text": "w1 \\ud800 w2"}', r"text holds \\ud800, which is not a character"),
+    ("bad.jsonl", '{"input_ids": 5}', "input_ids is a JSON number, not a list"),
+    ("bad.jsonl", '{"input_ids": [5, 6.0]}', r"input_ids\[1\] is a JSON number: token ids are integers"),
+    ("bad.jsonl", '{"input_ids": [5, 6, -1]}', "token id -1 at position 2 is outside the model's vocabulary of 48"),
+    ("bad.jsonl", '{"input_ids": [5, 48]}', r"bad.jsonl, line 1: token id 48 .* of 48 \(0 … 47\)"),
+    ("bad.jsonl", '{"input_ids": [5]}', "input_ids holds 1 token;"),
+    ("bad.jsonl", '{"messages": "hello"}', "line 1: messages: each message has a `role` and a `content`"),
+    ("bad.jsonl", '{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\].content: each message has"),
+    (
+        "bad.jsonl",
+        '{"messages": [{"role": "user", "content": "w1"}]}',
+        "chat template does not render it",
+    ),  # there is none
+    ("ids.npy", np.zeros((2, 5), int), "sequences of 5 ids, fewer than --seq-len 8: give --seq-len 5"),
+    ("ids.npy", np.zeros((2, 1), int), "give at least 2 a sequence"),
+    ("ids.npy", np.zeros((2, 8)), "holds float64, not integers"),
+    ("ids.npy", np.zeros((2, 2, 8), int), r"has shape \(2, 2, 8\)"),
+    ("ids.npy", np.zeros((0, 8), int), "ids.npy"),
+    ("ids.npy", np.array([[5] * 8, [5] * 7 + [48]]), "row 1: token id 48 at position 7 is outside .* of 48"),
+    ("ids.npy", np.array([[2**63 + 5] * 8], dtype="uint64"), "token id 9223372036854775813 at position 0"),
+)
+
+
+@pytest.mark.parametrize(("name", "content", "match"), UNUSABLE)
+def test_files_that_cannot_be_used(name, content, match, tmp_path):
+    path = tmp_path / name
+    refused(match, save_array(path, content) if isinstance(content, np.ndarray) else write(path, content))
 
 
 class Trap:
