@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# (first token, sequences, tokens in each, seed) → ids (sequences, tokens), including the first token
-Sampler = Callable[[int, int, int, int], np.ndarray]
-
-
 @dataclass(frozen=True)
 class Document:
     """One document of a source: its text, its chat, or token ids that are used as they are."""
@@ -72,7 +68,8 @@ class Request:
     bos_token_id: int | None = None  # the id in the model's config, for a tokenizer that names none
     special_ids: Iterable[int | None] = ()  # never drawn, in addition to the tokenizer's special tokens and the BOS
     seed: int = 0
-    sampler: Sampler | None = None  # generates text from the model, for "sampled"
+    # generates text for "sampled": (first token, sequences, tokens in each, seed) → ids, including the first token
+    sampler: Callable[[int, int, int, int], np.ndarray] | None = None
 
     @cached_property
     def special(self) -> frozenset[int]:
@@ -496,11 +493,10 @@ def _draw(shape: tuple[int, ...], request: Request) -> np.ndarray:
 
 # --- the registers
 
-Reader = Callable[[Path], Iterator[Document]]
 # (documents, name of the source in error messages, request) → sequences
 Cut = Callable[[Iterator[Document], str, Request], Selection]
 
-FORMATS: dict[str, tuple[Reader, Cut]] = {
+FORMATS: dict[str, tuple[Callable[[Path], Iterator[Document]], Cut]] = {
     ".txt": (read_text, windows),
     ".jsonl": (read_json_lines, heads),
     ".json": (read_json_lines, heads),
