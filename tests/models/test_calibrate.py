@@ -160,14 +160,6 @@ def test_attention_in_other_places_is_refused() -> None:
         calibrated(lambda layers: [setattr(layer, "self_attn", layers[0].self_attn) for layer in layers])
 
 
-def test_causality_is_found() -> None:
-    model = tiny_model("llama")
-    assert calibrate(model, tiny_tokens(2, 9)).causal
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(lambda module, args, output: (output[0] + output[0].flip(1), *output[1:]))
-    assert not calibrate(model, tiny_tokens(2, 9)).causal
-
-
 class Running(nn.Module):
     """A module called attention that computes the mean of the tokens so far."""
 

@@ -62,17 +62,6 @@ def test_rows(name: str) -> None:
     assert ("mid" in absent) == (family.wiring == "parallel")
 
 
-def test_kinds_of_wiring_and_positions() -> None:
-    found = {name: find_family(tiny_model(name)) for name in TINY}
-    assert {family.wiring for family in found.values()} == {"sequential", "parallel", "post-norm"}
-    for kind, names in {
-        "rotary": ("llama", "gptj", "falcon"),
-        "learned": ("gpt2", "gpt_neo", "opt"),
-        "alibi": ("falcon-alibi", "bloom", "mpt"),
-    }.items():
-        assert {found[name].positions for name in names} == {kind}
-
-
 def test_every_row_has_a_tiny_model() -> None:
     """Two rows are tested elsewhere: `gemma3` in test_seam.py, `varied_llama` in test_varied_llama.py."""
     covered = {id(row) for rows in FAMILIES.values() for row in rows}
