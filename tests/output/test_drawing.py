@@ -1,17 +1,32 @@
-"""Work that is shared with a second process is completed, and fails as it would in a single process."""
+"""Figures that are shared with a second process are all drawn, and fail as they would in a single process."""
 
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sinkscope.output import drawing
-from sinkscope.output.drawing import FEWEST, shared_out
+from sinkscope.output.drawing import FEWEST, save_figures
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 NAMES = [f"name{number}" for number in range(FEWEST + 1)]
+
+
+class Drawn:
+    """A figure whose files hold the id of the process that saved them."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+    def lay_out(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def savefig(self, path: Path) -> None:
+        path.write_text(str(os.getpid()))
 
 
 @pytest.fixture(autouse=True)
@@ -29,56 +44,59 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return started
 
 
-def is_gone(child: int) -> bool:
-    try:
-        os.waitpid(child, os.WNOHANG)
-    except ChildProcessError:
-        return True
-    return False
+def save(folder: Path, names: list[str] = NAMES, draw: Any = Drawn) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the failures, and the process that saved each figure."""
+    failed = save_figures(dict.fromkeys(names, draw), folder)
+    return failed, {
+        path.stem: int(path.read_text()) for path in folder.glob("*.pdf") if path.with_suffix(".png").exists()
+    }
 
 
-def pids(folder: Path) -> dict[str, int]:
-    return {path.name: int(path.read_text()) for path in sorted(folder.iterdir())}
-
-
-def test_two_processes_do_all_of_it(children: list[int], tmp_path: Path) -> None:
-    shared_out(lambda name: (tmp_path / name).write_text(str(os.getpid())), NAMES)
+def test_two_processes_draw_all_figures(children: list[int], tmp_path: Path) -> None:
+    failed, by = save(tmp_path)
     (child,) = children
-    assert pids(tmp_path) == {name: child if at % 2 else os.getpid() for at, name in enumerate(NAMES)}
-    assert is_gone(child)
-
-
-def test_little_work_is_done_here(children: list[int], tmp_path: Path) -> None:
-    shared_out(lambda name: (tmp_path / name).write_text(str(os.getpid())), NAMES[: FEWEST - 1])
-    assert set(pids(tmp_path).values()) == {os.getpid()}
-    assert not children
+    assert (failed, by) == ({}, {name: child if at % 2 else os.getpid() for at, name in enumerate(NAMES)})
+    with pytest.raises(ChildProcessError):
+        os.waitpid(child, os.WNOHANG)
+    assert set(save(tmp_path / "few", NAMES[: FEWEST - 1])[1].values()) == {os.getpid()}
+    assert len(children) == 1
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_work_that_fails_or_hangs_there_is_done_here(
+def test_figures_that_fail_or_hang_there_are_drawn_here(
     fails: bool, children: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drawing, "PATIENCE", 0.2)
     here = os.getpid()
 
-    def work(name: str) -> None:
-        if os.getpid() != here and fails:
-            raise OSError("no memory")
-        if os.getpid() != here:
+    def draw() -> Drawn:
+        if os.getpid() != here and not fails:
             signal.pause()
-        (tmp_path / name).touch()
+        return Drawn(OSError("no memory") if os.getpid() != here else None)
 
-    shared_out(work, NAMES)
-    assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
-    assert is_gone(children[0])
+    assert save(tmp_path, draw=draw) == ({}, dict.fromkeys(NAMES, here))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(children[0], os.WNOHANG)
+
+
+def test_a_failure_in_either_process_is_returned(tmp_path: Path) -> None:
+    drawings: Any = {name: lambda at=at: Drawn(KeyError(at) if at in (0, 1) else None) for at, name in enumerate(NAMES)}
+    assert save_figures(drawings, tmp_path) == {"name0": "KeyError: 0", "name1": "KeyError: 1"}
+    assert sorted({path.stem for path in tmp_path.iterdir()}) == NAMES[2:]
 
 
 @pytest.mark.parametrize("at", [0, 1])  # in this process, and in the second one
-def test_an_error_is_raised_here(at: int, children: list[int]) -> None:
-    def work(name: str) -> None:
-        if name == NAMES[at]:
-            raise KeyError(name)
+def test_an_interrupt_and_a_full_disk_are_raised_here(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, method in ((KeyboardInterrupt(), "lay_out"), (OSError(28, "No space left"), "savefig")):
 
-    with pytest.raises(KeyError, match=NAMES[at]):
-        shared_out(work, NAMES)
-    assert is_gone(children[0])
+        def fails(figure: Drawn, path: Path | None = None, error: BaseException = error) -> None:
+            if figure.error is not None:
+                raise figure.error
+
+        monkeypatch.setattr(Drawn, "lay_out", lambda figure: None)
+        monkeypatch.setattr(Drawn, method, fails)
+        drawings: Any = {
+            name: lambda n=n, error=error: Drawn(error if n == at else None) for n, name in enumerate(NAMES)
+        }
+        with pytest.raises(type(error)):
+            save_figures(drawings, tmp_path)

@@ -442,7 +442,7 @@ def test_another_commands_folder_or_a_damaged_one_is_refused(tmp_path: Path) -> 
 
 
 def written(folder: Path, name: str, error: BaseException | None = None) -> None:
-    with new_folder(folder) as fresh:
+    with alone_in(folder), new_folder(folder) as fresh:
         (fresh / name).touch()
         if error is not None:
             raise error
