@@ -4,12 +4,7 @@ Weights are drawn much wider than at initialization (`spread`), so that attentio
 column or head shows up; everything is seeded, so that a failure can be repeated.
 """
 
-import copy
-import io
-import pickle
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -100,56 +95,12 @@ REPRESENTATIVE = (
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, spread: float = 12.0) -> PreTrainedModel:
-    """Return a tiny random model of the family `name` (a key of `TINY`), in eval mode, with frozen parameters.
-
-    It is a copy of a model that is built once, which takes a tenth of the time. Afterwards torch's random state is the
-    state after building.
-    """
+    """Return a tiny random model of the family `name` (a key of `TINY`), in eval mode, with frozen parameters."""
     model_type, overrides = TINY[name]
-    model, state = _built(name, model_type, repr(overrides), dtype, spread)
-    torch.set_rng_state(state)
-    return model.copy()
-
-
-class Original:
-    """An object that is copied several times faster than by copy.deepcopy: everything except its tensors is pickled."""
-
-    class _Pickler(pickle.Pickler):
-        def __init__(self, file: io.BytesIO) -> None:
-            super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-            self.tensors: dict[int, torch.Tensor] = {}
-
-        def persistent_id(self, part: Any) -> int | None:
-            return id(self.tensors.setdefault(id(part), part)) if isinstance(part, torch.Tensor) else None
-
-    class _Unpickler(pickle.Unpickler):
-        def __init__(self, file: io.BytesIO, tensors: dict[int, torch.Tensor]) -> None:
-            super().__init__(file)
-            self.tensors = {key: copy.deepcopy(tensor) for key, tensor in tensors.items()}
-
-        def persistent_load(self, key: int) -> torch.Tensor:
-            return self.tensors[key]
-
-    def __init__(self, whole: Any) -> None:
-        file = io.BytesIO()
-        pickler = self._Pickler(file)
-        pickler.dump(whole)
-        self._pickled, self._tensors = file.getvalue(), pickler.tensors
-
-    def copy(self) -> Any:
-        return self._Unpickler(io.BytesIO(self._pickled), self._tensors).load()
-
-
-@cache
-def _built(
-    name: str, model_type: str, overrides: str, dtype: torch.dtype, spread: float
-) -> tuple[Original, torch.Tensor]:
-    """Return the model, and torch's random state after building it."""
-    config = AutoConfig.for_model(model_type, **TINY[name][1])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **overrides), dtype=dtype)
     spread_weights(model, spread)
-    return Original(model.eval().requires_grad_(False)), torch.get_rng_state()
+    return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()

@@ -89,31 +89,6 @@ def test_the_command_line_names_it_and_ends_with_1(
     assert (tmp_path / "run" / "figures" / "sink-map.pdf").is_file()
 
 
-def test_intervene_and_quantize(tiny: Path, tmp_path: Path, misspelled: Callable[..., None]) -> None:
-    misspelled("effects", "quantization-cost")
-    with pytest.warns(UserWarning, match=WARNED.format("effects")):
-        sinkscope.intervene(tiny, "mask-sink", out=tmp_path / "arms", draws=0, **SMALL)
-    check(tmp_path / "arms", "effects")
-    given = {name: value for name, value in SMALL.items() if name != "observables"}
-    with pytest.warns(UserWarning, match=WARNED.format("quantization-cost")):
-        sinkscope.quantize(tiny, out=tmp_path / "quantized", calibration=2, **given)
-    check(tmp_path / "quantized", "quantization-cost")
-
-
-def test_compare(tiny: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [sinkscope.analyze(tiny, seed=seed, **SMALL) for seed in (0, 1)]
-    misspelled("by-layer", "routes")
-    with pytest.warns(UserWarning, match=WARNED.format("by-layer")):
-        sinkscope.compare(*runs, out=tmp_path / "both")
-    check(tmp_path / "both", "by-layer")
-    monkeypatch.setattr(FigureSpec, "lacking", lambda spec, data: None)  # it needs two models
-    arms = [sinkscope.intervene(tiny, "mask-sink", draws=0, **SMALL | {"seed": seed}) for seed in (0, 1)]
-    with pytest.warns(UserWarning, match=WARNED.format("routes")):
-        found = sinkscope.compare(*arms, out=tmp_path / "routes")
-    check(tmp_path / "routes", "routes")
-    assert found.manifest["failed_figures"]
-
-
 def test_claims(
     tiny: Path, text: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
