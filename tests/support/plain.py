@@ -28,7 +28,6 @@ from typing import Any
 from unittest.mock import patch
 
 import gradient_reference
-import numpy as np
 import pandas as pd
 import reference
 import torch
@@ -311,20 +310,14 @@ class Plain:
         return [layer.attended for layer in self.layers if layer.attended is not None]
 
     def masses_and_norms(self) -> dict[str, pd.DataFrame]:
-        """Compute two columns of a forward pass's tables, quickly: sink masses, and the norms of the layers' inputs."""
-        masses, norms = {}, {}
-        for at, layer in enumerate(self.layers):
-            if layer.attended is not None:
-                masses[at] = self.sink_mass(layer.attended.weights)
-            if layer.sites:
-                x = layer.sites["layer_in"]
-                norms[at] = self._mean(self._own(row, x[row]).norm(dim=-1)[None] for row in self._rows())
-        tables = {"activation": _long(norms, "norm_mean").drop(columns="head").assign(site="layer_in")}
-        return tables | ({"attention": _long(masses, "sink_mass")} if masses else {})
-
-    def sink_mass(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return (B,H,T,T) → (H,P): mean weight on a position of the queries that see it, over sequences."""
-        return self._mean(self._sink_mass(row, weights[row]) for row in self._rows())
+        """Compute two columns of a forward pass's tables: sink masses, and the norms of the layers' inputs."""
+        sequences, longest = [self._sequence(row) for row in self._rows()], int(self.lengths.max())
+        inputs = reference.activation(sequences, longest).query("site == 'layer_in'")
+        tables = {"activation": inputs.drop(columns="norm_max")}
+        if self.attended:
+            masses = reference.attention(sequences, longest, longest, 0.0, self.causal)
+            tables["attention"] = masses[["layer", "head", "position", "sink_mass"]]
+        return tables
 
     def grad_norms(self, pathway: str) -> list[torch.Tensor]:
         """Return by layer the norm over all heads of each position's gradient, summed over sequences, (1,P)."""
@@ -374,35 +367,11 @@ class Plain:
         """Return (H,T,T) of one sequence without its padding."""
         return self._own(row, self._own(row, weights).transpose(1, 2)).transpose(1, 2)
 
-    def _sink_mass(self, row: int, weights: torch.Tensor) -> torch.Tensor:
-        own = self._square(row, weights).transpose(1, 2)  # (H,keys,queries)
-        return own.sum(-1) / (torch.arange(own.shape[1], 0, -1) if self.causal else own.shape[1])
-
-    def _mean(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Average (H,P) over the sequences that have the position."""
-        longest = int(self.lengths.max())
-        padded = [F.pad(part, (0, longest - part.shape[-1])) for part in parts]
-        return torch.stack(padded).sum(0) / (self.lengths[:, None] > torch.arange(longest)).sum(0)
-
     def _sum_of_gradients(self, gradient: torch.Tensor) -> torch.Tensor:
         longest = int(self.lengths.max())
         own = [self._own(row, gradient[row]) for row in self._rows()]
         total = torch.stack([F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in own]).sum(0)
         return total.transpose(0, 1).flatten(1).norm(dim=-1)[None]
-
-
-def _long(by_layer: dict[int, torch.Tensor], name: str) -> pd.DataFrame:
-    """Return one row per entry of (H,P) of each layer."""
-    frames = [
-        pd.DataFrame({
-            "layer": at,
-            "head": np.arange(len(x)).repeat(x.shape[1]),
-            "position": np.tile(np.arange(x.shape[1]), len(x)),
-            name: x.numpy().ravel(),
-        })
-        for at, x in by_layer.items()
-    ]  # fmt: skip
-    return pd.concat(frames, ignore_index=True)
 
 
 def padded_inputs(
