@@ -24,16 +24,16 @@ VOCAB = 96
 FORWARD = ("attention", "geometry", "activation", "massive", "outlier")
 
 _COMMON = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_LLAMA_LIKE = {
-    **_COMMON,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+_LLAMA_LIKE = _COMMON | {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GPT_NEO_LIKE = _COMMON | {
+    "hidden_size": 32, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 256, "window_size": 6,
+    "attention_types": [[["global", "local"], 1], [["global"], 1]],
+}  # fmt: skip
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GPT2_LIKE = {**_COMMON, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
 
 # name → (model type, config overrides). Several rows of one model type are wired differently.
@@ -45,15 +45,7 @@ TINY: dict[str, tuple[str, dict]] = {
     "qwen3": ("qwen3", {**_LLAMA_LIKE, "head_dim": 12}),
     "qwen3_moe": ("qwen3_moe", {**_LLAMA_LIKE, **_MOE, "head_dim": 12}),
     "gemma2": ("gemma2", {**_LLAMA_LIKE, "head_dim": 12, "sliding_window": 6, "attn_logit_softcapping": 2.0}),
-    "gemma3": (
-        "gemma3_text",
-        {
-            **_LLAMA_LIKE,
-            "head_dim": 12,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
+    "gemma3": ("gemma3_text", {**_LLAMA_LIKE, "head_dim": 12, "sliding_window": 6, "layer_types": _SLIDING}),
     "olmo2": ("olmo2", _LLAMA_LIKE),
     "phi": ("phi", _LLAMA_LIKE),
     "phi3": ("phi3", _LLAMA_LIKE),
@@ -72,18 +64,7 @@ TINY: dict[str, tuple[str, dict]] = {
     "falcon-new": ("falcon", {**_LLAMA_LIKE, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "mpt": ("mpt", {**_COMMON, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 256}),
     "gptj": ("gptj", {**_GPT2_LIKE, "rotary_dim": 4}),
-    "gpt_neo": (
-        "gpt_neo",
-        {
-            **_COMMON,
-            "hidden_size": 32,
-            "num_layers": 3,
-            "num_heads": 4,
-            "max_position_embeddings": 256,
-            "attention_types": [[["global", "local"], 1], [["global"], 1]],
-            "window_size": 6,
-        },
-    ),
+    "gpt_neo": ("gpt_neo", _GPT_NEO_LIKE),
 }
 
 # One for each kind of wiring, of projections of query, key and value, and of positions. Code that acts on a layer by

@@ -252,23 +252,6 @@ def _replace(folder: Path, number: int) -> None:
         run_in(folder, condition="new")
 
 
-def test_a_disk_that_refuses_even_the_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = run_in(tmp_path / "run", condition="old")
-    plain = os.replace
-
-    def refuses(source: Path, target: Path) -> None:
-        if target == folder:
-            raise OSError(5, "Input/output error")
-        plain(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.replace", refuses)
-        with pytest.raises(SinkscopeError, match="Input/output error"):
-            run_in(folder, condition="new")
-    assert not folder.exists()
-    assert read_manifest(folder)["condition"] == "old"
-
-
 # --- links in a folder from elsewhere
 
 
