@@ -325,6 +325,15 @@ def attention(
     return _by_head_and_position(sequences, positions, measured, columns)
 
 
+def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
+    def measured(layer: Layer, head: int, position: int) -> tuple[float, float]:
+        weights = layer.weights[head]
+        return np.mean([-(row[row > 0] * np.log(row[row > 0])).sum() for row in weights]), np.mean(1 - weights.sum(1))
+
+    table = _by_head_and_position(sequences, 1, measured, ["attention_entropy", "missing_mass"])
+    return table.drop(columns="position")
+
+
 def _by_head_and_position(
     sequences: list[Sequence], positions: int, measured: Callable[[Layer, int, int], tuple], columns: list[str]
 ) -> pd.DataFrame:
@@ -341,18 +350,6 @@ def _near(weights: np.ndarray, position: int, window: int, causal: bool) -> np.n
     """Return a key's weights from the queries in its window: later queries, in an encoder queries on both sides."""
     first = position if causal else max(0, position - window + 1)
     return weights[first : position + window, position]
-
-
-def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
-    rows = []
-    for layer, head, groups in _heads(sequences):
-        seen = []
-        for sequence in sequences:
-            weights = sequence.layers[layer].weights[head]
-            entropies = [-(row[row > 0] * np.log(row[row > 0])).sum() for row in weights]
-            seen.append((np.mean(entropies), np.mean(1 - weights.sum(1))))
-        rows.append((layer, head, head // groups, *np.mean(seen, axis=0)))
-    return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "attention_entropy", "missing_mass"])
 
 
 def sink_positions(sequences: list[Sequence], window: int, epsilon: float, causal: bool = True) -> pd.DataFrame:

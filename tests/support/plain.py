@@ -374,17 +374,6 @@ class Plain:
         return total.transpose(0, 1).flatten(1).norm(dim=-1)[None]
 
 
-def padded_inputs(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, first_position: int | None
-) -> dict[str, Any]:
-    """Return the inputs of a model of transformers: with a mask and, after padding, positions if it takes them."""
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters and first_position is not None
-    if takes_positions and not mask[:, 0].all():
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first_position
-    return inputs
-
-
 def run_plainly(
     model: PreTrainedModel,
     layers: str,
@@ -407,18 +396,21 @@ def run_plainly(
     """
     inputs = {"input_ids": ids, "use_cache": False}
     if not mask.all():
-        inputs = padded_inputs(model, ids, mask, first_position)
+        inputs["attention_mask"] = mask
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters and first_position is not None
+    if takes_positions and not mask[:, 0].all():
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first_position
     inputs |= {name: torch.full_like(ids, value) for name, value in arguments.items()}
     modules = list(model.get_submodule(layers))
-    for with_own_attention in (False, True):
+    for own_attention in (False, True):
         found = Plain(ids, mask.int().argmax(1), mask.sum(1), [Layer() for _ in modules], causal=labels is None)
-        watch = _Watch(model, ids.shape, with_branches=backward, with_own_attention=with_own_attention)
+        watch = _Watch(ids.shape, getattr(model.config.get_text_config(), "hidden_size", None), backward, own_attention)
         with watch.watching(modules, found.layers), _dense(model, watch), torch.set_grad_enabled(backward):
             given = model.get_input_embeddings()(ids)
             embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(backward)
             with _embeddings_replaced(model, embedded):
                 logits = model(**inputs).logits
-            if found.attended or with_own_attention:
+            if found.attended or own_attention:
                 break
     if backward:
         _loss(logits, ids, mask.bool(), labels).backward()
@@ -433,18 +425,18 @@ def _loss(logits: torch.Tensor, ids: torch.Tensor, real: torch.Tensor, labels: t
     return F.cross_entropy(logits[:, :-1][predicted], ids[:, 1:][predicted])
 
 
+@dataclass
 class _Watch:
     """Records the input, the sums, the attention and the output of the current layer."""
 
-    def __init__(
-        self, model: PreTrainedModel, shape: torch.Size, with_branches: bool, with_own_attention: bool
-    ) -> None:
-        self.shape = shape  # (B,T)
-        self.width = getattr(model.config.get_text_config(), "hidden_size", None)  # D
-        self.with_branches = with_branches
-        self.with_own_attention = with_own_attention
+    shape: torch.Size  # (B,T)
+    width: int | None  # D
+    with_branches: bool
+    with_own_attention: bool
+
+    def __post_init__(self) -> None:
         self.additions = Additions()
-        self.attention = OwnAttention(shape)
+        self.attention = OwnAttention(self.shape)
 
     @contextmanager
     def watching(self, modules: list[nn.Module], layers: list[Layer]) -> Iterator[None]:
