@@ -81,7 +81,7 @@ def _git_commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     with suppress(OSError, subprocess.CalledProcessError):
         if (root / ".git").exists():
-            head = ["git", "-C", root, "rev-parse", "HEAD"]
+            head = ["git", "-C", str(root), "rev-parse", "HEAD"]
             return subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     return None
 
