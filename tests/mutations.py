@@ -225,16 +225,6 @@ def find_code(code: types.CodeType, function: str) -> types.CodeType | None:
     return None
 
 
-def find_function(module: types.ModuleType, function: str) -> Any:
-    """Return the plain function with a qualified name, without decorators."""
-    found: Any = module
-    for part in function.split("."):
-        found = inspect.getattr_static(found, part)
-    for attribute in ("fget", "func", "__func__"):  # property, cached_property, classmethod and staticmethod
-        found = getattr(found, attribute, None) or found
-    return inspect.unwrap(found)
-
-
 def mutated_source(mutation: Mutation, source: str) -> str:
     """Return the module's source with the mutation applied. Raises ValueError if its text does not occur once."""
     node: Any = ast.parse(source)
@@ -250,12 +240,14 @@ def mutated_source(mutation: Mutation, source: str) -> str:
 
 def apply(mutation: Mutation) -> None:
     """Exchange the function's code in this process; all modules that have imported it call the mutated code."""
-    module = importlib.import_module(mutation.module)
-    path = str(module.__file__)
+    found: Any = importlib.import_module(mutation.module)
+    path = str(found.__file__)
     code = compile(mutated_source(mutation, Path(path).read_text()), path, "exec", dont_inherit=True)
-    mutated = find_code(code, mutation.function)
-    assert mutated is not None, mutation.function
-    find_function(module, mutation.function).__code__ = mutated
+    for part in mutation.function.split("."):
+        found = inspect.getattr_static(found, part)
+    for attribute in ("fget", "func", "__func__"):  # property, cached_property, classmethod and staticmethod
+        found = getattr(found, attribute, None) or found
+    inspect.unwrap(found).__code__ = find_code(code, mutation.function)
 
 
 class Mutating:

@@ -317,7 +317,7 @@ class TrainingArms:
         comparison = compared(list(firsts.values()), time.time()) if len(firsts) > 1 else None
         if comparison is not None and self.is_main:
             comparison = replace(comparison, folder=self.folder / "comparison")
-        done = Trained(self.folder, self._manifest(tables), runs, comparison, tables)
+        done = Trained(self._manifest(tables), tables, folder=self.folder, runs=runs, comparison=comparison)
         if not self.is_main:
             return done
         with failures(self.folder):

@@ -28,7 +28,8 @@ from sinkscope.options.training import RetrofitOptions, TrainOptions, tokens_a_s
 from sinkscope.paper_claims.need import Kind as NeedKind
 from sinkscope.paper_claims.need import Need
 from sinkscope.results.run import RunData
-from sinkscope.results.scores import Scores
+from sinkscope.results.scores import TABLE as SCORES
+from sinkscope.results.scores import main_scores
 from sinkscope.retrofits import make_retrofit
 from sinkscope.training.tables import UNTOUCHED, sinking_layer
 
@@ -290,7 +291,7 @@ class Given:
     series: tuple[Steps, ...] = ()  # the measured steps of this model's trainings
     naturals: Mapping[str, RunData] = field(default_factory=dict)  # model → its run on text, for all models
     variant: int = 0  # the index of the arm to read, if a method has several
-    scores: tuple[Scores, ...] = ()
+    scores: tuple[RunData, ...] = ()
 
     @cached_property
     def meant(self) -> dict[str, str]:
@@ -501,7 +502,7 @@ def _find_sizes(given: Given, need: Need) -> Study | None:
     scores = {}
     if need.kind == "scores":
         for one in given.scores:
-            rows = one.main[one.main["condition"] == need.of]
+            rows = main_scores(one.tables[SCORES]).query("condition == @need.of")
             if len(rows):
                 scores[str(one.manifest["model"]["name"])] = (one.folder, float(rows["score"].iloc[0]))
     known = {name: run for name, run in given.naturals.items() if need.kind == "sizes" or name in scores}

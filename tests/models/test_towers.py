@@ -1,5 +1,6 @@
 """Models that also read pictures or sound: their text tower is found and measured."""
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from support.agreement import differences, padded_differences
 from support.every_model import LISTS, TOLD, VOCAB, tiny_config, tiny_of
-from tiny import Original, tiny_model
+from tiny import tiny_model
 from transformers import AutoConfig, PreTrainedModel
 
 import sinkscope
@@ -31,12 +32,12 @@ IDS = torch.arange(3, 3 + LENGTH)
 
 
 @cache
-def _original(kind: str) -> Original:
-    return Original(tiny_of(kind, auto=LISTS["image_text"]))
+def _original(kind: str) -> PreTrainedModel:
+    return tiny_of(kind, auto=LISTS["image_text"])
 
 
 def tiny(kind: str) -> PreTrainedModel:
-    return _original(kind).copy()
+    return copy.deepcopy(_original(kind))
 
 
 # --- compared with plain transformers

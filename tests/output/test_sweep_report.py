@@ -191,11 +191,3 @@ def test_intervals_over_sequences_are_drawn(name: str) -> None:
     if name == "sweep-epsilon":  # every input has its panel
         assert [ax.get_title() for ax in figure.axes] == ["natural", "random"]
         assert figure.axes[1].lines[0].get_label() == "a"
-
-
-def test_cells_that_differ_in_nothing_that_is_shown_have_their_range_as_a_band() -> None:
-    steps = [{"step": step, "seed": seed, "value": seed / 4} for step in (0, 8) for seed in (1, 2)]
-    figure = OF_SWEEP["sweep-steps"](tables_of(*steps))
-    (path,) = figure.axes[0].collections[0].get_paths()
-    assert {25.0, 50.0} <= set(path.vertices[:, 1].round(6))
-    assert "lowest to highest" in [text.get_text() for text in figure.legends[0].get_texts()]

@@ -20,7 +20,6 @@ from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.studies import Steps, Training, base_of, family_of
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
-from sinkscope.results.scores import Scores
 
 SIGMOID = "operation:kind=sigmoid"
 
@@ -278,7 +277,8 @@ def of_sizes(claim: str, found: Sequence[float], scores: Sequence[float] = ()) -
     given = []
     for name, score in zip(names, scores, strict=False):
         row = {"condition": "hellaswag", "metric": "acc_norm", "score": score, "is_asked": True}
-        given.append(Scores({"model": {"name": name}}, pd.DataFrame([row, row | {"metric": "acc", "score": 0.0}])))
+        table = pd.DataFrame([row, row | {"metric": "acc", "score": 0.0}])
+        given.append(RunData({"model": {"name": name}}, {"benchmark": table}))
     evidence = Collection([*runs, model("org/other-9m", 0.9, 9)], scores=tuple(given)).evidence({})
     assert judge(CLAIMS[claim], evidence["org/other-9m"]).outcome == UNMEASURED
     return judge(CLAIMS[claim], evidence["org/pythia-14m"])

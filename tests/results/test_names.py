@@ -51,8 +51,8 @@ def test_a_layer_without_the_metric_is_nan() -> None:
 
 def test_names_in_what_holds_several_runs() -> None:
     run = made_up()
-    trained = Trained(Path("out"), {"arms": {"vga": {}}}, {"vga": run}, None, {"gates": run.tables["summary"]})
-    series = Series({}, {512: run}, run.tables["summary"])
+    trained = Trained({"arms": {"vga": {}}}, {"gates": run.tables["summary"]}, folder=Path("out"), runs={"vga": run})
+    series = Series({}, {"series": run.tables["summary"]}, runs={512: run})
     card: Any = Scorecard({}, run.tables["summary"].assign(claim="GS-1"), run.tables["summary"])
     for ask, message in (
         (lambda: trained.runs["vgaa"], "arm 'vgaa' is unknown; did you mean 'vga'"),
