@@ -20,7 +20,7 @@ from sinkscope.measuring.subject import open_subject
 from sinkscope.models.families import find_family
 from sinkscope.models.family import Family, first_tensor
 from sinkscope.options.measuring import make_config
-from sinkscope.quantization.grids import Precision, Range, quantize_symmetric
+from sinkscope.quantization.grids import Precision, Range, symmetric_grid
 from sinkscope.quantization.simulation import quantized
 from sinkscope.quantization.sites import SCORES, SOFTMAX, SUM, Site
 
@@ -62,7 +62,10 @@ def test_a_llama_as_written_out() -> None:
         for name, known in activations.items():
             assert (min(known.low, 0.0), max(known.high, 0.0)) == pytest.approx(seen[name], rel=1e-10), name
         expected = llama(
-            model, ids, lambda name, x: snapped(x, *seen[name]), lambda name, x: quantize_symmetric(x, BITS)
+            model,
+            ids,
+            lambda name, x: snapped(x, *seen[name]),
+            lambda name, x: symmetric_grid(float(x.abs().max()), BITS).snap(x),
         )
         plain = model(ids).logits
         with quantized(model, ranges, bits_weights=BITS, bits_activations=BITS):

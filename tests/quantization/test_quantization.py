@@ -31,7 +31,7 @@ from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
-from sinkscope.quantization.grids import Precision, Range, asymmetric_grid, quantize_symmetric
+from sinkscope.quantization.grids import Precision, Range, asymmetric_grid, symmetric_grid
 from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
 from sinkscope.quantization.simulation import quantized, quantized_sites
 from sinkscope.quantization.sites import PARTS, WEIGHT, Site, linear_modules, not_quantized, sites_of
@@ -52,6 +52,10 @@ def llama() -> PreTrainedModel:
 def coarse(llama: PreTrainedModel) -> Run:
     """Return a run with four bits, so that some sites are costly."""
     return quantize(llama, bits_weights=4, bits_activations=4, **SMALL)
+
+
+def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return symmetric_grid(float(x.abs().max()) if x.numel() else 0.0, bits).snap(x)
 
 
 def ranges_of(model: PreTrainedModel, count: int = 3) -> dict[Site, Range]:

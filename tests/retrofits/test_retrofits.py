@@ -45,8 +45,8 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
 from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
+from sinkscope.retrofits.gates import ValueScale, shrink
 from sinkscope.retrofits.retrofit import gated, layers_of, registers_before
-from sinkscope.retrofits.vscale import ValueScale, shrink
 from sinkscope.text.batch import REGISTER, Batch
 
 
