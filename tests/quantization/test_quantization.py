@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from support.figures import rough_figures, skip_figures
 from support.retrofitted import METHODS, each_pair, retrofitted
+from support.untouched import assert_as_before, state_of
 from tiny import REPRESENTATIVE, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
@@ -59,19 +60,6 @@ def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def ranges_of(model: PreTrainedModel, count: int = 3) -> dict[Site, Range]:
     return calibrate_ranges(model, list(tiny_tokens(count, 24, seed=7)))
-
-
-def state(model: PreTrainedModel) -> tuple[list[nn.Parameter], dict[str, torch.Tensor], list[int]]:
-    hooks = [len(module._forward_hooks) for module in model.modules()]  # transformers leaves some of its own
-    return list(model.parameters()), {name: tensor.clone() for name, tensor in model.state_dict().items()}, hooks
-
-
-def assert_untouched(model: PreTrainedModel, before: tuple[list[nn.Parameter], dict[str, torch.Tensor], list]) -> None:
-    parameters, tensors, hooks = before
-    assert all(mine is theirs for mine, theirs in zip(model.parameters(), parameters, strict=True))
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert [len(module._forward_hooks) for module in model.modules()] == hooks
 
 
 # --- arithmetic
@@ -146,7 +134,7 @@ def linear_by_hand(model: PreTrainedModel) -> dict[str, nn.Module]:
 def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
     """The reference is a copy with quantized weights, and torch's fake quantization in hooks at inputs and outputs."""
     model, bits = tiny_model(family), 5
-    before, ranges = state(model), ranges_of(model)
+    before, ranges = state_of(model), ranges_of(model)
     twin = copy.deepcopy(model)
     linear = linear_by_hand(twin)
     assert [(site.path, site.part) for site in ranges] == [(path, part) for path in linear for part in PARTS]
@@ -164,7 +152,7 @@ def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
         assert model.get_parameter(f"{next(iter(linear))}.weight").unique().numel() <= 2**bits - 1
     torch.testing.assert_close(mine, twin(ids).logits, rtol=1e-3, atol=1e-3 * float(mine.abs().max()))
     assert (mine - plain).abs().max() > 0.01 * plain.abs().max()
-    assert_untouched(model, before)
+    assert_as_before(model, before)
     assert torch.equal(model(ids).logits, plain)
 
 
@@ -305,7 +293,7 @@ def test_sites_left_out_by_name(llama: PreTrainedModel, named: str) -> None:
 
 
 def test_wrong_sites_and_bits_change_nothing(llama: PreTrainedModel) -> None:
-    before, ranges = state(llama), ranges_of(llama)
+    before, ranges = state_of(llama), ranges_of(llama)
     with (
         pytest.raises(InputError, match=r"site 'mlp\.dwn_proj' is unknown; did you mean 'mlp\.down_proj'"),
         quantized(llama, ranges, except_sites=["mlp.dwn_proj"]),
@@ -314,17 +302,17 @@ def test_wrong_sites_and_bits_change_nothing(llama: PreTrainedModel) -> None:
     for bits in ({"bits_weights": 1}, {"bits_activations": 17}):
         with pytest.raises(InputError, match="from 2 to 16"), quantized(llama, ranges, **bits):
             pass
-    assert_untouched(llama, before)
+    assert_as_before(llama, before)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
 def test_restored_after_an_exception(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    before, ranges = state(llama), ranges_of(llama)
+    before, ranges = state_of(llama), ranges_of(llama)
     with pytest.raises(type(error)), quantized(llama, ranges):
         raise error
-    assert_untouched(llama, before)
+    assert_as_before(llama, before)
     forward, calls = Tracer.forward_with_loss, []
 
     def failing(self: Tracer, *args: Any) -> float:
@@ -336,13 +324,13 @@ def test_restored_after_an_exception(
     monkeypatch.setattr(Tracer, "forward_with_loss", failing)
     with pytest.raises(type(error)):
         quantize(llama, **SMALL)
-    assert_untouched(llama, before)
+    assert_as_before(llama, before)
 
 
 def test_under_an_intervention_and_around_one(llama: PreTrainedModel) -> None:
     ids, ranges = tiny_tokens(), ranges_of(llama)
     llama(ids, output_hidden_states=True)  # this leaves hooks of transformers
-    before = state(llama)
+    before = state_of(llama)
     do = "zero-massive:layers=1,positions=0,coordinates=3"
     with quantized(llama, ranges, bits_activations=4), sinkscope.intervening(llama, do):
         outer = llama(ids, output_hidden_states=True).hidden_states[2]
@@ -350,7 +338,7 @@ def test_under_an_intervention_and_around_one(llama: PreTrainedModel) -> None:
         inner = llama(ids, output_hidden_states=True).hidden_states[2]
     assert outer[:, 0, 3].eq(0).all()
     torch.testing.assert_close(inner, outer)
-    assert_untouched(llama, before)
+    assert_as_before(llama, before)
 
 
 # --- `quantize`
@@ -432,7 +420,7 @@ def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -
 def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str) -> None:
     """It has the same sites, and 16 bits change almost nothing."""
     model = retrofitted(name, label, torch.float32)
-    before = state(model)
+    before = state_of(model)
     assert sites_of(model, find_family(model)) == sites_of(tiny_model(name), find_family(model))
     subject = subject_of(model, input="random", num_seqs=6, seq_len=20)
     numbers = w8a8(subject, subject.inputs, precision=Precision(16, 16))
@@ -441,7 +429,7 @@ def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str
     analysed = sinkscope.analyze(model, input="random", num_seqs=6, seq_len=20, observables=("outlier", "gradient"))
     for metric in ("loss", "max_inf_norm", "kurtosis"):
         assert numbers[metric] == pytest.approx(analysed.metric(metric), rel=1e-5)
-    assert_untouched(model, before)
+    assert_as_before(model, before)
 
 
 @each_pair(["llama", "gpt2", "falcon-new"], ["vga", "vga-output", "iga", "vscale", "vscale-fixed"])

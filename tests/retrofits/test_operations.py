@@ -163,21 +163,6 @@ def test_logits_and_gradients_are_the_formulas(name: str, label: str) -> None:
         assert_close(gradients[path].grad, parameter.grad, 1e-9)
 
 
-@pytest.mark.parametrize("label", OPERATIONS)
-def test_learned_parameters_have_the_gradient_of_a_small_step(label: str) -> None:
-    model = changed("llama", label).requires_grad_(True)
-    with torch.no_grad():
-        weight = model.get_submodule(find_family(model).layers)[1].self_attn.q_proj.weight
-        step = torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-6
-    loss(model).backward()
-    with torch.no_grad():
-        weight += step
-        above = loss(model)
-        weight -= 2 * step
-        below = loss(model)
-    assert float((weight.grad * step).sum()) == pytest.approx(float(above - below) / 2, rel=1e-5)
-
-
 @each_pair(["llama", "gemma2"], [label for label in LABELS if not label.startswith("value")])
 def test_what_is_measured_is_the_proxy(name: str, label: str) -> None:
     kernel = "sdpa" if name == "llama" else "eager"
@@ -277,15 +262,12 @@ def test_gradients_keep_no_weights_of_the_whole_sequence(label: str, monkeypatch
 
 
 def test_what_cannot_be_is_refused() -> None:
-    for name, method, parameters, message in (
-        ("llama", "operation", {"kind": "sigmiod"}, "operation: kind: 'sigmiod' is unknown; did you mean 'sigmoid'"),
-        ("llama", "operation", {"kind": "sigmoid", "factor": 2}, "factor and power are of kind=softmax"),
-        ("bloom", "operation", {}, "does not call transformers' attention interface"),
-        ("bloom", "key-bias", {"value": "learned"}, "its own code mixes the values"),
-        ("llama", "key-bias", {"norm": 2.0}, "norm applies only to value=axis"),
+    for method, parameters, message in (
+        ("operation", {}, "does not call transformers' attention interface"),
+        ("key-bias", {"value": "learned"}, "its own code mixes the values"),
     ):
         with pytest.raises(InputError, match=message):
-            retrofit_model(plain_model(name), None, method, **parameters)
+            retrofit_model(plain_model("bloom"), None, method, **parameters)
     with pytest.raises(InputError, match="it would be left out"):
         changed("llama", "sigmoid").set_attn_implementation("sdpa")
 
