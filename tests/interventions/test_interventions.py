@@ -20,6 +20,7 @@ from support.untouched import state_of
 from tiny import REPRESENTATIVE, TINY, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.errors import InputError, SinkscopeError
@@ -29,6 +30,7 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
+from sinkscope.models.projections import projections
 from sinkscope.text.batch import Batch
 
 # One of each; a query bias is perturbed before it is zeroed, because a zero bias cannot be perturbed.
@@ -112,33 +114,6 @@ def attentions_of(model: PreTrainedModel) -> list[nn.Module]:
     return [layer.get_submodule(reference.place_of(model.config).attention) for layer in layers_of(model)]
 
 
-def query_bias(attention: Any) -> torch.Tensor:
-    """Return a view of the query bias (4,d)."""
-    if hasattr(attention, "c_attn"):
-        return attention.c_attn.bias.data[:32].view(4, 8)
-    if hasattr(attention, "query_key_value"):
-        return attention.query_key_value.bias.data.view(4, 3, 8)[:, 0]
-    return attention.q_proj.bias.data.view(4, -1)
-
-
-def key_weight(name: str, attention: Any) -> torch.Tensor:
-    """Return a view of the key weight (K,d,32)."""
-    if name == "gpt2":
-        return attention.c_attn.weight.data[:, 32:64].T.unflatten(0, (4, 8))
-    if name == "mpt":
-        return attention.Wqkv.weight.data[32:64].view(4, 8, 32)
-    if name == "phi3":
-        return attention.qkv_proj.weight.data[32:48].view(2, 8, 32)
-    if name == "falcon":
-        return attention.query_key_value.weight.data[32:40].view(1, 8, 32)
-    if name == "falcon-new":  # two query heads, their key head, their value head
-        return attention.query_key_value.weight.data.view(2, 4, 8, 32)[:, 2]
-    if hasattr(attention, "query_key_value"):
-        return attention.query_key_value.weight.data.view(4, 3, 8, 32)[:, 1]
-    heads = 4 if name.startswith(("opt", "gpt")) and name != "gpt_oss" else 2
-    return attention.k_proj.weight.data.view(heads, -1, 32)
-
-
 def position_table(model: PreTrainedModel) -> torch.Tensor:
     opt = model.config.model_type == "opt"
     return model.get_submodule("model.decoder.embed_positions" if opt else "transformer.wpe").weight.data
@@ -149,17 +124,19 @@ def without_query_bias(
 ) -> Any:
     model = copy.deepcopy(model)
     for layer in layers:
-        query_bias(attentions_of(model)[layer])[list(heads)] = 0
+        query = projections(model, find_family(model), layer)["query"]
+        query.module.bias.data[query.places[list(heads)]] = 0
     return model
 
 
 def without_key_columns(
-    name: str, model: PreTrainedModel, coordinates: list[int], layers: Iterable[int] = range(3), heads: Any = ...
+    model: PreTrainedModel, coordinates: list[int], layers: Iterable[int] = range(3), heads: Any = ...
 ) -> PreTrainedModel:
     model = copy.deepcopy(model)
     for layer in layers:
-        weight = key_weight(name, attentions_of(model)[layer])[heads]
-        weight[..., coordinates] = 0
+        key = projections(model, find_family(model), layer)["key"]
+        weight = key.module.weight.data.T if isinstance(key.module, Conv1D) else key.module.weight.data
+        weight[key.places[heads][..., None], coordinates] = 0
     return model
 
 
@@ -205,21 +182,21 @@ AT = "layers=0,2,positions=0,3,coordinates=3,17"
 PLACES = [(layer, position, coordinate) for layer in (0, 2) for position in (0, 3) for coordinate in (3, 17)]
 MEANS = (1.5, -20.0, 3.25, 40.0, -5.0, 6.0, 70.0, -8.5)
 # text → the model edited by hand
-BY_HAND: dict[str, Callable[[str, PreTrainedModel], PreTrainedModel]] = {
-    "nullify-query-bias": lambda name, model: without_query_bias(model),
-    "nullify-query-bias:layers=1-2,heads=0,3": lambda name, model: without_query_bias(model, (1, 2), (0, 3)),
+BY_HAND: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
+    "nullify-query-bias": without_query_bias,
+    "nullify-query-bias:layers=1-2,heads=0,3": partial(without_query_bias, layers=(1, 2), heads=(0, 3)),
     "zero-key-columns:coordinates=3,17,20-22": partial(without_key_columns, coordinates=[3, 17, 20, 21, 22]),
     "zero-key-columns:layers=1,heads=0,coordinates=5,9": partial(
-        without_key_columns, coordinates=[5, 9], layers=[1], heads=0
+        without_key_columns, coordinates=[5, 9], layers=[1], heads=[0]
     ),
-    "nullify-first-embedding": lambda name, model: without_embeddings(model, [0]),
-    "nullify-first-embedding:positions=0,4": lambda name, model: without_embeddings(model, [0, 4]),
-    f"zero-massive:{AT}": lambda name, model: with_entries(model, dict.fromkeys(PLACES, 0.0)),
-    f"mean-massive:{AT},means={','.join(map(str, MEANS))}": lambda name, model: with_entries(
-        model, dict(zip(PLACES, MEANS, strict=True))
+    "nullify-first-embedding": partial(without_embeddings, positions=[0]),
+    "nullify-first-embedding:positions=0,4": partial(without_embeddings, positions=[0, 4]),
+    f"zero-massive:{AT}": partial(with_entries, entries=dict.fromkeys(PLACES, 0.0)),
+    f"mean-massive:{AT},means={','.join(map(str, MEANS))}": partial(
+        with_entries, entries=dict(zip(PLACES, MEANS, strict=True))
     ),
-    "rescale-norm:layers=0,2,positions=0,3,factor=4": lambda name, model: with_scaled_inputs(
-        model, (0, 2), [0, 3], 4.0
+    "rescale-norm:layers=0,2,positions=0,3,factor=4": partial(
+        with_scaled_inputs, layers=(0, 2), positions=[0, 3], factor=4.0
     ),
 }
 
@@ -230,10 +207,7 @@ def test_an_intervention_is_the_model_edited_by_hand(name: str) -> None:
     for text, edited in BY_HAND.items():
         if text.partition(":")[0] in applicable(model):
             with naming(text):
-                assert_same(name, under(model, text), logits(edited(name, model)))
-
-
-# ------------------------------------------------------------------------------------------- restoring
+                assert_same(name, under(model, text), logits(edited(model)))
 
 
 class Before:
@@ -347,13 +321,17 @@ def test_without_known_projections_what_edits_them_does_not_apply() -> None:
     assert refused == {"nullify-query-bias", "perturb-query-bias", "zero-key-columns", *of_values}
 
 
+def biases(model: PreTrainedModel) -> torch.Tensor:
+    return torch.stack([projections(model, find_family(model), layer)["query"].bias for layer in range(3)])  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gpt_oss"])
 def test_perturb_query_bias_changes_each_chosen_head_by_the_norm_of_its_bias(name: str) -> None:
     model = tiny_model(name)
-    before = torch.stack([query_bias(attention) for attention in attentions_of(model)])
+    before = biases(model)
     text = "perturb-query-bias:layers=0,2,heads=1,2"
     with intervening(model, f"{text},seed=5"):
-        change = torch.stack([query_bias(attention) for attention in attentions_of(model)]) - before
+        change = biases(model) - before
         first = logits(model)
     expected = before.norm(dim=-1)
     expected[1] = expected[:, [0, 3]] = 0.0
@@ -545,8 +523,6 @@ def test_the_attention_that_is_read_under_mask_sink_is_none_to_the_sink(name: st
     torch.testing.assert_close(weights.sum(-1) + after.missing[1], torch.ones(2, 4, 9))
 
 
-# ------------------------------------------------------------------------------------- padding and the cache
-
 BY_POSITION = (
     "nullify-first-embedding:positions=0,2",
     "zero-massive:layers=0-1,positions=0,2,coordinates=3,17",
@@ -658,7 +634,7 @@ def test_each_edit_is_done_to_the_model_that_those_before_it_have_left() -> None
     model = tiny_model("gpt2")
     before = Before(model)
     ours = under(model, "nullify-query-bias:layers=0", "zero-key-columns:layers=0-1,coordinates=3,17")
-    assert torch.equal(ours, logits(without_key_columns("gpt2", without_query_bias(model, (0,)), [3, 17], (0, 1))))
+    assert torch.equal(ours, logits(without_key_columns(without_query_bias(model, (0,)), [3, 17], (0, 1))))
     ours = under(model, "nullify-query-bias:heads=0", "nullify-query-bias:layers=1,heads=2")  # of one parameter
     assert torch.equal(ours, logits(without_query_bias(without_query_bias(model, heads=(0,)), (1,), (2,))))
     with pytest.raises(InputError, match="transplant-epe would change nothing"):
@@ -683,8 +659,6 @@ def test_two_interventions_at_one_position(name: str) -> None:
     scaled = under(model, "scale-sink-value:factor=4", "scale-sink-value:factor=0.5")
     assert torch.equal(scaled, under(model, "scale-sink-value:factor=2"))
 
-
-# ------------------------------------------------------------------------------------------------- errors
 
 WRONG = [
     ("llama", "mask-snk", "'mask-snk' is unknown; did you mean 'mask-sink'"),
@@ -729,7 +703,7 @@ def test_what_cannot_be_done_is_refused_and_leaves_the_model_alone() -> None:
 
 
 def test_weights_that_cannot_be_edited_are_refused() -> None:
-    model = without_key_columns("gpt2", without_query_bias(tiny_model("gpt2")), [3])
+    model = without_key_columns(without_query_bias(tiny_model("gpt2")), [3])
     for text in ("nullify-query-bias", "perturb-query-bias", "zero-key-columns:coordinates=3"):
         with pytest.raises(InputError, match="would change nothing"):  # the values are already zero
             under(model, text)
@@ -792,9 +766,6 @@ def test_text_is_read_and_the_name_of_an_intervention_is_read_as_the_same() -> N
                 made = kind(**given)
                 assert all(getattr(made, key) != kind.model_fields[key].default for key in given)
                 assert parse(str(made)) == made
-
-
-# ----------------------------------------------------------------------------- defaults and random controls
 
 
 def test_what_is_left_open_is_what_is_massive_in_most_sequences() -> None:

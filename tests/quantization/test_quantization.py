@@ -62,9 +62,6 @@ def ranges_of(model: PreTrainedModel, count: int = 3) -> dict[Site, Range]:
     return calibrate_ranges(model, list(tiny_tokens(count, 24, seed=7)))
 
 
-# --- arithmetic
-
-
 @pytest.mark.parametrize(
     ("x", "grid", "expected"),
     [
@@ -119,9 +116,6 @@ def assert_same_but_for_ties(mine: torch.Tensor, theirs: torch.Tensor, step: flo
     difference = ((mine - theirs) / step).abs()
     assert difference.max() < 1.01
     assert (difference > 0.01).double().mean() < 2e-3
-
-
-# --- which layers are covered
 
 
 def linear_by_hand(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -213,9 +207,6 @@ def test_weights_that_are_not_there_are_refused() -> None:
         sites_of(model, find_family(model))
 
 
-# --- ranges
-
-
 def test_ranges_medians_and_massive_activations_as_by_hand() -> None:
     model = tiny_model("opt")
     model.model.decoder.layers[1].fc2.weight[5] *= 300.0
@@ -270,9 +261,6 @@ def test_a_model_that_gives_nan_is_refused() -> None:
     model.model.layers[1].mlp.up_proj.weight[0, 0] = NAN
     with pytest.raises(SinkscopeError, match=r"layer 1 mlp\.up_proj output: the model itself gives NaN"):
         ranges_of(model)
-
-
-# --- the quantized model
 
 
 def subject_of(model: PreTrainedModel | LoadedModel, **options: Any) -> Subject:
@@ -339,9 +327,6 @@ def test_under_an_intervention_and_around_one(llama: PreTrainedModel) -> None:
     assert outer[:, 0, 3].eq(0).all()
     torch.testing.assert_close(inner, outer)
     assert_as_before(llama, before)
-
-
-# --- `quantize`
 
 
 def test_the_tables_and_settings(coarse: Run) -> None:
@@ -413,9 +398,6 @@ def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -
     assert masked.measure({}, evaluated.inputs).loss != numbers["loss"]
 
 
-# --- retrofitted models
-
-
 @each_pair(["llama", "gpt2", "falcon-new"], list(METHODS))  # q, k and v apart, and fused in two ways
 def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str) -> None:
     """It has the same sites, and 16 bits change almost nothing."""
@@ -457,9 +439,6 @@ def test_ranges_are_of_values_before_their_gates_and_of_mixes_after_them(name: s
             hook.remove()
         for known, x in ((ranges[paths[value], "output"], raw), (ranges[paths[output], "input"], mix)):
             assert (known.low, known.high) == pytest.approx(tuple(map(float, x.aminmax())), rel=1e-4)
-
-
-# --- from the command line
 
 
 def command_line(*args: object) -> Any:
@@ -519,9 +498,6 @@ def test_the_command_ends_with_status_2_and_writes_nothing(folder: Path, options
     assert refused.exit_code == 2
     assert message in refused.stderr
     assert sorted(folder.parent.rglob("*")) == before
-
-
-# --- trained weights
 
 
 @pytest.mark.real_model

@@ -295,9 +295,6 @@ def test_so_many_parameters_are_added() -> None:
     assert {key: tuple(value.shape) for key, value in registers.items()} == {"retrofit.embeddings": (3, 32)}
 
 
-# ------------------------------------------------------------------------------------- generating and padding
-
-
 def generate(model: PreTrainedModel, ids: torch.Tensor = IDS, **options: Any) -> Any:
     return model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
 
@@ -386,9 +383,6 @@ def test_registers_say_what_they_cannot_do() -> None:
         sinkscope.analyze(model, input="random", num_seqs=2, seq_len=254)
 
 
-# ------------------------------------------------------------------------------------------ being trained
-
-
 def without_dropout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -447,9 +441,6 @@ def test_displacement_is_measured_from_the_start() -> None:
         last = moved[moved["layer"] == (-1 if label == "register-tokens" else 2)]
         assert last["displacement"].tolist() == pytest.approx(by_head.tolist())
     assert gate_displacement(tiny_model("llama")).empty
-
-
-# ---------------------------------------------------------------------------------- measuring: against eager
 
 
 def as_the_plain_family(model: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -583,9 +574,6 @@ def test_interventions_act_on_a_retrofitted_model(name: str, label: str) -> None
         model.retrofit.embeddings.data[0] += 1.0
         with intervening(model, "mask-sink"):
             assert_close(logits(model), masked, 1e-5)
-
-
-# ------------------------------------------------------------------------------------------------- refusals
 
 
 def test_unknown_methods_and_parameters_are_refused() -> None:

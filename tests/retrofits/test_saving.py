@@ -146,9 +146,6 @@ def test_copied_in_memory_it_is_a_model_of_its_own(label: str) -> None:
         assert label == "vscale-fixed" or not torch.equal(logits(model), before)
 
 
-# ----------------------------------------------------------------------------------- without sinkscope, and with it
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("retrofits") / "vga"
@@ -218,9 +215,6 @@ def test_transformers_own_types_are_what_they_were() -> None:
     assert not hasattr(AutoConfig.for_model("llama"), "retrofit")
     assert "sinkscope_llama" in CONFIG_MAPPING
     assert "sinkscope_sinkscope_llama" not in CONFIG_MAPPING
-
-
-# --------------------------------------------------------------------------------------- with sinkscope's commands
 
 
 @pytest.mark.parametrize("label", ["key-bias", "register-tokens"])

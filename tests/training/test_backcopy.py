@@ -112,8 +112,6 @@ def test_the_tokenizer_knows_the_characters_and_puts_the_start_in_front(tmp_path
         assert known.bos_token_id == task.start
 
 
-# --- blocks, alone and mixed with text
-
 LENGTH = 40
 
 

@@ -122,9 +122,6 @@ def test_bf16_computes_in_it_and_keeps_the_weights(tmp_path: Path) -> None:
     assert coarse.config.use_cache == tiny_model("llama").config.use_cache
 
 
-# --- measurements during training ---
-
-
 def probe(seen: Any) -> pd.DataFrame:
     """Measure with the tracer and draw random numbers. Returns a row for the whole model and one for a layer."""
     assert not seen.training
@@ -154,9 +151,6 @@ def test_a_training_does_not_see_that_it_is_measured(options: dict[str, Any], tm
     if "bf16" not in options:
         assert found[found["step"] == 0]["value"].tolist() == first["value"].tolist()
         assert found[found["step"] == 12]["value"].tolist() == last["value"].tolist()
-
-
-# --- broken off and resumed ---
 
 
 def train_slowly(folder: Path) -> None:
@@ -209,9 +203,6 @@ def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -
         (tmp_path / "checkpoint-12" / missing).write_text('{"log_history": [')
     assert train(resumed, repetitive(), config(), tmp_path).equals(expected)
     assert same(resumed, unbroken)
-
-
-# --- refusals and failures ---
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
