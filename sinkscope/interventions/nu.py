@@ -32,37 +32,41 @@ from sinkscope.models.positions import effective_positions, massive_coordinates
 MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which the MLP's output is a term of the layer's output
 
 
-class _QueryBias(Intervention):
-    """Edits the query bias (H,d) of the chosen layers and query heads."""
-
-    expected = False  # only some models have query biases
+class _EditsProjection(Intervention):
+    """Edits the query bias (H,d), or the key weight (K,d,D), of the chosen layers and heads."""
 
     layers: Chosen = None
     heads: Chosen = None
 
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        return target.without_weights("query") or (None if target.has_query_bias else "its queries have no bias")
-
     @abstractmethod
-    def edited(self, bias: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the new bias of some heads of a layer, (heads, d) → (heads, d)."""
+    def edited(self, values: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return the new bias (heads,d) or weight (heads,d,D) of some heads of a layer."""
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         edits: list[Edit] = []
         for layer in target.attending(self.layers):
-            projection = target.projection(layer, "query")
-            bias = projection.bias
-            if bias is None:
+            projection = target.projection(layer, self.heads_of)
+            values = projection.bias if self.heads_of == "query" else projection.weight
+            if values is None:
                 raise InputError(f"{self.name}: layer {layer} has no query bias")
-            heads = chosen(self.heads, projection.heads)
-            changed = bias.detach().clone()
+            heads, changed = chosen(self.heads, projection.heads), values.detach().clone()
             changed[heads] = self.edited(changed[heads], layer)
-            edits.append((projection.module, "bias", projection.with_bias(changed)))
+            if self.heads_of == "query":
+                edits.append((projection.module, "bias", projection.with_bias(changed)))
+            else:
+                edits.append((projection.module, "weight", projection.with_weight(changed)))
         check_changes(self.name, edits)
         with replaced(edits):
             yield
+
+
+class _QueryBias(_EditsProjection):
+    expected = False  # only some models have query biases
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        return target.without_weights("query") or (None if target.has_query_bias else "its queries have no bias")
 
 
 class NullifyQueryBias(_QueryBias):
@@ -72,8 +76,8 @@ class NullifyQueryBias(_QueryBias):
     control_about = "b_Q plus a random vector of its norm"
     expects = Expectation.SINK_FALLS
 
-    def edited(self, bias: torch.Tensor, layer: int) -> torch.Tensor:
-        return torch.zeros_like(bias)
+    def edited(self, values: torch.Tensor, layer: int) -> torch.Tensor:
+        return torch.zeros_like(values)
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         seed = int(torch.randint(2**31, (), generator=draw))
@@ -88,11 +92,11 @@ class PerturbQueryBias(_QueryBias):
 
     seed: Index = 0
 
-    def edited(self, bias: torch.Tensor, layer: int) -> torch.Tensor:
+    def edited(self, values: torch.Tensor, layer: int) -> torch.Tensor:
         draw = torch.Generator().manual_seed(self.seed + layer)
-        order = torch.stack([torch.randperm(bias.shape[1], generator=draw) for _ in bias])
-        signs = torch.randint(2, bias.shape, generator=draw).mul(2).sub(1)
-        return bias + bias.gather(1, order.to(bias.device)) * signs.to(bias)
+        order = torch.stack([torch.randperm(values.shape[1], generator=draw) for _ in values])
+        signs = torch.randint(2, values.shape, generator=draw).mul(2).sub(1)
+        return values + values.gather(1, order.to(values.device)) * signs.to(values)
 
 
 class _PositionVectors(Intervention):
@@ -204,7 +208,7 @@ class NullifyFirstEmbedding(Intervention):
         )
 
 
-class ZeroKeyColumns(Intervention):
+class ZeroKeyColumns(_EditsProjection):
     name = "zero-key-columns"
     about = "W_k does not read these coordinates (layers, key heads, coordinates: the massive ones)"
     paper = "NU intervention 5"
@@ -213,8 +217,6 @@ class ZeroKeyColumns(Intervention):
     expects = Expectation.SINK_FALLS
     heads_of = "key"
 
-    layers: Chosen = None
-    heads: Chosen = None
     coordinates: Open = None  # None: massive in EPE_0, or in the stream if positions are not learned
 
     @classmethod
@@ -236,18 +238,7 @@ class ZeroKeyColumns(Intervention):
             _, found = sink_massive(self.name, known, 0)
         return self.model_copy(update={"coordinates": tuple(sorted(found))})
 
-    @contextmanager
-    def applied(self, target: Target) -> Iterator[None]:
+    def edited(self, values: torch.Tensor, layer: int) -> torch.Tensor:
         if self.coordinates is None:
             raise InputError(f"{self.name}: name the coordinates")
-        coordinates = torch.tensor(self.coordinates)
-        edits: list[Edit] = []
-        for layer in target.attending(self.layers):
-            projection = target.projection(layer, "key")
-            heads = torch.tensor(chosen(self.heads, projection.heads))
-            weight = projection.weight.detach().clone()
-            weight[heads[:, None], :, coordinates] = 0.0
-            edits.append((projection.module, "weight", projection.with_weight(weight)))
-        check_changes(self.name, edits)
-        with replaced(edits):
-            yield
+        return values.index_fill(-1, torch.tensor(self.coordinates, device=values.device), 0.0)

@@ -279,17 +279,11 @@ class Retrofit(BaseModel):
 
 
 class Plain(Retrofit):
-    """No change: the plain fine-tune with which every retrofit is compared (VGA table 3, "fine-tuning w/o VGA")."""
+    """The plain fine-tune with which every retrofit is compared (VGA table 3, "fine-tuning w/o VGA")."""
 
     name = "none"
     about = "no change: the plain fine-tune with which the others are compared"
     paper = "VGA tab. 3"
-
-    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
-        return None
-
-    def install(self, model: PreTrainedModel, family: Family) -> None:
-        pass
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:

@@ -54,7 +54,10 @@ def is_sharded() -> bool:
 
 
 def check_sharding() -> None:
-    """Raise InputError for an FSDP configuration under which training would silently behave differently."""
+    """Raise InputError for an FSDP configuration under which training would silently behave differently.
+
+    On the CPU accelerate ignores FSDP, and every process would hold the whole model.
+    """
     if not is_sharded():
         return
     for name, needed in NEEDED.items():
@@ -64,11 +67,6 @@ def check_sharding() -> None:
                 f"accelerate's {name.lower()} is {given or 'not given'}, and only {needed} is known to work: "
                 f"begin with {CONFIGURATION}"
             )
-    check_device()
-
-
-def check_device() -> None:
-    """Raise InputError on the CPU, where accelerate ignores FSDP and every process would hold the whole model."""
     if PartialState().device.type == "cpu":
         raise InputError("accelerate shards models on GPUs only: on the CPU, launch without an FSDP configuration")
 

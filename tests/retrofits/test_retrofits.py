@@ -15,6 +15,7 @@ from support.attention_rows import Rows
 from support.naming import naming
 from support.retrofitted import (
     AT_TAPS,
+    EVERYWHERE,
     IDS,
     METHODS,
     SETTINGS,
@@ -299,7 +300,7 @@ def generate(model: PreTrainedModel, ids: torch.Tensor = IDS, **options: Any) ->
     return model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
 
 
-@each_pair(list(TINY), list(METHODS))
+@EVERYWHERE
 def test_generates_the_same_with_the_cache_and_without(name: str, label: str) -> None:
     model = shared(name, label)
     wanted = {"output_logits": True, "return_dict_in_generate": True}
@@ -322,7 +323,7 @@ def test_generates_the_same_with_the_cache_and_without(name: str, label: str) ->
                 assert torch.equal(together[row, 9:], alone[0, len(ids) :])
 
 
-@each_pair(list(TINY), list(METHODS))
+@EVERYWHERE
 def test_padding_changes_nothing(name: str, label: str) -> None:
     """An exception is a sliding window, which counts tokens instead of positions when the padding is inside it."""
     model, sequences = shared(name, label), ragged_tokens([9, 5, 7])
@@ -492,7 +493,7 @@ def backward_tables(name: str, label: str) -> dict[str, pd.DataFrame]:
     return gradient_tables(shared(name, label), ragged_tokens(LENGTHS))
 
 
-@each_pair(list(TINY), list(METHODS))
+@EVERYWHERE
 def test_the_value_gradient_is_what_attention_routes_to_it(name: str, label: str) -> None:
     """∇v_s = Σ_t a[t,s] g_t at the value tap, for any change of the value before it and of the mix after it."""
     check = backward_tables(name, label)["gradient_check"]

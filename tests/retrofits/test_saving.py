@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.retrofit_command import words_tokenizer
+from support.retrofitted import FURTHER, pairs
 from support.retrofitted import METHODS as ALL_METHODS
-from support.retrofitted import pairs
 from tiny import TINY, tiny_model, tiny_tokens
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -26,13 +26,17 @@ from sinkscope.models.families import find_family
 from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
 
 # with parameters that are not at their defaults
-METHODS = ALL_METHODS | {
-    "vscale": ("vscale", {"sigma": 0.3}),
-    "vscale-fixed": ("vscale", {"learned": False, "strength": 30.0}),
-    "vga": ("vga", {"scale": 1.5}),
-    "learnable-sink": ("learnable-sink", {"first": -1}),
-}
-EACH_METHOD = pytest.mark.parametrize("label", METHODS)
+METHODS = (
+    ALL_METHODS
+    | FURTHER
+    | {
+        "vscale": ("vscale", {"sigma": 0.3}),
+        "vscale-fixed": ("vscale", {"learned": False, "strength": 30.0}),
+        "vga": ("vga", {"scale": 1.5}),
+        "learnable-sink": ("learnable-sink", {"first": -1}),
+    }
+)
+EACH_METHOD = pytest.mark.parametrize("label", ALL_METHODS)
 IDS = tiny_tokens(2, 9)
 ROOT = Path(__file__).parents[2]
 
@@ -74,8 +78,9 @@ HALVED = ("llama", "mixtral", "gemma2", "gpt_oss", "gpt2", "gptj", "falcon", "bl
 
 @pytest.mark.parametrize(
     ("name", "label", "dtype"),
-    [(*pair, torch.float32) for pair in pairs(list(TINY), list(METHODS))]
-    + [(*pair, torch.bfloat16) for pair in pairs(HALVED, list(METHODS))],
+    [(*pair, torch.float32) for pair in pairs(list(TINY), list(ALL_METHODS))]
+    + [(*pair, torch.bfloat16) for pair in pairs(HALVED, list(ALL_METHODS))]
+    + [("llama", label, torch.float32) for label in ("mlp-kernel", "p-norm", "kv-bias", "key-bias-axis")],
 )
 def test_saved_and_loaded_it_gives_the_same_logits(name: str, label: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = trained(name, label, dtype)

@@ -198,7 +198,7 @@ def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.Monk
     """It would run only on the first process, and wait forever for the shards of the other processes."""
     for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sinkscope.training.sharding, "check_device", lambda: None)
+    monkeypatch.setattr(sinkscope.training.sharding, "check_sharding", lambda: None)
     with pytest.raises(InputError, match="a probe needs the whole model"):
         train(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
     assert not (tmp_path / "out").exists()
