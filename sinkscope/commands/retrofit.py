@@ -22,7 +22,7 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.output.trained import Trained
 from sinkscope.training.arms import Methods, arms_of, parse_methods
-from sinkscope.training.blocks import begun, check_starts, check_text, limited, read_blocks
+from sinkscope.training.blocks import begun, check_options, limited, read_blocks
 from sinkscope.training.sharding import launched
 
 
@@ -37,8 +37,7 @@ def check(options: RetrofitOptions) -> None:
     """Raise InputError for wrong options of a recipe, before a model is loaded."""
     parse_methods(options.method)
     check_names(options.observables)
-    check_text(options.text)
-    check_starts(options, None)
+    check_options(options, None)
 
 
 def retrofit(

@@ -27,7 +27,7 @@ from sinkscope.output.trained import Trained
 from sinkscope.text.sources import documents
 from sinkscope.training.architectures import architecture, fresh_model, tokenizer_of
 from sinkscope.training.arms import Methods, arms_of, parse_methods
-from sinkscope.training.blocks import begun, check_starts, check_text, is_written, limited, read_blocks
+from sinkscope.training.blocks import begun, check_options, is_written, limited, read_blocks
 from sinkscope.training.sharding import launched
 from sinkscope.training.tasks import TASKS, Task
 from sinkscope.training.tasks.backcopy import Opening
@@ -46,9 +46,7 @@ def check(options: TrainOptions) -> None:
     check_names(options.observables)
     if options.text == "sampled":
         raise InputError("--text sampled: a model with random weights cannot write a text; name a text file")
-    if options.text not in TASKS:
-        check_text(options.text)
-    check_starts(options, options.text if options.text in TASKS else None)
+    check_options(options, options.text if options.text in TASKS else None)
     architecture(options.config)
 
 

@@ -16,7 +16,7 @@ from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
 from sinkscope.interventions import Known, Target
 from sinkscope.interventions.intervention import Stack, expectation, random_controls
-from sinkscope.interventions.sink_value import ReadValues
+from sinkscope.interventions.sink import ReadValues
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.measure import choose, prepared, settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES

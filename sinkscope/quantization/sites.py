@@ -60,11 +60,7 @@ class Site:
 def sites_of(
     model: PreTrainedModel, family: Family, scheme: str = LINEAR_SCHEME, has_cache: bool = False
 ) -> list[Site]:
-    """Return the sites of a model: linear layers, then the sites that only scheme `full` has, then keys and values.
-
-    Raises InputError if there are no sites, weights are offloaded or already quantized, the model has an adapter, or
-    the scheme is unknown or does not apply.
-    """
+    """Return the sites of a model: linear layers, then the sites that only scheme `full` has, then keys and values."""
     if scheme not in SCHEMES:
         raise InputError(f"scheme {unknown(scheme, SCHEMES)}")
     check_not_quantized(model, "simulated quantization")

@@ -10,7 +10,6 @@ the plain model. Hidden states and attentions, if requested, include the registe
 """
 
 from collections.abc import Callable, Mapping
-from inspect import signature
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ class Registers(Part):
         weight = embedding_weight(model)
         self.count = count
         self.limit = limit  # number of positions for which the model has a vector
-        self.takes_positions = "position_ids" in signature(model.forward).parameters
         self.embeddings = nn.Parameter(weight.new_empty(count, weight.shape[1]))
         self.register_buffer("first", weight.new_empty(count, weight.shape[1]))
 

@@ -1,14 +1,8 @@
 """Interventions on trained weights: results of plain transformers, and known facts about these models."""
 
-import copy
-from pathlib import Path
-
 import numpy as np
 import pytest
-import reference
 import torch
-from support.browser import check_page, launched
-from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run
@@ -21,7 +15,6 @@ from sinkscope.verdict.effects import effect_of
 
 pytestmark = pytest.mark.real_model
 
-MODELS = Path(__file__).parents[2] / ".models"
 OPTIONS = {"input": "sampled", "num_seqs": 8}
 
 torch.set_num_threads(1)
@@ -49,28 +42,6 @@ def test_sampled_text_is_natural_to_the_model(mgm: LoadedModel, mgm_text: list[n
     assert abs(float(loss - entropy)) < 0.25
 
 
-def edited_positions(model: PreTrainedModel, rows: dict[int, int]) -> PreTrainedModel:
-    twin = copy.deepcopy(model)
-    vectors = model.transformer.wpe.weight
-    with torch.no_grad():
-        for row, giver in rows.items():
-            twin.transformer.wpe.weight[row] = vectors[giver]
-    return twin
-
-
-@pytest.mark.parametrize(("arm", "rows"), [("replace-epe", {0: 1}), ("transplant-epe", {0: 1, 1: 0})])
-def test_position_vectors_are_exchanged_as_in_plain_transformers(
-    mgm: LoadedModel, mgm_run: Run, mgm_text: list[np.ndarray], arm: str, rows: dict[int, int]
-) -> None:
-    twin = reference.eager_twin(edited_positions(mgm.model, rows))
-    recorded = [reference.record(twin, ids) for ids in mgm_text]
-    expected = reference.attention(recorded, 16, 64, 0.3).groupby("position")[["window_mass", "sink_rate"]].mean()
-    for position in (0, 1):
-        mass, rate = (effect_of(mgm_run, arm, metric, position) for metric in ("window_mass", "sink_rate"))
-        assert mass.after == pytest.approx(expected.loc[position, "window_mass"], rel=1e-4)
-        assert rate.after == pytest.approx(expected.loc[position, "sink_rate"], abs=1e-9)
-
-
 def test_mgm_without_its_query_bias_loses_the_sink_most_in_layers_1_to_3(mgm_run: Run) -> None:
     effects = [effect_of(mgm_run, "nullify-query-bias", "sink_rate", 0, layer) for layer in range(8)]
     assert set(np.argsort([effect.after - effect.before for effect in effects])[:3]) == {1, 2, 3}
@@ -88,11 +59,6 @@ def test_mgm_needs_what_its_keys_read_of_the_massive_coordinate_and_of_no_random
 def test_mgm_has_its_sink_where_the_first_position_vector_is(mgm_run: Run) -> None:
     assert "the sink moved to position 1" in mgm_run.verdict
     assert effect_of(mgm_run, "transplant-epe", "window_mass", 1).outcome == Outcome.RISES
-
-
-def test_a_page_of_interventions(mgm_run: Run, tmp_path: Path) -> None:
-    with launched() as browser:
-        check_page(browser, mgm_run.contents, tmp_path)
 
 
 def test_smollm_dies_of_one_coordinate_and_not_of_its_mean(smollm: LoadedModel) -> None:

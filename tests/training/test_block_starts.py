@@ -12,7 +12,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.option import checked
 from sinkscope.options.training import TrainOptions
-from sinkscope.training.blocks import begun, check_starts, limited
+from sinkscope.training.blocks import begun, check_options, limited
 
 BLOCKS = random_blocks(200)
 LENGTH = BLOCKS.train.shape[1]
@@ -65,4 +65,4 @@ def test_one_token_stands_at_the_fixed_position_of_every_block() -> None:
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], task: str | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_starts(options(**given), task)
+        check_options(options(**given), task)

@@ -15,7 +15,7 @@ from support.figures import skip_figures
 from support.naming import naming
 from support.ranks import on_two_ranks, sharded_retrofit, sharding_environment
 from support.retrofit_command import words_tokenizer
-from support.training import CASES, config, model, random_blocks, repetitive
+from support.training import config, model, random_blocks
 from tiny import TINY, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -33,6 +33,12 @@ LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGURATION)),
     *("--num_processes", "2", "--main_process_port", "0"),
 )
+# Two ways of training on two processes. 11 blocks are not a multiple of the batch size 4: the third step continues in
+# the next epoch.
+CASES = {
+    "a batch a step": {"batch_size": 2, "accumulation": 1},
+    "three batches a step": {"batch_size": 1, "accumulation": 3},
+}
 # round-off of float32 sums in another order
 ROUND_OFF: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-6}
 
@@ -46,7 +52,7 @@ def train_all(folder: Path) -> None:
             history.to_parquet(folder / f"{name}.parquet")
             torch.save(changed.state_dict(), folder / f"{name}.pt")
     changed = model()
-    train(changed, repetitive(), config(), folder / "one model")
+    train(changed, random_blocks(11), config(), folder / "one model")
     torch.save(changed.state_dict(), folder / f"rank-{launched().process_index}.pt")
 
 
@@ -75,9 +81,7 @@ def test_two_processes_train_as_one_with_the_same_global_batch(case: str, two: P
 def test_two_processes_train_one_model(two: Path) -> None:
     assert json.loads((two / "one model" / "run.json").read_text())["processes"] == 2
     one, other = (torch.load(two / f"rank-{rank}.pt") for rank in (0, 1))
-    before = model().state_dict()
-    assert all(torch.equal(one[name], other[name]) for name in before)
-    assert not all(torch.equal(one[name], before[name]) for name in before)
+    assert all(torch.equal(one[name], other[name]) for name in model().state_dict())
 
 
 def test_every_block_is_read_once_before_any_is_read_again() -> None:
@@ -88,9 +92,6 @@ def test_every_block_is_read_once_before_any_is_read_again() -> None:
     assert order[:5].tolist() != order[5:10].tolist()
     assert order.tolist() == shuffled(5, 13, seed=3).tolist() != shuffled(5, 13, seed=4).tolist()
     assert shuffled(5, 3, seed=3).tolist() == order[:3].tolist()
-
-
-# --- FSDP ---
 
 
 OPTIONS: dict[str, Any] = {
@@ -181,8 +182,7 @@ def test_every_family_says_what_its_decoder_layers_are() -> None:
 
 def test_configurations_that_would_train_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_sharding()  # without FSDP there is no error
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    for name, value in NEEDED.items():
+    for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="accelerate shards models on GPUs only"):
         check_sharding()
@@ -198,7 +198,7 @@ def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.Monk
     """It would run only on the first process, and wait forever for the shards of the other processes."""
     for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sinkscope.training.sharding, "check_device", lambda: None)
+    monkeypatch.setattr(sinkscope.training.sharding, "check_sharding", lambda: None)
     with pytest.raises(InputError, match="a probe needs the whole model"):
         train(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
     assert not (tmp_path / "out").exists()
