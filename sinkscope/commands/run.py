@@ -21,6 +21,7 @@ from sinkscope.measuring.console import print_line
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
 from sinkscope.options import COMMANDS
+from sinkscope.options.files import named_file
 from sinkscope.options.option import as_folder_name
 from sinkscope.options.output import OutputOptions, RunOptions
 from sinkscope.options.recipe import COMPARISON, Recipe, find_recipe, read_recipe
@@ -91,13 +92,11 @@ def run_recipe(
     runs = found.options(given)
     module = import_module(f"sinkscope.commands.{found.content.command}")
     check = getattr(module, "check", None)  # only long commands have this check
-    try:
+    with named_file(found.path):
         for asked in runs.values():
             if check is not None:
                 check(asked)
             check_figures(found.content.figures, found.content.command, getattr(asked, "observables", None))
-    except InputError as error:
-        raise InputError(f"{found.path}: {error}") from None
     first = next(iter(runs.values()))
     source = getattr(first, "folder_name", "") or getattr(first, "config", "")
     folder = Path(out or _own_out(found) or Path("runs", as_folder_name(found.name, source)))

@@ -33,13 +33,13 @@ from sinkscope.commands.sweeping.plan import (
     table_of,
 )
 from sinkscope.commands.sweeping.pools import follow, open_pool, run_groups, split
-from sinkscope.commands.sweeping.reads import Reads
-from sinkscope.commands.sweeping.worker import Event, State, Task
+from sinkscope.commands.sweeping.worker import Event, Reads, State, Task
 from sinkscope.errors import InputError, counted, unknown
 from sinkscope.figures import FIGURES, is_of
 from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.processes import team, together
+from sinkscope.options.files import named_file
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions, SweepOptions
 from sinkscope.options.sweep_file import TRAINING, Cell, Sweep, read_sweep
@@ -116,22 +116,20 @@ def command(options: SweepOptions, output: OutputOptions) -> Result:
 def check(found: Sweep) -> None:
     """Check the options and figures of all cells before a model is loaded."""
     commands = found.content.commands
-    for name in found.content.figures:
-        if name not in FIGURES:
-            raise InputError(f"{found.path}: figure {unknown(name, FIGURES)}")
-        if not any(is_of(name, command) for command in commands):
-            raise InputError(f"{found.path}: figure '{name}' is of none of these commands: {', '.join(commands)}")
-    for entry in found.content.models:
-        if entry.paper is not None and entry.paper not in WSE_TABLE_1:
-            raise InputError(f"{found.path}: the `paper` of {entry.label} {unknown(entry.paper, WSE_TABLE_1)}")
+    with named_file(found.path):
+        for name in found.content.figures:
+            if name not in FIGURES:
+                raise InputError(f"figure {unknown(name, FIGURES)}")
+            if not any(is_of(name, command) for command in commands):
+                raise InputError(f"figure '{name}' is of none of these commands: {', '.join(commands)}")
+        for entry in found.content.models:
+            if entry.paper is not None and entry.paper not in WSE_TABLE_1:
+                raise InputError(f"the `paper` of {entry.label} {unknown(entry.paper, WSE_TABLE_1)}")
     for cell in found.cells:
-        check_options = getattr(import_module(f"sinkscope.commands.{cell.command}"), "check", None)
-        try:
-            if check_options is not None:
-                check_options(cell.options)
+        with named_file(found.path, f"{cell.told}: "):
+            # every command of a cell has this check
+            import_module(f"sinkscope.commands.{cell.command}").check(cell.options)
             check_figures(_figures(found, cell.command), cell.command, getattr(cell.options, "observables", None))
-        except InputError as error:
-            raise InputError(f"{found.path}: {cell.told}: {error}") from None
 
 
 def sweep(
@@ -206,7 +204,9 @@ def _swept(
         for each in plan:
             if each.state == State.DONE:  # a sweep may be killed before it deletes an earlier failure
                 folders.forget(each.cell.name)
-        todo = sized((each for each in plan if each.is_wanted(asked.retry)), pool.share)
+        todo = sized(
+            (each for each in plan if each.is_wanted(asked.retry)), also_local=pool.workers > 1 or asked.engine == "ray"
+        )
         if asked.address is None:  # other machines have other disks
             check_disk(todo, pool.workers if asked.evict else None)
         tasks = {each.cell.name: _task(found, each.cell, folders, reads) for each in todo}

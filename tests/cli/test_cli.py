@@ -533,7 +533,7 @@ def manifest_in_old(finished: tuple[Result, Path], config: dict[str, Any], **cha
 
 
 def test_from_a_run_that_cannot_be_repeated(finished: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.commands.analyze.open_subject", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("sinkscope.commands.measured.open_subject", lambda *args: pytest.fail("loaded"))
     for config, message in (
         ({"flavour": 1}, "of sinkscope 0.0) cannot be repeated here: option 'flavour' is unknown"),
         ({"window": 999}, "--window 999 is beyond the sequence"),

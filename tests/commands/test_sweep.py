@@ -30,8 +30,7 @@ from sinkscope.cli.app import app
 from sinkscope.commands.sweep import SweepRun, check, compared
 from sinkscope.commands.sweeping import pools, worker
 from sinkscope.commands.sweeping.plan import planned, sized
-from sinkscope.commands.sweeping.reads import Reads
-from sinkscope.commands.sweeping.worker import State, Task
+from sinkscope.commands.sweeping.worker import Reads, State, Task
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.processes import Team
 from sinkscope.options.recipe import SWEEPS, shipped_recipes

@@ -1,7 +1,6 @@
 """Several commands in one sweep, also trainings: each cell equals the folder of its command, and is resumed."""
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.sweep import SweepRun
-from sinkscope.commands.sweeping import plan, pools
+from sinkscope.commands.sweeping import pools
 from sinkscope.commands.sweeping.plan import Size, planned, sized
-from sinkscope.commands.sweeping.reads import Reads
-from sinkscope.commands.sweeping.worker import State, load_key
+from sinkscope.commands.sweeping.worker import Reads, State, load_key
 from sinkscope.errors import InputError
 from sinkscope.measuring.processes import Team
 from sinkscope.options.sweep_file import read_sweep
@@ -236,10 +234,8 @@ def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_pat
     assert found["benchmark"].trust_remote_code
 
 
-def test_a_small_gguf_file_is_not_read_for_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100 << 20))
-    file = written(tmp_path / "sweep.yaml", {"title": "One", "models": [str(tmp_path / "model.gguf")]})
-    monkeypatch.setattr(plan, "size_of", lambda options: Size(1))
-    for share, is_read in ((0.0, True), (2e9, True), (20e9, False), (math.inf, False)):
-        (each,) = sized(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "out"), Reads()), share)
-        assert each.size == (Size(1) if is_read else Size())
+def test_local_models_are_examined_only_if_their_memory_counts(folder: Path, tmp_path: Path) -> None:
+    file = written(tmp_path / "sweep.yaml", {"title": "One", "models": [str(folder / "llama")]})
+    for also_local in (True, False):
+        (each,) = sized(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "out"), Reads()), also_local)
+        assert (each.size != Size()) == also_local

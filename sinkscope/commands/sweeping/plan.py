@@ -3,18 +3,15 @@
 `Leaving` at the end implements `--evict`.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
 
-from sinkscope.commands.sweeping.reads import Reads, changes
-from sinkscope.commands.sweeping.worker import Group, State, Task, load_key
+from sinkscope.commands.sweeping.worker import Group, Reads, State, Task, changes, load_key
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.passes import TOKENS_PER_BATCH
@@ -29,8 +26,6 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 AT_LEAST = 700 << 20  # bytes of a process that has imported the libraries
 MARGIN = 1.2
 QUESTION_TOKENS = 128  # approximate length of a question of a benchmark
-GGUF_BITS = 1.5  # least number of bits per parameter in a GGUF file
-LARGEST_VOCABULARY = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -95,11 +90,10 @@ def planned(cells: Iterable[Cell], folders: CellFolders, reads: Reads) -> list[P
     return plan
 
 
-def sized(plan: Iterable[Planned], share: float = 0.0) -> list[Planned]:
+def sized(plan: Iterable[Planned], also_local: bool = True) -> list[Planned]:
     """Return the plan with the sizes of the models; each model is examined once.
 
-    A local model that surely fits into `share` bytes, which each worker can have, is not examined, since reading the
-    header of a GGUF file takes seconds.
+    Local models need not be examined, which takes seconds for a GGUF file, if their memory decides nothing.
     """
     sizes: dict[tuple, Size] = {}
     found = []
@@ -107,28 +101,9 @@ def sized(plan: Iterable[Planned], share: float = 0.0) -> list[Planned]:
         options = each.cell.options
         key = load_key(options)
         if key not in sizes:
-            sizes[key] = Size() if _surely_fits(options, share) else size_of(options)
+            sizes[key] = size_of(options) if also_local or is_on_hub(getattr(options, "model", None)) else Size()
         found.append(replace(each, size=sizes[key]))
     return found
-
-
-def _surely_fits(options: Any, share: float) -> bool:
-    """Return whether a local model can be measured in `share` bytes, judged by the size of its file alone."""
-    model = getattr(options, "model", None)
-    if is_on_hub(model) or not share:
-        return False
-    if share == math.inf:
-        return True
-    if isinstance(options, TrainOptions):
-        return False
-    try:
-        gguf = find_settings(model, options.revision, options.gguf_file).gguf
-    except SinkscopeError:  # the error is reported when the cell is measured
-        return False
-    if gguf is None:
-        return False
-    most = int(Path(gguf).stat().st_size * 8 / GGUF_BITS)
-    return Size(most, most * BYTES["float32"], LARGEST_VOCABULARY).memory(options) <= share
 
 
 def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str, Any] | None, str]:
