@@ -54,13 +54,8 @@ def test_the_small_form_is_smaller() -> None:
     assert [cell.setting for cell in whole if ",seed=0" in cell.setting] == [cell.setting for cell in small]
     with pytest.raises(InputError, match="occurs twice"):
         read_sweep("when-sinks-emerge-text-operations", {"seed": 0})
-
-
-def test_what_has_no_small_form_says_so() -> None:
     with pytest.raises(InputError, match="it has no small form for --quick"):
         read_sweep("offline-models", {}, quick=True)
-    given = read_sweep("when-sinks-emerge-data", {"dtype": "float32"}, quick=True).cells[0].options
-    assert (given.dtype, given.steps) == ("float32", 200)
 
 
 def test_methods_as_a_setting_are_called_as_they_are_labeled() -> None:
