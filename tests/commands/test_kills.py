@@ -2,7 +2,6 @@
 writes the result of an uninterrupted one, and nothing is lost or left over.
 """
 
-import json
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from support.faults import CHANGES, RENAMES, WRITES, before_change, kill, refuse
+from support.faults import CHANGES, RENAMES, WRITES, assert_same_folder, before_change, kill, refuse
 from support.figures import skip_figures
 from support.forked import forked
 from tiny import tiny_model, tiny_tokens
@@ -26,7 +25,6 @@ from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.output.run import Run
 from sinkscope.output.trained import Trained
 from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.results.manifest import strangers
 from sinkscope.verdict.scorecard import Scorecard
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2}
@@ -188,7 +186,7 @@ def test_claims_killed_before_some_renames_go_on(
     measured.clear()
     claims(tiny, text, out)
     assert 0 < len(measured) == len(roles - set(kept))
-    assert_same_training(out, tmp_path / "new" / "run")
+    assert_same_folder(out, tmp_path / "new" / "run")
 
 
 def retrofit(model: Path, text: Path, out: Path, **options: Any) -> Trained:
@@ -202,20 +200,6 @@ def train(model: Path, text: Path, out: Path, **options: Any) -> Trained:
 TRAINED: dict[str, Any] = {
     "steps": 2, "save_every": 1, "block_length": 16, "batch_size": 1, "num_seqs": 2, "observables": "attention",
 }  # fmt: skip
-
-
-def assert_same_training(out: Path, unbroken: Path) -> None:
-    """Compare files, weights and tables, and check that no temporary file is left."""
-    files = {path.relative_to(unbroken) for path in unbroken.rglob("*") if path.is_file()}
-    assert {path.relative_to(out) for path in out.rglob("*") if path.is_file()} == files
-    for path in (path for path in files if path.suffix == ".safetensors"):
-        assert (out / path).read_bytes() == (unbroken / path).read_bytes()
-    for path in (path for path in files if path.suffix == ".parquet"):
-        pd.testing.assert_frame_equal(pd.read_parquet(out / path), pd.read_parquet(unbroken / path), check_exact=True)
-    listed = [json.loads((folder / "run.json").read_text())["files"] for folder in (out, unbroken)]
-    assert listed[0] == listed[1]
-    assert not list(strangers(out))
-    assert list(out.parent.iterdir()) == [out]
 
 
 @pytest.mark.parametrize(("command", "step"), [(retrofit, 29), (train, 33)])
@@ -232,4 +216,4 @@ def test_a_training_killed_before_some_renames_goes_on(
         assert status == -signal.SIGKILL
     assert status == 0
     assert kills >= 3
-    assert_same_training(out, tmp_path / "new" / "run")
+    assert_same_folder(out, tmp_path / "new" / "run")
