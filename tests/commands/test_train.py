@@ -114,10 +114,8 @@ def test_the_view_of_training_reads_its_checkpoints(finished: tuple[Result, Path
 def test_it_is_resumed_and_adds_methods(shape: Path) -> None:
     train(shape, "none", out="out", **SMALL, **FEW)
     assert not Path("out/comparison").exists()  # one method has nothing to compare with
-    before = Path("out/none/run/run.json").read_bytes()
     done = train(shape, "none,vscale", out="out", **SMALL, **FEW)
     assert list(done.runs) == ["none", "vscale"]
-    assert Path("out/none/run/run.json").read_bytes() == before
     bigger = Path("bigger.json")
     bigger.write_text(json.dumps(SHAPE | {"hidden_size": 64}))
     for config, steps in ((shape, 5), (bigger, 4)):
