@@ -121,10 +121,15 @@ def run_recipe(
                 failures.append(f"run {name}: {result.failure}" if name else result.failure)
         comparison = None
         with new_folder(folder) as fresh:
-            if is_several:
-                comparison = _write_several(found, measured, folder, fresh, start)
-            else:
-                write_run(measured[""], fresh)
+            for name, run in measured.items():  # the name of a single run is ""
+                (fresh / name).mkdir(exist_ok=True)
+                write_run(run, fresh / name)
+            if is_several:  # run.json comes last
+                comparison = replace(compared(list(measured.values()), time.time()), folder=folder / COMPARISON)
+                (fresh / COMPARISON).mkdir()
+                write_data(comparison, fresh / COMPARISON)
+                facts = {"recipe": found.record, "runs": list(measured)}
+                write_manifest(fresh, make_manifest("run", found.content.options, start, **facts))
         measured = {name: draw_run(run, found.content.figures, page) for name, run in measured.items()}
         undrawn = [run.manifest for run in measured.values()]
         if comparison is not None:
@@ -159,16 +164,3 @@ def check_figures(figures: Iterable[str], command: str, observables: tuple[str, 
         missing = [item for item in needed if item in OBSERVABLES and item not in (observables or OBSERVABLES)]
         if missing:
             raise InputError(f"figure '{name}' needs the observable '{missing[0]}', which `observables` leaves out")
-
-
-def _write_several(recipe: Recipe, runs: Mapping[str, Run], folder: Path, fresh: Path, start: float) -> Comparison:
-    """Write a folder for each run, their comparison, and the manifest, which comes last."""
-    for name, run in runs.items():
-        (fresh / name).mkdir()
-        write_run(run, fresh / name)
-    comparison = replace(compared(list(runs.values()), time.time()), folder=folder / COMPARISON)
-    (fresh / COMPARISON).mkdir()
-    write_data(comparison, fresh / COMPARISON)
-    manifest = make_manifest("run", recipe.content.options, start, recipe=recipe.record, runs=list(runs))
-    write_manifest(fresh, manifest)
-    return comparison

@@ -74,9 +74,6 @@ CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same 
 
 
 def shown(done: Trained, output: OutputOptions) -> Result:
-    """Return the result for the command line, where the first process prints."""
-    if not done.is_main:
-        return Result(done)
     return Result(done, done.verdict, notes=done.notes, folder=output.out, failure=done.failure)
 
 

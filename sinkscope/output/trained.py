@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from accelerate import PartialState
 
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.figures import OF_ARMS
@@ -100,11 +99,6 @@ class Trained(Result):
     @property
     def _of_first_seed(self) -> Arms:
         return Arms(self.tables, first_runs(self.manifest, self.runs))
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process prints; only one of several does."""
-        return PartialState().is_main_process
 
     def model(self, label: str) -> Path:
         """Return the folder of a trained model; InputError for an unknown arm."""

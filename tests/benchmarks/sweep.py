@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 import sinkscope
-from sinkscope.commands.sweep import _task, check, compared
-from sinkscope.commands.sweeping.plan import groups_of, planned, sized
+from sinkscope.commands.sweep import _task, check, compared, groups_of, planned, sized
 from sinkscope.commands.sweeping.worker import Reads, State, measured
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.results.cells import CellFolders

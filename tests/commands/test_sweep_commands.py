@@ -14,9 +14,8 @@ from support.training import random_blocks
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope.commands.sweep import SweepRun
+from sinkscope.commands.sweep import Size, SweepRun, planned, sized
 from sinkscope.commands.sweeping import pools
-from sinkscope.commands.sweeping.plan import Size, planned, sized
 from sinkscope.commands.sweeping.worker import Reads, State, load_key
 from sinkscope.errors import InputError
 from sinkscope.options.sweep_file import read_sweep

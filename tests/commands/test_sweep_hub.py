@@ -13,7 +13,7 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.sweep import SweepRun
-from sinkscope.commands.sweeping import plan, pools
+from sinkscope.commands.sweeping import pools
 from sinkscope.commands.sweeping.worker import State
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models import files
@@ -107,7 +107,7 @@ def test_a_disk_without_room_for_all_models(models: Hub, tmp_path: Path, monkeyp
     """The error comes before any download; with --evict only the models of the workers need room."""
     (content,) = models.repos["org/one"].commits.values()
     size = len(content[WEIGHTS]) + files.SPARE
-    monkeypatch.setattr(plan, "free_room", lambda: size + 10)
+    monkeypatch.setattr("sinkscope.commands.sweep.free_room", lambda: size + 10)
     monkeypatch.setattr(files, "free_room", lambda: size + 100_000)
     asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]"
     with pytest.raises(InputError, match=r"are still on the hub take 0.0 GB, and the disk .* --evict removes each"):

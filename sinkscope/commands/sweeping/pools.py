@@ -298,7 +298,7 @@ class Launched:
 
     def start(self, group: Group) -> Hashable:
         self._members.of_the_first(lambda: group)
-        self._events = measured(group)
+        self._events: Any = measured(group)
         return self._events
 
     def heard(self) -> Iterator[tuple[Hashable, Event | str]]:
