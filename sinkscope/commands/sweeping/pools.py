@@ -296,7 +296,7 @@ class Launched:
     def has_room(self, group: Group) -> bool:
         return False  # one group at a time
 
-    def start(self, group: Group) -> Hashable:
+    def start(self, group: Group) -> Any:
         self._members.of_the_first(lambda: group)
         self._events: Any = measured(group)
         return self._events
