@@ -20,7 +20,6 @@ from sinkscope.measuring.observables.close_ups import OTHER_COORDINATES, TOP_COO
 from sinkscope.measuring.observables.outlier import Outlier
 from sinkscope.measuring.tables import all_tables
 from sinkscope.measuring.tracer import Tracer
-from sinkscope.models import families
 from sinkscope.models.families import FAMILIES
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.output.run import Run
@@ -259,13 +258,3 @@ def test_the_manifest_says_how_to_read_the_numbers(model: PreTrainedModel) -> No
 
 
 # -------------------------------------------------------------------------------- families and inputs
-
-
-def test_a_calibrated_family_is_said(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    whole = run_of(model)
-    monkeypatch.setattr(families, "FAMILIES", {kind: rows for kind, rows in FAMILIES.items() if kind != "llama"})
-    run = run_of(model, quiet=False)
-    assert "'llama' has no row in the table of families: wired numerically as sequential" in capsys.readouterr().err
-    assert_equal_tables(run, whole)

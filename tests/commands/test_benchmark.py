@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import torch
 from support.retrofit_command import WORDS, command_line, words_tokenizer
-from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.benchmark import table_of
@@ -99,15 +98,6 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "drains.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     (folder / "drains.yaml").write_text(TASK.format(data=folder / "drains.jsonl"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("llama", "gpt2"):
-        tiny_model(name).save_pretrained(folder / name)
-        words_tokenizer().save_pretrained(folder / name)
     return folder
 
 

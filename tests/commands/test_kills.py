@@ -14,7 +14,7 @@ import pytest
 from support.faults import CHANGES, RENAMES, WRITES, assert_same_folder, before_change, kill, refuse
 from support.figures import skip_figures
 from support.forked import forked
-from tiny import tiny_model, tiny_tokens
+from tiny import tiny_tokens
 
 import sinkscope
 import sinkscope.commands.analyze
@@ -28,14 +28,6 @@ from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.verdict.scorecard import Scorecard
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -35,15 +35,6 @@ from sinkscope.training.blocks import read_blocks
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its tokenizer. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    words_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("texts") / "drains.txt"
     path.write_text("the drain of the drain and the of of\n" * 40, encoding="utf-8")

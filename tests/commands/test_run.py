@@ -49,13 +49,6 @@ runs:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipes") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipes") / "tiny-gpt2"
     model = tiny_model("gpt2")

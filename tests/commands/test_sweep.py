@@ -19,7 +19,6 @@ from support.faults import CHANGES, WRITES, before_change, kill, refuse
 from support.forked import forked
 from support.naming import naming
 from support.ranks import on_two_ranks
-from tiny import tiny_model
 from typer.testing import CliRunner
 
 import sinkscope
@@ -37,6 +36,8 @@ from sinkscope.results import cells
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import make_manifest, noting, read_manifest, strangers, write_manifest
 from sinkscope.results.tables import LEADING, names_of
+from sinkscope.training.architectures import architecture
+from sinkscope.training.arms import parse_methods
 from sinkscope.verdict.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
 
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
@@ -51,15 +52,6 @@ def make_quick(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     make_quick(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two models. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("llama", "gpt2"):
-        tiny_model(name).save_pretrained(folder / name)
-    return folder
 
 
 def written(folder: Path, content: str) -> Path:
@@ -196,7 +188,13 @@ def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> Non
             found = read_sweep(path.stem, {})
             assert found.path.resolve() == path
             assert found.content.reproduces
-            check(found)
+            small = read_sweep(path.stem, {}, quick=True) if found.content.quick else found
+            for each in (found, small):
+                check(each)
+                for options in (cell.options for cell in each.cells if cell.command == "train"):
+                    registers = any(method.name == "register-tokens" for method in parse_methods(options.method))
+                    limit = architecture(options.config).max_position_embeddings
+                    assert options.block_length + registers <= limit
             assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
 
 
@@ -448,6 +446,19 @@ options: {num-seqs: 9, seed: 1}
     assert found["d 512 × code (claims)"].model_dump(include={"draws", "seed", "num_seqs", "dtype", "revision"}) == {
         "draws": 2, "seed": 1, "num_seqs": 9, "dtype": "bfloat16", "revision": "512",
     }  # fmt: skip
+
+
+def test_small_forms_and_names_of_methods() -> None:
+    whole, small = (read_sweep("when-sinks-emerge-text-operations", {}, quick).cells for quick in (False, True))
+    assert [cell.setting for cell in whole if ",seed=0" in cell.setting] == [cell.setting for cell in small]
+    assert [cell.setting for cell in whole[2:4]] == ["method=none,seed=2", "method=sigmoid,seed=0"]
+    assert parse_methods(whole[3].options.method)[0].label == "sigmoid"
+    with pytest.raises(InputError, match="occurs twice"):
+        read_sweep("when-sinks-emerge-text-operations", {"seed": 0})
+    with pytest.raises(InputError, match="it has no small form for --quick"):
+        read_sweep("offline-models", {}, quick=True)
+    given = read_sweep("when-sinks-emerge-data", {"dtype": "float32"}, quick=True).cells[0].options
+    assert (given.dtype, given.steps) == ("float32", 200)
 
 
 def test_names_of_cells_are_stable(tmp_path: Path) -> None:

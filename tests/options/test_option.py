@@ -1,10 +1,6 @@
 """Every option is declared once; the command line, recipes and run.json are spellings of that declaration."""
 
-import ast
-import inspect
 import json
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,38 +9,8 @@ from typer.testing import CliRunner
 from sinkscope.cli.app import app
 from sinkscope.errors import InputError
 from sinkscope.options import COMMANDS
-from sinkscope.options.option import Options, checked, flag
+from sinkscope.options.option import checked, flag
 from sinkscope.options.training import RetrofitOptions, TrainOptions
-
-PACKAGE = Path(inspect.getfile(Options)).parents[1]
-
-
-def declared() -> list[tuple[str, str, str]]:
-    """Return (class, option, help text) of every declaration in the source."""
-    found = []
-    for path in sorted((PACKAGE / "options").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ClassDef):
-                continue
-            for line in node.body:
-                value = line.value if isinstance(line, ast.AnnAssign) else None
-                if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "option":
-                    assert isinstance(line, ast.AnnAssign)
-                    assert isinstance(line.target, ast.Name)
-                    found.append((node.name, line.target.id, ast.literal_eval(value.args[2])))
-    return found
-
-
-def test_an_option_is_declared_once() -> None:
-    names = Counter(name for _, name, _ in declared())
-    # each of these names two options: the batches of measuring and of training; the run that is repeated and the runs
-    # that are judged; a BOS before a text and before each block of it
-    assert {name for name, count in names.items() if count > 1} == {"batch_size", "from_", "bos"}
-    assert max(Counter(about for *_, about in declared()).values()) == 1
-    assert {name for kind in COMMANDS.values() for name in kind.model_fields} <= names.keys()
-    source = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    for _, _, about in declared():  # no help text occurs twice in the source
-        assert source.count(about[:40]) == 1, about
 
 
 @pytest.mark.parametrize("name", COMMANDS)
