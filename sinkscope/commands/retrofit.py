@@ -12,7 +12,7 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.commands.training_arms import TrainingArms
+from sinkscope.commands.training_arms import TrainingArms, shown
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.parity import check_beforehand
@@ -27,10 +27,7 @@ from sinkscope.training.sharding import launched
 
 
 def command(options: RetrofitOptions, output: OutputOptions) -> Result:
-    done = retrofit(options.model, config=options, record=output.record, **output.where)
-    if not done.is_main:
-        return Result(done)
-    return Result(done, done.verdict, notes=done.notes, folder=output.out, failure=done.failure)
+    return shown(retrofit(options.model, config=options, record=output.record, **output.where), output)
 
 
 def check(options: RetrofitOptions) -> None:

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.commands.training_arms import TrainingArms
+from sinkscope.commands.training_arms import TrainingArms, shown
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
@@ -34,10 +34,7 @@ from sinkscope.training.tasks.backcopy import Opening
 
 
 def command(options: TrainOptions, output: OutputOptions) -> Result:
-    done = train(options=options, record=output.record, **output.where)
-    if not done.is_main:
-        return Result(done)
-    return Result(done, done.verdict, notes=done.notes, folder=output.out, failure=done.failure)
+    return shown(train(options=options, record=output.record, **output.where), output)
 
 
 def check(options: TrainOptions) -> None:

@@ -184,27 +184,15 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
         False, "Measuring", "Measure even if the first batch differs from the output of the unpatched model."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fit_defaults(cls, options: Any) -> Any:
-        """Limit defaults, but not values that the user gave, to the length of the sequences."""
-        if not isinstance(options, dict):
-            return options
-        try:
-            length = int(options.get("seq_len", cls.model_fields["seq_len"].default))
-        except (TypeError, ValueError, OverflowError):
-            length = 0
-        if length < 2:
-            return options  # the validation of the field gives a better message
-        return {name: min(cls.model_fields[name].default, length) for name in ("positions", "window")} | options
-
     @model_validator(mode="after")
-    def _check_lengths(self) -> "RunConfig":
+    def _fit_to_length(self) -> Self:
+        """Limit defaults to the length of the sequences, and refuse larger values that the user gave."""
         length = self.seq_len
         for name, value in (("positions", self.positions), ("window", self.window)):
-            if value > length:
+            if value > length and name in self.model_fields_set:
                 beyond = f"--{name} {value} is beyond the sequence of {length} tokens"
                 raise ValueError(f"{beyond}: take at most {length}, or a larger --seq-len")
+            self.__dict__[name] = min(value, length)
         return self
 
     @property

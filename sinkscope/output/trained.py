@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from accelerate import PartialState
 
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.figures import OF_ARMS
@@ -92,11 +91,6 @@ class Trained(Result):
     def notes(self) -> list[str]:
         """A line for each finding, and for each setting in which the runs differ."""
         return [finding.sentence for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process prints; only one of several does."""
-        return PartialState().is_main_process
 
     def model(self, label: str) -> Path:
         """Return the folder of a trained model; InputError for an unknown arm."""

@@ -29,7 +29,7 @@ from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.edits import unknown_code
 from sinkscope.models.families import FAMILIES, find_family
-from sinkscope.models.family import PREFIX, WITH_TOWERS, Family, base_type, is_retrofitted
+from sinkscope.models.family import PREFIX, WITH_TOWERS, Family, is_retrofitted
 from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
 from sinkscope.models.loading import AUTO_CLASSES
 from sinkscope.options.option import filled_in

@@ -11,11 +11,8 @@ from pathlib import Path
 import torch
 
 import sinkscope
-from sinkscope.commands.sweep import _task, check, compared
-from sinkscope.commands.sweeping.plan import groups_of, planned, sized
-from sinkscope.commands.sweeping.pools import Processes
-from sinkscope.commands.sweeping.reads import Reads
-from sinkscope.commands.sweeping.worker import State, measured
+from sinkscope.commands.sweep import _task, check, compared, groups_of, planned, sized
+from sinkscope.commands.sweeping.worker import Reads, State, measured
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.results.cells import CellFolders
 
@@ -34,7 +31,7 @@ def main(cells: int = 3, sequences: int = 24) -> None:
     check(found)
     folders = CellFolders(folder / "out")
     reads = Reads()
-    todo = sized(planned(found.cells, folders, reads), Processes(2).share)
+    todo = sized(planned(found.cells, folders, reads))
     groups = groups_of(todo, {cell.name: _task(found, cell, folders, reads) for cell in found.cells})
     planning = time.process_time() - start
 

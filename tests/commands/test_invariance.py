@@ -106,11 +106,3 @@ def test_nor_do_padding_and_chunks(
     monkeypatch.setattr(weights.column_sums, "__defaults__", (5,))
     monkeypatch.setattr(weights.row_chunks, "__defaults__", (5,))
     assert_same(measure(model, path, batch_size=3), expected)
-
-
-def test_verdicts_name_the_lengths_of_the_sequences(tmp_path: Path) -> None:
-    path = written(tmp_path / "ragged.jsonl")
-    for measure in COMMANDS.values():
-        run = measure(tiny_model("llama"), path)
-        assert "sequences of 5 to 12 tokens" in run.verdict
-        assert (run.manifest["input"]["shortest"], run.manifest["input"]["longest"]) == (5, 12)

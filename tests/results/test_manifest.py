@@ -13,7 +13,7 @@ from tiny import FORWARD, tiny_model
 
 import sinkscope
 import sinkscope.results.run
-from sinkscope.commands.repeat import differences, options_of_run
+from sinkscope.commands.measured import differences, options_of_run
 from sinkscope.errors import InputError
 from sinkscope.options import COMMANDS
 from sinkscope.output.run import Run
