@@ -69,7 +69,6 @@ def routes_of(evidence: Evidence) -> pd.DataFrame:
 
 
 def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:
-    """Return the table `route` of several models, given by name."""
     return pd.concat([routes_of(one).assign(model=name) for name, one in evidence.items()], ignore_index=True)
 
 
@@ -121,14 +120,11 @@ def _text(row: Any) -> str:
     """Return «falls: 42.5 [41.3, 43.8] → 30.5 [29.1, 31.8], random controls 40.8 to 43.2»."""
     if row.effect in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
         return f"{row.effect}: {row.note}"
-    before, after = (
-        f"{getattr(row, name):.1f} [{getattr(row, f'{name}_low'):.1f}, {getattr(row, f'{name}_high'):.1f}]"
-        for name in ("before", "after")
-    )
-    control = f", random controls {row.control:.1f}" if row.draws else ", no random controls"
-    if row.draws > 1:
-        control += f" [{row.control_low:.1f}, {row.control_high:.1f}]"
-    return f"{row.effect}: {before} → {after}{control}"
+    before = f"{row.before:.1f} [{row.before_low:.1f}, {row.before_high:.1f}]"
+    after = f"{row.after:.1f} [{row.after_low:.1f}, {row.after_high:.1f}]"
+    control = f"random controls {row.control:.1f}" if row.draws else "no random controls"
+    control += f" [{row.control_low:.1f}, {row.control_high:.1f}]" if row.draws > 1 else ""
+    return f"{row.effect}: {before} → {after}, {control}"
 
 
 def measured_models(table: pd.DataFrame) -> list[str]:
