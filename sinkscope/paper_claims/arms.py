@@ -28,7 +28,6 @@ def before_and_after(evidence: Evidence, role: Need, position: int = 0) -> tuple
 
 
 def controls(evidence: Evidence, role: Need) -> np.ndarray:
-    """(draws,): the sink rate at position 0 under each of an arm's random controls."""
     return np.array([sink_rates(evidence.sequences(role, condition))[0] for condition in evidence.controls(role)])
 
 
@@ -82,5 +81,4 @@ def rates_over_steps(runs: Mapping[int, RunData]) -> tuple[list[int], np.ndarray
 
 
 def onset(rates: np.ndarray) -> int | None:
-    """Return the index of the first step with a sink."""
     return next(iter(np.flatnonzero(rates[0] > SINK).tolist()), None)

@@ -60,8 +60,6 @@ Part = Number[Evidence]
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of a paper, and the numbers that decide it."""
-
     id: str  # paper and number, such as GS-6
     reference: str  # section, figure or table of the paper
     statement: str
@@ -75,7 +73,6 @@ class Claim:
 
     @property
     def reads(self) -> tuple[Need, ...]:
-        """All runs that the parts read."""
         return (*self.needs, *self.also_reads)
 
     @property
@@ -94,7 +91,6 @@ class Claim:
 
 
 def of_run(part: Number[Sequences], role: Need = MAIN) -> Part:
-    """Return a part of a claim, made from a number of one run."""
     return Part(part.quantity, lambda evidence: part.measure(evidence.sequences(role)), part.test, part.form)
 
 
@@ -116,8 +112,6 @@ def run_claim(id: str, *more: Part, role: Need = MAIN, **others: Any) -> Claim:
 
 @dataclass(frozen=True)
 class Judgment:
-    """The judgment of one claim on one model."""
-
     claim: Claim
     outcome: Outcome  # of all parts together
     estimates: tuple[Estimate, ...] = ()  # one for each part; empty if nothing was measured
@@ -141,13 +135,11 @@ class Judgment:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """The outcome of each part."""
         parts = zip(self.claim.parts, self.estimates, strict=False)
         return tuple(part.test.outcome(estimate) for part, estimate in parts)
 
 
 def judge(claim: Claim, evidence: Evidence) -> Judgment:
-    """Judge one claim from the runs of a model."""
     missing = [need for need in claim.needs if not evidence.has(need)]
     reasons = chain((scope(evidence.any_run) for scope in claim.scope), map(evidence.inapplicable, missing))
     if reason := next(filter(None, reasons), None):

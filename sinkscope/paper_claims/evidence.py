@@ -42,7 +42,6 @@ def _streamed(run: RunData, _: str) -> bool:
 
 
 def _has_arm(run: RunData, name: str, table: str = "", repeated: bool = False) -> bool:
-    """Return whether a run of `intervene` has an intervention as an arm, and a table."""
     if run.command != "intervene" or (table and table not in run.tables):
         return False
     reads = (run.condition == REPEATED) == repeated and not (repeated and run.bos == WITH)
@@ -80,8 +79,6 @@ KINDS: dict[Kind, tuple[Callable[[RunData, str], bool], str]] = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """All measurements of one model."""
-
     runs: dict[Need, RunData]
     skipped: dict[str, str] = field(default_factory=dict)  # role's name → why it does not apply to this model
     failed: dict[str, str] = field(default_factory=dict)  # role's name → the error of its run
@@ -118,7 +115,6 @@ class Evidence:
         return role in self.runs or role in self.studies
 
     def inapplicable(self, role: Need) -> str | None:
-        """Return the reason why the model cannot have this run, or None."""
         return self.skipped.get(role.name)
 
     def command(self, role: Need) -> str:
@@ -139,7 +135,6 @@ class Evidence:
 
     @property
     def natural(self) -> Sequences:
-        """The tables of the unchanged model."""
         return self.sequences(MAIN)
 
     def sequences(self, role: Need, condition: str | None = None) -> Sequences:

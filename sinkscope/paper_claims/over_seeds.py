@@ -42,7 +42,6 @@ def mean_of_ratios(ratios: np.ndarray) -> Estimate:
 
 
 def words_for(seeds: int, scale: str = "") -> str:
-    """Return how an interval was made: «3 seeds, Student's t»."""
     if seeds == 1:
         return "one seed, so that the spread over seeds is not known: train with --seeds 3"
     return f"{seeds} seeds, Student's t{scale}"
@@ -180,7 +179,6 @@ def largest_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
 
 
 def range_of_rates(levels: np.ndarray, rates: np.ndarray) -> Estimate:
-    """Return the largest difference of two levels, in points."""
     with_a_sink(rates)
     return range_of([mean_of_runs(first - second) for first, second in combinations(rates.T, 2)])
 
@@ -193,7 +191,6 @@ def by_level(study: Study, levels: Iterable[Level], rates: np.ndarray) -> str:
 
 
 def with_a_sink(rates: np.ndarray) -> np.ndarray:
-    """Return rates in percent (seeds, levels) unchanged. Raises NotDefined if no level has a sink, on average."""
     if rates.mean(0).max() <= SINK:
         raise NotDefined(f"no sink rate is above {SINK:g} %")
     return rates

@@ -21,8 +21,6 @@ PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
 
 
 class Effect(StrEnum):
-    """The effect of cutting a route on the sink."""
-
     GOES = "goes"  # the sink falls, and less than half of it is left
     FALLS = "falls"  # the sink falls more than under one further random control
     RISES = "rises"
@@ -59,7 +57,6 @@ ROLES = tuple(route.role for route in ROUTES)
 
 
 def routes_of(evidence: Evidence) -> pd.DataFrame:
-    """Return the table `route` of one model: a row for each route."""
     table = pd.DataFrame([_row(route, evidence) for route in ROUTES]).reindex(columns=names_of(ROUTE_COLUMNS))
     table = table.astype({"draws": int} | {column.name: float for column in ROUTE_COLUMNS if column.kind == "number"})
     run = evidence.any_run
@@ -107,7 +104,6 @@ ROUTES_TITLE = "Which route carries the sink (sink rate at position 0 in % [95 %
 
 
 def routes_text(table: pd.DataFrame) -> pd.DataFrame:
-    """Return models × routes as texts; NU's own model is the first row."""
     published = {route.name: route.published or "not tested" for route in ROUTES}
     rows = [{"model": PAPER} | published]
     for model, own in table.groupby("model", sort=False):
@@ -128,6 +124,5 @@ def _text(row: Any) -> str:
 
 
 def measured_models(table: pd.DataFrame) -> list[str]:
-    """Return the models for which at least one route was cut or does not exist."""
     known = table[table["effect"] != Effect.NOT_MEASURED]
     return list(dict.fromkeys(known["model"]))

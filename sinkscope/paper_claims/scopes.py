@@ -24,8 +24,6 @@ with_tokenizer = requires(lambda run: run.condition != "sampled", "it has no tok
 
 
 def requires_positions(fit: Callable[[set[str]], bool], words: str = "") -> Scope:
-    """Return a condition on the kinds of positions of a model's layers."""
-
     def scope(run: RunData) -> str | None:
         kinds = kinds_of_positions(run)
         return None if fit(kinds) else f"its positions are {' and '.join(sorted(kinds))}{words}"

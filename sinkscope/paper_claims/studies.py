@@ -39,8 +39,6 @@ START_PARAMETERS = {"deviation"}  # parameters of methods that affect only the s
 
 @dataclass(frozen=True)
 class Training:
-    """The folder of a `retrofit` or `train`."""
-
     manifest: Mapping[str, Any]
     runs: Mapping[str, RunData] = field(repr=False)  # arm → its run on held-out text
     tables: Mapping[str, pd.DataFrame] = field(repr=False)  # `training` and `retrofit`, of all arms
@@ -102,8 +100,6 @@ class Training:
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm of a training: one method, trained with one seed."""
-
     training: Training = field(repr=False)
     label: str
     seed: int
@@ -122,7 +118,6 @@ class Arm:
         return self.run.metric(name) if value is None else float(value)
 
     def by_step(self, metric: str, layer: int = -1) -> pd.Series:
-        """Return step → a metric that was recorded in training."""
         table = self.training.tables["training"]
         rows = table[(table["condition"] == self.label) & (table["seed"] == self.seed)]
         rows = rows[(rows["metric"] == metric) & (rows["layer"] == layer)]
@@ -152,7 +147,6 @@ class Steps:
 
     @property
     def of(self) -> Path:
-        """The model or the folder of checkpoints, as given."""
         return Path(self.manifest["config"]["model"])
 
 
@@ -197,8 +191,6 @@ Level = float | str
 
 
 class Factor(NamedTuple):
-    """A setting in which plain trainings differ."""
-
     settings: tuple[str, ...]  # entries of `Training.settings` that may differ; the first that is set is the level
     options: str  # options to give to `train`, as typed
     level: Callable[[Training], Level | None] | None = None  # for other levels; returns None if not recorded
@@ -206,7 +198,6 @@ class Factor(NamedTuple):
 
 
 def _tokens(training: Training) -> Level | None:
-    """Return the number of tokens of the training text, each counted once."""
     blocks = training.manifest.get("text_blocks")
     return None if blocks is None else blocks * training.settings["block_length"]
 
@@ -259,8 +250,6 @@ class Study:
 
 @dataclass(frozen=True)
 class Given:
-    """All given data, and the model to judge."""
-
     name: str
     trainings: tuple[Training, ...] = ()  # of all models
     series: tuple[Steps, ...] = ()  # the measured steps of this model's trainings
@@ -274,7 +263,6 @@ class Given:
 
     @property
     def own_fresh(self) -> list[Training]:
-        """This model's trainings from random weights."""
         return [training for training in self.own if training.command == "train"]
 
 
@@ -381,7 +369,6 @@ def _factor_and_arm(need: Need) -> tuple[Factor, str]:
 
 
 def _find_factor(given: Given, need: Need) -> Study | None:
-    """Find the group with the most levels that includes this model."""
     factor, arm = _factor_and_arm(need)
     fresh = [training for training in given.trainings if training.command == "train"]
     groups = []
@@ -443,7 +430,6 @@ _CHAT = re.compile(r"[-_](chat|instruct|it|sft|dpo)(?=$|[-_.])", re.IGNORECASE)
 
 
 def family_of(name: str) -> str:
-    """Return the name of a model without its size."""
     return _SIZE_IN_WORDS.sub("", _SIZE.sub("…", name))
 
 

@@ -155,7 +155,6 @@ def _unchanged(evidence: Evidence) -> Estimate:
 
 
 def _with_another_masked(evidence: Evidence) -> Estimate:
-    """Return the gradient ratio with another position masked ÷ without a mask."""
     table = before_valves(table_of(evidence.run(MASKED), "gradient"))
     rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
     rows = rows[rows["condition"].isin([BEFORE, *evidence.controls(MASKED)])]
@@ -186,7 +185,6 @@ ARMS = Need("arms", f"{PLAIN},{VALVE}")
 
 
 def _largest_norm(site: str, arm: Arm) -> float:
-    """Return the norm at position 0, mean over sequences, in the layer where it is largest."""
     table = table_of(arm.run, "activation")
     return float(table[(table["site"] == site) & (table["position"] == 0)]["norm_mean"].max())
 
@@ -203,7 +201,6 @@ STEPS = Need("steps")
 
 
 def _gradient_ratios(run: RunData) -> np.ndarray:
-    """(1 + groups,): the value gradient at position 0 ÷ at later positions."""
     by_position = gradients(Sequences(run), "value").mean(1)
     return by_position[:, 0] / later_positions(by_position).mean(1)
 
@@ -291,21 +288,17 @@ CLAIMS = (
         (*_BOTH, MASKED), (causal,)),
     Claim("GS-29", "§4", "The norm alone regulates gradients.",
         (Part("compress at 0 × the factor of the norm, after ÷ before", _inverse, between(0.9, 1.1)),
-         Part("perplexity ÷ before", lambda e: perplexity_ratio(e, RESCALED), between(0.95, 1.05))),
-        (MAIN, RESCALED)),
+         Part("perplexity ÷ before", lambda e: perplexity_ratio(e, RESCALED), between(0.95, 1.05))), (MAIN, RESCALED)),
     Claim("GS-21", "fig. 5", "V-scale keeps the sink.",
         (Part("sink rate, V-scale − plain", difference(ARMS, metric("sink_rate"), VALVE), at_least(-0.05)),
          Part("sink rate of plain training in %", of_one(ARMS, metric("sink_rate", 100), PLAIN, ends=PERCENT),
-            above(SINK))),
-        (ARMS,)),
+            above(SINK))), (ARMS,)),
     Claim("GS-22", "fig. 5", "V-scale lowers token 0's norm.",
         (Part("largest ‖h_out,0‖, V-scale ÷ plain",
-            ratio(ARMS, partial(_largest_norm, "layer_out"), VALVE), below(1.0)),),
-        (ARMS,), is_ours=False),
+            ratio(ARMS, partial(_largest_norm, "layer_out"), VALVE), below(1.0)),), (ARMS,), is_ours=False),
     Claim("GS-23", "fig. 5", "V-scale lowers token 0's MLP outputs.",
         (Part("largest ‖mlp_out₀‖, V-scale ÷ plain",
-            ratio(ARMS, partial(_largest_norm, "mlp_out"), VALVE), below(1.0)),),
-        (ARMS,), is_ours=False),
+            ratio(ARMS, partial(_largest_norm, "mlp_out"), VALVE), below(1.0)),), (ARMS,), is_ours=False),
     Claim("GS-24", "§5.2", "MLP outputs fall more than attention outputs.",
         (Part("(1 − ratio) of mlp_out − of attn_out", together(ARMS, _falls_more, PLAIN, VALVE), above(0.0)),),
         (ARMS,), is_ours=False),
@@ -313,8 +306,7 @@ CLAIMS = (
         (Part("held-out loss, V-scale − plain", difference(ARMS, metric("loss"), VALVE), at_most(NO_COST)),), (ARMS,)),
     Claim("GS-26", "§5.1", "V-scale lowers the value gradient of token 0.",
         (Part("raw value gradient at 0, V-scale ÷ plain", ratio(ARMS, metric("value_gradient_norm"), VALVE),
-            below(1.0)),),
-        (ARMS,), is_ours=False),
+            below(1.0)),), (ARMS,), is_ours=False),
     Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
         (Part("value-gradient ratio ÷ null, smallest over steps from the onset on", _least_spike, at_least(SPIKE)),),
         (STEPS,)),

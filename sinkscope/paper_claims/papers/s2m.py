@@ -52,7 +52,6 @@ def _registers(run: RunData) -> int:
 
 
 def _registers_alone(evidence: Evidence) -> Estimate:
-    """Return perplexity with only the register tokens kept ÷ with three first tokens of the text kept as well."""
     count = _registers(evidence.any_run)
     return _streamed(count, count + 3, evidence).over(f"{count} register token{'s' * (count > 1)}")
 
@@ -85,7 +84,6 @@ def _onset(evidence: Evidence) -> Estimate:
 
 
 def _fixed_coordinate(evidence: Evidence) -> Estimate:
-    """Return the share of sequences whose largest entry of all layers is at the most frequent coordinate."""
     massive = _massive(evidence)
     places = massive.loc[massive.groupby("sequence")["value"].apply(lambda x: x.abs().idxmax())]
     usual = places["coordinate"].mode().iloc[0]
@@ -179,8 +177,6 @@ CLAIMS = (
         (Part("median entry at the massive coordinate, other tokens ÷ the massive one, mean over sequences",
             _outlier_features, at_most(0.1)),)),
     Claim("S-14", "Sun et al.", "Key-value biases remove massive activations.",
-        (Part("number of massive activations",
-            of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN, (0.0, inf),
-                ("massive activation: their number", metric("massive_count"), 0.0)), at_most(0.0)),),
-        (WITH_BIASES,)),
+        (Part("number of massive activations", of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN, (0.0, inf),
+                ("massive activation: their number", metric("massive_count"), 0.0)), at_most(0.0)),), (WITH_BIASES,)),
 )  # fmt: skip

@@ -111,7 +111,6 @@ def _against_best(evidence: Evidence) -> Estimate:
 
 
 def _step_seconds(arm: Arm) -> float:
-    """Return the wall time of the training ÷ its steps."""
     records = arm.training.manifest["arms"].values()
     record = next(one for one in records if (one["label"], one["seed"]) == (arm.label, arm.seed))
     if record.get("step_seconds") is None:
@@ -191,14 +190,11 @@ CLAIMS = (
         (Part("gate at 0 ÷ later, means over heads and layers", _gate_closes, below(0.5)),), scope=(gated,)),
     Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
         (Part("perplexity with v = 0 at position 0 in the heads with a sink ÷ with v = 0 there at others", _no_op,
-            at_most(1.05)),
-         HAS_SINK_HEADS),
-        (MAIN, TO_ZERO), (causal,), also_reads=(TO_MEAN,)),
+            at_most(1.05)), HAS_SINK_HEADS), (MAIN, TO_ZERO), (causal,), also_reads=(TO_MEAN,)),
     Claim("V-13", "eq. 8", "A closed gate cuts off the gradient.",
         (Part("rank correlation over heads and positions of the gate and the value gradient before it ÷ after it",
             of_one(ARMS, _follows_gate, GATE, ends=CORRELATION), above(0.0)),
-         Part("value gradient at 0 before the gate ÷ after it, median over heads",
-            of_one(ARMS,
+         Part("value gradient at 0 before the gate ÷ after it, median over heads", of_one(ARMS,
                 lambda arm: float(_gated_gradients(arm).xs(0, level="position")["left"].median()), GATE), below(1.0))),
         (ARMS,), set_against=Null.THEOREM),
     Claim("V-14", "table 1", "Perplexity is no worse.",
@@ -243,8 +239,7 @@ CLAIMS = (
         (BEFORE_TRIGGERS, of_one(ALONE, _at_end(_attention), PLAIN, ends=(0.0, 1.0)), at_least(0.5))),
     _claim("V-5", "fig. 4", "The plain lab model has a value drain.", ALONE,
         (DRAIN, of_one(ALONE, _at_end(_value), PLAIN), at_most(0.5))),
-    _claim("V-6", "fig. 4", "VGA has no sink.", BOTH,
-        (f"{BEFORE_TRIGGERS}, VGA − untrained",
+    _claim("V-6", "fig. 4", "VGA has no sink.", BOTH, (f"{BEFORE_TRIGGERS}, VGA − untrained",
             of_one(BOTH, lambda arm: float(_attention(arm).iloc[-1] - _attention(arm).iloc[0]), GATE, PLAIN),
             at_most(0.0))),
     _claim("V-7", "fig. 4", "VGA has no value drain.", BOTH,
@@ -259,8 +254,7 @@ CLAIMS = (
         ("range of the attention over steps, VGA ÷ plain", ratio(BOTH, _range(_attention), GATE), below(0.5)),
         ("range of the value norm", ratio(BOTH, _range(_value), GATE), below(0.5)),
         ("range of Δlogit", ratio(BOTH, _range(_logit), GATE), below(0.5))),
-    _claim("V-10", "fig. 5", "VGA learns as well.", BOTH,
-        ("backcopy risk, VGA − plain, in nats",
+    _claim("V-10", "fig. 5", "VGA learns as well.", BOTH, ("backcopy risk, VGA − plain, in nats",
             difference(BOTH, _at_end(lambda arm: arm.by_step("backcopy_risk")), GATE), NOT_MORE),
         ("of bigrams", difference(BOTH, _at_end(lambda arm: arm.by_step("bigram_risk")), GATE), NOT_MORE)),
     _claim("V-11", "fig. 6", "IGA is between plain and VGA.", ALL,

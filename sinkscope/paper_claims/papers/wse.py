@@ -120,7 +120,6 @@ def _early_blocks(evidence: Evidence) -> Estimate:
 
 
 def _domains(evidence: Evidence) -> Estimate:
-    """Return the range of the rates of domains, each resampled independently."""
     roles = (MAIN, *OTHER_DOMAINS)
     rates = [bootstrap(sink_rates(evidence.sequences(role))) for role in roles]
     note = ", ".join(f"{role.of or NATURAL} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
@@ -182,7 +181,6 @@ def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estim
 
 
 def _all_massive(evidence: Evidence) -> Estimate:
-    """Return the smallest ratio of norms over layers."""
     equal_tokens(evidence.sequences(ALONE))
     rate = sink_rates(evidence.sequences(TEXT))[0]
     if rate <= SINK:
@@ -224,7 +222,6 @@ BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
 def _with_size(evidence: Evidence, role: Need, on_task: bool = False) -> Estimate:
-    """Return the rank correlation of sizes and sink rates, or of sizes and scores on a task."""
     study, form = evidence.studies[role], "{:.3g} M {:.3f}" if on_task else "{:.3g} M {:.1f} %"
     counts = np.array([studies.parameters(run) for run in study.runs.values()])
     rates = [sink_rates(Sequences(run))[0] for run in study.runs.values()]
@@ -234,7 +231,6 @@ def _with_size(evidence: Evidence, role: Need, on_task: bool = False) -> Estimat
 
 
 def _against_base(evidence: Evidence) -> Estimate:
-    """Return the chat model − its base; sequences are resampled together if both read the same tokens."""
     base, chat = evidence.studies[BASE].runs.values()
     before, after = sink_rates(Sequences(base)), sink_rates(Sequences(chat))
     same = base.manifest["input"].get("sha256") == chat.manifest["input"].get("sha256")
@@ -253,7 +249,6 @@ SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE 
 
 
 def _least_of_all(schemes: np.ndarray, rates: np.ndarray) -> Estimate:
-    """Return the smallest sink rate among the six schemes of the paper."""
     lacking = [scheme for scheme in SCHEMES if scheme not in schemes]
     if lacking:
         raise Lacks(f"no training has position_scheme={lacking[0]}")
@@ -283,7 +278,6 @@ RANDOM_TOKENS, FIXED_TOKEN = Need("factor", "random-tokens"), Need("factor", "fi
 
 
 def _rate_at(run: RunData, position: int) -> float:
-    """Return S_k in percent."""
     table = table_of(run, "attention_by_sequence")
     rows = table[table["position"] == position]
     if rows.empty:
@@ -317,7 +311,6 @@ def _at_fixed(of: Callable[[RunData, int], float], ends: Ends | None = None) -> 
 
 
 def _above_others(run: RunData, position: int) -> float:
-    """Return S_k − the largest sink rate at another reported position, in percent."""
     table = table_of(run, "attention_by_sequence")
     others = table[table["position"] != position].groupby("position")["sink_rate"].mean()
     return _rate_at(run, position) - 100 * float(others.max())
@@ -425,7 +418,6 @@ def _moved(arm: Arm) -> float:
 
 
 def norm_ratio(arm: Arm) -> float:
-    """Return the norm at position 0 ÷ others, in the layer where it is largest."""
     table = arm.run.tables["summary"]
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
@@ -488,8 +480,7 @@ CLAIMS = (
         also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-4", "tables 1 and 7", "On repeated tokens the sink stays (positions added to the embeddings).",
         (Part("sink rate on repeated tokens ÷ on text, no BOS on either", _against_text(REPEATED, WITHOUT),
-            at_least(0.5)),),
-        (TEXT, ALONE), (causal, scopes.absolute_positions), ON_REPEATED,
+            at_least(0.5)),), (TEXT, ALONE), (causal, scopes.absolute_positions), ON_REPEATED,
         also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
         (Part("norm at 0 ÷ later, median over layers with massive activations", _norm_in_massive_layers, above(1.0)),),
@@ -502,8 +493,7 @@ CLAIMS = (
         (Part("share of sink heads whose query-key cosine is larger at 0 than later", _angle, at_least(0.9)),
          HAS_SINK_HEADS)),
     Claim("W-17", "fig. 2", "The product of norms does not make the sink.",
-        of_sink_heads("‖q‖‖k‖", "qk_norm_product", below(1.0)),
-        is_ours=False),
+        of_sink_heads("‖q‖‖k‖", "qk_norm_product", below(1.0)), is_ours=False),
     Claim("W-18", "appendix", "The sink is weaker in early blocks.",
         (Part("sink rate of the first quarter of layers − of the rest, in points", _early_blocks, below(0.0)),),
         scope=(causal, scopes.several_attention_layers), is_ours=False),
@@ -513,8 +503,7 @@ CLAIMS = (
     Claim("W-20", "fig. 3", "The sink rate falls with the length of the text, more at larger ε (window = length).",
         (Part("slope on log₂ T at ε = 0.3, in points", _slope, below(0.0)),
          Part("slope of log₂ sink rate at ε = 0.4 − at ε = 0.2, over lengths with a sink at both", _steeper,
-            below(0.0))),
-        (MAIN, *OTHER_LENGTHS.values()), (causal,), is_ours=False),
+            below(0.0))), (MAIN, *OTHER_LENGTHS.values()), (causal,), is_ours=False),
     Claim("W-21", "fig. 4", "Small models also have a sink.",
         (_AT_FIRST,), scope=(causal, scopes.small)),
     Claim("W-5", "eq. 10–17", "Equal tokens have equal states in every layer (positions not added to the embeddings).",
@@ -524,8 +513,7 @@ CLAIMS = (
         set_against=Null.THEOREM),
     Claim("W-6", "§3.3", "All repeated tokens are massive, which disperses the sink.",
         (Part("smallest ‖h_t‖ on repeated ÷ ‖h_0‖ on natural tokens, over layers with massive activations",
-            _all_massive, at_least(0.5)),),
-        (TEXT, ALONE), (equal_tokens_stay_equal,)),
+            _all_massive, at_least(0.5)),), (TEXT, ALONE), (equal_tokens_stay_equal,)),
     Claim("W-7", "proposition 1", "Without positions, attention on repeated tokens is uniform.",
         (Part(_DIFFERENCE.format("1/(t + 1)"), _largest("weight_difference", NO_POSITIONS), below(1e-4), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal, some_positions(NO_POSITIONS)), set_against=Null.THEOREM),
@@ -536,8 +524,7 @@ CLAIMS = (
         is_ours=False, set_against=Null.THEOREM),
     Claim("W-10", "table 7", "Another vector in place of position 0's removes the sink on repeated tokens.",
         (Part("sink rate at position 0, after ÷ before", lambda e: share_left(e, REPLACED), at_most(0.5)),
-         had_a_sink(REPLACED)),
-        (REPLACED,), (causal, learned_positions),
+         had_a_sink(REPLACED)), (REPLACED,), (causal, learned_positions),
         (Published("GPT2-XL", 62.28, f"sink rate before, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 0.20, f"lowest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 10.97, f"highest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"))),
@@ -545,8 +532,7 @@ CLAIMS = (
         (Part("sink rate at position 1 after ÷ at position 0 before",
             lambda e: share_left(e, EXCHANGED, position=1), at_least(0.5)),
          falls(EXCHANGED),
-         had_a_sink(EXCHANGED)),
-        (EXCHANGED,), (causal, learned_positions),
+         had_a_sink(EXCHANGED)), (EXCHANGED,), (causal, learned_positions),
         (Published("GPT2-XL", 50.22, f"lowest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 57.63, f"highest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"))),
     Claim("W-43", "§7.2", "Post-norm models also have a sink.",
@@ -559,25 +545,21 @@ CLAIMS = (
         scope=(causal, _post_norm)),
     Claim("W-12", "C7", "Chat models have the sink of their base.",
         (Part("sink rate, chat model − base, in points", _against_base, between(-ALIKE, ALIKE)),), (BASE,),
-        (causal, _tuned_to_chat),
-        published("WSE table 1", {name: round(WSE_TABLE_1[f"{name} chat"]["natural"].value
+        (causal, _tuned_to_chat), published("WSE table 1", {name: round(WSE_TABLE_1[f"{name} chat"]["natural"].value
             - WSE_TABLE_1[name]["natural"].value, 2) for name in BASES}, "chat model − base, in points")),
     Claim("W-22", "fig. 4", "The sink grows with size within a family.",
         (Part("rank correlation of the sink rate and the number of parameters",
-            lambda e: _with_size(e, SIZES), above(0.0)),), (SIZES,),
-        (causal,), is_ours=False),
+            lambda e: _with_size(e, SIZES), above(0.0)),), (SIZES,), (causal,), is_ours=False),
     Claim("W-23", "fig. 10", "Size raises the sink and HellaSwag within a family.",
         (Part("rank correlation of the sink rate and the number of parameters",
             lambda e: _with_size(e, HELLASWAG), above(0.0)),
          Part("rank correlation of the score on HellaSwag and the number of parameters",
-            lambda e: _with_size(e, HELLASWAG, on_task=True), above(0.0))),
-        (HELLASWAG,), (causal,), is_ours=False),
+            lambda e: _with_size(e, HELLASWAG, on_task=True), above(0.0))), (HELLASWAG,), (causal,), is_ours=False),
     Claim("W-39", "fig. 5", "The sink of a prefix LM is in the prefix.",
         (Part("share of sinks within the prefix", _within_prefix, at_least(0.9)),), scope=(causal, _prefix_lm)),
     Claim("W-41", "fig. 6", "The sink is the first token of the text, not of the window.",
         (Part("mean weight on the window's first token",
-            lambda e: bootstrap(e.natural.means("window_edge_by_sequence", "edge_mass").mean(1)),
-            below(FAR_BELOW)),),
+            lambda e: bootstrap(e.natural.means("window_edge_by_sequence", "edge_mass").mean(1)), below(FAR_BELOW)),),
         scope=(causal, _windowed)),
     Claim("W-42", "table 3", "Every positional scheme has a sink.",
         (Part("sink rate in %, scheme with the least", over_levels(POSITIONS, _least_of_all), above(SINK)),),
@@ -596,8 +578,7 @@ CLAIMS = (
     Claim("W-37", "table 10", "A fixed token at position k makes k the sink.",
         (Part("S_k in %, k with the least", _at_fixed(_rate_at, PERCENT), above(SINK)),
          Part("S_k − the largest elsewhere in points, k with the least", _at_fixed(_above_others), above(0.0))),
-        (FIXED_TOKEN,),
-        published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
+        (FIXED_TOKEN,), published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
     Claim("W-31", "table 9", "A larger learning rate gives more sink (equal steps).",
         (Part(POINTS, over_levels(RATE, over_seeds.slope), above(0.0)),), (RATE,),
         published=published("WSE table 9", {"slope": 9.50},
@@ -616,15 +597,13 @@ CLAIMS = (
     Claim("W-38", "table 2", "The sink is largest at a weight decay of 0.1 to 2, and absent at 5.",
         (Part("sink rate in % at 5 and more", over_levels(DECAY, _at_large_decay), below(1.0)),
          Part("best from 0.1 to 2 − best of all others, in points", over_levels(DECAY, _best_decay), above(0.0))),
-        (DECAY,),
-        published=published("WSE table 2", {"at 5": 0.01},
+        (DECAY,), published=published("WSE table 2", {"at 5": 0.01},
             "60M model: 15.20, 15.39, 15.23, 18.18, 41.08, 37.71, 6.13 % at 0, 0.001, 0.01, 0.1, 0.5, 1, 2")),
     Claim("W-40", "fig. 6", "With a small window there is no sink, with a large window there is.",
         (Part("sink rate in %, smallest window",
             over_levels(WINDOW, lambda levels, rates: rates[:, 0], PERCENT, _check_windows), below(1.0)),
          Part("rise to the largest, in points",
-            over_levels(WINDOW, lambda levels, rates: rates[:, -1] - rates[:, 0], check=_check_windows),
-            above(SINK))),
+            over_levels(WINDOW, lambda levels, rates: rates[:, -1] - rates[:, 0], check=_check_windows), above(SINK))),
         (WINDOW,)),
     Claim("W-45", "table 11", "The feed-forward design hardly matters.",
         (Part(RANGE, over_levels(FEED_FORWARD, over_seeds.range_of_rates), at_most(5.0)),), (FEED_FORWARD,),
@@ -664,8 +643,7 @@ CLAIMS = (
             above(SINK)),),
         (WITH_VALUE,), published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
     Claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
-        (Part("rank correlation of S₀ and m", ranked(WITH_FIXED, metric("sink_rate"), FIXED),
-            above(0.0)),
+        (Part("rank correlation of S₀ and m", ranked(WITH_FIXED, metric("sink_rate"), FIXED), above(0.0)),
          Part("rank correlation of S* and m", ranked(WITH_FIXED, metric("sink_rate_outside"), FIXED),
             below(0.0))), (WITH_FIXED,),
         published=published("WSE table 5", {"S₀ and m": 1.0, "S* and m": -1.0}, "60M model: S* 73.34, 70.03, 44.43, "
@@ -695,12 +673,10 @@ CLAIMS = (
     Claim("W-58", "table 14", "Sigmoid attention has no sink at any learning rate or weight decay.",
         (Part("sink rate of the proxy in %, rate with the most", _largest_without, below(NONE)),
          Part("weight decay with the most", over_levels(DECAYS, over_seeds.largest_rate), below(NONE))),
-        (RATES, DECAYS, RATE),
-        published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
+        (RATES, DECAYS, RATE), published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
     Claim("W-59", "§7.4", "Sigmoid attention has no sink at 1 B.",
         (Part("sink rate of the proxy, sigmoid − softmax, in points", difference(ONE, SINK_RATE, SIGMOID),
-            below(-SINK)),),
-        (ONE,), (_of_a_billion,),
+            below(-SINK)),), (ONE,), (_of_a_billion,),
         published=published("WSE §7.4", {"sigmoid": 2.46, "softmax": 45.11}, "1 B model, sink rate in %")),
     Claim("W-60", "fig. 30", "Fine-tuning stays stable.",
         (Part("held-out loss, after − before", difference(TUNED, metric("loss"), PLAIN, UNTOUCHED), below(0.0)),),
