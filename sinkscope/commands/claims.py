@@ -231,7 +231,7 @@ class Bench:
 
     def _wanted(self, evidence: Evidence) -> dict[str, list[Need]]:
         """Map each way to its roles that have no run, and that routes or claims about this model need."""
-        applying = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
+        applying = (claim for claim in CLAIMS.values() if not any(scope(evidence.any_run) for scope in claim.scope))
         found: dict[str, list[Need]] = defaultdict(list)
         needs = dict.fromkeys(need for claim in applying for need in claim.reads)
         nulls = [null_need(draw) for draw in range(self.config.nulls)] if MAIN in needs else []

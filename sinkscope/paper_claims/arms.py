@@ -28,7 +28,6 @@ def before_and_after(evidence: Evidence, role: Need, position: int = 0) -> tuple
 
 
 def controls(evidence: Evidence, role: Need) -> np.ndarray:
-    """(draws,): the sink rate at position 0 under each of an arm's random controls."""
     return np.array([sink_rates(evidence.sequences(role, condition))[0] for condition in evidence.controls(role)])
 
 
@@ -55,7 +54,6 @@ def had_a_sink(role: Need) -> Part:
 
 
 def falls(role: Need) -> Part:
-    """Return a part that requires that an arm reduces the sink more than random changes of the same kind."""
     quantity = "change of the sink rate at position 0, in points, beyond a random control's"
     return Part(quantity, lambda evidence: beyond_controls(evidence, role), below(0.0))
 
@@ -66,7 +64,7 @@ def perplexity_ratio(evidence: Evidence, role: Need) -> Estimate:
 
 
 def perplexity_of_controls(evidence: Evidence, role: Need) -> Estimate:
-    """Return perplexity under random controls ÷ without, their mean and spread. Raises NotDefined without controls."""
+    """Return perplexity under random controls ÷ without, their mean and spread."""
     draws = evidence.controls(role)
     if not draws:
         raise NotDefined("the intervention has no random control on this model")
@@ -76,16 +74,11 @@ def perplexity_of_controls(evidence: Evidence, role: Need) -> Estimate:
 
 # --- the steps of a training
 
-Course = Mapping[int, RunData]  # step → run
 
-
-def rates_over_steps(runs: Course) -> tuple[list[int], np.ndarray]:
+def rates_over_steps(runs: Mapping[int, RunData]) -> tuple[list[int], np.ndarray]:
     """Return steps, and (R, steps): the sink rate at position 0 in percent, from the same sequences at every step."""
-    columns = [sink_rates(Sequences(run)) for run in runs.values()]
-    return list(runs), np.stack(columns, axis=1)
+    return list(runs), np.stack([sink_rates(Sequences(run)) for run in runs.values()], axis=1)
 
 
 def onset(rates: np.ndarray) -> int | None:
-    """Return the index of the first step with a sink."""
-    found = np.flatnonzero(rates[0] > SINK)
-    return int(found[0]) if len(found) else None
+    return next(iter(np.flatnonzero(rates[0] > SINK).tolist()), None)

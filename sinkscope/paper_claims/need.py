@@ -16,8 +16,6 @@ CONTROLLED, ALONE = get_args(Controlled), get_args(Alone)
 
 @dataclass(frozen=True)
 class Need:
-    """A run or a study."""
-
     kind: Kind  # how it is measured or found (`KINDS` in `evidence.py` and `studies.py`)
     of: str = ""  # the intervention, input, number of tokens, draw, methods or factor; "" for a kind without a choice
 

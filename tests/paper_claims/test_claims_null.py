@@ -101,11 +101,6 @@ def test_a_method_is_compared_with_plain_training_of_another_seed() -> None:
     assert (falls.outcome, falls.tells) == (HOLDS, "yes")
 
 
-def test_which_claims_are_theorems() -> None:
-    theorems = {name for name, claim in CLAIMS.items() if claim.null == Null.THEOREM}
-    assert theorems == {"GS-10", "GS-12", "GS-13", "GS-19", "W-5", "W-7", "W-8", "W-9", "V-13"}
-
-
 def test_losses_are_compared_without_each_passage() -> None:
     """Leaving out single sequences is not sufficient, because sequences of one passage are similar."""
     loss = np.repeat([2.0, 3.0, 5.0], 4)

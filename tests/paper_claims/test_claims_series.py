@@ -113,16 +113,6 @@ def test_extremes_of_many_levels_are_not_further_apart_by_chance() -> None:
         assert abs(np.mean([each.value for each in found])) < by_chance / 2
 
 
-def test_of_several_groups_of_levels_the_one_with_most_sinks_is_read_and_named() -> None:
-    """This holds for any order of the trainings."""
-    rising = [plain(rate, steps=800, learning_rate=level) for level, rate in ((1e-4, 20), (1e-3, 60))]
-    falling = [plain(rate, steps=400, learning_rate=level) for level, rate in ((1e-4, 30), (1e-3, 10))]
-    for given in (rising + falling, falling + rising):
-        found = judged("W-31", *given)
-        assert found.outcome == HOLDS
-        assert "steps=800, of 2 settings the one with most plain sinks" in found.estimates[0].note
-
-
 def test_random_first_tokens() -> None:
     none, one = trained([20, 0]), trained([40, 0], random_tokens=1)
     assert judged("W-35", none, one).outcome == HOLDS

@@ -10,7 +10,6 @@ import pytest
 from matplotlib.colors import to_hex
 from support.hand_made_runs import experiment
 
-from sinkscope.errors import InputError
 from sinkscope.figures import OF_ROUTES
 from sinkscope.figures.claims import SHADES
 from sinkscope.output.run import Run
@@ -106,13 +105,6 @@ def test_models_are_shown_side_by_side(tmp_path: Path) -> None:
     written = pd.read_parquet(tmp_path / "both/tables/route.parquet")
     pd.testing.assert_frame_equal(written, found.table)
     assert "diminishes (fig. 3b)" in (tmp_path / "both/routes.md").read_text()
-
-
-def test_runs_of_other_commands_are_not_compared() -> None:
-    learned, rotary = both()
-    analysis = Run(rotary.manifest | {"command": "analyze"}, rotary.tables)
-    with pytest.raises(InputError, match="runs of `intervene` and `analyze` have nothing in common"):
-        compare(learned, analysis)
 
 
 def texts(axes: Sequence[Any]) -> list[list[str]]:
