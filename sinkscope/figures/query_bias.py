@@ -10,7 +10,7 @@ from sinkscope.errors import counted
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import title
 from sinkscope.figures.style import COLUMN, GRAY, GREEN, NAVY, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
-from sinkscope.measuring.observables.query_bias import ALL_HEADS
+from sinkscope.measuring.observables.reductions import ALL_HEADS
 from sinkscope.measuring.summary import delta_gap
 from sinkscope.results.run import RunData
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.observables.observable import ALL_HEADS, LATER
+from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.summary import pathway_norms
 from sinkscope.results.findings import OUTLIER, SINK, USUAL
 from sinkscope.results.judgment import NotDefined, Number, above, at_least, at_most, below, between

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.observable import Lists, Observable, accumulated, long_form, merge
+from sinkscope.measuring.observables.observable import Lists, Observable, accumulated, merge
+from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.tables import SEQUENCE, Column, Columns
@@ -59,7 +60,7 @@ class Pass(Generic[Kind]):
         with np.errstate(invalid="ignore"):  # 0 ÷ 0 where nothing is predicted
             loss = (self.losses.numpy() / predicted).astype(np.float32)
         columns = {"predicted": predicted, "loss": loss}
-        return {"loss_by_sequence": long_form({"layer": WHOLE_MODEL, "sequence": range(len(inputs))}, columns)}
+        return {"loss_by_sequence": long_table([({"layer": WHOLE_MODEL, "sequence": range(len(inputs))}, columns)])}
 
 
 def pass_over(

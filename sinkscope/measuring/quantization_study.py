@@ -24,9 +24,9 @@ from sinkscope.errors import InputError, SinkscopeError, counted
 from sinkscope.interventions import Intervention
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.losses import perplexity
+from sinkscope.measuring.observables.activation import Outlier
 from sinkscope.measuring.observables.massive import is_massive, median_magnitude
 from sinkscope.measuring.observables.observable import Observable, Settings
-from sinkscope.measuring.observables.outlier import Outlier
 from sinkscope.measuring.parity import ParityCheck, check_beforehand
 from sinkscope.measuring.passes import Pass, pass_over
 from sinkscope.measuring.resumed import FEW, Change, passes_over, tried

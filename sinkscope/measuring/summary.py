@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.losses import perplexity
-from sinkscope.measuring.observables.observable import ALL_HEADS, LATER
-from sinkscope.measuring.observables.outlier import BONDARENKO_SITES
+from sinkscope.measuring.observables.activation import BONDARENKO_SITES
+from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.results.metrics import TOKEN_GROUPS

@@ -18,7 +18,7 @@ import pandas as pd
 from sinkscope.errors import counted
 from sinkscope.measuring.estimates import RUN_CLAIMS, SPIKE, delta_gaps, gradient_ratio, sink_heads
 from sinkscope.measuring.observables.massive import THRESHOLD
-from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
 from sinkscope.results import findings as limits

@@ -31,7 +31,7 @@ from sinkscope.measuring.observables.geometry import Geometry
 from sinkscope.measuring.observables.gradient import Gradient
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.observables.outlier import Outlier
+from sinkscope.measuring.observables.activation import Outlier
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch

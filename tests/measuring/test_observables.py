@@ -23,7 +23,7 @@ from sinkscope.measuring.observables.massive import (
     selected,
 )
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Mean, Reading, Settings, long_form
-from sinkscope.measuring.observables.outlier import infinity_norm, kurtosis
+from sinkscope.measuring.observables.activation import infinity_norm, kurtosis
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch

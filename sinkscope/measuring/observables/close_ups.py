@@ -8,11 +8,11 @@ from typing import ClassVar, Self
 
 import numpy as np
 import pandas as pd
-import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings, long_form
+from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings
+from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.results.tables import COORDINATE, HEAD, KEY, POSITION, QUERY, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -51,10 +51,8 @@ class AttentionMaps(Observable):
             return
         weights = read.weights(shown, shown)[0][0, chosen]  # (heads, query, key)
         positions = range(shown.stop - shown.start)
-        frame = long_form(
-            {"layer": layer, "head": chosen, "sequence": batch.first, "query": positions, "key": positions},
-            {"weight": weights.cpu().numpy()},
-        )
+        axes = {"layer": layer, "head": chosen, "sequence": batch.first, "query": positions, "key": positions}
+        frame = long_table([(axes, {"weight": weights.cpu().numpy()})])
         if not read.call.looks_ahead:
             frame = frame[frame["key"] <= frame["query"]]
         self.frames.append(frame.assign(token_id=batch.token_ids[0].numpy()[shown.start + frame["key"]]))
@@ -93,7 +91,7 @@ class MeanMaps(Observable):
             weights = self.maps[layer].T.astype(np.float32)
             positions = range(int(np.isfinite(weights[:, 0]).sum()))  # queries that some sequence has
             shown = weights[: len(positions), : len(positions)]
-            frame = long_form({"layer": layer, "query": positions, "key": positions}, {"weight": shown})
+            frame = long_table([({"layer": layer, "query": positions, "key": positions}, {"weight": shown})])
             frames.append(frame[frame["key"] <= frame["query"]] if self.causal else frame)
         return {"arm_maps": pd.concat(frames, ignore_index=True)} if frames else {}
 
@@ -132,12 +130,10 @@ class MassiveMap(Observable):
         even = np.linspace(0, magnitude.shape[1] - 1, OTHER_COORDINATES).round().astype(int).tolist()
         coordinates = top + [coordinate for coordinate in even if coordinate not in top]
         positions = range(shown.stop - shown.start)
-        frame = long_form(
-            {"layer": layer, "sequence": batch.first, "position": positions, "coordinate": coordinates},
-            {"magnitude": magnitude[:, torch.tensor(coordinates)].cpu().numpy()},
-        )
-        ids = batch.token_ids[0].numpy()
-        self.frame = frame.assign(token_id=ids[shown.start + frame["position"]], is_top=frame["coordinate"].isin(top))
+        axes = {"layer": layer, "sequence": batch.first, "position": positions, "coordinate": coordinates}
+        frame = long_table([(axes, {"magnitude": magnitude[:, coordinates].cpu().numpy()})])
+        token_ids = batch.token_ids[0].numpy()[shown.start + frame["position"]]
+        self.frame = frame.assign(token_id=token_ids, is_top=frame["coordinate"].isin(top))
 
     def tables(self) -> dict[str, pd.DataFrame]:
         return {} if self.frame is None else {"massive_map": self.frame}

@@ -10,6 +10,7 @@ import torch
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import token_peaks
 from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
+from sinkscope.measuring.observables.reductions import filled
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -97,8 +98,7 @@ def largest_entries(
     Earlier entries come first on ties. `hidden` is (B,T,D), `peaks` (B,T), `medians` (B,). Only the tokens with the
     largest peaks are searched, because no entry is above its token's peak.
     """
-    if batch.valid is not None:
-        peaks = peaks.masked_fill(~batch.valid.to(peaks.device), -1.0)
+    peaks = filled(peaks, batch.valid, -1.0)
     highest = peaks.topk(min(TOP, peaks.shape[1]))
     entries = hidden.gather(1, highest.indices[..., None].expand(-1, -1, hidden.shape[-1])).abs()
     entries = entries.masked_fill(highest.values[..., None] < 0, 0.0).flatten(1)  # zeros for padding

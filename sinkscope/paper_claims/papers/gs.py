@@ -9,8 +9,7 @@ import pandas as pd
 from sinkscope.measuring import estimates
 from sinkscope.measuring.estimates import AFTER_FIRST, SPIKE, before_valves, branch_ratios, gradients, later_positions
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.measuring.observables.gradient import ALL_HEADS
-from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.summary import uniform_mass
 from sinkscope.paper_claims import over_seeds
 from sinkscope.paper_claims.arms import NO_COST, onset, perplexity_ratio, rates_over_steps

@@ -7,7 +7,7 @@ import pandas as pd
 from scipy import stats
 
 from sinkscope.measuring import estimates
-from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.paper_claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
 from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_sink_heads
 from sinkscope.paper_claims.evidence import MAIN, Evidence
