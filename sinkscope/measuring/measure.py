@@ -14,7 +14,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import parity_check
-from sinkscope.measuring.passes import batches_of, pass_over
+from sinkscope.measuring.passes import batches_of, pass_over, tables_of
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarize
@@ -163,10 +163,6 @@ def prepared(names: Iterable[str], settings: Settings, subject: Subject) -> list
     for observable in observables:
         observable.prepare(subject.loaded.model, subject.family, subject.inputs.num_predicted)
     return observables
-
-
-def tables_of(observables: list[Observable]) -> dict[str, pd.DataFrame]:
-    return {name: table for observable in observables for name, table in observable.tables().items()}
 
 
 @dataclass(frozen=True)

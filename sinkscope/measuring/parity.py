@@ -14,7 +14,7 @@ texts. There are two comparisons:
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -229,15 +229,20 @@ class Parity(Observable):
 
     sites = ("layer_out",)
 
-    def __init__(self, layer: int, bare: torch.Tensor, tolerance: float) -> None:
+    def __init__(self, layer: int, bare: torch.Tensor | None, tolerance: float = 0.0) -> None:
         super().__init__(Settings())
-        self.layer = layer
-        self.bare = bare  # (B,T,D), of the run's first sequences
-        self.tolerance = tolerance
-        self.error: float | None = None
+        self.layer = layer  # the last layer
+        self.bare = bare  # (B,T,D), of the run's first sequences; None with --skip-parity
+        self.tolerance = tolerance  # largest relative difference that is accepted
+        self.error: float | None = None  # the relative difference in the last pass, once it has begun
+
+    def fresh(self) -> list[Observable]:
+        """Return the observables for one pass: this one, or none with --skip-parity."""
+        self.error = None
+        return [] if self.bare is None else [self]
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        if layer != self.layer or self.error is not None:
+        if layer != self.layer or self.error is not None or self.bare is None:
             return
         rows, columns = (min(sizes) for sizes in zip(self.bare.shape[:2], reading.tensor.shape[:2], strict=True))
         self.error = largest_difference(
@@ -273,27 +278,7 @@ def largest_difference(found: torch.Tensor, expected: torch.Tensor, mask: torch.
     return float(((found - expected).norm(dim=-1) / sizes)[mask.bool().to(found.device)].max())
 
 
-@dataclass
-class ParityCheck:
-    """The bare model's output on the first batch, and the observables that compare a pass with it."""
-
-    layer: int  # the last layer
-    expected: torch.Tensor | None  # its output (B,T,D); None with --skip-parity
-    tolerance: float = 0.0  # largest relative difference that is accepted
-    _used: list[Parity] = field(default_factory=list)
-
-    def fresh(self) -> list[Observable]:
-        """Return the observables for one pass; an empty list with --skip-parity."""
-        self._used = [] if self.expected is None else [Parity(self.layer, self.expected, self.tolerance)]
-        return list(self._used)
-
-    @property
-    def error(self) -> float | None:
-        """The relative difference in the last pass, once it has begun."""
-        return self._used[0].error if self._used else None
-
-
-def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityCheck:
+def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> Parity:
     """Run the bare model on the first batch, compare its attention and determine the tolerance.
 
     A padded batch is run one sequence at a time, because padding changes the output of some models. `costs`, as in
@@ -302,9 +287,9 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
     model, family = subject.loaded.model, subject.family
     layer, size = family.last_layer(model), first_size(subject.inputs, model, config.batch_size, costs)
     if config.skip_parity or not team().is_first:  # only the first process reads the first batch
-        return ParityCheck(layer, None)
+        return Parity(layer, None)
 
-    def bare(size: int) -> ParityCheck:
+    def bare(size: int) -> Parity:
         batch = next(batches_of(subject.inputs, size))
         starts, width = batch.start.tolist(), batch.token_ids.shape[1]
         alone = [batch]
@@ -320,7 +305,7 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
         if batch.valid is not None:  # zeros for padding
             padded = zip(outputs, starts, strict=True)
             outputs = [torch.cat([F.pad(x, (0, 0, start, width - start - x.shape[1])) for x, start in padded])]
-        return ParityCheck(layer, outputs[0], max(one.tolerance for one in found))
+        return Parity(layer, outputs[0], max(one.tolerance for one in found))
 
     try:
         return bare(size)

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -117,7 +117,7 @@ class Tracer:
             for site, at in _reading_order(block, wanted, self.family.gated):
                 watching = [observable for observable in observables if site in observable.sites]
                 if site == "raw_value":
-                    (_, value), _ = self._retrofit(layer).inputs
+                    (_, value), _ = self._inside(layer, RETROFIT).inputs
                     for observable in watching:
                         observable.watch_raw_value(layer, value, batch)
                     continue
@@ -143,21 +143,16 @@ class Tracer:
                     else:
                         observable.see(layer, site, reading, batch)
 
-    def _retrofit(self, layer: int) -> Any:
-        """Return the retrofit's module that multiplies values or heads' outputs; its inputs hold the raw values."""
-        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
-
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         """Pass values and gates to observables: a retrofit's, or the share of each head that the model's own leaves."""
         if self.family.gated:
             if not self._attended:  # no observable has read this layer's attention
-                self._attended = [getattr(self._taps(layer), name).output.detach() for name in ("value", "mix")]
+                self._attended = [getattr(self._inside(layer), name).output.detach() for name in ("value", "mix")]
             value, mix = self._attended
-            output = f"{self.family.block(layer).attention}.{self.family.output}"
-            gate = share_left(mix, _part(self._envoy(layer), output).input.detach())
+            gate = share_left(mix, self._inside(layer, self.family.output).input.detach())
             value = value.transpose(1, 2)
         else:
-            part = self._retrofit(layer)
+            part = self._inside(layer, RETROFIT)  # multiplies values or heads' outputs; its inputs hold raw values
             (_, value), _ = part.inputs
             value, gate = value.detach(), part.output.detach()
         for observable in watching:
@@ -173,13 +168,14 @@ class Tracer:
                     observable.see_attention(layer, plain, batch)
         backward = [observable for observable in watching if observable.backward]
         if backward or self.family.gated:
-            mix = self._taps(layer).mix.output
+            mix = self._inside(layer).mix.output
             self._attended = [plain.value, mix.detach()]
             for observable in backward:
                 observable.watch_attention(layer, read, mix, batch)
 
-    def _taps(self, layer: int) -> Any:
-        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{NAME}")
+    def _inside(self, layer: int, name: str = NAME) -> Any:
+        """Return a submodule of a layer's attention module, by default its taps."""
+        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{name}")
 
     def _check_finite(self) -> None:
         """Raise SinkscopeError for NaN or infinity, which in the tables would look like a head without a sink."""
@@ -193,7 +189,7 @@ class Tracer:
         return _part(self.traced, self.family.layers)[layer]
 
     def _attention(self, layer: int, batch: Batch) -> AttentionRead:
-        taps, seam = self._taps(layer), self.seams[layer]
+        taps, seam = self._inside(layer), self.seams[layer]
         unrecognized = SinkscopeError(
             f"layer {layer}: its attention is not one softmax of q·k over the whole sequence, or not in a form that "
             "sinkscope recognizes; see `sinkscope doctor`"
@@ -271,7 +267,7 @@ def model_inputs(
     """Return the keyword arguments with which to call the model on a batch, for all logits or, if the model has that
     option, only the last; `first_position` is the number of the first position in the model's family.
     """
-    device, parameters = input_device(model), _parameters(model)
+    device, parameters = input_device(model), inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
     if batch.valid is not None:
         inputs["attention_mask"] = batch.attention_mask.to(device)
@@ -281,10 +277,6 @@ def model_inputs(
     if not with_logits and "logits_to_keep" in parameters:
         inputs["logits_to_keep"] = 1
     return inputs
-
-
-def _parameters(model: PreTrainedModel) -> Container[str]:
-    return inspect.signature(model.forward).parameters
 
 
 def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:
