@@ -292,9 +292,8 @@ class Interceptor(TorchFunctionMode, threading.local):
             self.__enter__()
 
     def leave(self, *forward: Any) -> None:
-        """Stop intercepting; forward hook of the attention module, which also runs if its forward raised an Exception.
-
-        Torch does not run it if an interrupt ended the forward: the mode then stays on, and passes all calls through.
+        """Stop intercepting; forward hook of the attention module. After an interrupt, torch does not run it: the mode
+        then stays on, and passes all calls through.
         """
         if _get_current_function_mode_stack()[-1:] == [self]:
             self.__exit__(None, None, None)

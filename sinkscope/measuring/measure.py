@@ -108,8 +108,7 @@ def measure(
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
     """Measure a model on its inputs. Returns the run's tables by name, and facts about the pass.
 
-    Raises InputError if a named observable does not apply to this model, and SinkscopeError if the model gives NaN or
-    infinite numbers, or memory ran out.
+    Raises InputError if a named observable does not apply, and SinkscopeError for NaN, infinity or too little memory.
     """
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
     chosen, settings = choose(subject, config), settings_of(subject, config)

@@ -64,14 +64,17 @@ class Comparison:
 
 @contextmanager
 def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[list[Comparison]]:
-    """Compare every layer's attention with the model's own function when the model runs in the block.
+    """Compare every layer's attention with the model's own function when the caller runs the model on this batch.
 
-    The caller runs the model on this batch, which has no padding; this fills the yielded list. Layers with attention
-    code of their own are skipped, because it has no function to call twice, and so are layers changed by a retrofit.
+    The batch has no padding. Layers with attention code of their own are skipped, because it has no function to call
+    twice, and so are layers changed by a retrofit.
     """
     layers = {attention: layer for layer, attention in family.attentions(model).items()}
     batch = batch.with_registers(registers_before(model))
     found: list[Comparison] = []
+
+    def keep(seen: dict[str, torch.Tensor], name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        seen[name] = output
 
     def compared(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in layers:
@@ -90,7 +93,7 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
         seen: dict[str, torch.Tensor] = {}
         with ExitStack() as hooks:
             for name in ("query", "key", "value", "lse"):
-                hooks.enter_context(getattr(seam, name).register_forward_hook(partial(_keep, seen, name)))
+                hooks.enter_context(getattr(seam, name).register_forward_hook(partial(keep, seen, name)))
             ours = own(module, *given, **named)[0]
         read = AttentionRead(**seen, call=seam.call, batch=batch)
         seam.call = None
@@ -103,10 +106,6 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
     # `own` calls the seam if the module has one, else the model's own function
     with open_seam(model, family), attending_by(model, compared):
         yield found
-
-
-def _keep(seen: dict[str, torch.Tensor], name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
-    seen[name] = output
 
 
 def _without_seam(own: Attend, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -281,8 +280,8 @@ def largest_difference(found: torch.Tensor, expected: torch.Tensor, mask: torch.
 def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> Parity:
     """Run the bare model on the first batch, compare its attention and determine the tolerance.
 
-    A padded batch is run one sequence at a time, because padding changes the output of some models. `costs`, as in
-    `pass_over`, determines the batch size. Raises SinkscopeError if a layer's attention is a different function.
+    A padded batch is run one sequence at a time, because padding changes the output of some models. Raises
+    SinkscopeError if a layer's attention is a different function.
     """
     model, family = subject.loaded.model, subject.family
     layer, size = family.last_layer(model), first_size(subject.inputs, model, config.batch_size, costs)
@@ -317,10 +316,9 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> Parity:
 
 @torch.no_grad()
 def check_beforehand(model: PreTrainedModel, family: Family, is_calibrated: bool = False) -> None:
-    """Compare a model with and without the seams on a few tokens, unless its attention is transformers' own code.
+    """Compare a model with and without the seams on a few tokens, for uses of a model that measure no text.
 
-    This is for uses of a model that measure no text. The tests cover transformers' own code of the known families, so
-    such a model is not run, and the user's hooks are not called, unless its row of the table `is_calibrated`. Raises
+    A model of a known family with transformers' own code is not run, and the user's hooks are not called. Raises
     SinkscopeError if the model computes something else with the seams, or does not call them.
     """
     code = unknown_code(family.attentions(model).values())

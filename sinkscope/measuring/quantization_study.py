@@ -237,11 +237,7 @@ class Bench:
         return Measured(loss, float(by_site["max_inf_norm"].max()), float(kurtosis))
 
     def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
-        """Measure every setting, starting at the first layer of which it quantizes a site.
-
-        This is first tried on a few sequences at the last of these layers: if the loss does not equal the loss of a
-        complete pass bit for bit, complete passes are used.
-        """
+        """Measure every setting, starting at the first layer of which it quantizes a site if the model allows it."""
         layers = [min(site.layer for site in ranges) for ranges in settings]
         order = sorted(range(len(settings)), key=layers.__getitem__)
         changes = [Change(layers[index], partial(self._quantized, settings[index])) for index in order]

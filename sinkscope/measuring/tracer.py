@@ -47,10 +47,7 @@ class Tracer:
         self._finite: list[tuple[int, torch.Tensor]] = []  # layer and whether it is finite, of the current pass
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
-        """Run one forward pass without logits. Every observable sees its sites as they are computed.
-
-        Raises SinkscopeError if the model gives NaN or infinite numbers, or its attention is not recognized.
-        """
+        """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized."""
         inputs = self._inputs(batch, with_logits=False)
         with torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables)
@@ -73,8 +70,8 @@ class Tracer:
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         """Run one forward and backward pass and return the summed cross-entropy of each sequence, (B,).
 
-        Parameters stay frozen: gradients flow to the embeddings, so no weight gradient is ever allocated. For an
-        encoder, only the backward observables see the masked text, which defines the loss.
+        Gradients flow to the embeddings, so no weight gradient is ever allocated. For an encoder, only the backward
+        observables see the masked text, which defines the loss.
         """
         if batch.masked is not None:
             self.forward(batch, [observable for observable in observables if not observable.backward])
@@ -264,9 +261,7 @@ def logits_of(output: Any) -> torch.Tensor:
 def model_inputs(
     model: PreTrainedModel, batch: Batch, with_logits: bool = True, first_position: int | None = 0
 ) -> dict[str, Any]:
-    """Return the keyword arguments with which to call the model on a batch, for all logits or, if the model has that
-    option, only the last; `first_position` is the number of the first position in the model's family.
-    """
+    """Return the arguments of a call of the model on a batch, for all logits or, if it has that option, the last."""
     device, parameters = input_device(model), inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
     if batch.valid is not None:
@@ -301,9 +296,8 @@ def open_tracer(
 ) -> Iterator[Tracer]:
     """Install the seams, apply the interventions in their order and wrap the model, until the end of the block.
 
-    Afterwards, also after an exception, the model is restored bit for bit. With a `beginning`, the input of a layer on
-    one batch, earlier layers neither run nor are read. Raises InputError if an intervention does not apply or would
-    change nothing, and SinkscopeError if a tracer is open on this model, or an intervention changed nothing.
+    Afterwards the model is restored bit for bit. With a `beginning`, earlier layers neither run nor are read. Raises
+    InputError if an intervention does not apply or would change nothing, and SinkscopeError if one is open already.
     """
     with (
         open_seam(model, family, kernel) as seams,
