@@ -194,10 +194,9 @@ def _mask_function(
 
 @contextmanager
 def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], keep: int, window: int) -> Iterator[None]:
-    """Let the model read text with a cache of the first `keep` and the last `window` tokens, within the block.
+    """Let the model read whole sequences with a cache of the first `keep` and the last `window` tokens.
 
-    The model must be called with complete sequences of one length and use_cache=False; `seams` come from `open_seam`.
-    An unsuitable model, keep < 0 or window < 1 raise InputError.
+    `seams` come from `open_seam`. An unsuitable model, keep < 0 or window < 1 raise InputError.
     """
     check_applies(model, family)
     if keep < 0 or window < 1:

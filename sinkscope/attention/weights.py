@@ -161,10 +161,9 @@ class ColumnSums:
 
 
 def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | None = None) -> ColumnSums:
-    """Compute column statistics of a layer's attention weights, in chunks of rows.
+    """Compute column statistics of a layer's attention weights, in chunks of rows (None: as many as AT_ONCE allows).
 
-    `mass` and `second` cover the first `columns` columns, or all if the sequence is SHORT; the window sums cover every
-    column, from the diagonal band. `chunk` is the number of rows at a time; None: as many as AT_ONCE allows.
+    `mass` and `second` cover the first `columns` columns, or all if the sequence is SHORT.
     """
     length = read.length
     whole = columns >= length or length <= SHORT

@@ -78,8 +78,7 @@ def quantize(
             subject, precision, config.attn, config.batch_size, console=console, parity=parity, scheme=config.scheme
         )
         print_line(console, f"calibrating on {config.calibration} sequences")
-        ranges = bench.ranges(held_out)
-        study = Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
+        study = Study(bench, held_out, console)
         tables = publish(study.tables(), subject.loaded, subject.inputs.condition)
         facts = Facts(bench.used_batch_size, parity=parity.error)
         manifest = make_manifest(subject, config, facts, list(tables), start)
@@ -89,9 +88,9 @@ def quantize(
             "calibration": len(held_out),
             "calibration_sha256": held_out.sha256,
             "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, the following ones calibrate",
-            "linear_layers": sum(site.part == INPUT for site in ranges),
+            "linear_layers": sum(site.part == INPUT for site in study.ranges),
             "not_quantized": not_quantized(subject.loaded.model, subject.family),
-            "full_precision_modules": full_precision_modules(subject.loaded.model, ranges),
+            "full_precision_modules": full_precision_modules(subject.loaded.model, study.ranges),
         }
         manifest |= {"command": "quantize", "quantization": record}
         return finished(Run(manifest, tables, folder), console, figures, page)

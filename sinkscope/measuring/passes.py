@@ -1,7 +1,7 @@
 """A pass runs all batches of a run through the tracer, in batches that fit into memory."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -111,6 +111,10 @@ def pass_over(
             "out of memory even with one sequence a batch: "
             "take a shorter --seq-len, --dtype bfloat16 or --device-map auto"
         ) from None
+
+
+def tables_of(observables: Iterable[Observable]) -> dict[str, pd.DataFrame]:
+    return {name: table for observable in observables for name, table in observable.tables().items()}
 
 
 def first_size(inputs: TokenInputs, model: PreTrainedModel, batch_size: int | Literal["auto"], costs: int) -> int:

@@ -16,7 +16,7 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.errors import was_interrupted
 from sinkscope.interventions.intervention import UntouchedError
 from sinkscope.measuring.observables.observable import Observable
-from sinkscope.measuring.passes import Pass, pass_over
+from sinkscope.measuring.passes import Pass, pass_over, tables_of
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, model_inputs
 from sinkscope.models.edits import Beginning, beginning_at
@@ -83,17 +83,24 @@ def passes_over(
     return [Pass(group, loss, done.batch_size) for group, loss in zip(groups, by_change, strict=True)]
 
 
-def tried(passes_from: Callable[[list[Change]], list[Pass[Observable]]], change: Change) -> Pass[Observable] | None:
-    """Return the pass of a change that starts at its layer, or None if the model cannot start there.
+def resumes(
+    change: Change,
+    passes_from: Callable[[list[Change]], list[Pass[Observable]]],
+    whole: Callable[[], Pass[Observable]],
+    unchanged: Callable[[], Tables] = dict,
+) -> bool:
+    """Return whether a change that starts at its layer has bit for bit the tables and losses of a whole pass.
 
-    The change is measured twice and the second pass returned, because the first must not leave a trace in the model.
+    It is measured twice and the second pass compared, because the first must not leave a trace in the model.
     """
     try:
-        return passes_from([change, change])[-1]
+        resumed = passes_from([change, change])[-1]
     except Exception as error:  # for example, layers share state; a complete pass works or reports the error
         if was_interrupted(error):
             raise
-        return None
+        return False
+    tables, complete = completed(tables_of(resumed.observables), change.layer, unchanged()), whole()
+    return are_the_same(tables, tables_of(complete.observables)) and torch.equal(resumed.losses, complete.losses)
 
 
 def completed(tables: Tables, layer: int, unchanged: Tables) -> dict[str, pd.DataFrame]:

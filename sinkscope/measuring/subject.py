@@ -91,10 +91,9 @@ def check_config(config: RunConfig) -> None:
 def open_subject(
     model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig, console: Console
 ) -> Iterator[Subject]:
-    """Load the model, make its inputs and print the notices about them.
+    """Load the model, make its inputs and print the notices about them. A loaded model is restored after the block.
 
-    A model that the user has loaded is restored at the end of the block. Raises InputError if the model, its
-    architecture or the input is not usable, and SinkscopeError if the network, memory or a package fails.
+    Raises InputError if the model or the input is not usable, and SinkscopeError if network, memory or a package fails.
     """
     with spinner(console, "loading the model"):
         loaded = load_model(model, tokenizer, config)

@@ -51,8 +51,8 @@ def summarize(
 ) -> pd.DataFrame:
     """Compute the table `summary` (layer, with -1 for the whole model; metric; value) from the tables of one run.
 
-    `scaling` is the scale of each layer's logits. `loss` is in nats per predicted token, None if there was no backward
-    pass. `outside` names everything other than the text that takes attention weight.
+    `scaling` is that of each layer's logits, `loss` in nats per predicted token, and `outside` names everything other
+    than the text that takes attention weight.
     """
     given = Measured(tables, inputs, family, scaling, outside)
     by_layer: dict[str, pd.Series] = {}
@@ -81,9 +81,7 @@ def clear_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
 
 
 def later_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
-    """Return `clear_sinks` without position 0."""
-    clear = clear_sinks(sinks)
-    return clear[clear["position"] > 0]
+    return clear_sinks(sinks[sinks["position"] > 0])
 
 
 def _attention(given: Measured) -> Metrics:
@@ -279,10 +277,7 @@ def pathway_norms(gradient: pd.DataFrame, pathway: str, by: Sequence[str] = ()) 
 
 
 def fit_points(ratios: pd.DataFrame, first: int = 0, last: int | None = None) -> pd.DataFrame:
-    """Return the points of GS figure 3 to which a line is fitted: one per layer ≥ 1 and position with a finite ratio.
-
-    Layer 0 is left out as in the paper, because it reads the bare embeddings, which all have one scale.
-    """
+    """Return the points of GS figure 3 to which a line is fitted, without layer 0, which reads the bare embeddings."""
     last = int(ratios["position"].max()) if last is None else last
     points = ratios[(ratios["layer"] >= 1) & ratios["position"].between(first, last)]
     return points[(points["compress"] > 0) & (points["input_norm"] > 0)]

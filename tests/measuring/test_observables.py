@@ -11,7 +11,14 @@ from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables import OBSERVABLES, geometry
-from sinkscope.measuring.observables.activation import SITES, token_norms, token_peaks, value_norms
+from sinkscope.measuring.observables.activation import (
+    SITES,
+    infinity_norm,
+    kurtosis,
+    token_norms,
+    token_peaks,
+    value_norms,
+)
 from sinkscope.measuring.observables.attention import Attention, mean_over_queries, window_means
 from sinkscope.measuring.observables.geometry import causal_pair_means, masked_pair_means, pair_means, sum_from
 from sinkscope.measuring.observables.massive import (
@@ -23,7 +30,6 @@ from sinkscope.measuring.observables.massive import (
     selected,
 )
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Mean, Reading, Settings, long_form
-from sinkscope.measuring.observables.activation import infinity_norm, kurtosis
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
