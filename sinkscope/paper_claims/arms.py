@@ -20,10 +20,7 @@ LARGE_NORM = 2.0  # ratio to the norm at later positions
 
 
 def before_and_after(evidence: Evidence, role: Need, position: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(R,) each: the sink rate at position 0 without the intervention, and the rate of the arm at `position`.
-
-    Both use the same resamplings, because an arm reads the same sequences.
-    """
+    """(R,) each: the sink rate at position 0 without the intervention, and the rate of the arm at `position`."""
     return sink_rates(evidence.sequences(role, BEFORE)), sink_rates(evidence.sequences(role), position)
 
 

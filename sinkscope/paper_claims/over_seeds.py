@@ -90,11 +90,8 @@ def together(role: Need, of: Callable[[Mapping[str, Arm]], float], *methods: str
 def of_one(
     role: Need, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None, where: Where | None = None
 ) -> Measure:
-    """Return the mean over seeds of one arm's number, with the mean of a null arm.
-
-    Raises NotDefined if plain training lacks what the arm removes or moves: `where` gives its name, its number, and the
-    number to be exceeded.
-    """
+    """Return the mean over seeds of one arm's number, with the mean of a null arm."""
+    # `where`: name, number, and least number of what plain training must have, so that the arm can remove or move it
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[role]

@@ -159,10 +159,8 @@ def _outliers(run: RunData, is_harmless: bool) -> Iterator[Finding]:
         return
     kept = sites[site_names(sites).isin(kept_names(run))]
     holding, by_kind = int(kept["is_massive"].sum()) or None, _by_kind(kept)
-    sentence = f"The {counted(len(kept), 'costliest site')} of {len(sites)}"
-    if holding:
-        sentence += f", {holding} of which {'hold' if len(kept) > 1 else 'holds'} massive activations"
-    sentence += f": {_sites_text(by_kind)}."
+    holds = f", {holding} of which {'hold' if len(kept) > 1 else 'holds'} massive activations" if holding else ""
+    sentence = f"The {counted(len(kept), 'costliest site')} of {len(sites)}{holds}: {_sites_text(by_kind)}."
     numbers = {"count": len(kept), "total": len(sites), "massive": holding, "sites": by_kind}
     yield Finding("costliest", OUTLIERS, numbers=numbers, sentence=sentence)
     if not is_harmless:
@@ -203,10 +201,9 @@ def _kinds(run: RunData) -> Iterator[Finding]:
     if len(kept):
         name, left = kept["name"].iloc[-1], float(kept["cost"].iloc[-1])
         before = float(probed(run, ALL)["cost"].iloc[0])
-        sentence = f"No single kind of site saves anything in full precision; the cost is lowest with `{name}`"
-        if left < before:
-            sentence = f"Kept in full precision, the single kind `{name}` saves most"
-        sentence += f": {NATS(before)} → {NATS(left)} nats per token."
+        what = f"No single kind of site saves anything in full precision; the cost is lowest with `{name}`"
+        what = f"Kept in full precision, the single kind `{name}` saves most" if left < before else what
+        sentence = f"{what}: {NATS(before)} → {NATS(left)} nats per token."
         yield Finding("kept", KINDS, value=left, numbers={"kind": name, "before": before}, sentence=sentence)
 
 
