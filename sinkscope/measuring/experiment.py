@@ -20,7 +20,7 @@ from sinkscope.interventions.sink_value import ReadValues
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.measure import choose, prepared, settings_of, tables_of
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import NO_ATTENTION, Means, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, first_size, pass_over
 from sinkscope.measuring.resumed import FEW, Change, TracerStep, are_the_same, completed, passes_over, tried
@@ -49,17 +49,17 @@ class HiddenMean(Observable):
     def __init__(self, position: int) -> None:
         super().__init__(Settings())
         self.position = position
-        self.mean = Mean()
+        self.mean = Means()
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         self.take(layer, batch.tokens_at(reading.tensor, self.position + 1)[:, self.position])
 
     def take(self, layer: int, x: torch.Tensor) -> None:
         """Add x (n,D) of the n sequences of a batch that have the position."""
-        self.mean.add(layer, upcast(x))
+        self.mean.add({"mean": upcast(x)}, layer=layer)
 
     def by_layer(self) -> dict[int, torch.Tensor]:
-        return {layer: torch.from_numpy(self.mean[layer]) for layer in self.mean}
+        return {labels["layer"]: torch.from_numpy(means["mean"]) for labels, means in self.mean}
 
 
 class ValueMean(HiddenMean):

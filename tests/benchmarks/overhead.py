@@ -24,14 +24,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinkscope.models.loading
 from sinkscope.interventions import parse
-from sinkscope.measuring.observables.activation import Activation
+from sinkscope.measuring.observables.activation import Activation, Outlier
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.close_ups import MeanMaps
 from sinkscope.measuring.observables.geometry import Geometry
 from sinkscope.measuring.observables.gradient import Gradient
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.observables.activation import Outlier
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import sinkscope
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring import passes
-from sinkscope.measuring.observables.close_ups import OTHER_COORDINATES, TOP_COORDINATES
 from sinkscope.measuring.observables.activation import Outlier
+from sinkscope.measuring.observables.close_ups import OTHER_COORDINATES, TOP_COORDINATES
 from sinkscope.measuring.tables import all_tables
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.models import families
