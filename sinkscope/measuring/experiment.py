@@ -20,7 +20,7 @@ from sinkscope.interventions.sink import ReadValues
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.measure import choose, prepared, settings_of
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import NO_ATTENTION, Means, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, first_size, pass_over, tables_of
 from sinkscope.measuring.resumed import FEW, Change, TracerStep, completed, passes_over, resumes
@@ -50,7 +50,7 @@ class MeanAt(Observable):
         super().__init__(Settings())
         self.position = position
         self.of_values = of_values  # not a site: `ReadValues` reads them
-        self.mean = Mean()
+        self.mean = Means()
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if not self.of_values:
@@ -58,7 +58,10 @@ class MeanAt(Observable):
 
     def take(self, layer: int, x: torch.Tensor) -> None:
         """Add x (n,D) of the n sequences of a batch that have the position."""
-        self.mean.add(layer, upcast(x))
+        self.mean.add({"mean": upcast(x)}, layer=layer)
+
+    def by_layer(self) -> dict[int, torch.Tensor]:
+        return {labels["layer"]: torch.from_numpy(means["mean"]) for labels, means in self.mean}
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Experiment:
     parity_error: float | None = None  # for the unchanged model
     notices: dict[str, None] = field(default_factory=dict)  # notices for the user, in order
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
-    _means: dict[tuple[int, bool], Mean] = field(default_factory=dict)  # (position, of values) → by layer
+    _means: dict[tuple[int, bool], dict[int, torch.Tensor]] = field(default_factory=dict)  # by position, of values
 
     def run(self) -> dict[str, pd.DataFrame]:
         """Measure the unchanged model, then every arm and its controls. Returns tables with the arm as `condition`.
@@ -322,8 +325,8 @@ class Experiment:
 
             read = ReadValues(positions=(position,), seen=lambda layer, x: latest[0].take(layer, x))
             done = self._pass(fresh, Tracer.forward, (read,) if of_values else ())
-            self._means[position, of_values] = done.observables[0].mean
-        return torch.from_numpy(self._means[position, of_values][layer])
+            self._means[position, of_values] = done.observables[0].by_layer()
+        return self._means[position, of_values][layer]
 
     def _pass(
         self,

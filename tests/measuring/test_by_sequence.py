@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run
-from sinkscope.measuring.observables.observable import BySequence, Settings, later_mean
+from sinkscope.measuring.observables.observable import BySequence, Settings
+from sinkscope.measuring.observables.reductions import later_mean
 from sinkscope.measuring.passes import Pass
 from sinkscope.text.batch import IGNORED
 from sinkscope.text.inputs import Masked, TokenInputs

@@ -1,7 +1,4 @@
-"""Norms of tokens at each site of the residual stream, and of the value states (GS §2); outliers of the sites.
-
-Outliers make quantization costly: infinity norm and kurtosis (VGA table 1; Bondarenko et al. 2023).
-"""
+"""Norms of tokens at each site of the residual stream, and of the value states (GS §2), and outliers of the sites."""
 
 from typing import ClassVar
 
@@ -88,7 +85,7 @@ class Activation(Observable):
 
 
 class Outlier(Observable):
-    """Averages infinity norm and kurtosis over sequences: tables `outlier` and `outlier_norms`."""
+    """Measures outliers, which make quantization costly, as VGA (table 1) and Bondarenko et al. (2023) do."""
 
     name = "outlier"
     about = "largest absolute entry and kurtosis of each site, by layer"

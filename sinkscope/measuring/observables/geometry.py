@@ -1,7 +1,4 @@
-"""Reasons why a key is a sink: norms and angles of q, k, v (WSE fig. 2), the logit gap (VGA §4.1), and gates.
-
-Gates of a retrofit or of the model may close at the sink (VGA §3.2, GS §5).
-"""
+"""Reasons why a key is a sink: norms and angles of q, k, v (WSE fig. 2), the logit gap (VGA §4.1), and gates."""
 
 from typing import ClassVar
 
@@ -82,7 +79,7 @@ class Geometry(Observable):
 
 
 class Gate(Observable):
-    """Averages gates, and norms of the values before them, over sequences: table `gate`."""
+    """Averages gates, which may close at the sink (VGA §3.2, GS §5), and norms of the values before them."""
 
     name = "gate"
     about = "gates of a retrofit or of the model's own, and norms of the values before them, per head and position"

@@ -21,10 +21,7 @@ SAMPLED = 61  # every 61st entry is sampled to locate the median; 61 divides no 
 
 
 class Massive(Observable):
-    """Lists the largest and all massive entries of each layer's output and sequence: table `massive`.
-
-    The table `massive_elsewhere` has the magnitude of other tokens at the coordinate of the largest entry.
-    """
+    """Lists the largest and all massive entries, and the magnitude of other tokens at the largest one's coordinate."""
 
     name = "massive"
     about = "massive activations: layer, token, coordinate, value, and the ratio to the median"

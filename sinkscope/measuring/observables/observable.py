@@ -178,57 +178,48 @@ class Observable:
         return {}
 
 
-class Mean(Accumulator):
-    """Running means over sequences of statistics (…,P), by key; summed in float64 on the device of the statistic."""
-
-    def __init__(self) -> None:
-        self._sum: Sums[Any] = Sums()
-        self._count: Sums[Any] = Sums()
-
-    def add(self, key: Any, x: torch.Tensor, present: torch.Tensor | None = None) -> None:
-        """Add x (B,…,P). `present` (B,P) is True where a sequence has the position; None means everywhere."""
-        self._sum.add(key, filled(x, present).sum(0, dtype=torch.float64))
-        self._count.add(key, len(x) if present is None else present.to(x.device).sum(0))
-
-    def __getitem__(self, key: Any) -> np.ndarray:
-        """Return the mean (…,P); NaN at positions that no sequence has."""
-        return (self._sum[key] / self._count[key]).cpu().numpy()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(sorted(self._sum))
-
-
 class Means(Accumulator):
-    """Running means over sequences of statistics (B, *axes), as a table with one row per entry."""
+    """Running means over sequences of statistics (B, *axes), summed in float64 on their device.
+
+    Iterating gives each combination of labels, in order, with its means by name; NaN at positions that no sequence has.
+    """
 
     def __init__(self, *axes: str) -> None:
         self._axes = axes
-        self._means: dict[str, Mean] = defaultdict(Mean)
+        self._sums: Sums[tuple] = Sums()  # by labels and name
+        self._counts: Sums[tuple] = Sums()
 
     def add(self, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any) -> None:
-        """Add a batch's statistics by column name. `labels`: constant columns, such as the layer."""
-        for name, statistic in statistics.items():
-            self._means[name].add(tuple(labels.items()), statistic, present)
+        """Add a batch's statistics by column name. `labels`: constant columns, such as the layer.
+
+        `present` (B,P) is True where a sequence has the position, the last axis; None means everywhere.
+        """
+        for name, x in statistics.items():
+            key = tuple(labels.items()), name
+            self._sums.add(key, filled(x, present).sum(0, dtype=torch.float64))
+            self._counts.add(key, len(x) if present is None else present.to(x.device).sum(0))
 
     def __bool__(self) -> bool:
-        return bool(self._means)
+        return bool(self._sums)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+        means: dict[tuple, dict[str, np.ndarray]] = defaultdict(dict)
+        for (labels, name), total in self._sums.items():
+            means[labels][name] = (total / self._counts[labels, name]).cpu().numpy()
+        return iter([(dict(labels), means[labels]) for labels in sorted(means)])
 
     def table(self) -> pd.DataFrame:
         """Return the table sorted by labels."""
         parts = []
-        for labels in next(iter(self._means.values())):
-            arrays = {name: mean[labels] for name, mean in self._means.items()}
-            shape = next(iter(arrays.values())).shape
+        for labels, means in self:
+            shape = next(iter(means.values())).shape
             axes = {axis: range(size) for axis, size in zip(self._axes, shape, strict=True)}
-            parts.append((dict(labels) | axes, arrays))
+            parts.append((labels | axes, means))
         return long_table(parts)
 
 
 class BySequence(Accumulator):
-    """Statistics (B, *axes) of every sequence in float32, as a table with one row per sequence and entry.
-
-    The uncertainty of means over sequences is computed from such tables.
-    """
+    """Statistics (B, *axes) of every sequence in float32, from which the uncertainty of their means is computed."""
 
     def __init__(self, *axes: str) -> None:
         self._axes = axes

@@ -42,10 +42,7 @@ QUERY_OR_KEY_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_\w*(norm|ln)\w*$")
 
 
 class QueryBias(Observable):
-    """Measures Δ and γ in layers whose queries have a bias.
-
-    Head -1 is all heads together: the sum of their Δ, and the alignment of their concatenated vectors.
-    """
+    """Measures Δ and γ in layers whose queries have a bias. All heads together have the sum of the heads' Δ."""
 
     name = "query-bias"
     about = (
@@ -127,10 +124,7 @@ class QueryBias(Observable):
         x = upcast(reading.tensor)
         by_head = batch.tokens_at(x @ self.directions[layer].to(x).T, int(batch.lengths.max()))
         delta = torch.cat([by_head.sum(-1, keepdim=True), by_head], dim=-1)  # (B,P,1+H)
-        present = batch.present(delta.shape[1])
-        if present is None:
-            present = torch.ones(delta.shape[:2], dtype=torch.bool)
-        present = present.to(delta.device)
+        present = (torch.arange(delta.shape[1]) < batch.lengths[:, None]).to(delta.device)
         self.moments.setdefault(layer, Moments()).add(delta, present)
         together = delta[..., 0].masked_fill(~present, torch.nan)
         self.deltas[layer].append(together)
@@ -287,12 +281,10 @@ class Epe(Observable):
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if site == "layer_out" and layer == 0:
             states = batch.tokens_at(upcast(reading.tensor), self.settings.positions)  # (B,P,D)
-            present = batch.present(states.shape[1])
-            counted = torch.ones(states.shape[:2]) if present is None else present
-            for index, state in enumerate(states.double()):
-                group = (batch.first + index) % GROUPS
-                self.sums.add(group, state)
-                self.counts.add(group, counted[index].float().cpu())
+            present = torch.arange(states.shape[1]) < batch.lengths[:, None]
+            for group, (state, counted) in enumerate(zip(states.double(), present.float(), strict=True), batch.first):
+                self.sums.add(group % GROUPS, state)
+                self.counts.add(group % GROUPS, counted)
         if site == "layer_in" and layer in self.attending:
             weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
             if bias is None:
@@ -306,14 +298,11 @@ class Epe(Observable):
         groups = sorted(self.sums)
         total = torch.stack([self.sums[group] for group in groups]).sum(0)
         count = torch.stack([self.counts[group] for group in groups]).sum(0).to(total)
-        rows = {WHOLE_RUN: (total, count)}
+        means = {WHOLE_RUN: total / count[:, None]}
         if len(groups) > 1:
-            rows |= {at: (total - self.sums[at], count - self.counts[at].to(count)) for at in groups}
-        cosines = [
-            torch.cosine_similarity(summed / number[:, None], self.epe.to(total), dim=-1, eps=0.0)
-            for summed, number in rows.values()
-        ]
-        axes = {"layer": 0, "group": list(rows), "position": range(len(self.epe))}
+            means |= {at: (total - self.sums[at]) / (count - self.counts[at].to(count))[:, None] for at in groups}
+        cosines = [torch.cosine_similarity(mean, self.epe.to(total), dim=-1, eps=0.0) for mean in means.values()]
+        axes = {"layer": 0, "group": list(means), "position": range(len(self.epe))}
         table = long_table([(axes, {"cosine": torch.stack(cosines).cpu().numpy()})])
         return {"epe_by_group": table, "epe_rest_by_sequence": self.by_sequence.table()}
 
