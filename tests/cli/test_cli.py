@@ -3,8 +3,6 @@
 import errno
 import json
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -263,18 +261,6 @@ def test_nan_weights(tiny: Path) -> None:
 # --- inputs that cannot be read ---
 
 
-@pytest.mark.usefixtures("no_figures")
-def test_samples_do_not_follow_the_checkpoints_settings(bare: Path) -> None:
-    shutil.copytree(bare, "cold")
-    settings = {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.01, "num_beams": 3, "repetition_penalty": 9.0}
-    Path("cold/generation_config.json").write_text(json.dumps(settings))
-    for model in (bare, "cold"):
-        result = command_line("analyze", model, *SMALL, "--input", "sampled", "--out", f"{Path(model).name}-run")
-        assert result.exit_code == 0, result.output
-    first, second = (Run.open(name).manifest["input"]["sha256"] for name in ("bare-run", "cold-run"))
-    assert first == second
-
-
 # --- streams and folders that cannot be written ---
 
 
@@ -398,25 +384,6 @@ def test_series_and_recipes_that_are_interrupted(bare: Path, steps: Path, failin
         assert refused(1, *command, "--quiet") == "sinkscope: interrupted: nothing was written"
 
 
-SLEEPING = """
-import time
-import sinkscope.commands.list
-sinkscope.commands.list.listing = lambda kind: print("asleep", flush=True) or time.sleep(60)
-from sinkscope.cli.app import main
-main()
-"""
-
-
-def test_a_cluster_ends_a_job_as_a_person_does() -> None:
-    command = [sys.executable, "-c", SLEEPING, "list"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "asleep\n"
-        process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr) == (1, "sinkscope: interrupted\n")
-
-
 # --- doctor, list, compare, help ---
 
 
@@ -442,29 +409,3 @@ def test_help() -> None:
     assert command_line("--version").stdout.startswith("sinkscope ")
     assert "'sinkscope[lm-eval]'" in " ".join(command_line("benchmark", "--help").output.split())
     assert all(f"╭─ {panel} ─" in command_line("analyze", "--help").stdout for panel in ("Model", "Input", "Output"))
-
-
-def test_help_needs_no_torch() -> None:
-    program = "import sys; sys.argv[1:] = ['analyze', '--help']\n"
-    program += "from sinkscope.cli.app import main\ntry: main()\n"
-    program += "finally: print({'torch', 'transformers', 'pandas', 'matplotlib'} & set(sys.modules))"
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
-    assert output.endswith("set()\n")
-
-
-def test_a_closed_pipe() -> None:
-    """`sinkscope --help | true`"""
-    command = [sys.executable, "-m", "sinkscope.cli", "analyze", "--help"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        assert process.stderr.read() == b""
-
-
-def test_a_narrow_ascii_terminal() -> None:
-    environment = {"PYTHONIOENCODING": "ascii", "COLUMNS": "30"}
-    command = [sys.executable, "-m", "sinkscope.cli", "--help"]
-    output = subprocess.run(command, capture_output=True, env=environment)
-    assert (output.returncode, output.stderr) == (0, b"")
-    assert max(map(len, output.stdout.splitlines())) <= 30

@@ -1,7 +1,6 @@
 """Runs from end to end on tiny models: their tables, their manifest, and the behavior when memory runs out."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,10 @@ from tiny import ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring import passes
 from sinkscope.measuring.observables.activation import Outlier
 from sinkscope.measuring.observables.close_ups import OTHER_COORDINATES, TOP_COORDINATES
 from sinkscope.measuring.tables import all_tables
 from sinkscope.measuring.tracer import Tracer
-from sinkscope.models.families import FAMILIES
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.output.run import Run
 
@@ -113,17 +109,6 @@ def test_only_the_chosen_observables_are_measured(
     assert run.manifest["tables"] == sorted(run.tables)
 
 
-def test_a_subset_reads_only_its_sites(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All other addresses are invalid, so that reading one would fail."""
-    (row,) = FAMILIES["llama"]
-    nowhere = dict.fromkeys(row.sites, "no.such.module.output") | {"layer_out": "output"}
-    whole = run_of(model, observables=("attention", "massive"))
-    monkeypatch.setitem(FAMILIES, "llama", (replace(row, sites=nowhere),))
-    assert_equal_tables(run_of(model, observables=("attention", "massive")), whole)
-    with pytest.raises(AttributeError):
-        run_of(model, observables=("activation",))
-
-
 def test_positions_and_window_are_cut_to_the_longest_sequence(model: PreTrainedModel, tmp_path: Path) -> None:
     path = tmp_path / "short.jsonl"
     path.write_text("".join(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in ragged_tokens((4, 6))))
@@ -192,56 +177,6 @@ def test_out_of_memory_halves_the_batch(kind: str, where: str, lines: Path, monk
     assert batches[:2] == [5, 2]  # 5 // 2
     assert run.manifest["batch_size"] == 2
     assert_equal_tables(run, expected)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), SinkscopeError, r"even with one sequence.*--seq-len"),
-        (RuntimeError("size mismatch"), RuntimeError, "size mismatch"),  # this is not taken for a lack of memory
-    ],
-)
-def test_errors_that_no_smaller_batch_prevents(
-    error: Exception, kind: type, message: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def broken(*args: Any) -> None:
-        calls.append(1)
-        raise error
-
-    monkeypatch.setattr(Tracer, "forward", broken)
-    with pytest.raises(kind, match=message) as failure:
-        forward_of(model)
-    assert not isinstance(failure.value, InputError)
-    assert kind is SinkscopeError or len(calls) == 1
-
-
-def test_out_of_memory_late_in_the_run_starts_anew(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, calls = Tracer.forward, []
-
-    def third_is_too_much(self: Tracer, batch: Any, *args: Any) -> None:
-        calls.append(len(batch.lengths))
-        if len(calls) == 3:
-            raise OUT_OF_MEMORY["gpu"]
-        forward(self, batch, *args)
-
-    expected = forward_of(model, batch_size=1)
-    monkeypatch.setattr(Tracer, "forward", third_is_too_much)
-    run = forward_of(model, batch_size=2)
-    assert calls == [2, 2, 1, 1, 1, 1, 1, 1, 1]  # the last batch of two sizes; then five of one, and the close look
-    assert run.manifest["batch_size"] == 1
-    assert_equal_tables(run, expected)
-
-
-def test_the_automatic_batch_size_is_a_number_of_tokens(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(passes, "TOKENS_PER_BATCH", {"cpu": 60})
-    assert forward_of(model, seq_len=20, num_seqs=9).manifest["batch_size"] == 3
-    assert forward_of(model, seq_len=100, num_seqs=2).manifest["batch_size"] == 1
-    assert forward_of(model, seq_len=20, num_seqs=2).manifest["batch_size"] == 2  # at most all sequences
-    assert run_of(model, seq_len=20, num_seqs=9).manifest["batch_size"] == 1  # a backward pass takes more
 
 
 def test_the_manifest_says_how_to_read_the_numbers(model: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.retrofit_command import WORDS, command_line, words_tokenizer
+from support.retrofit_command import WORDS, words_tokenizer
 
 import sinkscope
 from sinkscope.commands.benchmark import table_of
@@ -74,20 +74,6 @@ def test_the_table_has_every_score_of_the_harness() -> None:
     assert main[["condition", "metric", "filter"]].to_numpy().tolist() == [
         ["both", "acc", "none"], ["other", "exact_match", "strict"],
     ]  # fmt: skip
-
-
-def test_without_the_harness_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plain = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lm_eval" else plain(name))
-    needed = r"benchmarks need lm-evaluation-harness: pip install 'sinkscope\[lm-eval\]'"
-    with pytest.raises(InputError, match=needed):
-        sinkscope.benchmark("no/model", out=tmp_path / "out")
-    done = command_line("benchmark", "no/model", "--out", tmp_path / "out")
-    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
-    file = tmp_path / "sweep.yaml"
-    file.write_text("title: x\nmodels: [no/model]\ncommands: {benchmark: {options: {tasks: [a, b]}}}\n")
-    with pytest.raises(InputError, match=rf"model \(benchmark\): {needed}"):
-        sinkscope.sweep(file, out=tmp_path / "out")
 
 
 # --- with the harness

@@ -14,7 +14,6 @@ from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import Scorecard
-from sinkscope.measuring.experiment import Experiment
 from sinkscope.output.run import Run
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import routes_text
@@ -143,35 +142,6 @@ def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_
     assert compared.manifest["differing"]["num_seqs"] == {measured.models[0]: "100", other.model: "7"}
 
 
-def test_a_run_that_breaks_off_takes_no_other_with_it(text: Path, measured: Scorecard) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise sinkscope.SinkscopeError("out of memory")
-
-    model, known = tiny_model("llama", spread=1.0), [Run.open(measured.folder / "runs" / "natural")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sinkscope.commands.claims.random_weights", broken)
-        patch.setattr("sinkscope.commands.claims.Experiment", broken)
-        card = sinkscope.claims(model, runs=known, input=str(text), bos="never", draws=2, num_seqs=6)
-    assert card.manifest["failed"]["null"] == "out of memory"
-    assert card.outcome("GS-6") == Outcome.NOT_MEASURED
-    assert "failed: out of memory" in set(card.table["note"])
-    assert card.outcome("W-5") == Outcome.HOLDS
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("bloom", "ALiBi"), ("gpt2", "takes at most 128 tokens, and the streamed text has 256")]
-)
-def test_no_text_is_made_for_what_does_not_apply(name: str, reason: str, text: Path) -> None:
-    model = tiny_model(name)
-    model.config.n_positions = model.config.max_position_embeddings = 128
-    with pytest.MonkeyPatch.context() as patch:
-        only(patch, "S-1")
-        patch.setattr("sinkscope.commands.claims.inputs_for", lambda *_: pytest.fail("a text was made"))
-        card = sinkscope.claims(model, input=str(text), bos="never", num_seqs=6)
-    assert card.outcome("S-1") == Outcome.DOES_NOT_APPLY
-    assert reason in card.table.query("claim == 'S-1'")["note"].iloc[0]
-
-
 def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: Path) -> None:
     text, out, model = tmp_path / "ids.npy", tmp_path / "card", tiny_model("llama")
     np.save(text, np.random.default_rng(0).integers(3, VOCAB, size=(4, 32)))
@@ -194,30 +164,6 @@ def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: P
     np.save(text, np.random.default_rng(1).integers(3, VOCAB, size=(4, 32)))
     with pytest.raises(sinkscope.InputError, match="input_sha256 was"):
         judge(other)
-
-
-def test_an_interrupt_keeps_the_arms_that_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, VOCAB, size=(4, 16)))
-    only(monkeypatch, "N-6", "V-24")
-    sizes = {"seq_len": 16, "num_seqs": 4, "draws": 1, "epsilon": 1e-6}  # so that heads have a sink
-    given = {"input": str(tmp_path / "ids.npy"), "bos": "never"} | sizes
-    measured, own = [], Experiment._measured
-
-    def counted(self: Experiment, condition: str, *args: object, **more: object) -> object:
-        if condition.startswith("scale-sink-value") and not measured.count("interrupted"):
-            measured.append("interrupted")
-            raise KeyboardInterrupt
-        measured.append(condition)
-        return own(self, condition, *args, **more)
-
-    monkeypatch.setattr(Experiment, "_measured", counted)
-    with pytest.raises(KeyboardInterrupt):
-        sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
-    assert measured == ["nullify-query-bias", "nullify-query-bias control 0", "interrupted"]
-    card = sinkscope.claims(tiny_model("gpt2"), out=tmp_path / "card", **given)
-    zero, mean = "scale-sink-value:where=sinks", "mean-sink-value:where=sinks"
-    assert measured[3:] == [zero, f"{zero} control 0", mean]
-    assert Outcome.NOT_MEASURED not in (card.outcome("N-6"), card.outcome("V-24"))
 
 
 def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 import sinkscope
-from sinkscope import InputError, Run, SinkscopeError
+from sinkscope import InputError, Run
 from sinkscope.cli.app import app
 from sinkscope.commands.intervene import intervene
 from sinkscope.measuring.subject import inputs_for, load_model
@@ -268,32 +268,6 @@ def test_an_arm_that_fails_takes_no_other_with_it(
     for name, table in complete.tables.items():
         kept = table[~table["condition"].str.startswith("second")].reset_index(drop=True)
         pd.testing.assert_frame_equal(run.tables[name], kept, check_exact=True)
-
-
-def test_a_hidden_interrupt_and_a_failure_of_every_arm_end_the_command(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hidden = TypeError("a library's own")
-    hidden.__context__ = KeyboardInterrupt()
-    for error, arms in ((hidden, ARMS), (SinkscopeError("no finite numbers"), {"only": "mask-sink"})):
-        with monkeypatch.context() as patched:
-            failing_at(2, patched, error)
-            with pytest.raises(type(error), match=str(error)):
-                intervene(llama, arms=arms, draws=0, **SMALL)
-
-
-def test_an_interrupt_leaves_the_arms_that_are_finished(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_figures: None
-) -> None:
-    whole = intervene(llama, arms={"first": ARMS["first"]}, draws=1, **SMALL)
-    failing_at(5, monkeypatch, KeyboardInterrupt())  # in the second arm's control
-    with pytest.raises(SinkscopeError, match=r"interrupted: 1 of 3 arms are kept in .*run"):
-        intervene(llama, arms=ARMS, draws=1, out=tmp_path / "run", **SMALL)
-    run = sinkscope.Run.open(tmp_path / "run")
-    assert list(run.manifest["arms"]) == ["first"]
-    assert run.manifest["failed"] == {"second": "interrupted", "third": "interrupted"}
-    for name, table in whole.tables.items():
-        pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
 
 
 # --- from the command line

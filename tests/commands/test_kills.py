@@ -102,14 +102,6 @@ def test_killed_before_every_tenth_change(tiny: Path, tmp_path: Path) -> None:
     assert killed_at_every(10, analyze, CHANGES, tiny, tmp_path) > 5
 
 
-@pytest.mark.usefixtures("measured_once")
-def test_killed_before_every_rename_that_follows_the_tables(tiny: Path, tmp_path: Path) -> None:
-    """These rename texts and manifest, exchange the folders (three), and rename figures, page and manifest."""
-    tables = 8
-    assert killed_at_every(1, analyze, RENAMES, tiny, tmp_path, first=tables + 1) == 8
-    assert len(Run.open(tmp_path / "new" / "run").tables) == tables
-
-
 @pytest.mark.parametrize(("command", "step"), [(intervene, 12), (quantize, 4)])
 def test_killed_before_some_renames(command: Any, step: int, tiny: Path, tmp_path: Path) -> None:
     """These are the first rename, one that exchanges the folders, and a later one."""

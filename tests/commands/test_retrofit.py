@@ -181,20 +181,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "here")
 
 
-def test_blocks_need_no_bos() -> None:
-    with_it, without = (read_blocks(loaded(), "natural", None, 16, wanted=18, share=0.1, bos=bos) for bos in BOS)
-    assert (len(with_it.train), len(with_it.held_out)) == (18, 2)  # only the needed blocks are read
-    assert (with_it.train[:, 0] == 1).all()
-    assert not (without.train == 1).any()
-    assert without.train[:2].flatten()[:30].tolist() == with_it.train[:2, 1:].flatten().tolist()  # the same text
-    with_it, without = (read_blocks(loaded(), "sampled", None, 8, wanted=6, share=0.2, bos=bos) for bos in BOS)
-    assert (with_it.train[:, 0] == 1).all()
-    assert not (without.train[:, 0] == 1).all()
-
-
-BOS = ("auto", "never")
-
-
 # --- refused options ---
 
 
@@ -226,15 +212,6 @@ def test_refusals_write_nothing(options: tuple[str, ...], message: str, tiny: Pa
     assert result.stdout == ""
     assert result.stderr.splitlines()[-1].startswith(f"sinkscope: {message}"), result.stderr
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_registers_need_room_among_learned_positions(text: Path) -> None:
-    tiny_model("gpt2").save_pretrained("gpt2")
-    words_tokenizer().save_pretrained("gpt2")
-    told = r"8 registers are beyond the model's 256 positions: take a --block-length of at most 248"
-    with pytest.raises(InputError, match=f"--method register-tokens-count=8: blocks of 250 tokens and {told}"):
-        retrofit("gpt2", "none,register-tokens:count=8", text=text, out="out", **SMALL | {"block_length": 250})
-    assert not Path("out").exists()
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -312,22 +289,6 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     assert result.exit_code == 0, result.output
     assert steps == [0, 1, 2] * 2  # steps are repeated only without a checkpoint
     assert same_arm(tmp_path / "out", unbroken)
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_an_option_that_an_older_folder_lacks_has_its_default(
-    tiny: Path, text: Path, unbroken: Path, tmp_path: Path
-) -> None:
-    out = Path(shutil.copytree(unbroken, tmp_path / "out"))
-    content = json.loads((out / "run.json").read_text())
-    del content["config"]["weight_decay"], content["config"]["epsilon"]
-    (out / "run.json").write_text(json.dumps(content))
-    for given in ({"weight_decay": 0.1}, {"epsilon": 0.4}):
-        with pytest.raises(InputError, match=rf"made with other options .{next(iter(given))} was"):
-            retrofit(str(tiny), "none", text=text, out=out, **given, **SMALL)
-    done = retrofit(str(tiny), "none", text=text, out=out, **SMALL)
-    assert list(done.runs) == ["untouched", "vga", "none"]
-    assert json.loads((out / "run.json").read_text())["config"]["weight_decay"] == 0.01
 
 
 def test_other_options_weights_and_methods_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run
-from sinkscope.commands.list import listing
 from sinkscope.commands.run import run_recipe
 from sinkscope.figures import FIGURES
 from sinkscope.options import COMMANDS
@@ -262,15 +261,6 @@ def test_a_faulty_recipe_is_refused_in_one_line(content: str | bytes, message: s
     assert message in refused(content, None if is_own else "no/such-model")
 
 
-def test_any_command_has_recipes(tiny: Path) -> None:
-    done = run_recipe(written("title: x\ncommand: doctor"), tiny)
-    assert "llama" in done.result.text
-    done = run_recipe(written("title: x\ncommand: list\noptions: {kind: families}"))
-    assert "llama" in str(done.result.tables["families"])
-    with pytest.raises(InputError, match="one is not a run folder"):
-        run_recipe(written("title: x\ncommand: compare\noptions: {runs: [one, two]}"))
-
-
 # --- finding them
 
 
@@ -303,12 +293,3 @@ def test_an_installed_sinkscope_has_its_recipes(monkeypatch: pytest.MonkeyPatch,
     assert shipped_recipes() == package / "recipes"
     assert known_recipes().keys() == {path.stem for path in SHIPPED}
     assert find_recipe("gradient-sinks-figure-2").parent == package / "recipes"
-
-
-def test_the_list_says_what_is_no_recipe() -> None:
-    written("apples: 3", "recipes/cake.yaml")
-    written("not YAML", "recipes/notes.txt")
-    rows = listing("recipes")["recipes"].set_index("recipe")
-    assert {path.stem for path in SHIPPED} | {"cake"} == set(rows.index)
-    assert rows.loc["cake", "title"].startswith("not a recipe: recipes/cake.yaml: key 'apples' is unknown")
-    assert rows.loc["gradient-sinks-figure-2", "reproduces"].endswith("(2026), figure 2")

@@ -1,9 +1,7 @@
 """`analyze` over checkpoints: every step equals its own run, and either all steps are written or none."""
 
-import gc
 import json
 import shutil
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ import sinkscope
 from sinkscope import InputError, Run, Series
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
-from sinkscope.models import loading
 from sinkscope.models.steps import find_checkpoints, step_of
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.results.tables import LEADING
@@ -117,26 +114,6 @@ def test_revisions_of_a_hub_repository(hub: Hub, trained: Path, series: Series) 
     assert refused("org/name", "step5,step6").startswith("at step 6: org/name has no revision 'step6'")
 
 
-def test_one_model_at_a_time(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory does not depend on the number of steps."""
-    loaded: list[weakref.ref] = []
-    plain = loading.load
-
-    def load(*args: Any, **options: Any) -> Any:
-        assert all(model() is None for model in loaded)
-        result = plain(*args, **options)
-        loaded.append(weakref.ref(result.model))
-        return result
-
-    monkeypatch.setattr(loading, "load", load)
-    gc.disable()  # so that memory is not freed by luck
-    try:
-        sinkscope.analyze_steps(trained, **OPTIONS)
-    finally:
-        gc.enable()
-    assert len(loaded) == len(STEPS)
-
-
 # --- which steps
 
 
@@ -185,13 +162,3 @@ def test_wrong_steps_and_options(trained: Path, series: Series, tmp_path: Path) 
 
 
 # --- all or nothing
-
-
-def test_a_checkpoint_cut_short(trained: Path, tmp_path: Path) -> None:
-    folder = copied(trained, tmp_path / "broken", 5, 40)
-    weights = folder / "checkpoint-40" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    message = refused(folder, out=tmp_path / "out")
-    assert message.startswith("at step 40: ")
-    assert "model.safetensors is damaged or cut short" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["broken"]

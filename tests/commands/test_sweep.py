@@ -459,11 +459,3 @@ def test_small_forms_and_names_of_methods() -> None:
         read_sweep("offline-models", {}, quick=True)
     given = read_sweep("when-sinks-emerge-data", {"dtype": "float32"}, quick=True).cells[0].options
     assert (given.dtype, given.steps) == ("float32", 200)
-
-
-def test_names_of_cells_are_stable(tmp_path: Path) -> None:
-    """If the names changed, every cell would be measured again."""
-    path = written(tmp_path, "models: [org/Some-Model-1B]\ninputs: [random]\nsettings: {seq-len: [16]}")
-    assert [cell.name for cell in read_sweep(str(path), {"allow_pickle": True}).cells] == [
-        "Some-Model-1B-random-seq-len=16-2bc4a619a3"
-    ]

@@ -15,7 +15,7 @@ import sinkscope
 from sinkscope.commands.sweep import SweepRun
 from sinkscope.commands.sweeping import pools
 from sinkscope.commands.sweeping.worker import State
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import InputError
 from sinkscope.models import files
 
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
@@ -116,14 +116,6 @@ def test_a_disk_without_room_for_all_models(models: Hub, tmp_path: Path, monkeyp
     with pytest.raises(InputError, match=r"GB left: make room"):
         swept(tmp_path, asked, workers=2, evict=True)
     assert swept(tmp_path, asked, workers=1, evict=True).failure == ""
-
-
-def test_a_disk_without_room_for_one_model(models: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command reports this before the download."""
-    monkeypatch.setattr(files, "free_room", lambda: files.SPARE)
-    with pytest.raises(SinkscopeError, match=r"downloading org/one takes 0.0 GB, and the disk of .* has 0.2 GB left"):
-        sinkscope.load("org/one")
-    assert fetched(models) == 0
 
 
 def snapshots() -> set[str]:

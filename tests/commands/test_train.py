@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -137,26 +136,6 @@ def test_a_tokenizer_of_the_text() -> None:
     assert len(ids) < len(text) / 3  # it has learned words
     assert tokenizer("Ἐν ἀρχῇ")["input_ids"][1:]  # byte-level: no text is unknown
     assert tokenizer_of([text], 280).get_vocab() == tokenizer.get_vocab()
-
-
-def test_it_is_saved_beside_every_model_and_decides_the_vocabulary(finished: tuple[Result, Path]) -> None:
-    for folder in ("model", "checkpoints/checkpoint-0", "checkpoints/checkpoint-4"):
-        tokenizer = AutoTokenizer.from_pretrained(finished[1] / "none-seed0" / folder)
-        config = AutoConfig.from_pretrained(finished[1] / "none-seed0" / folder)
-        assert len(tokenizer) == config.vocab_size == 300
-        assert config.bos_token_id == tokenizer.bos_token_id
-
-
-def test_token_ids_need_none(shape: Path) -> None:
-    np.save("ids.npy", np.random.default_rng(0).integers(3, 300, (20, 16)))
-    done = train(shape, "none", text="ids.npy", out="out", **SMALL, **FEW)
-    assert not (done.model("none") / "tokenizer.json").exists()
-    small = SMALL | {"block_length": 24, "batch_size": 4, "log_every": 2}  # a task without a BOS
-    done = train("bigram-backcopy", "none", text="bigram-backcopy", bos="never", out="task", **small, num_seqs=4)
-    held_out = np.load("task/held-out.npy")
-    assert held_out.shape == (4, 24)
-    assert (held_out != 0).all()  # <s>
-    assert "the first token takes the place of <s>" in done.verdict
 
 
 # --- a task

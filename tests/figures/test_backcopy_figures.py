@@ -6,14 +6,12 @@ import pytest
 from support.figure_tables import grid
 from support.figures import edges_at
 
-from sinkscope.errors import InputError
 from sinkscope.figures import OF_ARMS
 from sinkscope.figures.style import Figure
-from sinkscope.figures.training import ROWS, Arms, sinking_head
+from sinkscope.figures.training import ROWS, Arms
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.results.run import RunData
 from sinkscope.training.tables import sinking_layer
-from sinkscope.verdict.trained import backcopy_markdown, without_start
 
 STEPS = range(0, 101, 10)
 
@@ -53,15 +51,6 @@ def maps(arms: int = 2, layers: int = 1, heads: int = 1) -> tuple[pd.DataFrame, 
     at = norms["position"]
     norms = norms.assign(token_id=10 + at, token=at.map(text), is_trigger=at.map(text.isin([" ", "t"])), norm=1.0 + at)
     return weights, norms.assign(attended_norm=norms["norm"] / (1 + norms["condition"].str[-1].astype(int)))
-
-
-def test_a_first_token_in_place_of_the_start_is_noted() -> None:
-    note = "the first token takes the place of <s>"
-    without = draw_backcopy_training(training(), {"arm 0": run("varies")})
-    for figure, known in ((draw_backcopy_training(training()), False), (without, True)):
-        assert (note in figure.get_suptitle()) == known
-    assert without_start(RUNS.values()) == ""
-    assert note in backcopy_markdown(training(), without_start([run("varies")])).splitlines()[0]
 
 
 def test_lines_are_means_over_seeds_and_bands_reach_the_extremes() -> None:
@@ -114,18 +103,3 @@ def test_maps_and_bars_show_the_tables() -> None:
     assert labels == ["<s>", "h", "␣", "h", r"\$", "t"]
     colors = [label.get_color() for label in below[0].get_xticklabels()]
     assert [color != "black" for color in colors] == [False, False, True, False, False, True]
-
-
-def test_the_head_with_the_largest_sink_is_shown() -> None:
-    weights, norms = maps(layers=2, heads=2)
-    weights.loc[(weights["layer"] == 1) & (weights["head"] == 0) & (weights["key"] == 0), "weight"] = 1.0
-    assert sinking_head(weights) == (1, 0)
-    assert "layer 1, head 0" in draw_backcopy_maps(weights, norms).axes[0].get_title()
-
-
-def test_empty_tables_are_refused() -> None:
-    weights, norms = maps()
-    with pytest.raises(InputError):
-        draw_backcopy_maps(weights.iloc[:0], norms)
-    with pytest.raises(InputError):
-        draw_backcopy_training(training().query("metric == 'loss'"))

@@ -181,32 +181,6 @@ def test_arm_maps_shows_the_layer_where_the_sink_changes_most() -> None:
     assert [said(ax)[0] for ax in figure.axes[:5]] == ["sink 0.50", "sink 0.01", "sink 0.50", "sink 0.01", "sink 0.50"]
 
 
-def test_arm_maps_of_many_arms_have_each_control_below_its_arm(run: Run) -> None:
-    figure = draw("arm-maps", run)
-    layer = int(figure.get_suptitle().split("layer ")[1].split()[0])
-    for label in ("transplant-epe", "costs $5, or $x$ more"):
-        (ax,) = [ax for ax in figure.axes if matches(ax.get_title(), label)]
-        np.testing.assert_allclose(shown_map(ax), map_of(run, label, layer))
-        box = ax.get_position()
-        (below,) = [
-            other
-            for other in figure.axes
-            if abs(other.get_position().x0 - box.x0) < 1e-9 and 0 < box.y0 - other.get_position().y1 < 0.02
-        ]
-        np.testing.assert_allclose(shown_map(below), map_of(run, f"{label} control 0", layer))
-
-
-def test_a_mask_of_the_sink_does_not_choose_the_layer() -> None:
-    """A mask removes the sink completely, so that its change is largest where the sink is, for any other arms."""
-    run = experiment({"mask": [0], "two": [0], "three": [0]}, layers=2)
-    maps = run.tables["arm_maps"]
-    at_sink = maps["key"] == 0
-    maps.loc[at_sink, "weight"] = np.where(maps.loc[at_sink, "layer"] == 1, 0.9, 0.4)
-    maps.loc[at_sink & (maps["condition"] == "mask"), "weight"] = 0
-    maps.loc[at_sink & maps["condition"].isin(["two", "three"]) & (maps["layer"] == 0), "weight"] = 0.3
-    assert "layer 0" in draw("arm-maps", run).get_suptitle()
-
-
 @pytest.mark.parametrize("layers", [4, 30])
 def test_arm_maps_by_layer_has_every_layer_in_reading_order(layers: int) -> None:
     run = experiment({"one": [0], "two": [0]}, layers=layers)
@@ -230,13 +204,6 @@ def test_arm_maps_by_layer_has_every_layer_in_reading_order(layers: int) -> None
     white = figure.axes[3].images[1].get_array()[:8, 9:17]
     assert np.ma.getmaskarray(white)[np.tril_indices(8)].all()
     assert (white[np.triu_indices(8, 1)] == 1).all()
-
-
-def test_arm_maps_by_layer_leaves_controls_out_where_maps_would_be_too_small() -> None:
-    few, many = (draw("arm-maps-by-layer", experiment(watched, layers=30)) for watched in (SINGLE, MANY))
-    assert "controls left out" in many.get_suptitle()
-    assert not any(ax.get_ylabel() == "random control" for ax in many.axes)
-    assert "left out" not in few.get_suptitle()
 
 
 def test_effects_draws_before_after_and_every_control(run: Run) -> None:
@@ -266,15 +233,6 @@ def test_effects_draws_before_after_and_every_control(run: Run) -> None:
         assert is_log == (position == -1)
 
 
-def test_effects_names_positions_and_values_that_a_log_axis_cannot_show() -> None:
-    figure = draw("effects", experiment(ELSEWHERE))
-    assert said(panel(figure, "sink rate (share) at @position")) == ["@0", "@2", "@3"]
-    assert said(panel(figure, "window mass (share of attention) at @position")) == ["–", "@4", "@5", "–"]
-    table = effect_table(SINGLE, 4, 3)
-    table.loc[(table["metric"] == "perplexity") & (table["arm"] == "after"), "value"] = np.inf
-    assert said(panel(draw("effects", experiment(SINGLE, effect=table)), "perplexity")) == ["after: inf"]
-
-
 def test_effects_by_layer_draws_the_sink_rate_and_the_controls_spread(run: Run) -> None:
     figure = draw("effects-by-layer", run)
     ax = panel(figure, "transplant-epe")
@@ -288,10 +246,3 @@ def test_effects_by_layer_draws_the_sink_rate_and_the_controls_spread(run: Run) 
         np.testing.assert_allclose(edges_at(ax, layer), [mean - spread, mean + spread])
     control = "random control: mean ± 2 std of 3 draws"
     assert legend_of(figure) == ["before", "after", "after, at position 1", control]
-
-
-def test_effects_by_layer_names_each_arms_position_where_they_differ() -> None:
-    figure = draw("effects-by-layer", experiment(ELSEWHERE, draws=0))
-    assert [ax.get_title() for ax in figure.axes] == ["first\nposition 0", "second\nposition 2", "third\nposition 3"]
-    assert not any(ax.collections for ax in figure.axes)
-    assert len(panel(figure, "second position 2").lines) == 4  # before, after, and after at two targets

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.transforms import Bbox
-from support.drawn_figures import SEEDS, TEXTS, names
+from support.drawn_figures import TEXTS, names
 from support.drawn_figures import drawn as draw_example
 
 from sinkscope.figures import KINDS
@@ -37,15 +37,6 @@ def test_axes_have_labels_and_tick_labels_do_not_overlap(name: str) -> None:
             _check_decades(getattr(ax, f"{which}axis"), name)
     for bar in (ax for ax in figure.axes if ax.get_label() == "<colorbar>"):
         assert bar.get_ylabel() or bar.get_xlabel()
-
-
-def test_the_number_of_seeds_is_stated_and_their_spread_is_visible() -> None:
-    for name in ("retrofit-bars", "retrofit-training", "backcopy-training"):
-        assert f"{len(SEEDS)} seeds" in drawn(name).get_suptitle()
-        for ax in (ax for ax in drawn(name).axes if ax.get_visible()):
-            assert ax.collections, "neither a band nor whiskers"
-    for name in ("retrofit-layers", "retrofit-values", "backcopy-maps"):
-        assert f"first of {len(SEEDS)} seeds" in drawn(name).get_suptitle()
 
 
 def test_a_log_axis_has_two_powers_of_ten() -> None:

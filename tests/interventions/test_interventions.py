@@ -5,7 +5,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.attention.seam import open_seam
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, parse
 from sinkscope.measuring.intervening import intervening
 from sinkscope.measuring.observables import OBSERVABLES
@@ -271,29 +270,6 @@ def test_it_is_so_after_an_exception_too(name: str, error: type[BaseException]) 
     before.check("raised in the forward pass")
 
 
-def test_a_forward_that_was_wrapped_already_is_used_and_comes_back() -> None:
-    """Accelerate wraps the forwards of a model that is spread over devices."""
-    model = tiny_model("llama")
-    calls = []
-    for module in (model.model.layers[1], model.model.embed_tokens, model.model.layers[1].self_attn.v_proj):
-
-        def wrapped(*args: Any, forward: Callable = module.forward, **kwargs: Any) -> Any:
-            calls.append(forward)
-            return forward(*args, **kwargs)
-
-        module.forward = wrapped
-    before = Before(model)
-    texts = [EACH[name] for name in ("nullify-first-embedding", "mean-massive", "scale-sink-value")]
-    plain = under(tiny_model("llama"), *texts)
-    calls.clear()
-    assert torch.equal(under(model, *texts), plain)
-    assert len(calls) == 3
-    before.check("wrapped")
-    with open_tracer(model, find_family(model), interventions=map(parse, texts)) as tracer:
-        assert torch.equal(tracer.logits(padded(list(IDS.numpy()))), plain)
-    before.check("wrapped and traced")
-
-
 def test_what_does_not_apply_says_why_and_is_refused() -> None:
     for name in TINY:
         with naming(name):
@@ -308,17 +284,6 @@ def test_what_does_not_apply_says_why_and_is_refused() -> None:
                 with pytest.raises(InputError, match=f"{intervention} does not apply to this model: .+"):
                     under(model, EACH[intervention])
             before.check("refused")
-
-
-def test_without_known_projections_what_edits_them_does_not_apply() -> None:
-    """The family of an architecture that was found by `calibrate` may lack these projections."""
-    model = tiny_model("gpt2")
-    with target_of(model) as target:
-        target.family = replace(target.family, qkv=())
-        reasons = {name: kind.inapplicable(target) for name, kind in INTERVENTIONS.items()}
-    refused = {name for name, reason in reasons.items() if reason}
-    of_values = {"scale-sink-value", "mean-sink-value"}
-    assert refused == {"nullify-query-bias", "perturb-query-bias", "zero-key-columns", *of_values}
 
 
 def biases(model: PreTrainedModel) -> torch.Tensor:
@@ -548,13 +513,6 @@ def test_a_padded_batch_gives_each_sequences_own_logits(name: str) -> None:
                 assert_close(together[row][batch.attention_mask[row].bool()], expected)
 
 
-def test_a_mask_that_is_a_positional_argument_is_found() -> None:
-    model, batch = tiny_model("llama"), padded(ragged_tokens((9, 5)), "left")
-    expected = under(model, "mask-sink", ids=batch.token_ids, attention_mask=batch.attention_mask)
-    with intervening(model, "mask-sink"), torch.no_grad():
-        assert torch.equal(model(batch.token_ids, batch.attention_mask).logits, expected)
-
-
 ONE_OF_EACH_CACHE = ("llama", "gemma3", "gpt_oss", "opt", "bloom", "falcon", "gptj")
 
 
@@ -586,13 +544,6 @@ def test_generating_with_a_cache_is_generating_without(name: str) -> None:
         for text in ("mask-sink:positions=0,5", "scale-sink-value:factor=3"):
             static = generated(model, whole(), text, cache_implementation="static")
             assert_close(static, generated(model, whole(), text, use_cache=False))
-
-
-def test_where_padding_cannot_be_seen_nothing_is_edited_in_its_place() -> None:
-    """With a static cache, `generate` passes masks of four dimensions to the model."""
-    for name, text in (("llama", "mask-sink"), ("gemma3", "scale-sink-value")):
-        with pytest.raises(InputError, match="the start of each sequence is unknown"):
-            generated(tiny_model(name), padded(ragged_tokens((9, 7)), "left"), text, cache_implementation="static")
 
 
 @pytest.mark.parametrize("name", ["mistral", "opt", "bloom", "gptj"])
@@ -714,29 +665,6 @@ def test_weights_that_cannot_be_edited_are_refused() -> None:
     with pytest.raises(InputError, match="layer 1 has no query bias"):
         under(model, "nullify-query-bias")
     assert torch.equal(under(model, "nullify-query-bias:layers=0,2"), logits(without_query_bias(model, (0, 2))))
-
-
-NEVER_REACHED = (
-    "nullify-first-embedding:positions=9,20",
-    "zero-massive:layers=0,positions=9,coordinates=3",
-    "mean-massive:layers=0,positions=9,coordinates=3,means=1",
-    "scale-sink-value:positions=9",
-    "rescale-norm:layers=2,positions=9",
-    "mask-sink:positions=8",  # no token follows position 8
-)
-
-
-def test_a_position_that_no_pass_had_is_reported_at_the_end() -> None:
-    model = tiny_model("llama")
-    before = Before(model)
-    for text in NEVER_REACHED:
-        with naming(text):
-            with pytest.raises(SinkscopeError, match=r"changed nothing: no forward pass held .*position (9|8)"):
-                under(model, text)
-            before.check(text)
-            with intervening(model, text):
-                logits(model)
-                logits(model, tiny_tokens(1, 10))  # one forward pass with the position is enough
 
 
 TEXTS = {
@@ -894,13 +822,6 @@ def test_the_control_of_no_query_bias_is_another_one_at_the_same_heads() -> None
     assert str(first).startswith("perturb-query-bias:layers=0+1,heads=2,seed=")
     assert first == original.control(known, torch.Generator().manual_seed(1)) != second
     assert first.control(known, draw) is None
-
-
-def test_a_control_without_room_is_refused() -> None:
-    known = known_of(tiny_model("llama"), length=4)
-    with pytest.raises(InputError, match="needs 2 other positions, and there are 1"):
-        parse("mask-sink:positions=0,1").control(known, torch.Generator())
-    assert parse("mask-sink:positions=1").control(known, torch.Generator()) == parse("mask-sink:positions=2")
 
 
 @pytest.mark.parametrize("columns", [4, 300])

@@ -17,10 +17,10 @@ from support.encoders import ENCODERS, SPECIAL, encoder, recorded, word_tokenize
 from support.plain import only_float64, run_plainly
 from support.retrofitted import each_pair
 from tiny import VOCAB, batched, ragged_tokens
-from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
+from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import InputError
 from sinkscope.interventions import parse
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
@@ -78,17 +78,6 @@ def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
     assert_same(tables, expected, ROUND_OFF)
 
 
-def test_a_long_text_is_read_in_chunks() -> None:
-    """With 300 tokens, the first columns and a band around the diagonal are read."""
-    model = encoder("modernbert", max_position_embeddings=512)
-    family, _ = family_of(model)
-    ids = ragged_tokens((300,))
-    tables = tables_of(model, family, batched(ids, 1), "attention")
-    sequences = [recorded(model, ids[0])]
-    expected = {"attention": attention(sequences), "sink_positions": sink_positions(sequences)}
-    assert_same(tables, expected, ROUND_OFF)
-
-
 def test_geometry_is_over_the_queries_of_both_sides() -> None:
     model, family, _ = known("bert")
     sequences = ragged_tokens(LENGTHS)
@@ -121,18 +110,6 @@ def test_logits_are_the_bare_models_of_each_sequence_alone(name: str, side: str)
         for row, ids in enumerate(sequences):
             alone = model(input_ids=torch.as_tensor(ids)[None]).logits[0]
             assert float((logits[row][batch.attention_mask[row].bool()] - alone).abs().max()) < ROUND_OFF
-
-
-def test_an_encoder_that_is_a_decoder_is_causal() -> None:
-    config = AutoConfig.for_model("bert", **ENCODERS["bert"] | {"is_decoder": True})
-    family, _ = family_of(AutoModelForCausalLM.from_config(config).eval())
-    assert family.causal
-
-
-def test_an_encoder_decoder_is_refused() -> None:
-    config = BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=VOCAB)
-    with pytest.raises(InputError, match="encoder–decoder"):
-        family_of(BartForConditionalGeneration(config).eval())
 
 
 def test_mask_sink_hides_a_key_from_the_tokens_before_it_too() -> None:
@@ -256,14 +233,6 @@ def test_a_text_stands_between_cls_and_sep(tmp_path: Path, bos: str, ends: tuple
         assert not any(np.isin(ids, (1, 2)).any() for ids in inputs.sequences)
 
 
-def test_a_short_prompt_ends_with_sep_and_a_long_one_too() -> None:
-    loaded = loaded_encoder()
-    family, _ = family_of(loaded.model)
-    for words, length in (("w1 w2", 4), (TEXT, 16)):
-        (ids,) = inputs_for(loaded, make_config(prompt=words, seq_len=16), family).sequences
-        assert (len(ids), ids[0], ids[-1]) == (length, 1, 2)
-
-
 # ------------------------------------------------------------------------------------------ commands
 
 
@@ -292,20 +261,6 @@ def test_a_folder_gives_every_table(folder: Path) -> None:
     assert "attends in both directions" in str(run.verdict)
 
 
-def test_quantizing_costs_masked_tokens_loss(folder: Path) -> None:
-    options = {"input": str(folder / "text.txt"), "seq_len": 20, "num_seqs": 6, "calibration": 2}
-    one_layer = encoder("bert", torch.float32, num_hidden_layers=1)
-    table = sinkscope.quantize(one_layer, tokenizer=word_tokenizer(), **options).tables["quantization"]
-    assert np.isfinite(table["loss"]).all()
-    assert table.loc[table["setting"] == "all", "quantized"].iloc[0] == 3 * (6 + 1)  # one is in the LM head
-
-
-def test_interventions_are_measured_by_masked_tokens_loss(folder: Path) -> None:
-    options = {"input": str(folder / "text.txt"), "seq_len": 20, "num_seqs": 4, "draws": 1}
-    effects = sinkscope.intervene(folder, "mask-sink", **options).tables["effect"]
-    assert np.isfinite(effects.query("metric == 'loss'")["value"]).all()
-
-
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "streaming": (lambda path: sinkscope.intervene(path, "streaming-window"), "it attends both ways"),
     "its own text": (lambda path: sinkscope.analyze(path, input="sampled"), "writes no text"),
@@ -323,31 +278,3 @@ def test_what_is_causal_only_is_refused_with_the_reason(folder: Path, what: str)
     with pytest.raises(InputError, match=reason) as caught:
         call(folder)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_without_a_mask_token_there_is_no_loss() -> None:
-    run = sinkscope.analyze(encoder("bert"), input="random", seq_len=12, num_seqs=2)
-    assert "no tokenizer that names a mask token" in run.manifest["not_measured"]["gradient"]
-    with pytest.raises(InputError, match="no tokenizer that names a mask token"):
-        sinkscope.quantize(encoder("bert"), input="random", seq_len=12, num_seqs=2, calibration=1)
-
-
-def test_an_encoder_without_a_head_is_measured_but_for_gradients() -> None:
-    run = sinkscope.analyze(encoder("bert").base_model, tokenizer=word_tokenizer(), input="random", seq_len=12)
-    assert "without a head" in run.manifest["not_measured"]["gradient"]
-    assert sinkscope.doctor(encoder("bert").base_model).ok
-
-
-def test_block_sparse_attention_is_refused_where_the_model_has_it() -> None:
-    """A short text switches BigBird to full attention permanently, and the search for its wiring reads such a text."""
-    model = encoder("big_bird", torch.float32, attention_type="block_sparse", block_size=4, num_random_blocks=1)
-    assert sinkscope.analyze(model, input="random", seq_len=20, num_seqs=1).manifest["parity"] < 1e-3
-    assert model.bert.attention_type == "block_sparse"
-    with pytest.raises(SinkscopeError, match="not one softmax"):
-        sinkscope.analyze(model, input="random", seq_len=64, num_seqs=1)
-
-
-def test_attention_that_is_made_causal_is_caught_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.models.calibrate.sees_later_tokens", lambda *_: False)
-    with pytest.raises(SinkscopeError, match="computes something different from the bare model"):
-        sinkscope.analyze(encoder("bert"), input="random", seq_len=12, num_seqs=2)

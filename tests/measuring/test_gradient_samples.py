@@ -50,14 +50,6 @@ def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -
         assert_near(mine.to_numpy().reshape(3, 3, POSITIONS), torch.cat([together, norms], dim=1).numpy())
 
 
-def test_groups_count_the_predicted_tokens() -> None:
-    model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens(LENGTHS[:4])
-    whole = tables(model, sequences)["gradient_by_group"].query("group == 0 and head == -1")
-    run = tables(model, sequences[1:])["gradient"].query("head == -1 and pathway in ['key', 'value', 'query']")
-    without, expected = (table.sort_values(["layer", "pathway", "position"])["grad_norm"] for table in (whole, run))
-    assert_near(without.to_numpy(), expected.to_numpy())
-
-
 def test_neither_batches_nor_padding_change_the_tables_for_intervals() -> None:
     model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens(LENGTHS)
     one, other = tables(model, sequences), tables(model, sequences, 25, "left")
@@ -67,12 +59,6 @@ def test_neither_batches_nor_padding_change_the_tables_for_intervals() -> None:
         pd.testing.assert_frame_equal(mine[keys], theirs[keys], check_dtype=False)
         for column in set(mine) - set(keys):
             assert_near(mine[column].to_numpy(), theirs[column].to_numpy(), 1e-6)
-
-
-def test_one_sequence_leaves_nothing_without_its_group() -> None:
-    table = tables(tiny_model("llama", dtype=torch.float64), ragged_tokens((8,)))["gradient_by_group"]
-    assert table["group"].unique().tolist() == [0]
-    assert table["grad_norm"].isna().all()
 
 
 # ------------------------------------------------------------------------------------------ by sequence
@@ -124,12 +110,6 @@ def test_vga_has_equation_15s_gradient_at_the_raw_value() -> None:
         expected = torch.linalg.vector_norm(content + regulation.unflatten(-1, value.shape[-2:]), dim=-1)
         rows = table[table["layer"] == layer].sort_values(["head", "position"])["grad_norm"].to_numpy()
         assert_near(rows.reshape(2, POSITIONS), expected[:POSITIONS].T.detach().numpy())
-
-
-@pytest.mark.parametrize("label", ["vga-output", "learnable-sink"])
-def test_without_a_gate_on_values_there_is_no_raw_value(label: str) -> None:
-    table = tables(retrofitted("llama", label), ragged_tokens((8, 6)))["gradient"]
-    assert set(table["pathway"]) == {"query", "query_measured", "key", "value"}
 
 
 @pytest.mark.parametrize(("name", "is_zero"), [("llama", True), ("gpt_oss", False)])

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from support.attention_reads import EACH_KIND, make_read, scored
-from tiny import FORWARD, batched, measured, padded, ragged_tokens, tiny_model
+from tiny import batched, measured, padded, ragged_tokens, tiny_model
 
 from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
@@ -18,7 +18,6 @@ from sinkscope.measuring.observables.geometry import causal_pair_means, masked_p
 from sinkscope.measuring.observables.massive import SAMPLED, Massive, is_massive, median_magnitude, selected
 from sinkscope.measuring.observables.observable import Means, Reading, Settings
 from sinkscope.measuring.observables.reductions import long_table
-from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
@@ -122,15 +121,6 @@ def test_pair_means_are_those_of_the_loops(kind: str, lengths: tuple | None, sid
             torch.testing.assert_close(mean[real], expected[name][real], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("columns", [1, 5, 23])
-def test_sums_of_queries_give_the_same_as_pairs_of_tokens(columns: int) -> None:
-    """The sums in O(T·d) equal those over pairs in O(T²): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
-    read = make_read("causal")
-    fast, slow = (means(read, *norms_of(read), columns) for means in (causal_pair_means, masked_pair_means))
-    for name in fast:
-        torch.testing.assert_close(fast[name], slow[name], rtol=1e-10, atol=1e-12)
-
-
 def test_the_row_chunk_changes_no_pair_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     read = make_read("softcap")
     whole = masked_pair_means(read, *norms_of(read), 23)
@@ -177,16 +167,6 @@ def test_norms_whose_squares_overflow_are_computed_in_float32() -> None:
     assert kurtosis(half, batch).isfinite().all()
 
 
-def test_a_position_that_no_sequence_has_is_nan() -> None:
-    observable = OBSERVABLES["activation"](Settings(positions=4))
-    batch = padded(ragged_tokens((2, 3)))
-    hidden = torch.tensor([[[1.0], [2.0], [99.0]], [[3.0], [1.0], [4.0]]])
-    observable.see(0, "mid", Reading(hidden, batch), batch)
-    rows = observable.tables()["activation"]
-    assert rows["norm_max"].tolist()[:3] == [3.0, 2.0, 4.0]
-    np.testing.assert_array_equal(rows["norm_mean"], [2.0, 1.5, 4.0, np.nan])
-
-
 # --------------------------------------------------------------------------------------------- massive
 
 
@@ -229,14 +209,6 @@ def test_every_massive_activation_is_listed_and_at_least_three_entries() -> None
         rows = massive_table(hidden_state(0.01, *[200.0 + n for n in range(count)]))
         assert rows["coordinate"].tolist()[:count] == list(reversed(range(count)))  # largest first
         assert rows["is_massive"].tolist() == [True] * count + [False] * max(0, 3 - count)
-
-
-def test_the_median_is_the_lower_of_two_and_of_magnitudes() -> None:
-    for x in (torch.tensor([3.0, 1.0, 2.0, 4.0]), torch.rand(101), torch.tensor([7.0])):
-        for dtype in (torch.float32, torch.float64):
-            assert median_magnitude(x.to(dtype)) == x.median() == sorted(x.tolist())[(len(x) - 1) // 2]
-    x = torch.tensor([[-5.0, 1.0, -3.0], [2.0, -4.0, 0.0]])
-    assert median_magnitude(x) == median_magnitude(x.bfloat16()) == 2.0
 
 
 def test_selection_is_exact_for_any_sample() -> None:
@@ -309,14 +281,3 @@ def test_outliers_of_norms_are_those_of_plain_hooks(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- all
-
-
-def test_observables_do_not_affect_each_other() -> None:
-    model, batch, settings = tiny_model("falcon"), padded(ragged_tokens((9, 6))), Settings(positions=4, window=4)
-    together = measured(model, [batch], settings, FORWARD)
-    for name in FORWARD:
-        for table_name, rows in measured(model, [batch], settings, (name,)).items():
-            assert rows.equals(together[table_name])
-    for name, rows in together.items():
-        assert rows.columns[0] == "layer"
-        assert {*rows.columns} == {"layer", *column_names(name)} - {"token"}

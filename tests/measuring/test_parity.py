@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import sinkscope
 from sinkscope.attention import seam, taps, weights
 from sinkscope.attention.kernels import AttentionCall
-from sinkscope.attention.taps import NAME
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import SinkscopeError
@@ -57,19 +56,6 @@ def test_a_sparse_model_keeps_its_mask() -> None:
     entropies = [-(weights * weights.clamp_min(1e-30).log()).sum(-1).mean() for weights in attentions]
     assert run.metric("attention_entropy") == pytest.approx(float(torch.stack(entropies).mean()), rel=1e-5)
     assert run.manifest["parity"] < 1e-5
-
-
-def test_under_another_name_it_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seam, "_interface", lambda model: seam.attention_implementation(model, NAME))
-    model = sparse_model()
-    for command in (
-        sinkscope.analyze,
-        lambda model, **options: sinkscope.intervene(model, "mask-sink", draws=0, **options),
-        lambda model, **options: sinkscope.quantize(model, calibration=2, **options),
-    ):
-        with pytest.raises(SinkscopeError, match=r"different from the bare model .*--skip-parity measures anyway"):
-            command(model, **OPTIONS)
-    sinkscope.analyze(model, **OPTIONS | {"seq_len": 12})  # below 16 tokens it is dense
 
 
 def without_mask(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,20 +125,6 @@ def test_large_key_biases_are_no_fault(dtype: torch.dtype, size: float, implemen
     assert sinkscope.analyze(with_key_biases(size, dtype, implementation), **PASSES).manifest["parity"] is not None
 
 
-@each_pair(list(TINY), DTYPES, ("name", "dtype"), whole=("gpt_oss",))
-def test_no_family_is_refused_for_its_round_off(name: str, dtype: torch.dtype) -> None:
-    model = tiny_model(name, dtype=dtype, spread=4.0)
-    run = sinkscope.analyze(model, attn="eager", **PASSES)
-    assert run.manifest["parity"] < {torch.float32: 1e-5}.get(dtype, 0.5)
-    assert doctor(model).ok
-
-
-def test_a_model_in_float64_may_compute_its_softmax_in_float32() -> None:
-    model = tiny_model("llama", dtype=torch.float64)
-    model.set_attn_implementation("eager")
-    assert sinkscope.analyze(model, **PASSES).manifest["parity"] < 1e-5
-
-
 def at_another_temperature(plain: Callable[..., Any]) -> Callable[..., Any]:
     def attend(module: Any, query: Any, *rest: Any, scaling: float | None = None, **options: Any) -> Any:
         return plain(module, query, *rest, scaling=(scaling or query.shape[-1] ** -0.5) / 1.1, **options)
@@ -211,13 +183,6 @@ def test_round_off_is_within_its_bound_and_no_fault_is(bias: float) -> None:
     other = (mix(torch.float32, 0.25 / 1.1) - exact).norm(dim=-1) / largest / attention_round_off(read)
     assert rounded.max() < 0.5
     assert other.max() > 5
-
-
-def test_it_may_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seam, "attend", twice(seam.attend))
-    run = sinkscope.analyze(tiny_model("llama"), skip_parity=True, **OPTIONS)
-    assert run.manifest["parity"] is None
-    assert run.manifest["config"]["skip_parity"] is True
 
 
 def test_the_difference_is_the_largest_of_any_real_token() -> None:

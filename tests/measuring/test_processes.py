@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from support.encoders import encoder
 from support.ranks import on_two_ranks
 from tiny import ragged_tokens, tiny_model
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 import sinkscope
 from sinkscope import Run
 from sinkscope.cli.app import app
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import SinkscopeError
 from sinkscope.measuring import processes
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import Team
@@ -100,12 +99,6 @@ def test_two_halves_are_the_whole(name: str, tmp_path: Path) -> None:
     assert (halves.manifest["processes"], whole.manifest["processes"]) == (2, 1)
 
 
-def test_two_halves_of_repeated_tokens_are_the_whole() -> None:
-    options = {"input": "repeated", "bos": "never", "num_seqs": 5, "seq_len": 12, "observables": ("equal-tokens",)}
-    model = tiny_model("bloom")
-    assert_same(by_halves(model, **options).tables, sinkscope.analyze(model, batch_size=2, **options).tables)
-
-
 def test_every_observable_is_among_them(tmp_path: Path) -> None:
     """A new observable has to be measured here, too, because merging needs its sums to be accumulators."""
     seen = set()
@@ -113,12 +106,6 @@ def test_every_observable_is_among_them(tmp_path: Path) -> None:
         run = sinkscope.analyze(tiny_model(name), input=written(tmp_path), **OPTIONS)
         seen |= {each for each, kind in OBSERVABLES.items() if set(kind.columns) & set(run.tables)}
     assert set(OBSERVABLES) - seen == {"equal-tokens", "gate", "mean-maps"}  # above, and of means alone
-
-
-def test_more_processes_than_sequences(tmp_path: Path) -> None:
-    """The second process reads the batch of the first, and its results are not counted."""
-    model, options = tiny_model("llama"), {"input": written(tmp_path, (9,)), **OPTIONS}
-    assert_same(by_halves(model, **options).tables, sinkscope.analyze(model, **options).tables)
 
 
 # --- two processes
@@ -247,12 +234,3 @@ def test_on_the_command_line_the_first_prints_and_writes(tmp_path: Path) -> None
     options = {"input": tmp_path / "ids.jsonl", "observables": ("attention",), "batch_size": 2}
     whole = sinkscope.analyze(tmp_path / "llama", **options)
     assert_same({name: tables(tmp_path / "out")[name] for name in whole.tables}, whole.tables)
-
-
-def test_a_model_cannot_be_spread_over_devices_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(processes, "stays_on_cpu", lambda device_map: False)
-    with pytest.raises(InputError, match="--device-map auto would give every process all devices"):
-        sinkscope.analyze("no/model", input="random", device_map="auto")
-    torch.testing.assert_close(processes.team().count, 1)

@@ -115,17 +115,6 @@ def test_scaled_and_added_branches(forward: Callable, attention: list[Term], mlp
         assert check_wiring(block, sites) < 1e-6
 
 
-def test_a_layer_that_adds_nothing_yet_is_built_as_the_others() -> None:
-    """Models are made deeper by layers whose last projections are 0 (LLaMA Pro, Wu et al. 2024)."""
-
-    def grow(layers: nn.ModuleList) -> None:
-        layers[1].self_attn.o_proj.weight.data.zero_()
-        layers[1].mlp.down_proj.weight.data.zero_()
-
-    family = calibrated(grow)
-    assert (family.wiring, family.blocks) == ("sequential", ())
-
-
 def test_the_stack_is_the_chain_with_most_weights() -> None:
     """A longer parallel chain and a larger list that is not a chain are not chosen."""
 
@@ -158,34 +147,6 @@ def test_attention_in_other_places_is_refused() -> None:
         calibrated(rebuilt(attends_twice))
     with pytest.raises(InputError, match="share one attention module"):
         calibrated(lambda layers: [setattr(layer, "self_attn", layers[0].self_attn) for layer in layers])
-
-
-class Running(nn.Module):
-    """A module called attention that computes the mean of the tokens so far."""
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
-        return hidden_states.cumsum(1) / torch.arange(1, hidden_states.shape[1] + 1)[:, None], None
-
-
-class EinsumAttention(Running):
-    """A causal softmax, computed by einsum."""
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
-        logits = torch.einsum("btd,bsd->bts", hidden_states, hidden_states)
-        logits = logits.masked_fill(~torch.ones_like(logits, dtype=torch.bool).tril(), -1e9)
-        return torch.einsum("bts,bsd->btd", logits.softmax(-1), hidden_states), None
-
-
-def put(layers: nn.ModuleList, at: int, attention: nn.Module) -> None:
-    attention.weight = nn.Parameter(torch.ones(()))  # modules of a model have parameters
-    layers[at].self_attn = attention
-
-
-def test_attention_is_a_softmax() -> None:
-    family = calibrated(lambda layers: put(layers, 1, Running()))
-    assert [block.attention for block in family.blocks] == ["self_attn", "", "self_attn"]
-    with pytest.raises(InputError, match="layer 1: its EinsumAttention attends in code of its own"):
-        calibrated(lambda layers: put(layers, 1, EinsumAttention()))
 
 
 def test_a_model_without_attention_has_the_other_tables() -> None:

@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models import files, loading
 from sinkscope.models.loading import LoadedModel, load, load_tokenizer, read_once
-
-ROOT = Path(__file__).parents[2]
 
 LLAMA = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1}
@@ -290,37 +286,7 @@ def test_surplus_tied_and_large_weights(model: Path) -> None:
     assert "try bfloat16" in refusal(model, dtype="float16")
 
 
-def test_a_missing_expert(tmp_path: Path) -> None:
-    """transformers 5 stacks the experts of a layer into one parameter: a missing expert must be detected."""
-    experts = LLAMA | {"num_local_experts": 2}
-    assert load(str(save_model(tmp_path / "shards", "mixtral", experts, max_shard_size="4KB"))).name == "shards"
-    folder = save_model(tmp_path / "whole", "mixtral", experts)
-    expert = next(name for name in load_file(folder / "model.safetensors") if "experts.1" in name)
-    edit_weights(folder, lambda weights: weights.pop(expert))
-    assert "some are missing" in refusal(folder, SinkscopeError)
-
-
-def test_failure_inside_transformers(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for error, message in (
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "does not fit into memory"),
-        (ImportError("needs `x`\nand a long explanation"), "[ImportError: needs `x` and a long explanation]"),
-    ):
-        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(side_effect=error))
-        assert message in refusal(saved, SinkscopeError)
-
-
 # --- configuration ---
-
-
-def test_no_kernel_comes_from_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reached = Mock(side_effect=AssertionError("the kernel loader was reached"))
-    monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", reached)
-    monkeypatch.setattr("transformers.integrations.hub_kernels.load_and_register_attn_kernel", reached)
-    for entry, kernel in (("attn_implementation", "someone/kernel"), ("_attn_implementation", "flash_attention_2")):
-        edit_json(model / "config.json", return_dict=False, **{entry: kernel})
-        config = load(str(model)).model.config
-        assert config._attn_implementation == "sdpa"
-        assert config.return_dict
 
 
 def test_encoders_and_other_kinds_of_models(tmp_path: Path) -> None:
@@ -540,34 +506,6 @@ def test_the_demo(hub: Hub, saved: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 # --- in a separate process: the environment as users set it, and the output in the terminal ---
 
-SCRIPT = """
-import sys, transformers
-from sinkscope.errors import SinkscopeError
-from sinkscope.models.loading import load, load_tokenizer
-for name in sys.argv[1:]:
-    try:
-        print(load(name).source)
-    except SinkscopeError as error:
-        print(type(error).__name__)
-print(transformers.logging.get_verbosity() == transformers.logging.WARNING)
-"""
-
-
-def test_nothing_else_on_the_terminal(hub: Hub, model: Path, tmp_path: Path) -> None:
-    edit_json(model / "config.json", bos_token_id=1000)  # transformers warns about this
-    edit_weights(model, lambda weights: weights.update(surplus=torch.zeros(1)))  # and about this
-    hub.repos["org/tiny"] = Repo({"main": model})
-    path = save_gguf(tmp_path / "tiny.gguf")
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "0",
-    }
-    command = [sys.executable, "-c", SCRIPT, "org/tiny", "org/none", str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.stdout.split() == ["org/tiny", "InputError", str(path), "True"], done.stderr
-    assert done.stderr == ""
-
 
 # --- real weights ---
 
@@ -602,17 +540,3 @@ def test_a_tokenizer_is_loaded_without_weights(hub: Hub, saved: Path, tmp_path: 
     ):
         with pytest.raises(InputError, match=message):
             load_tokenizer(source)
-
-
-def test_code_of_a_tokenizer_is_not_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
-    auto_map = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}
-    (model / "own.py").write_text("raise AssertionError('ran')")
-    whole = (model / "config.json").read_text()
-    edit_json(model / "config.json", auto_map=auto_map, model_type="own")
-    assert load_tokenizer(str(model))("sinks drain")["input_ids"] == [2, 3]  # only the model needs this code
-    (model / "config.json").write_text(whole)
-    edit_json(model / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="OwnTokenizer")
-    with pytest.raises(InputError, match="runs only with the Python code that comes with it, which is not run here"):
-        load_tokenizer(str(model))
-    assert "if you trust it add --trust-remote-code" in refusal(model)

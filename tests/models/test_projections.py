@@ -130,12 +130,3 @@ def test_values_are_scaled_where_a_latent_makes_them():
     torch.testing.assert_close(scaled["value"][:, :, 0], 0.5 * bare["value"][:, :, 0])
     for role in ROLES:
         assert torch.equal(scaled[role][:, :, 1:], bare[role][:, :, 1:])
-
-
-def test_changes_that_a_norm_would_undo_are_refused():
-    """Gemma 3n norms its values, so values scaled by 0.5 would be unchanged."""
-    model = tiny_of("gemma3n_text")
-    target = Target(model, family_of(model)[0], {})
-    refused = INTERVENTIONS["scale-sink-value"].inapplicable(target)
-    assert "value states are not the outputs of one projection" in refused
-    assert INTERVENTIONS["zero-key-columns"].inapplicable(target) is None

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.agreement import differences, padded_differences
+from support.agreement import padded_differences
 from support.every_model import LISTS, TOLD, VOCAB, tiny_config, tiny_of
 from tiny import tiny_model
 from transformers import AutoConfig, PreTrainedModel
 
 import sinkscope
-from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
 from sinkscope.measuring.subject import family_of
 from sinkscope.models import families
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
-from sinkscope.models.family import NOT_RUN, check_reads_text, placeholders, read_a_token, text_tower, vocabulary
+from sinkscope.models.family import check_reads_text, placeholders, read_a_token, text_tower, vocabulary
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import class_for, load
 from sinkscope.quantization.sites import sites_of
@@ -41,12 +40,6 @@ def tiny(kind: str) -> PreTrainedModel:
 
 
 # --- compared with plain transformers
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_object_is_measured_as_plain_transformers_computes_it(kind: str, tmp_path: Path) -> None:
-    found = differences(kind, tmp_path / "ids.npy", LISTS["image_text"])
-    assert max(found.values()) < ROUND_OFF
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "kosmos-2.5"])
@@ -106,17 +99,6 @@ def test_paligemma_reads_text_as_what_follows_its_prompt() -> None:
         retrofit_model(model, None, "register-tokens")
     with pytest.raises(InputError, match="depends on an input for each token"):
         sinkscope.intervene(model, "streaming-window:window=8,keep=2", input="random", num_seqs=1, seq_len=16)
-
-
-def test_layers_that_stand_aside_are_gaps() -> None:
-    model = tiny("mllama")
-    family, _ = family_of(model)
-    assert [family.block(layer).kind == NOT_RUN for layer in range(4)] == [False, False, True, False]
-    run = sinkscope.analyze(model, input="random", num_seqs=2, seq_len=8)
-    assert sorted(run.tables["attention"]["layer"].unique()) == [0, 1, 3]
-    assert sorted(run.tables["activation"]["layer"].unique()) == [0, 1, 3]
-    assert {site.layer for site in sites_of(model, family)} == {0, 1, 3}
-    assert doctor(model).ok
 
 
 def test_ids_without_a_logit_and_placeholders_are_no_text() -> None:

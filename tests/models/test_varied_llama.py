@@ -6,20 +6,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.attention_rows import Rows
-from support.naming import naming
 from support.retrofitted import assert_close, each_pair
 from tiny import VOCAB, padded, ragged_tokens, spread_weights, tiny_tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-import sinkscope
 from sinkscope.attention.position_kinds import with_positions
-from sinkscope.errors import InputError
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
@@ -207,19 +203,6 @@ def test_what_is_measured_is_the_formulas_weights(label: str, kernel: str) -> No
         assert_close(weights, formula.detach())
 
 
-@EACH
-def test_padding_changes_nothing(label: str) -> None:
-    for side in ("left", "right"):
-        with naming(side):
-            model, lengths = shared(label), [9, 5, 7]
-            batch = padded(ragged_tokens(lengths), side)
-            inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
-            together = model(batch.token_ids, **inputs).logits
-            for row, ids in enumerate(ragged_tokens(lengths)):
-                alone = model(torch.as_tensor(ids)[None]).logits
-                assert_close(together[row][batch.attention_mask[row].bool()], alone[0])
-
-
 GENERATION = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 GENERATION |= {"output_logits": True, "return_dict_in_generate": True}
 STATIC = ("learned", "rotary", "window", "prefix", "several", "biased prefix")
@@ -237,13 +220,6 @@ def test_generates_the_same_with_a_cache_and_without(label: str, cache: str) -> 
         assert_close(ours, expected, 1e-5)
 
 
-def test_what_a_prefix_does_not_allow() -> None:
-    with pytest.raises(InputError, match="reads its 4 first tokens at once, and the cache holds 3"):
-        shared("prefix").generate(IDS[:, :3], max_new_tokens=3, eos_token_id=None)
-    with pytest.raises(InputError, match="its prefix would be the registers"):
-        retrofit_model(made("prefix"), None, "register-tokens")
-
-
 def test_at_its_defaults_it_is_llama() -> None:
     model, llama = made("rotary"), LlamaForCausalLM(LlamaConfig(**SHAPE)).double()
     names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -252,18 +228,6 @@ def test_at_its_defaults_it_is_llama() -> None:
         state = {name.replace(ours, theirs): x for name, x in state.items()}
     llama.load_state_dict(state)
     assert_close(model(IDS).logits, llama(IDS).logits)
-
-
-def test_weights_start_as_those_of_the_released_code() -> None:
-    torch.manual_seed(0)
-    shape = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
-    usual, down = (2 / (5 * 256)) ** 0.5, 512**-0.5 / 2
-    for given, deviations in (({}, (usual, usual, usual, down)), ({"initializer_range": 0.02}, (0.02,) * 4)):
-        model = AutoModelForCausalLM.from_config(VariedLlamaConfig(**shape, **given))
-        layer = model.model.layers[0]
-        parts = (model.lm_head, model.model.embed_tokens, layer.self_attn.o_proj, layer.mlp.down_proj)
-        assert [float(part.weight.std()) for part in parts] == pytest.approx(deviations, rel=0.03)
-        assert bool((layer.mlp_norm.weight == 1).all())
 
 
 # --- as a family
@@ -300,20 +264,6 @@ def test_a_key_of_the_prefix_has_all_queries() -> None:
             assert_close(torch.tensor(own.to_numpy()), mass, 1e-6)
 
 
-@pytest.mark.usefixtures("no_figures")
-@pytest.mark.parametrize("label", ["prefix", "several", "bucket-number"])
-def test_every_observable_measures_it(label: str, tmp_path: Path) -> None:
-    model = made(label, torch.float32)
-    np.save(tmp_path / "ids.npy", IDS.numpy())
-    run = sinkscope.analyze(model, input=tmp_path / "ids.npy", seq_len=LENGTH, num_seqs=2)
-    assert run.manifest["parity"] < 1e-5
-    assert {"attention", "geometry", "gradient", "gradient_check"} <= run.tables.keys()
-    assert run.tables["gradient_check"]["identity_residual"].max() < 1e-5
-    first = model.config.prefix_length or 1  # a prefix is not in the loss
-    expected = F.cross_entropy(model(IDS).logits[:, first - 1 : -1].flatten(0, 1), IDS[:, first:].flatten())
-    assert math.log(run.metric("perplexity")) == pytest.approx(float(expected), rel=1e-5)
-
-
 @each_pair(
     ["alibi", "learned", "several"],
     ["none", "operation:kind=sigmoid", "key-bias:value=learned", "value-bias"],
@@ -338,13 +288,6 @@ def test_slopes_and_buckets() -> None:
     distances = torch.arange(200)
     assert bucket(distances).tolist() == [bucket_by_hand(int(d)) for d in distances]
     assert bucket(torch.tensor([-5])).tolist() == [0]
-
-
-def test_wrong_fields_are_refused() -> None:
-    with pytest.raises(ValueError, match="position_scheme 'rotray' is unknown; did you mean 'rotary'"):
-        VariedLlamaConfig(position_scheme="rotray")
-    with pytest.raises(ValueError, match="cannot be combined with sliding_window"):
-        VariedLlamaConfig(sliding_window=4, prefix_length=2)
 
 
 def test_the_weight_on_a_windows_first_token() -> None:

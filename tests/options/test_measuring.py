@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from sinkscope.errors import InputError
-from sinkscope.options.measuring import AnalyzeOptions, RunConfig, make_config
-from sinkscope.options.option import as_folder_name
+from sinkscope.options.measuring import RunConfig, make_config
 
 
 def refusal(**options: Any) -> str:
@@ -52,20 +51,3 @@ def test_refusals() -> None:
         assert message in refusal(**options)
     assert make_config(observables="attention, massive,attention").observables == ("attention", "massive")
     assert make_config(input=Path("here") / "text.txt").input == str(Path("here") / "text.txt")
-
-
-def test_names_of_folders() -> None:
-    assert AnalyzeOptions(model="org/Name-1.5_b", revision="step512").folder() == Path(
-        "runs/Name-1.5_b-step512-natural"
-    )
-    for one, other in (
-        ({"model": "models/a b"}, {"model": "models/a-b"}),
-        ({"model": "models/a b"}, {"model": "models/a~b"}),
-        ({"model": "models/???"}, {"model": "models/!!!"}),
-        ({"model": "models/.a"}, {"model": "models/a"}),
-        ({"model": "m", "input": "my text.txt"}, {"model": "m", "input": "my-text.txt"}),
-        ({"model": "m", "revision": "refs/pr/1"}, {"model": "m", "revision": "refs-pr-1"}),
-    ):
-        folders = [AnalyzeOptions(**options).folder() for options in (one, other)]
-        assert folders[0] != folders[1]
-        assert all(folder.parent == Path("runs") and as_folder_name(folder.name) == folder.name for folder in folders)

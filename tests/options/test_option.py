@@ -40,13 +40,6 @@ def test_run_json_gives_the_options_back() -> None:
         assert checked(COMMANDS[command], json.loads(asked.model_dump_json())) == asked
 
 
-def test_an_experiment_always_measures_what_its_effects_need() -> None:
-    asked_for = {"observables": "gradient,massive"}
-    for given, measured in (({}, ()), ({"observables": None}, ()), (asked_for, ("gradient",))):
-        asked = checked(COMMANDS["intervene"], {"do": "mask-sink"} | given)
-        assert asked.observables == ("attention", "massive", "mean-maps", *measured)
-
-
 def test_defaults_of_a_training_from_random_weights() -> None:
     assert (TrainOptions().steps, RetrofitOptions().steps) == (2000, 6000)
     assert TrainOptions().training.new_learning_rate == TrainOptions().learning_rate == 1e-3

@@ -144,29 +144,6 @@ def test_sweep(tiny: Path, tmp_path: Path, misspelled: Callable[..., None], monk
     assert "sweep-inputs" in done.failure
 
 
-def test_a_recipe(tiny: Path, tmp_path: Path, misspelled: Callable[..., None]) -> None:
-    path = tmp_path / "mine.yaml"
-    options = "{num-seqs: 2, seq-len: 16, batch-size: 1, observables: [attention], input: random}"
-    path.write_text(f"title: Mine\noptions: {options}\nfigures: [sink-map]\nruns: {{a: {{seed: 1}}, b: {{seed: 2}}}}")
-    misspelled("sink-map", "by-layer")
-    with pytest.warns(UserWarning, match="could not be drawn"):
-        done = sinkscope.run_recipe(path, tiny, out=tmp_path / "out")
-    assert {"sink-map", "by-layer"} <= set(done.failure.replace("(", " ").split())
-    for name, figure in (("a", "sink-map"), ("b", "sink-map"), ("comparison", "by-layer")):
-        check(tmp_path / "out" / name, figure)
-
-
-def test_a_training_by_steps(tmp_path: Path, misspelled: Callable[..., None]) -> None:
-    for step in (5, 10):
-        tiny_model("llama").save_pretrained(tmp_path / "model" / f"checkpoint-{step}")
-    misspelled("training-by-step", "sink-map")
-    with pytest.warns(UserWarning, match="could not be drawn"):
-        series = sinkscope.analyze_steps(tmp_path / "model", out=tmp_path / "out", **SMALL)
-    assert series.manifest["failed_figures"]
-    check(tmp_path / "out", "training-by-step")
-    check(tmp_path / "out" / "step5", "sink-map")
-
-
 def test_what_was_not_drawn_is_drawn_by_show(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

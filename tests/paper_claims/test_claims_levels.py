@@ -16,9 +16,6 @@ from sinkscope.results.judgment import Outcome, Test, above, at_least, at_most, 
 from sinkscope.results.statistics import (
     Estimate,
     bootstrap,
-    effective_size,
-    exact,
-    jackknife,
     least_of,
     mean_of_rates,
     mean_of_runs,
@@ -89,20 +86,6 @@ def test_rank_correlations() -> None:
         found = rank_correlation(x, 0.6 * x + 0.8 * noise)
         hits.append(found.low <= 6 / np.pi * np.arcsin(0.3) <= found.high)
     assert 0.9 <= np.mean(hits) < 1
-
-
-def test_the_jackknife_of_a_mean_is_students_interval() -> None:
-    x = np.random.default_rng(4).normal(size=12)
-    found = jackknife(np.array([x.mean(), *(np.delete(x, at).mean() for at in range(12))]))
-    reach = 2.200985 * x.std(ddof=1) / np.sqrt(12)  # Student's t with 11 degrees of freedom
-    assert (found.low, found.high) == pytest.approx((x.mean() - reach, x.mean() + reach))
-
-
-def test_missing_values_count_nowhere_and_single_ones_have_no_interval() -> None:
-    x = np.array([[1.0, 5.0], [3.0, np.nan]])
-    assert weighted_means(x, np.array([[1.0, 1.0], [1.0, 3.0]])) == pytest.approx(np.array([[2.0, 5.0], [2.5, 5.0]]))
-    assert bootstrap(weighted_means(np.array([3.0]), resamplings(1))) == Estimate(3.0, -np.inf, np.inf)
-    assert exact(3.0) == Estimate(3.0, 3.0, 3.0)
 
 
 def test_errors_of_ratios_and_differences_add_in_quadrature_and_ratios_are_bounded() -> None:
@@ -205,16 +188,6 @@ def test_correlations_of_unrelated_heads(layers: int, heads: int, within: float,
     assert max(more, less) <= 5
 
 
-def test_the_effective_size() -> None:
-    """It is the number of independent units or layers; for autoregressive layers, n (1 − φ²) ÷ (1 + φ²)."""
-    drawn, layers = np.random.default_rng(4), np.arange(4000)
-    x, y = drawn.normal(size=(2, 4000))
-    assert effective_size(x, y, layers) == pytest.approx(4000, rel=0.01)
-    assert effective_size(*(np.repeat(each, 5) for each in (x, y, layers))) == pytest.approx(4000, rel=0.02)
-    sizes = [effective_size(series(drawn, 4000, 0.8), series(drawn, 4000, 0.8), layers) for _ in range(20)]
-    assert np.mean(sizes) == pytest.approx(4000 * (1 - 0.64) / (1 + 0.64), rel=0.05)
-
-
 # --- extremes of levels
 
 
@@ -244,15 +217,6 @@ def furthest(drawn: Draw, *means: float, seeds: int = 5) -> Estimate:
 def test_extremes_of_levels_can_hold_and_rarely_do_falsely(outcome, make, means, test: Test, least, most) -> None:
     drawn = np.random.default_rng(5)
     assert least <= 100 * np.mean([test.outcome(make(drawn, *means)) == outcome for _ in range(STUDIES // 4)]) <= most
-
-
-@pytest.mark.parametrize(("seeds", "margin"), [(3, 4.0), (5, 2.5), (10, 2.0)])
-def test_the_power_is_the_share_of_studies_that_hold(seeds: int, margin: float) -> None:
-    """For two equal levels, the average power of the studies agrees with the share of studies that hold."""
-    drawn, test = np.random.default_rng(6), at_most(margin)
-    found = [furthest(drawn, 0.0, 0.0, seeds=seeds) for _ in range(STUDIES // 3)]
-    held = np.mean([test.holds(each) for each in found])
-    assert np.mean([test.power(each) for each in found]) == pytest.approx(held, abs=0.12)
 
 
 def test_too_few_seeds_are_called_so() -> None:

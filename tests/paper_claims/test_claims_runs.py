@@ -26,7 +26,7 @@ from support.hand_made_runs import (
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.paper_claims.arms import beyond_controls
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.papers.nu import CLAIMS, NULLIFIED
+from sinkscope.paper_claims.papers.nu import NULLIFIED
 from sinkscope.results.run import RunData
 
 LAYERS, WIDTH = 4, 300
@@ -376,14 +376,6 @@ def test_a_fall_is_the_change_beyond_random_changes() -> None:
     found = beyond_controls(Evidence.of([arm("nullify-query-bias", [0.3, 0.05])], [NULLIFIED]), NULLIFIED)
     assert found.value == pytest.approx(-30.2, abs=0.5)
     assert found.low < found.value < found.high < 0
-
-
-def test_other_models_are_none_of_nus() -> None:
-    rotary = analysis(natural().tables, family=family("rotary"), not_measured={"query-bias": NO_QUERY_BIAS})
-    learned = analysis(natural().tables, not_measured={"query-bias": NO_QUERY_BIAS})
-    for claim in (claim.id for claim in CLAIMS if claim.id != "N-12"):
-        assert judged(claim, rotary).outcome == NOT_APPLIES
-        assert judged(claim, learned).reason == NO_QUERY_BIAS
 
 
 def test_a_further_term_in_the_denominator_takes_part_of_the_weight() -> None:

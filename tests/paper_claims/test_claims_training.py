@@ -1,7 +1,6 @@
 """Claims on arms of trainings that are known to hold or to fail, or have too few seeds to decide."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -333,20 +332,6 @@ def test_the_command_that_would_decide_is_named(claim: str, command: str) -> Non
     assert (found.outcome, found.reason) == (UNMEASURED, command)
 
 
-def test_the_command_that_adds_an_arm_to_a_folder_is_named(tmp_path: Path) -> None:
-    made = training({"none": {"loss": LOW}}, folder=tmp_path / "out", steps=7, weight_decay=0.0, bf16=True)
-    reason = judged("GS-21", made).reason
-    assert reason.startswith("sinkscope train ")
-    assert set(reason.split(" --")[1:]) == {
-        "steps 7", "weight-decay 0.0", "bf16", "seeds 3", "method none,vscale", f"out {tmp_path / 'out'}",
-    }  # fmt: skip
-    alone = training({"none": {"loss": LOW[:1]}}, folder=tmp_path / "out")
-    assert judged("GS-21", alone).reason == "sinkscope train --method none,vscale --seeds 3"
-    assert judged("V-4", made).reason == "sinkscope run bigram-backcopy"  # the training has another text
-    lacks = judged("V-14", training({"none": {"loss": LOW}, "vga": {"loss": LOW}}))
-    assert (lacks.outcome, lacks.reason) == (UNMEASURED, "the runs of vga lack the metric 'perplexity'")
-
-
 # --- several judgments in one scorecard
 
 
@@ -354,33 +339,3 @@ def scorecard(*trainings: Training) -> str:
     evidence = Collection(trainings=trainings).evidence({})
     table = pd.concat([judged_table(one, name) for name, one in evidence.items()], ignore_index=True)
     return scorecard_markdown(Scorecard({}, table, pd.DataFrame(columns=["model", "effect"])))
-
-
-def test_other_parameters_are_judged_under_names_of_their_own() -> None:
-    good: Numbers = {"perplexity": (0.5, 0.51, 0.49)}
-    arms = {"none": {"perplexity": LOW}, "vga:scale=1": {"perplexity": HIGH}, "vga": good}
-    made = training(arms | {"vscale": {"perplexity": HIGH}})
-    assert list(Collection(trainings=(made,)).evidence({})) == ["made", "made (vga)"]
-    assert judged("V-14", made).outcome == FAILS
-    assert judged("V-14", made, name="made (vga)").outcome == HOLDS
-    assert judged("GS-25", made, name="made (vga)").outcome == UNMEASURED
-    assert list(Collection(trainings=(biased(**BOTH),)).evidence({})) == ["made"]  # claims name both
-    text = scorecard(training(arms))
-    assert "| V-14 | Perplexity is no worse. | fails | holds |" in text
-    first, second = text.split("### made\n")[1].split("### made (vga)\n")
-    assert "vga:scale=1 5, none 1; 2000 steps, 3 seeds" in first
-    assert "vga 0.5, none 1; 2000 steps, 3 seeds" in second
-
-
-def test_a_claim_that_several_models_decide_together_is_shown_once() -> None:
-    """The models differ in one setting; claims about a single model are shown under its name."""
-    made = []
-    for place, decay in enumerate((0.1, 5.0)):
-        courses = {"none": {"sink_rate": [[0.0, 0.1 * rate] for rate in (4 + place, 5, 6)]}}
-        numbers = {"none": {"sink_rate": (0.4, 0.5, 0.6)}}
-        made.append(training(numbers, model=f"small:{place}", courses=courses, weight_decay=decay))
-    text = scorecard(*made)
-    assert "| W-38 |" in text.split("### small:0, small:1\n")[1].split("###")[0]
-    assert text.count("| W-38 |") == 2  # the outcomes, and once the numbers
-    for place in range(2):
-        assert "| W-30 |" in text.split(f"### small:{place}\n")[1].split("###")[0]

@@ -34,7 +34,7 @@ from sinkscope.options.measuring import make_config
 from sinkscope.quantization.grids import Grid, Precision, Range, asymmetric_grid, symmetric_grid
 from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
 from sinkscope.quantization.simulation import quantized, quantized_sites
-from sinkscope.quantization.sites import PARTS, WEIGHT, Site, not_quantized, sites_of
+from sinkscope.quantization.sites import PARTS, WEIGHT, Site, sites_of
 from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import parts_of
 from sinkscope.verdict.quantization import whole
@@ -158,18 +158,6 @@ def fake(x: torch.Tensor, low: float, high: float, bits: int) -> torch.Tensor:
     low, high, most = min(low, 0.0), max(high, 0.0), 2**bits - 1
     step = (high - low) / most
     return torch.fake_quantize_per_tensor_affine(x, step, round(-low / step), 0, most)
-
-
-def test_what_is_no_linear_layer_is_named() -> None:
-    mixtral = tiny_model("mixtral")
-    shares = not_quantized(mixtral, find_family(mixtral))
-    assert set(shares) == {"mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
-    total = sum(parameter.numel() for parameter in mixtral.parameters())
-    assert shares["mlp.experts.down_proj"] == pytest.approx(3 * 4 * 32 * 48 / total)
-    for name in ("llama", "gpt2", "opt", "bloom", "falcon", "mpt"):
-        assert not_quantized(tiny_model(name), find_family(tiny_model(name))) == {}
-    run = quantize(mixtral, **SMALL | {"num_seqs": 4})
-    assert "Not quantized: `mlp.gate.weight`, `mlp.experts.gate_up_proj`" in run.verdict
 
 
 def test_a_tied_head_stays_as_it_is() -> None:
@@ -372,18 +360,6 @@ def test_padding_changes_no_loss_and_no_range(llama: PreTrainedModel, per: str, 
         runs[1].tables["quantization_sites"]["low"], [known.low for known in ranges.values()], rtol=1e-4, atol=1e-6
     )
     assert len(runs[0].tables["quantization"]["sequences"].unique()) == 1
-
-
-def test_plain_numbers_for_other_commands(llama: PreTrainedModel, coarse: Run) -> None:
-    subject = subject_of(llama, input="random", num_seqs=24, seq_len=20)
-    evaluated = Subject(subject.loaded, subject.family, subject.inputs.part(0, 20))
-    numbers = w8a8(evaluated, subject.inputs.part(20, 24), precision=Precision(4, 4))
-    settings = whole(coarse)
-    for name in ("loss", "perplexity", "max_inf_norm", "kurtosis"):
-        assert numbers[name] == pytest.approx(settings[name][FULL])
-        assert numbers[f"{name}_quantized"] == pytest.approx(settings[name][ALL])
-    masked = Bench(evaluated, Precision(4, 4), interventions=tuple(sinkscope.interventions.parse_all("mask-sink")))
-    assert masked.measure({}, evaluated.inputs).loss != numbers["loss"]
 
 
 @each_pair(["llama", "gpt2", "falcon-new"], list(METHODS))  # q, k and v apart, and fused in two ways

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.faults import CHANGES, before_change, kill
+from support.faults import kill
 from support.forked import forked
 from support.manifests import run_manifest
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.results.folders import (
-    FileList,
     alone_in,
     check_output,
     check_resumable,
@@ -25,7 +24,7 @@ from sinkscope.results.folders import (
     own_folder,
     resumable,
 )
-from sinkscope.results.manifest import MANIFEST, make_manifest, read_manifest, strangers, write_manifest
+from sinkscope.results.manifest import MANIFEST, make_manifest, read_manifest, write_manifest
 from sinkscope.results.swap import LOCK, NEW, OLD, beside, locked, new_file
 
 
@@ -55,26 +54,6 @@ def refused(folder: Path, *reads: Path, overwrite: bool = True) -> str:
 
 
 # --- files that are added while a command computes
-
-
-def test_what_somebody_puts_in_meanwhile_stays(tmp_path: Path) -> None:
-    run, new = run_in(tmp_path / "run"), tmp_path / "new"
-    for target in (run / "tables", new):
-        with own_folder(run if target != new else new, overwrite=True) as folder, new_folder(folder) as fresh:
-            target.mkdir(exist_ok=True)
-            (target / "notes.txt").write_text("mine")
-            write_manifest(fresh, run_manifest())
-        assert (target / "notes.txt").read_text() == "mine"
-    assert read_manifest(run)["files"] == []
-    assert "holds tables/notes.txt, which no run wrote" in refused(run)
-    files = FileList(run, ["tables/notes.txt"], lambda: None)
-    for name in ("one.png", "two.png"):  # a folder in it that is written again
-        with files.new_folder(run / "figures") as fresh:
-            if (run / "figures").exists():
-                (run / "figures" / "mine.txt").write_text("mine")
-            (fresh / name).write_text("")
-        write_manifest(run, run_manifest(files=files.names))
-    assert sorted(path.name for path in (run / "figures").iterdir()) == ["mine.txt", "two.png"]
 
 
 def test_two_files_of_one_name_are_not_exchanged(tmp_path: Path) -> None:
@@ -218,29 +197,6 @@ def test_what_a_kill_left_is_put_right(tmp_path: Path) -> None:
     os.replace(folder, beside(folder, OLD))
     assert read_manifest(folder)["command"] == "analyze"  # a reader also repairs it
     assert not list(tmp_path.glob(".sinkscope-*"))
-
-
-def test_repairs_are_killed_too(tmp_path: Path) -> None:
-    """After any kill, one of the two folders is there in the end, and complete."""
-    for first in range(1, 12, 2):
-        for second in (1, 4):
-            parent = tmp_path / f"{first}-{second}"
-            folder = run_in(parent / "run", condition="old")
-            for number in (first, second):
-                with forked(lambda at=number, out=folder: _replace(out, at)) as process:  # type: ignore[misc]
-                    process.wait()
-            found = read_manifest(folder)["condition"]
-            assert found in ("old", "new")
-            with alone_in(folder):
-                assert (folder / "tables" / "summary.parquet").exists()
-                assert not list(strangers(folder))
-            assert list(parent.iterdir()) == [folder]
-
-
-def _replace(folder: Path, number: int) -> None:
-    before_change(number, folder.parent, kill, CHANGES)
-    with own_folder(folder, overwrite=True):
-        run_in(folder, condition="new")
 
 
 # --- links in a folder from elsewhere

@@ -41,13 +41,3 @@ def test_a_gpt2_of_random_weights_against_plain_torch(random_gpt2: tuple[GPT2LMH
     assert table.loc[6, ["layer", "baseline, NU prints", "d=138, NU prints"]].tolist() == [
         "layer 7", "1.12 ± 2.701", "12.453"
     ]  # fmt: skip
-
-
-def test_a_scorecard_has_both(random_gpt2: tuple[GPT2LMHeadModel, Run]) -> None:
-    run = Run(random_gpt2[1].manifest | {"condition": "natural"}, random_gpt2[1].tables)
-    assert "d=138, NU prints" in sinkscope.claims(runs=[run]).markdown
-    gamma = run.tables["gamma"]
-    other = Run(run.manifest, run.tables | {"gamma": gamma[gamma["layer"] < 8]})  # the run is not of GPT-2
-    text = sinkscope.claims(runs=[other]).markdown
-    assert "as NU prints it; GPT-2's weights are needed to compute them: `sinkscope claims gpt2`" in text
-    assert "28.01 (misprint of 26.014)" in text

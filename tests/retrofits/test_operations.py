@@ -1,7 +1,6 @@
 """Attention operations and biases against their formulas, in plain transformers with the test's own attention."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,19 +20,15 @@ from support.retrofitted import (
 )
 from tiny import tiny_tokens
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-import sinkscope
 from sinkscope.attention import kernels
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import streaming
-from sinkscope.errors import InputError
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.models.varied_llama import VariedLlamaConfig
 from sinkscope.quantization.simulation import attending_with
-from sinkscope.retrofits import retrofit_model
 from sinkscope.retrofits.operation import KINDS
 from sinkscope.text.batch import Batch
 
@@ -171,20 +166,6 @@ def test_other_kernels_change_nothing(label: str) -> None:
             assert_close(model(IDS, use_cache=False).logits, expected)
 
 
-@pytest.mark.usefixtures("no_figures")
-@pytest.mark.parametrize("label", ["sigmoid", "identity-normalized", "kv-bias"])
-def test_every_observable_measures_it(label: str) -> None:
-    run = sinkscope.analyze(retrofitted("llama", label).float(), input="random", seq_len=12, num_seqs=2)
-    assert run.manifest["parity"] < 1e-5
-    assert {"attention", "geometry", "gradient", "gradient_check", "norm_bound"} <= run.tables.keys()
-    assert (f"not a softmax ({label}): its weights are |sim| ÷ Σ|sim|, a proxy" in run.verdict) == (label in KINDS)
-    assert ("attention_outside" in run.tables) == (label == "kv-bias")
-    weights = run.tables["attention_maps"].groupby(["layer", "head", "sequence", "query"])["weight"].sum()
-    assert (weights < 1 + 1e-5).all()
-    if label != "kv-bias":
-        assert (weights > 1 - 1e-5).all()
-
-
 @pytest.mark.parametrize("label", ["sigmoid", "identity-normalized", "p-norm"])
 def test_gradients_keep_no_weights_of_the_whole_sequence(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for the backward pass grows with T, and the gradients of chunks equal those of all rows at once."""
@@ -213,17 +194,6 @@ def test_gradients_keep_no_weights_of_the_whole_sequence(label: str, monkeypatch
     assert kept(256) > 1.5 * whole  # the check fails if all weights are kept
 
 
-def test_what_cannot_be_is_refused() -> None:
-    for method, parameters, message in (
-        ("operation", {}, "does not call transformers' attention interface"),
-        ("key-bias", {"value": "learned"}, "its own code mixes the values"),
-    ):
-        with pytest.raises(InputError, match=message):
-            retrofit_model(plain_model("bloom"), None, method, **parameters)
-    with pytest.raises(InputError, match="it would be left out"):
-        retrofitted("llama", "sigmoid").set_attn_implementation("sdpa")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_stay_float32_under_autocast(kind: str) -> None:
     operation = KINDS[kind][1]
@@ -235,13 +205,3 @@ def test_logits_stay_float32_under_autocast(kind: str) -> None:
     assert lse_of_training.dtype == torch.float32
     assert torch.equal(lse_of_training, lse)
     assert torch.equal(mix_of_training, mix)
-
-
-@pytest.mark.parametrize("scheme", ["alibi", "bucket-number"])
-def test_a_product_of_features_has_no_room_for_a_bias_by_position(scheme: str) -> None:
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    for kind, (_, operation) in KINDS.items():
-        model = AutoModelForCausalLM.from_config(VariedLlamaConfig(vocab_size=50, position_scheme=scheme, **shape))
-        refusal = pytest.raises(InputError, match="is a product of features alone")
-        with refusal if operation.similarity == "identity" else nullcontext():
-            retrofit_model(model, None, "operation", kind=kind)

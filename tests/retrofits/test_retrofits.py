@@ -27,7 +27,6 @@ from support.retrofitted import (
     retrofitted,
     shared,
     shared_plain,
-    train,
 )
 from tiny import TINY, VOCAB, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
@@ -38,15 +37,14 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 import sinkscope
 from sinkscope.attention.seam import open_seam
-from sinkscope.attention.streaming import streaming
-from sinkscope.attention.taps import NAME, Seam
+from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.intervening import intervening
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
+from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.retrofits.gates import ValueScale, shrink
-from sinkscope.retrofits.retrofit import gated, registers_before
+from sinkscope.retrofits.retrofit import gated
 from sinkscope.text.batch import REGISTER, Batch
 
 
@@ -338,16 +336,6 @@ def test_padding_changes_nothing(name: str, label: str) -> None:
                 assert_close(found, expected, 1e-5 if has_alibi else 1e-9)
 
 
-def test_registers_are_in_a_continued_cache_once() -> None:
-    """The cache may come from a second turn, or from a prompt that is read in chunks."""
-    model = retrofitted("llama", "register-tokens")
-    first = generate(model, return_dict_in_generate=True)
-    prompt = torch.cat([first.sequences, IDS], dim=1)
-    again = generate(model, prompt, past_key_values=first.past_key_values)
-    assert torch.equal(again, generate(model, prompt))
-    assert torch.equal(generate(model, prefill_chunk_size=4), first.sequences)
-
-
 def test_registers_keep_the_texts_length() -> None:
     model = retrofitted("llama", "register-tokens", torch.float32)
     with torch.no_grad():
@@ -365,20 +353,6 @@ def test_registers_keep_the_texts_length() -> None:
             targets[torch.arange(2), start] = -100
             expected = nn.functional.cross_entropy(found.logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
             torch.testing.assert_close(found.loss, expected)
-
-
-def test_registers_say_what_they_cannot_do() -> None:
-    model = retrofitted("gpt2", "register-tokens", torch.float32)
-    with pytest.raises(InputError, match="254 tokens and 3 registers are beyond the model's 256 positions"):
-        model(torch.ones(1, 254, dtype=torch.long))
-    with pytest.raises(InputError, match="static"):
-        model.generate(IDS, cache_implementation="static", max_new_tokens=2, disable_compile=True)
-    with pytest.raises(InputError, match="two dimensions"):
-        model(IDS, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
-    with pytest.raises(InputError, match="logits_to_keep"):
-        model(IDS, logits_to_keep=torch.tensor([3]))
-    with pytest.raises(InputError, match="beyond the model's 253 positions"):
-        sinkscope.analyze(model, input="random", num_seqs=2, seq_len=254)
 
 
 def without_dropout(model: PreTrainedModel) -> None:
@@ -419,26 +393,6 @@ def test_dropout_of_the_weights_is_kept_in_training(name: str, label: str) -> No
             elif name == "opt" and hasattr(module, "num_heads"):
                 module.dropout = 0.5
         assert not torch.equal(model(IDS).logits, model(IDS).logits)
-
-
-def test_displacement_is_measured_from_the_start() -> None:
-    for label in METHODS:
-        if label == "vscale-fixed":
-            continue
-        model = retrofitted("llama", label, torch.float32, trained=False)
-        still = gate_displacement(model)
-        assert (still["displacement"] == 0).all()
-        before = {name: parameter.detach().clone() for name, parameter in new_parameters(model).items()}
-        train(model)
-        moved = gate_displacement(model)
-        assert list(moved.columns) == ["layer", "head", "parameter", "displacement"]
-        assert (moved["displacement"] > 0).all()
-        name, parameter = list(new_parameters(model).items())[-1]
-        change = (parameter.detach() - before[name]).double()
-        by_head = change.norm(dim=0 if label[1:3] == "ga" else 1) if change.dim() > 1 else change.abs()
-        last = moved[moved["layer"] == (-1 if label == "register-tokens" else 2)]
-        assert last["displacement"].tolist() == pytest.approx(by_head.tolist())
-    assert gate_displacement(tiny_model("llama")).empty
 
 
 def as_the_plain_family(model: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -614,23 +568,3 @@ def test_models_that_cannot_be_retrofitted_are_refused_and_stay_as_they_were() -
         layer.self_attention.slow_but_exact, layer.self_attention.pretraining_tp = True, 2
     with pytest.raises(SinkscopeError, match="output projection was not called"):
         bloom(IDS)
-
-
-def test_an_attention_that_would_leave_a_denominator_out_is_refused() -> None:
-    model = retrofitted("llama", "key-bias")
-    for kernel in ("eager", {"": "sdpa"}):
-        with pytest.raises(InputError, match="does not support this model's key-bias"):
-            model.set_attn_implementation(kernel)
-    assert model.config._attn_implementation == NAME
-    gated = retrofitted("llama", "vga")
-    gated.set_attn_implementation("eager")
-    assert gated.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("label", METHODS)
-def test_a_window_of_the_complete_text_changes_nothing(label: str) -> None:
-    model = shared("llama", label)
-    family, length = find_family(model), IDS.shape[1] + registers_before(model)
-    with open_seam(model, family) as seams, streaming(model, family, seams, 0, length):
-        streamed = logits(model)
-    assert_close(streamed, logits(model), 1e-9)

@@ -1,10 +1,7 @@
 """Inputs: the cutting of text, the token at position 0, and the refusal of every wrong input with a reason."""
 
-import io
 import json
 import os
-import pickle
-from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from sinkscope.errors import InputError
 from sinkscope.text.inputs import TokenInputs, build_inputs
 from sinkscope.text.sources import documents
-from sinkscope.text.tokens import special_token_ids, token_texts
+from sinkscope.text.tokens import special_token_ids
 
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", "x", *(f"w{at}" for at in range(35))]
 VOCAB = 48  # the model's: larger than the tokenizer's 40, because vocabularies may be padded
@@ -303,26 +300,6 @@ def test_files_that_cannot_be_used(name, content, match, tmp_path):
     refused(match, save_array(path, content) if isinstance(content, np.ndarray) else write(path, content))
 
 
-class Trap:
-    """An object that makes a folder when it is unpickled."""
-
-    def __reduce__(self):
-        return os.mkdir, ("unpickled",)
-
-
-def test_files_that_are_no_array(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    saved, archive, objects = io.BytesIO(), io.BytesIO(), io.BytesIO()
-    np.save(saved, np.arange(1000))
-    np.savez(archive, ids=np.arange(8))
-    np.save(objects, np.array([Trap(), None], dtype=object), allow_pickle=True)
-    whole = saved.getvalue()
-    for content in (b"", whole[:100], whole[:30], pickle.dumps(Trap()), objects.getvalue()):
-        refused("ids.npy is not an .npy file of integers", write(tmp_path / "ids.npy", content))
-    refused("ids.npy is an archive", write(tmp_path / "ids.npy", archive.getvalue()))
-    assert not (tmp_path / "unpickled").exists()
-
-
 # --- datasets
 
 
@@ -427,15 +404,6 @@ def test_sources_and_lengths_that_do_not_exist(tmp_path, monkeypatch):
     refused("beginning-of-sequence token: token id 99", "sampled", tokenizer=None, bos_token_id=99, sampler=print)
 
 
-def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
-    def locked(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    path = write(tmp_path / "locked.npy", "w1")
-    monkeypatch.setattr("pathlib.Path.open", locked)
-    refused("locked.npy cannot be read: Permission denied", path)
-
-
 # --- TokenInputs
 
 
@@ -470,16 +438,6 @@ def test_the_hash_depends_on_ids_lengths_and_order(tmp_path):
 # --- token text
 
 
-def test_token_texts(byte_level):
-    newline, part_of_é = byte_level("\né", add_special_tokens=False)["input_ids"][:2]
-    for tokenizer, expected in (
-        (PLAIN, {WORDS.index("w7"): "w7", BOS: "<s>", VOCAB - 1: "<id 47>", -1: "<id -1>"}),
-        (None, {123: "<id 123>"}),
-        (byte_level, {newline: "\n", part_of_é: "Ã"}),  # byte 0xc3 alone is not a character
-    ):
-        assert token_texts(tokenizer, expected) == expected
-
-
 # --- a prompt, and chats
 
 
@@ -511,21 +469,3 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
     assert inputs.token_zero == "bos <s> (id 1)"
     assert lists(inputs)[0] == ids_of("<s> w1 w4 w2 w4 </s>")  # no further BOS, because the template has it
     assert lists(made(path, tokenizer=tokenizer, num_seqs=1, seq_len=3)) == [ids_of("<s> w1 w4")]
-
-
-@pytest.mark.parametrize(
-    ("template", "match"),
-    [
-        ("{{ 9 ** (9 ** 9) }}", "does not end within 1 seconds"),  # in C, where nothing interrupts it
-        ("{{ raise_exception('no such role') }}", "no such role"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-    ],
-)
-def test_templates_that_fail_or_never_end(template, match, tmp_path, monkeypatch):
-    """The templates are also rendered outside the main thread, where signals have no effect."""
-    monkeypatch.setattr("sinkscope.text.chats.SECONDS", 1.0 if "end" in match else 10.0)
-    path = write_lines(tmp_path / "x.jsonl", {"messages": [{"role": "user", "content": "w1"}]})
-    with ThreadPoolExecutor() as threads:
-        inputs = threads.submit(made, path, tokenizer=chat_tokenizer(template))
-        with pytest.raises(InputError, match=f"x.jsonl, line 1: the tokenizer's chat template .*{match}"):
-            inputs.result()

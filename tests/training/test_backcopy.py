@@ -5,7 +5,7 @@ import pytest
 
 from sinkscope.text.sources import documents
 from sinkscope.training.tasks import TASKS, Task
-from sinkscope.training.tasks.backcopy import CHARACTERS, NAME, BigramBackcopy, Opening, bigram_backcopy
+from sinkscope.training.tasks.backcopy import NAME, BigramBackcopy, Opening, bigram_backcopy
 
 # <s>, two triggers, three other characters
 SMALL = BigramBackcopy(
@@ -38,13 +38,6 @@ def test_samples_follow_the_rules_with_the_frequencies_of_the_chain() -> None:
         shares = np.bincount(following, minlength=6) / len(following)
         error = np.sqrt(SMALL.transitions[last] * (1 - SMALL.transitions[last]) / len(following))
         assert (np.abs(shares - SMALL.transitions[last]) <= 5 * error).all()
-
-
-def test_a_seed_repeats_and_another_does_not() -> None:
-    blocks = SMALL.blocks(20, 6, 4, seed=3)
-    assert (blocks.train.shape, blocks.held_out.shape) == ((6, 20), (4, 20))
-    assert (blocks.train[:4] != blocks.held_out).any()
-    assert blocks.sha256 == SMALL.blocks(20, 6, 4, seed=3).sha256 != SMALL.blocks(20, 6, 4, seed=4).sha256
 
 
 def test_without_a_bos_the_first_character_is_first_and_at_position_0_a_fixed_start_is_the_bos() -> None:
@@ -92,12 +85,6 @@ def test_the_chain_is_that_of_the_text() -> None:
     assert task.transitions[e, e] == 1
     assert task.transitions[0].tolist() == pytest.approx([0, 0, 0, 0, 3 / 6, 2 / 6, 1 / 6])
     assert (task.transitions[list(task.triggers)] == 0).all()
-
-
-def test_the_bundled_text_gives_the_papers_sizes() -> None:
-    task = bigram_backcopy()
-    assert task.vocabulary == CHARACTERS + 1 == 65
-    assert {task.tokens[trigger] for trigger in task.triggers} == {" ", "e", "t"}
 
 
 def test_the_tokenizer_knows_the_characters_and_puts_the_start_in_front(tmp_path: object) -> None:

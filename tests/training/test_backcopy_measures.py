@@ -159,21 +159,6 @@ def test_the_tasks_own_probabilities_risk_nothing() -> None:
     assert even["backcopy_risk"].numpy() == pytest.approx(np.log(TASK.vocabulary), rel=1e-6)
 
 
-def test_register_tokens_are_no_tokens_of_the_task() -> None:
-    model = built("gpt2", GPT2 | {"n_positions": 14}, "vanilla")
-    retrofit_model(model, None, "register-tokens", count=2)
-    with torch.no_grad():
-        weights = model(torch.from_numpy(HELD_OUT), output_attentions=True).attentions[0]
-    plain = torch.from_numpy(~TASK.is_trigger(HELD_OUT))
-    plain[:, 0] = False
-    found = as_series(measure(TASK, model, find_family(model), HELD_OUT))
-    to_start = weights[:, :, 2:, 2].movedim(1, -1)[plain].mean().item()
-    assert found[0, "attention_to_start"] == pytest.approx(to_start)
-    close = example(TASK, model, find_family(model), HELD_OUT[0])["value_norms"]
-    at_start = as_series(measure(TASK, model, find_family(model), HELD_OUT[:1]))[0, "start_value_norm"]
-    assert (len(close), close["norm"][0]) == (12, pytest.approx(at_start))
-
-
 @pytest.mark.parametrize("arm", ["vga-value", "iga-output"])
 def test_one_sequence_seen_closely(arm: str) -> None:
     model = built("gpt2", GPT2, arm)

@@ -5,7 +5,6 @@ import json
 import shutil
 import signal
 import time
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pandas as pd
 import pytest
 import torch
 from support.forked import forked
-from support.retrofitted import each_pair
 from support.training import config, model, repetitive
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Trainer
@@ -68,16 +66,6 @@ def test_new_parameters_have_a_learning_rate_of_their_own_and_are_decayed_with_a
     old = {id(p) for p in changed.parameters()} - new
     assert groups() == [(old - vectors, None, 0.1), (vectors, None, 0.0), (new, 1e-2, 0.0)]
     assert groups(decay="all") == [(old, None, 0.1), (new, 1e-2, 0.1)]
-
-
-def test_one_step_of_adam_is_as_long_as_its_learning_rate(tmp_path: Path) -> None:
-    """Adam's first step moves every weight that has a gradient by the learning rate."""
-    before, after = model(), model()
-    train(after, repetitive(), config(steps=1, weight_decay=0.0, learning_rate=1e-4, new_learning_rate=1e-2), tmp_path)
-    old = before.model.layers[0].mlp.down_proj.weight - after.model.layers[0].mlp.down_proj.weight
-    assert old.abs().max().item() == pytest.approx(1e-4, rel=0.01)
-    for parameter in new_parameters(after).values():
-        assert parameter.abs().max().item() == pytest.approx(1e-2, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -192,19 +180,6 @@ def test_logs_do_not_depend_on_where_it_was_resumed(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(resumed, expected, check_exact=True)
 
 
-@each_pair(["llama", "mixtral"], ["trainer_state.json", "optimizer.pt", "model.safetensors"], ("kind", "missing"))
-def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -> None:
-    """In mixtral, experts are saved under other names than they have in the model."""
-    unbroken, resumed = model(kind), model(kind)
-    expected = train(unbroken, repetitive(), config(), tmp_path)
-    assert checkpoints(tmp_path) == ["checkpoint-8", "checkpoint-12"]
-    (tmp_path / "checkpoint-12" / missing).unlink()
-    if missing.endswith("json"):
-        (tmp_path / "checkpoint-12" / missing).write_text('{"log_history": [')
-    assert train(resumed, repetitive(), config(), tmp_path).equals(expected)
-    assert same(resumed, unbroken)
-
-
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--learning-rate nan: it must be a number"):
         checked(TrainingConfig, {"learning_rate": float("nan")})
@@ -225,38 +200,6 @@ def test_a_finished_training_is_not_repeated_unless_it_is_asked_for(
     assert same(done, again)
     assert train(anew, repetitive(), config(), tmp_path, resume=False).equals(expected)
     assert same(done, anew)
-
-
-def test_another_training_is_not_resumed(tmp_path: Path) -> None:
-    train(model(), repetitive(), config(steps=4), tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for changed, blocks, options, unlike in (
-        (model(), repetitive(), {"learning_rate": 1e-2}, "learning_rate was 0.001, now 0.01"),
-        (model(), repetitive(9), {}, "text was [0-9a-f]+…, now"),
-        (model(method="iga"), repetitive(), {}, "method was vga, now iga"),
-    ):
-        with pytest.raises(InputError, match=f"holds what `training` made with other options .{unlike}"):
-            train(changed, blocks, config(steps=4, **options), tmp_path)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_a_folder_of_an_older_sinkscope_is_resumed(tmp_path: Path) -> None:
-    """Options that are missing in its run.json had the default values."""
-    train(model(), repetitive(), config(steps=4), tmp_path)
-    record = json.loads((tmp_path / "run.json").read_text())
-    del record["sharded"], record["config"]["weight_decay"]
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    with pytest.raises(InputError, match=r"made with other options .weight_decay was 0.01, now 0.1"):
-        train(model(), repetitive(), config(steps=4, weight_decay=0.1), tmp_path)
-    train(model(), repetitive(), config(steps=4), tmp_path)
-
-
-def test_a_disk_that_is_too_small_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 50, 50))
-    with pytest.raises(InputError, match="left on its disk and its checkpoints need"):
-        train(model(), repetitive(), config(), tmp_path)
-    assert checkpoints(tmp_path) == []
 
 
 def test_a_disk_that_is_full_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,6 @@ from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import quantized_source, settings
 from sinkscope.verdict.report import coordinates_text, layers_text, published_lines
 
-LAYERS = 4
-
 
 def finding(run: Run, name: str) -> Finding:
     (found,) = (found for found in analysis.findings(run) if found.name == name)
@@ -24,14 +22,6 @@ def finding(run: Run, name: str) -> Finding:
 EMPTY = pd.DataFrame()
 ATTENTION = {"attention": EMPTY}
 ENTROPY = {"attention_entropy": 1.0}
-
-
-def massive_run(*values: float) -> Run:
-    """Make a run with a massive coordinate 7 at position 0 of layer 1, with one value for each sequence."""
-    table = pd.DataFrame({"value": values}).assign(
-        layer=1, position=0, coordinate=7, median=2.0, is_massive=True, sequence=range(len(values))
-    )
-    return summarized({"massive_count": [0.0, 1.0]}, tables={"massive": table.assign(ratio=table["value"].abs() / 2)})
 
 
 # --- data
@@ -73,24 +63,6 @@ def test_a_value_drain_is_that_of_the_heads_with_a_sink(drain: float, outcome: O
     assert (found.outcome, found.value, found.claim) == (outcome, drain, "GS-20")
     assert words in found.sentence
     assert "median over the 90 of 200 heads with a sink" in found.sentence
-
-
-def test_without_sink_heads_the_value_norm_is_over_all_heads() -> None:
-    alone = finding(summarized({"value_drain": [0.9, 0.1]}), "value-drain")
-    assert (alone.outcome, alone.value) == (Outcome.MEASURED, 0.5)
-    assert "No head has its sink at position 0" in alone.sentence
-
-
-def test_a_largest_entry_says_that_it_is_over_all_sequences() -> None:
-    """The max infinity norm in the table is a mean over sequences, which is another number."""
-    run = massive_run(2500.0, -3000.0)
-    found = finding(run, "massive-coordinate")
-    assert found.value == 3000.0
-    assert "the largest over all sequences is 3,000" in found.sentence
-    assert "the largest over all sequences is 3,000" in finding(run, "massive").sentence
-    assert "largest over all sequences 3,000" in finding(run, "8-bit-step").sentence
-    table = analysis.overview(summarized(whole={"max_inf_norm": 2750.0}))
-    assert table["whole model"].tolist() == ["max infinity norm (mean over sequences, largest site and layer)"]
 
 
 @pytest.mark.parametrize(

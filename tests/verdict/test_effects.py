@@ -47,33 +47,7 @@ def run_of(
     return Run(manifest, {"effect": table})
 
 
-def massive_run(after: float, layer: int, position: int, coordinate: int) -> Run:
-    """Make a run that zeroes coordinate 7 of position 0 after layers 1 and 2, with its largest activation elsewhere."""
-    run = run_of({0: (0.7, 0.7, (0.7, 0.7))}, expects="")
-    effect = run.tables["effect"]
-    is_after = (effect["metric"] == "massive_magnitude") & (effect["arm"] == "after")
-    effect = effect.assign(value=effect["value"].mask(is_after, after))
-    rows = [(at, sequence, 3, 4, 50.0 + sequence) for at in range(6) for sequence in range(2)]
-    rows += [(layer, sequence, position, coordinate, -after) for sequence in range(2)]
-    massive = pd.DataFrame(rows, columns=["layer", "sequence", "position", "coordinate", "value"])
-    run.manifest["arms"]["x"]["do"] = ["zero-massive:layers=1,2,positions=0,coordinates=7"]
-    return Run(run.manifest, {"effect": effect, "massive": massive.assign(condition="x")})
-
-
 # --- the largest activation
-
-
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        ((5, 0, 7), "coordinate 7 of layer 5's output and position 0, a layer that `zero-massive` does not change"),
-        ((2, 9, 7), "coordinate 7 of layer 2's output and position 9, a position that"),
-        ((2, 0, 3), "coordinate 3 of layer 2's output and position 0, a coordinate that"),
-    ],
-)
-def test_why_the_largest_activation_rises_after_zero_massive(place: tuple[int, int, int], words: str) -> None:
-    assert words in finding(massive_run(150.0, *place), "x")
-    assert "largest |activation|" not in finding(massive_run(90.0, *place), "x")
 
 
 # --- one effect
@@ -154,13 +128,6 @@ def test_without_controls_an_expectation_is_undecided(expects: str) -> None:
 )
 def test_perplexity(expects: str, after: float, words: str) -> None:
     assert words in finding(run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, after, ()), expects=expects), "x")
-
-
-def test_the_overview_has_a_row_for_each_arm_and_its_control() -> None:
-    table = overview(run_of({0: (0.7, 0.1, (0.7, 0.69, 0.71))}))
-    assert list(table["arm"]) == ["before", "x", "  control"]
-    assert list(table["sink rate @0"]) == ["70.0%", "10.0%", "70.0% ± 1.0%"]
-    assert list(table["perplexity"]) == ["20.00", "21.00", "20.15 ± 0.07"]
 
 
 # --- the table

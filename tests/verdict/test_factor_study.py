@@ -2,9 +2,7 @@
 
 import pandas as pd
 import pytest
-from support.figures import draw_all
 
-from sinkscope.figures import OF_SWEEP
 from sinkscope.output.sweep import words
 from sinkscope.verdict.factor_study import (
     ONSET,
@@ -16,11 +14,8 @@ from sinkscope.verdict.factor_study import (
     studied,
     summary,
     with_levels,
-    without_key,
 )
 from sinkscope.verdict.sweep_tables import SweepTables
-
-NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
 
 
 def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
@@ -87,23 +82,6 @@ def test_published_rates_are_those_of_a_single_factor(level: str, rate: float | 
     assert (None if found is None else found.value) == rate
 
 
-def test_a_setting_of_all_levels_is_named_once() -> None:
-    assert without_key(["rate=1 softmax", "rate=2 sigmoid"]) == ("rate", ["1 softmax", "2 sigmoid"])
-    assert without_key(["n_layer=3 scheme=none", "scheme=alibi"]) == ("scheme", ["n_layer=3 none", "alibi"])
-    for several in (["softmax", "sigmoid"], ["rate=1 steps=4", "rate=1 steps=8"], ["rate=1", "softmax"]):
-        assert without_key(several) == ("", several)
-
-
-def test_transcribed_rates_are_marked_wherever_they_are_shown() -> None:
-    rows = table({(f"config=llama-1m:feed_forward={name}", "none"): [0.2] for name in ("gelu", "swiglu")})
-    assert summary(rows)[PAPER].tolist() == ["14.76†", "18.18"]
-    tables = SweepTables({TABLE: rows}, {})
-    assert "†: from a transcription" in words(tables, {"content": {"title": "Designs"}})
-    assert "†" not in words(SweepTables({TABLE: SCHEMES}, {}), {"content": {"title": "Schemes"}})
-    names = [text.get_text() for text in draw_all(OF_SWEEP, tables)["sweep-factor"].axes[0].get_legend().get_texts()]
-    assert names == ["each seed", "mean", "WSE, 60M", "WSE, 60M, transcribed"]
-
-
 def test_the_end_of_each_training() -> None:
     end = at_the_end(with_levels(SCHEMES))
     assert end.loc[("position_scheme=alibi", 1), "sink_rate"] == pytest.approx(40)
@@ -141,16 +119,3 @@ def test_numbers_are_those_of_the_seeds_that_have_them() -> None:
     assert studied(others)["metric"].tolist() == ["loss"]
     said = [words(SweepTables({TABLE: of}, {}), {"content": {"title": ""}}) for of in (whole, SCHEMES)]
     assert ["Σ|sim ÷ Z|" in each for each in said] == [True, False]
-
-
-@pytest.mark.parametrize("rows", [SCHEMES, DECAYS], ids=["schemes", "decays"])
-def test_its_figures(rows: pd.DataFrame) -> None:
-    figures = draw_all(OF_SWEEP, SweepTables({TABLE: rows}, {}))
-    assert set(figures) == set(NAMES)
-    levels = set(with_levels(rows)["level"])
-    titles = {ax.get_title() for ax in figures["sweep-training-sink"].axes} - {""}
-    assert len(titles) == len(levels)
-    factor = figures["sweep-factor"].axes[0]
-    drawn = dict(zip([text.get_text() for text in factor.get_yticklabels()], factor.lines[1].get_xdata(), strict=True))
-    means = at_the_end(with_levels(rows)).groupby(level="level")["sink_rate"].mean()
-    assert sorted(drawn.values()) == pytest.approx(sorted(means))

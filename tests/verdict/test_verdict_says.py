@@ -11,7 +11,6 @@ import sinkscope
 from sinkscope.measuring.summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.output.run import Run
 from sinkscope.retrofits import retrofit_model
-from sinkscope.training.blocks import Blocks
 from sinkscope.training.tables import ROWS
 from sinkscope.verdict import analysis
 
@@ -22,20 +21,6 @@ def sentences(run: Run) -> dict[str, str]:
 
 
 # --- few and short sequences
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_one_sequence_of_two_tokens(name: str) -> None:
-    """There is no interval, no position 5, and no deviation of the query bias over a single later token."""
-    run = sinkscope.analyze(tiny_model(name), input="random", num_seqs=1, seq_len=2)
-    assert "Measured on 1 sequence of 2 tokens" in run.verdict
-    assert "A single sequence has no 95 % interval" in run.verdict
-    assert "sink at position 0 is not decided, as a single sequence has no interval" in sentences(run)["sink"]
-    assert "needs positions 5–15: --seq-len 16 or more" in run.verdict
-    assert "nan" not in run.verdict
-    several = sinkscope.analyze(tiny_model(name), input="random", num_seqs=2, seq_len=2, observables=("attention",))
-    assert "single sequence" not in several.verdict
 
 
 # --- gradients
@@ -131,21 +116,3 @@ def test_position_0_is_a_register_where_registers_precede_the_text() -> None:
 
 
 # --- interventions
-
-
-def test_papers_expect_nothing_of_models_that_they_do_not_study() -> None:
-    """NU studies models with learned positions and a query bias, and not rotary models."""
-    asked = {"arms": {"x": "nullify-first-embedding"}, "draws": 2, "input": "random", "num_seqs": 2, "seq_len": 20}
-    silent = sinkscope.intervene(tiny_model("llama"), **asked)
-    assert not silent.manifest["arms"]["x"]["expects"]
-    assert "NU" not in silent.verdict
-    spoken = sinkscope.intervene(tiny_model("gpt2"), **asked)
-    assert "NU intervention 4 found that the sink stays" in spoken.verdict
-
-
-def test_a_text_that_is_read_hundreds_of_times_is_noted() -> None:
-    train = np.zeros((329, 256), dtype=np.int64)
-    blocks = Blocks(train, train[:1], "natural")
-    assert blocks.notices(4 * 329) == []
-    (notice,) = blocks.notices(6_000 * 8 * 4)
-    assert notice.startswith("these steps are 584 passes over the 84,224 tokens of natural")
