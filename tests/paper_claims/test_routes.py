@@ -16,8 +16,8 @@ from sinkscope.output.run import Run
 from sinkscope.output.side_by_side import Routes, compare
 from sinkscope.paper_claims.arms import beyond_controls
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.routes import ROLES, ROUTES, Effect, routes_of, routes_text
+from sinkscope.paper_claims.studies import Need
 from sinkscope.results.run import RunData
 
 NAME = "nullify-query-bias"
