@@ -46,10 +46,10 @@ from sinkscope.output.result import FIGURES, both, draw, figure_failure
 from sinkscope.output.run import Run
 from sinkscope.output.scorecard import DrawnScorecard
 from sinkscope.paper_claims.evidence import LONG, MAIN, NATURAL, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_need
-from sinkscope.paper_claims.need import ALONE, Need
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.paper_claims.routes import routes_of_models
+from sinkscope.paper_claims.studies import ALONE, Need
 from sinkscope.paper_claims.table import evidence_of, judged, models_of
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, write_manifest

@@ -8,7 +8,7 @@ from sinkscope.measuring.estimates import sink_rates
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.paper_claims.claim import Part
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.need import Need
+from sinkscope.paper_claims.studies import Need
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, above, below
 from sinkscope.results.run import RunData

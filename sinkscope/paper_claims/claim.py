@@ -12,9 +12,8 @@ import numpy as np
 from sinkscope.measuring.estimates import HAS_SINK_HEADS as SINK_HEADS_OF_RUN
 from sinkscope.measuring.estimates import RUN_CLAIMS, in_sink_heads
 from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.need import ARMS, Need
 from sinkscope.paper_claims.scopes import Scope
-from sinkscope.paper_claims.studies import PLAIN
+from sinkscope.paper_claims.studies import ARMS, PLAIN, Need
 from sinkscope.results.findings import Published
 from sinkscope.results.judgment import NotDefined, Number, Outcome, Test, estimated
 from sinkscope.results.papers import paper_of

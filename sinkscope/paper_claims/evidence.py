@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
-from sinkscope.paper_claims.need import Kind, Need
-from sinkscope.paper_claims.studies import Study
+from sinkscope.paper_claims.studies import Kind, Need, Study
 from sinkscope.results.run import BOS_OPTIONS, WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 

@@ -14,8 +14,7 @@ import numpy as np
 from scipy import stats
 
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.need import Need
-from sinkscope.paper_claims.studies import PLAIN, Arm, Level, Study
+from sinkscope.paper_claims.studies import PLAIN, Arm, Level, Need, Study
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.sequences import Lacks

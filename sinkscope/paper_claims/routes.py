@@ -10,7 +10,7 @@ import pandas as pd
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.paper_claims.arms import before_and_after, beyond_controls, controls, share_left
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.need import Need
+from sinkscope.paper_claims.studies import Need
 from sinkscope.results.findings import HALF, SINK
 from sinkscope.results.scorecard import ROUTE_COLUMNS
 from sinkscope.results.sequences import Lacks

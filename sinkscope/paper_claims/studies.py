@@ -1,4 +1,4 @@
-"""Studies: several runs that a claim reads together, such as the arms or the steps of a training, or related models.
+"""Needs of claims, and studies: several runs that a claim reads together, such as the arms or steps of a training.
 
 Each is searched for among all given folders; if it is missing, the command that makes it is named. Arms and
 steps belong to trainings with the same settings; if several settings were trained, claims read one and name it.
@@ -14,7 +14,7 @@ from itertools import product
 from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import pandas as pd
@@ -22,12 +22,47 @@ import pandas as pd
 from sinkscope.options.option import Options, flag
 from sinkscope.options.spec import parse_spec
 from sinkscope.options.training import RetrofitOptions, TrainOptions, tokens_a_step
-from sinkscope.paper_claims.need import Kind, Need
 from sinkscope.results.run import RunData
 from sinkscope.results.scores import TABLE as SCORES
 from sinkscope.results.scores import main_scores
 from sinkscope.retrofits import make_retrofit
 from sinkscope.training.tables import UNTOUCHED, sinking_layer
+
+# --- needs of claims: a run of the model, or a study
+
+Analysis = Literal["natural", "null", "with-bos", "without-bos", "length", "domain"]
+Controlled = Literal["do", "loss-do", "gradient-do", "repeated-do"]  # interventions with random controls
+Alone = Literal["loss-do-alone", "gradient-do-alone"]  # interventions without random controls
+Arms = Literal["arms", "retrofit", "train", "backcopy"]  # arms of trainings, over seeds
+OtherStudy = Literal["factor", "steps", "course", "sizes", "base", "scores"]
+Kind = Analysis | Controlled | Alone | Literal["streaming"] | Arms | OtherStudy
+
+ARMS, STUDIES = get_args(Arms), (*get_args(Arms), *get_args(OtherStudy))
+CONTROLLED, ALONE = get_args(Controlled), get_args(Alone)
+
+
+@dataclass(frozen=True)
+class Need:
+    kind: Kind  # how it is measured or found (`KINDS` in `evidence.py` and `studies.py`)
+    of: str = ""  # the intervention, input, number of tokens, draw, methods or factor; "" for a kind without a choice
+
+    @property
+    def name(self) -> str:
+        """The name of the role in run.json; in the name of a folder, the colon becomes a hyphen."""
+        return f"{self.kind}:{self.of}" if self.of else self.kind
+
+    @property
+    def is_study(self) -> bool:
+        return self.kind in STUDIES
+
+    @property
+    def has_controls(self) -> bool:
+        return self.kind in CONTROLLED
+
+    @property
+    def is_intervention(self) -> bool:
+        return self.kind in (*CONTROLLED, *ALONE)
+
 
 # --- trainings, their arms and their steps
 

@@ -15,10 +15,9 @@ from sinkscope.paper_claims import over_seeds
 from sinkscope.paper_claims.arms import NO_COST, onset, perplexity_ratio, rates_over_steps
 from sinkscope.paper_claims.claim import Claim, Null, Part, run_claim
 from sinkscope.paper_claims.evidence import MAIN, NULL, Evidence
-from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import PERCENT, difference, metric, of_one, ratio, together
 from sinkscope.paper_claims.scopes import causal, in_float32
-from sinkscope.paper_claims.studies import PLAIN, Arm
+from sinkscope.paper_claims.studies import PLAIN, Arm, Need
 from sinkscope.results import statistics
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between

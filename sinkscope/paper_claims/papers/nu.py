@@ -13,8 +13,8 @@ from sinkscope.paper_claims import arms
 from sinkscope.paper_claims.arms import falls, had_a_sink, share_left
 from sinkscope.paper_claims.claim import Claim, Part, of_run, run_claim
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.scopes import causal, learned_positions, query_bias
+from sinkscope.paper_claims.studies import Need
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.papers import GPT2_MASSIVE, PRINTED

@@ -9,10 +9,9 @@ import pandas as pd
 from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.paper_claims.claim import Claim, Part, run_claim
 from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import metric, of_one
 from sinkscope.paper_claims.scopes import causal, requires
-from sinkscope.paper_claims.studies import PLAIN
+from sinkscope.paper_claims.studies import PLAIN, Need
 from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.run import RunData

@@ -11,10 +11,9 @@ from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.paper_claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
 from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_sink_heads
 from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import CORRELATION, OfArm, difference, metric, of_one, ratio, together
 from sinkscope.paper_claims.scopes import causal, gated
-from sinkscope.paper_claims.studies import PLAIN, Arm
+from sinkscope.paper_claims.studies import PLAIN, Arm, Need
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
 from sinkscope.results.papers import published
 from sinkscope.results.run import WITH

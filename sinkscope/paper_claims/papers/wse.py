@@ -17,10 +17,9 @@ from sinkscope.paper_claims import arms, over_seeds, scopes, studies
 from sinkscope.paper_claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, share_left
 from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, of_sink_heads, run_claim
 from sinkscope.paper_claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence
-from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import PERCENT, Ends, Measure, difference, metric, of_one, over_levels, ranked
 from sinkscope.paper_claims.scopes import causal, equal_tokens_stay_equal, learned_positions, requires, some_positions
-from sinkscope.paper_claims.studies import PLAIN, Arm, Study
+from sinkscope.paper_claims.studies import PLAIN, Arm, Need, Study
 from sinkscope.results import statistics
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
