@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support.every_model import tiny_of
 from support.retrofitted import METHODS, SETTINGS, each_pair, in_double, plain_model, retrofitted, shared
+from support.untouched import assert_as_before, state_of
 from tiny import FORWARD, TINY, batched, measured, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
@@ -69,13 +71,10 @@ def _seen(model: PreTrainedModel, ids: torch.Tensor) -> tuple[dict[int, list], d
         mixes[layer].append(args[0].clone())
 
     hooks = []
-    for layer, block in enumerate(family.layer_modules(model)):
-        value = projections(model, family, layer)["value"].module
-        output = block.get_submodule(family.attention).get_submodule(family.output)
-        hooks += [value.register_forward_hook(partial(keep_output, layer), prepend=first) for first in (True, False)]
-        hooks += [
-            output.register_forward_pre_hook(partial(keep_input, layer), prepend=first) for first in (True, False)
-        ]
+    for (layer, attention), first in product(family.attentions(model).items(), (True, False)):
+        value, output = projections(model, family, layer)["value"].module, attention.get_submodule(family.output)
+        hooks.append(value.register_forward_hook(partial(keep_output, layer), prepend=first))
+        hooks.append(output.register_forward_pre_hook(partial(keep_input, layer), prepend=first))
     try:
         with in_double(model):
             model(ids, use_cache=False)
@@ -119,13 +118,9 @@ def test_it_is_the_same_with_all_others_and_in_a_backward_pass(name: str, label:
 @pytest.mark.parametrize("label", ["vga", "iga-output", "vscale"])
 def test_the_model_is_left_as_it_was(label: str) -> None:
     model = retrofitted("llama", label)
-    before = [(path, dict(vars(module))) for path, module in model.named_modules()]
+    before = state_of(model)
     ours(model)
-    after = [(path, dict(vars(module))) for path, module in model.named_modules()]
-    assert [(path, list(attributes)) for path, attributes in after] == [(path, list(were)) for path, were in before]
-    for (path, attributes), (_, were) in zip(after, before, strict=True):
-        same = [attributes[key] is were[key] for key in were if key.startswith("_") or torch.is_tensor(were[key])]
-        assert all(same), path
+    assert_as_before(model, before)
 
 
 def test_a_gate_starts_at_one_where_raw_values_are_those_attended_to() -> None:

@@ -50,14 +50,6 @@ def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -
         assert_near(mine.to_numpy().reshape(3, 3, POSITIONS), torch.cat([together, norms], dim=1).numpy())
 
 
-def test_groups_count_the_predicted_tokens() -> None:
-    model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens(LENGTHS[:4])
-    whole = tables(model, sequences)["gradient_by_group"].query("group == 0 and head == -1")
-    run = tables(model, sequences[1:])["gradient"].query("head == -1 and pathway in ['key', 'value', 'query']")
-    without, expected = (table.sort_values(["layer", "pathway", "position"])["grad_norm"] for table in (whole, run))
-    assert_near(without.to_numpy(), expected.to_numpy())
-
-
 def test_neither_batches_nor_padding_change_the_tables_for_intervals() -> None:
     model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens(LENGTHS)
     one, other = tables(model, sequences), tables(model, sequences, 25, "left")

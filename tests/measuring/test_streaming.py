@@ -1,11 +1,10 @@
 """Reading a text with a short cache in one pass equals reading token by token, and takes linear memory."""
 
-import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -135,8 +134,7 @@ def reread(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) ->
     AttentionInterface.register("reread", oracle.attend)
     AttentionMaskInterface.register("reread", lambda **_: None)
     before = model.config._attn_implementation
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(code, "apply_rotary_pos_emb", oracle.unrotated)
+    with patch.object(code, "apply_rotary_pos_emb", oracle.unrotated):
         PreTrainedModel.set_attn_implementation(model, "reread")  # a retrofit's own method rejects other code
         try:
             return plain(model, ids)
@@ -257,55 +255,30 @@ def test_nothing_grows_with_the_square_of_the_length(name: str) -> None:
 
 @contextmanager
 def opened(model: PreTrainedModel, keep: int = 2, window: int = 3) -> Iterator[None]:
-    family = find_family(model)
-    with open_seam(model, family) as seams:
-        kernels = [seam.kernel for seam in seams.values()]
-        implementation = model.config._attn_implementation
-        try:
-            with streaming(model, family, seams, keep, window):
-                yield
-        finally:
-            assert [seam.kernel for seam in seams.values()] == kernels
-            assert model.config._attn_implementation == implementation
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gpt2"])
-def test_the_model_is_as_before(name: str) -> None:
-    model = tiny_model(name)
-    before = state_of(model)
-    with opened(model):
-        plain(model, tiny_tokens(2, 12))
-    assert_as_before(model, before)
+    """Stream in a block; afterwards the model is as before."""
+    family, before = find_family(model), state_of(model)
+    try:
+        with open_seam(model, family) as seams:
+            kernels = [seam.kernel for seam in seams.values()]
+            try:
+                with streaming(model, family, seams, keep, window):
+                    yield
+            finally:
+                assert [seam.kernel for seam in seams.values()] == kernels
+    finally:
+        assert_as_before(model, before)
 
 
 @pytest.mark.parametrize("where", ["mlp", "self_attn.q_proj", "self_attn.o_proj"])
 def test_the_model_is_as_before_after_an_exception(where: str) -> None:
     """This includes an exception in the forward call that only fetches a query."""
     model = tiny_model("llama")
-    before = state_of(model)
-
-    def fail(*args: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    handle = model.model.layers[1].get_submodule(where).register_forward_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError), opened(model):
+    part, error = model.model.layers[1].get_submodule(where), torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(torch.OutOfMemoryError), opened(model), patch.object(part, "forward", side_effect=error):
         plain(model, tiny_tokens(2, 12))
-    handle.remove()
-    assert_as_before(model, before)
 
 
-def test_one_cache_after_the_other_in_one_seam() -> None:
-    model, ids = smooth("llama"), tiny_tokens(2, 20)
-    family = find_family(model)
-    with open_seam(model, family) as seams:
-        for keep, window in [(0, 3), (2, 5), (0, 3)]:
-            with streaming(model, family, seams, keep, window):
-                mine = plain(model, ids)
-            assert torch.equal(mine, streamed(smooth("llama"), ids, keep, window))
-        assert torch.equal(plain(model, ids), plain(model, ids))
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gpt2"])
 def test_in_a_trace_too_but_no_attention_weights_are_read(name: str) -> None:
     """The weights would be those of dense attention, with the log-sum-exp of a cache."""
     model, ids = tiny_model(name), tiny_tokens(2, 20)
@@ -327,13 +300,11 @@ def test_in_a_trace_too_but_no_attention_weights_are_read(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_that_cannot_stream_is_refused_with_the_reason(name: str) -> None:
     model = tiny_model(name)
-    before = state_of(model)
     reason = "ALiBi" if name in ("bloom", "mpt", "falcon-alibi") else "attention code of its own"
     with pytest.raises(InputError, match=rf"streaming does not apply to \w+, because .*{reason}"), opened(model):
         pass
     with pytest.raises(InputError, match=reason):
         measure_streaming(model, find_family(model), inputs_of(2, 40), (4,), (1,))
-    assert_as_before(model, before)
 
 
 def test_padding_and_a_cache_are_refused() -> None:
@@ -353,13 +324,8 @@ def test_padding_and_a_cache_are_refused() -> None:
 
 def test_frequencies_that_go_with_the_length_are_refused_past_it() -> None:
     model = tiny_model("phi3")
-    factors = [1.0] * 4
-    model.config.rope_parameters |= {
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "original_max_position_embeddings": 16,
-    }
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+    model.config.rope_parameters |= {"rope_type": "longrope", "original_max_position_embeddings": 16} | factors
     with opened(model):
         plain(model, tiny_tokens(1, 16))
         with pytest.raises(InputError, match="past 16 the rotary frequencies of this phi3"):
@@ -373,7 +339,6 @@ def test_frequencies_that_go_with_the_length_are_refused_past_it() -> None:
         ((4, 0), (1,), "at least 1 token"),
         ((4,), (2, -1), "-1 of the first tokens"),
         ((4, 36), (1, 4), r"4 \+ 36 tokens never slides over a text of 40.* window of at most 34"),
-        ((35,), (4,), "never slides"),
     ],
 )
 def test_wrong_lists_are_refused(windows: tuple, keep: tuple, message: str) -> None:
@@ -448,32 +413,29 @@ def test_buckets_of_a_longer_text() -> None:
 # -------------------------------------------------------------------------------------------------- the figure
 
 
-def streaming_table(windows: tuple[int, ...] = (8, 32), keep: tuple[int, ...] = (0, 1, 4), length: int = 64) -> Any:
+def streaming_table(windows: tuple[int, ...], keep: tuple[int, ...]) -> pd.DataFrame:
     """Return a table in published form, in which the plain window collapses."""
     ways = [("dense", -1, 0), *[("sinks kept" if n else "window", w, n) for w in windows for n in keep]]
     rows = [
-        (way, window, n, bucket, 2, math.log(12.0 + window / 10 + n + 4e3 * (way == "window" and bucket != 0)))
+        (way, window, n, bucket, 12.0 + window / 10 + n + 4e3 * (way == "window" and bucket != 0))
         for way, window, n in ways
-        for bucket in (-1, *range(0, length, 2))
+        for bucket in (-1, *range(0, 64, 2))
     ]
-    table = pd.DataFrame(rows, columns=["method", "window", "keep", "bucket", "tokens", "loss"])
-    return shape_table("streaming", table.assign(layer=-1, perplexity=np.exp(table["loss"])), "tiny", "natural", {})
+    table = pd.DataFrame(rows, columns=["method", "window", "keep", "bucket", "perplexity"])
+    return shape_table("streaming", table.assign(layer=-1, tokens=2, loss=0.0), "tiny", "natural", {})
 
 
 def drawn(table: pd.DataFrame) -> Any:
-    run = Run({"model": {"name": "org/Tiny"}, "condition": "x"}, {"streaming": table})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure = draw("streaming-perplexity", run)
-        figure.draw_without_rendering()
+    figure = draw("streaming-perplexity", Run({"model": {"name": "org/Tiny"}, "condition": "x"}, {"streaming": table}))
+    figure.draw_without_rendering()
     return figure
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_figure_draws_what_the_table_says() -> None:
-    drawn(streaming_table((8, 9, 10, 11, 12, 13, 14), (0, 1)))
     for perplexity in (0.0, float("nan"), float("inf")):
         drawn(streaming_table((8,), (0,)).assign(perplexity=perplexity))
-    by_token, by_kept = drawn(streaming_table()).axes
+    by_token, by_kept = drawn(streaming_table((8, 32), (0, 1, 4))).axes
     lines = {line.get_label(): line for line in by_token.lines if not line.get_label().startswith("_")}
     assert list(lines) == ["dense", "last 8", "first 4 and last 8"]
     assert lines["last 8"].get_xdata() == pytest.approx(np.arange(0, 64, 2) + 0.5)
@@ -482,5 +444,4 @@ def test_the_figure_draws_what_the_table_says() -> None:
     kept = {line.get_label(): line.get_ydata() for line in by_kept.lines}
     assert kept["dense"] == pytest.approx([11.9, 11.9])
     assert kept["last 8"] == pytest.approx([4012.8, 13.8, 16.8])
-    assert kept["last 32"] == pytest.approx([4015.2, 16.2, 19.2])
     assert [tick.get_text() for tick in by_kept.get_xticklabels()] == ["0", "1", "4"]
