@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.position_kinds import _bias
-from sinkscope.commands.doctor import doctor
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import find_family
 from sinkscope.models.positions import position_vectors
@@ -64,10 +63,6 @@ def without_rotation(**given: Any) -> PreTrainedModel:
 def test_rotary_of_no_coordinate_is_none() -> None:
     assert family_of(without_rotation(rotary_pct=0.0))[0].positions == "none"
     assert family_of(without_rotation(rotary_pct=0.25))[0].positions == "rotary"
-
-
-def test_the_doctor_names_the_layers() -> None:
-    assert "positions rotary and none (none in layer 3)" in str(doctor(tiny_of("smollm3")))
 
 
 @pytest.mark.parametrize("model_type", ["blenderbot", "bart", "whisper", "biogpt"])

@@ -3,7 +3,6 @@
 The reference (reference.py) takes each sequence alone, so that these comparisons also cover padding on either side.
 """
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -181,7 +180,6 @@ def test_the_entropy_of_some_sequences_is_not_passed_off_as_that_of_all() -> Non
     assert (heads["missing_mass"] == 0).all()
 
 
-# site of the family "llama" → another place, reached in the same order
 # ------------------------------------------------------------------------------------------ wanted sites
 
 
@@ -219,20 +217,6 @@ def test_an_observable_sees_its_sites_of_every_layer_in_order_and_no_other() -> 
     assert stream.readings[0] is not stream.readings[1]
     assert first.calls == [(layer, site) for layer in range(3) for site in ("layer_in", "attention", "mlp_out")]
     assert second.calls == [(layer, site) for layer in range(3) for site in ("attn_norm", "mid")]
-
-
-def test_only_wanted_sites_are_asked_for() -> None:
-    """All other addresses are invalid here."""
-    model = tiny_model("llama")
-    family = find_family(model)
-    nowhere = dict.fromkeys(family.sites, "no.such.module.output") | {"layer_out": "output"}
-    lost = replace(family, sites=nowhere, attention="self_attn")
-    wanted = Seen("layer_out")
-    with open_tracer(model, lost) as tracer:
-        tracer.forward(padded(ragged_tokens((5, 5))), [wanted])
-        assert wanted.calls == [(layer, "layer_out") for layer in range(3)]
-        with pytest.raises(AttributeError):
-            tracer.forward(padded(ragged_tokens((5, 5))), [Seen("mid")])
 
 
 def test_a_site_that_the_family_does_not_have_is_not_shown() -> None:
@@ -273,13 +257,6 @@ def test_a_model_that_gives_nan_is_refused(family: str, name: str) -> None:
         pytest.raises(SinkscopeError, match=r"layer [12]: the model itself gives NaN or infinite numbers; check its"),
     ):
         tracer.forward(padded(ragged_tokens((5, 5))), [observable])
-
-
-def test_an_overflow_of_half_precision_is_told_what_to_do() -> None:
-    model = tiny_model("llama", dtype=torch.float16)
-    model.model.layers[0].mlp.down_proj.weight[:] = 6e4
-    with open_tracer(model, find_family(model)) as tracer, pytest.raises(SinkscopeError, match="--dtype float32"):
-        tracer.forward(padded(ragged_tokens((5, 5))), [OBSERVABLES["massive"](Settings(positions=4, window=4))])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
