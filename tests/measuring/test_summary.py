@@ -59,6 +59,7 @@ def metrics(tables: dict[str, pd.DataFrame], inputs: TokenInputs = TWO, **more: 
 
 
 def test_attention_is_summarized_at_position_0() -> None:
+    assert metrics({}) == {}
     found = metrics(attention_tables())
     expected = {
         "sink_rate": [0.75, 0.125],
@@ -90,14 +91,16 @@ def test_later_sinks_are_pairs_of_head_and_sequence_with_queries_enough() -> Non
 
 
 def test_geometry_is_summarized() -> None:
+    """Each head's value is divided by the mean, not the sum, of its other positions; then heads are averaged."""
     table = grid(query_norm=1.0, key_norm=1.0, value_norm=4.0, qk_cosine=0.9, sink_logit_gap=0.0)
     first = table["position"] == 0
     table.loc[first, "value_norm"] = [1.0, 3.0, 4.0, 8.0]
+    table.loc[table["position"] == 2, "value_norm"] = 12.0
     table.loc[first, "qk_cosine"] = [0.1, 0.3, -0.2, 0.0]
     table.loc[first, "sink_logit_gap"] = [5.0, 7.0, 1.0, 2.0]
     found = metrics({"geometry": table})
-    assert found["value_drain", 0] == pytest.approx((1 / 4 + 3 / 4) / 2)
-    assert found["value_drain", 1] == pytest.approx((1 + 2) / 2)
+    assert found["value_drain", 0] == pytest.approx((1 / 8 + 3 / 8) / 2)
+    assert found["value_drain", 1] == pytest.approx((4 / 8 + 8 / 8) / 2)
     assert found["qk_cosine", 0] == pytest.approx(0.2)
     assert found["sink_logit_gap", WHOLE_MODEL] == pytest.approx((6 + 1.5) / 2)
 
@@ -155,9 +158,8 @@ def repeated(name: str, **options: Any) -> Run:
 def test_no_sink_on_repeated_tokens_exceeds_the_bound(seed: int, name: str) -> None:
     run = repeated(name, seed=seed)
     mass = run.tables["attention"].query("position == 0").groupby("layer")["sink_mass"].mean()
-    limit = bound(run)[[0, 1, 2]]
-    assert (mass <= limit + 1e-6).all()
-    assert (limit < 1).all()  # it is not trivial
+    assert (mass <= bound(run)[[0, 1, 2]] + 1e-6).all()
+    assert (bound(run) < 1).all()  # it is not trivial
 
 
 def test_the_bound_is_the_propositions() -> None:
