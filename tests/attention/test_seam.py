@@ -24,7 +24,7 @@ from sinkscope.attention.kernels import (
     repeat_heads,
 )
 from sinkscope.attention.seam import attend, open_seam
-from sinkscope.attention.taps import NAME, Seam, found_scaling
+from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.nnsight import save
@@ -240,17 +240,6 @@ def test_the_fused_kernel_forbids_keys_without_a_mask(dtype: torch.dtype) -> Non
     torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
 
 
-def test_vectors_whose_numbers_are_not_adjacent_are_read_right() -> None:
-    """A convolution over time returns such tensors; the fused kernel itself would read wrong numbers from them."""
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(2, heads, 13, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
-    expected = fused_attention(*given, AttentionCall(None, 0.3))
-    for at in range(3):
-        transposed = [x.mT.contiguous().mT if index == at else x for index, x in enumerate(given)]
-        for found, wanted in zip(fused_attention(*transposed, AttentionCall(None, 0.3)), expected, strict=True):
-            torch.testing.assert_close(found, wanted)
-
-
 # torch's fused kernel takes exp(x) of half-precision inputs from a cubic polynomial (`fexp_u20`) wherever a row has
 # keys for a whole vector: 8 with AVX2, 16 with AVX-512. Its relative error is at most 1.0704e-4 (at powers of 2), so
 # for any number of keys the relative error of their sum is at most this δ, and the error of its logarithm at most
@@ -360,28 +349,6 @@ def test_what_an_observable_computes_is_not_intercepted(name: str) -> None:
     torch.testing.assert_close(traced, bare)
 
 
-def causal_softmax(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    unseen = ~causal_mask(query.shape[2])
-    return (query @ key.mT).masked_fill(unseen, torch.finfo(query.dtype).min).softmax(-1)
-
-
-def attention_then_more(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Multiply every head's result by its own matrix, and compute another softmax afterwards."""
-    mix = causal_softmax(query, key) @ value
-    matrix = torch.eye(8).expand(len(mix), 4, 8, 8)
-    return (mix @ matrix).softmax(-1) @ matrix
-
-
-def test_what_follows_attention_in_its_module_is_left_alone() -> None:
-    calls: list[tuple[int, ...]] = []
-    with attention_of_gptj(attention_then_more) as model, open_tracer(model, find_family(model)) as tracer:
-        for seam in tracer.seams.values():
-            for tap in (seam.query, seam.key, seam.lse, seam.value, seam.mix):
-                tap.register_forward_hook(lambda module, args, output: calls.append(tuple(output.shape)))
-        tracer.logits(batch())
-    assert calls == [(2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9), (2, 4, 9, 8), (2, 9, 4, 8)] * 3
-
-
 DOORS = ["llama", "gpt2", "gpt_oss", "falcon", "falcon-new", "gptj", "gpt_neo"]
 
 
@@ -407,35 +374,6 @@ def test_a_tensor_overwritten_at_its_tap_is_used(name: str) -> None:
             torch.testing.assert_close(lse, expected, rtol=1e-6, atol=1e-6)
 
 
-def grouped_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Repeat two key and value heads by hand, as in much code that comes with models from the hub."""
-    key, value = (x[:, :2].repeat_interleave(2, dim=1) for x in (key, value))
-    if module.fused:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return causal_softmax(query * 8**-0.5, key) @ value
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_heads_that_any_other_code_repeats_are_counted_once_too(fused: bool) -> None:
-    norms: list[float] = []
-
-    def keep(module: Any, args: tuple, value: torch.Tensor) -> None:
-        norms.extend(value[:, : SETTINGS.positions, :16].norm(dim=-1).mean(0).tolist())  # the distinct heads
-
-    with attention_of_gptj(grouped_attention) as model:
-        for layer in model.transformer.h:
-            layer.attn.num_key_value_heads, layer.attn.fused = 2, fused
-        bare = logits(model)
-        with open_tracer(model, find_family(model)) as tracer:
-            traced = tracer.logits(Batch(tiny_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)))
-        for layer in model.transformer.h:
-            layer.attn.v_proj.register_forward_hook(keep)
-        tables = measured(model, [batch()], SETTINGS, ("attention", "activation"))
-    torch.testing.assert_close(traced, bare)
-    assert tables["attention"].groupby("kv_head")["head"].unique().map(list).to_dict() == {0: [0, 1], 1: [2, 3]}
-    assert tables["activation"].query("site == 'value'")["norm_mean"].tolist() == pytest.approx(norms, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [("gptj", 8**-0.5), ("gpt_neo", 1.0), ("falcon", 8**-0.5), ("bloom", math.nan), ("mpt", math.nan)],
@@ -448,10 +386,3 @@ def test_the_scaling_of_the_models_own_code_is_found(name: str, scaling: float) 
             tracer.forward(padded(ragged_tokens((9, 4)), padding), [OBSERVABLES["attention"](SETTINGS)])
             scalings = [seam.call.scaling for seam in tracer.seams.values() if seam.call]
             assert scalings == pytest.approx([scaling] * 3, rel=1e-6, nan_ok=True)
-
-
-def test_scaling_is_read_off_in_half_precision_too() -> None:
-    query, key, _ = random_qkv(kv_heads=4)
-    scores = (0.25 * query @ key.mT).masked_fill(~causal_mask(11), torch.finfo(torch.bfloat16).min)
-    found = found_scaling(query.bfloat16(), key.bfloat16(), scores.bfloat16())
-    assert found == pytest.approx(0.25, rel=1e-2)

@@ -19,7 +19,7 @@ from support.attention_reads import (
 from support.naming import naming
 
 from sinkscope.attention import weights as attention_weights
-from sinkscope.attention.kernels import AttentionCall, chunked_attention
+from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.weights import AttentionRead, ColumnSums, chunks_at_once, column_sums
 
 
@@ -108,27 +108,6 @@ def test_scores_of_the_models_own_say_the_same(lengths: tuple | None, side: str)
     assert_sums(column_sums(own, 23, 4), dense_sums(dense_weights(plain), 4))
 
 
-def test_attention_to_one_key_alone_has_no_entropy_and_no_nan() -> None:
-    """With a logit gap of 1000, the weights are exactly 1 and practically 0."""
-    read = make_read("causal")
-    key, query = torch.zeros_like(read.key), torch.ones_like(read.query)
-    key[:, :, 0] = 1000.0
-    _, lse = chunked_attention(query, key, read.value, read.call)
-    sums = column_sums(replace(read, query=query, key=key, lse=lse), 23, 8)
-    torch.testing.assert_close(sums.mass[..., 0], torch.full((SEQUENCES, HEADS), 23.0, dtype=torch.float64))
-    assert sums.mass[..., 1:].abs().max() < 1e-30
-    assert sums.entropy.abs().max() < 1e-30
-
-
-def test_a_padding_query_that_sees_nothing_is_nothing() -> None:
-    """The log-sum-exp of the query may be the mask's value, infinite or NaN."""
-    for nothing in (torch.finfo(torch.float64).min, -torch.inf, torch.nan, 0.0):
-        read = make_read("bool mask", lengths=(15, 23), side="left")
-        expected = column_sums(read, 23, 4)
-        read.lse[0, :, :8] = nothing
-        assert_sums(column_sums(read, 23, 4), vars(expected))
-
-
 def test_logits_are_those_of_the_definition_under_any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {kind: make_read(kind).logits(ALL, ALL) for kind in KINDS}
     monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)
@@ -157,10 +136,3 @@ def test_chunks_at_once_cover_every_row_once_and_have_room(monkeypatch: pytest.M
             for chunk in chunks:
                 rows = chunk.stop - chunk.start
                 assert rows == 1 or (rows <= 9 and rows * min(columns, chunk.stop) <= room)
-
-
-@pytest.mark.parametrize("kind", ["softcap", "additive", "infinite"])
-def test_logits_that_are_more_than_a_product_are_not_taken_for_one(kind: str) -> None:
-    assert not make_read(kind).is_linear
-    assert make_read("window").is_linear
-    assert make_read("sink").is_linear  # the sink is in the row's sum and does not change its logits

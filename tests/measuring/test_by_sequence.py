@@ -10,17 +10,13 @@ import pandas as pd
 import pytest
 import reference
 import torch
-from tiny import batched, measured, padded, ragged_tokens, tiny_model
+from tiny import batched, measured, ragged_tokens, tiny_model
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run
-from sinkscope.measuring.observables.observable import BySequence, Settings
-from sinkscope.measuring.observables.reductions import later_mean
-from sinkscope.measuring.passes import Pass
-from sinkscope.text.batch import IGNORED
-from sinkscope.text.inputs import Masked, TokenInputs
+from sinkscope.measuring.observables.observable import Settings
 
 LENGTHS = (24, 17, 4, 11, 24)  # one without any of the positions 5 to 15, one with some
 POSITIONS, WINDOW = 7, 8
@@ -117,16 +113,6 @@ def test_analyze_keeps_the_loss_of_every_sequence(tmp_path: Path) -> None:
     assert "loss_by_sequence" not in without.tables
 
 
-def test_a_sequence_without_predicted_tokens_has_no_loss() -> None:
-    """None of the tokens of an encoder's sequence was drawn to be masked."""
-    ids = np.arange(4)
-    masked = tuple(Masked(ids, np.array(labels)) for labels in ([IGNORED] * 4, [IGNORED, 1, 2, IGNORED]))
-    inputs = TokenInputs("natural", (ids, ids), "", "", masked=masked)
-    table = Pass([], torch.tensor([0.0, 3.0], dtype=torch.float64), 1).loss_tables(inputs)["loss_by_sequence"]
-    assert table["predicted"].tolist() == [0, 2]
-    np.testing.assert_array_equal(table["loss"], [np.nan, 1.5])
-
-
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = written(tmp_path_factory.mktemp("experiment"), (12, 5, 9))
@@ -165,27 +151,3 @@ def test_the_losses_of_an_arm_are_its_own(experiment: Run) -> None:
 
 
 # --------------------------------------------------------------------------------------------- the parts
-
-
-def test_the_order_of_the_batches_changes_no_row() -> None:
-    x = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
-    whole, parts = BySequence("head"), BySequence("head")
-    whole.add(padded(ragged_tokens((3,) * 5)), {"x": x}, layer=4)
-    for first, last in ((4, 5), (0, 1), (1, 4)):
-        parts.add(padded(ragged_tokens((3,) * (last - first)), first=first), {"x": x[first:last]}, layer=4)
-    values = x.flatten().tolist()
-    x.zero_()  # the values were copied
-    table = whole.table()
-    assert table.columns.tolist() == ["layer", "sequence", "head", "x"]
-    assert table["x"].dtype == np.float32
-    assert table["x"].tolist() == values
-    pd.testing.assert_frame_equal(parts.table(), table)
-
-
-def test_the_mean_over_later_positions_is_over_those_of_the_sequence() -> None:
-    x = torch.arange(20.0).expand(3, 2, 20)
-    assert later_mean(x, None).tolist() == [[10.0, 10.0]] * 3
-    present = torch.arange(20) < torch.tensor([[20], [8], [5]])
-    means = later_mean(x, present)
-    assert means[:2].tolist() == [[10.0, 10.0], [6.0, 6.0]]
-    assert means[2].isnan().all()

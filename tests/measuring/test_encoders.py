@@ -20,7 +20,7 @@ from tiny import VOCAB, batched, ragged_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import sinkscope
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import InputError
 from sinkscope.interventions import parse
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
@@ -73,15 +73,6 @@ def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
     wanted = expected(sequences) | {"attention_heads": reference.attention_heads(sequences)}
     assert len(wanted["sink_positions"])
     assert_same(tables, wanted, ROUND_OFF)
-
-
-def test_a_long_text_is_read_in_chunks() -> None:
-    """With 300 tokens, the first columns and a band around the diagonal are read."""
-    model = encoder("modernbert", max_position_embeddings=512)
-    family, _ = family_of(model)
-    ids = ragged_tokens((300,))
-    tables = tables_of(model, family, batched(ids, 1), "attention")
-    assert_same(tables, expected([recorded(model, ids[0])]), ROUND_OFF)
 
 
 def test_geometry_is_over_the_queries_of_both_sides() -> None:
@@ -301,18 +292,3 @@ def test_without_a_mask_token_or_a_head_there_is_no_loss() -> None:
     run = sinkscope.analyze(encoder("bert").base_model, tokenizer=word_tokenizer(), input="random", seq_len=12)
     assert "without a head" in run.manifest["not_measured"]["gradient"]
     assert sinkscope.doctor(encoder("bert").base_model).ok
-
-
-def test_block_sparse_attention_is_refused_where_the_model_has_it() -> None:
-    """A short text switches BigBird to full attention permanently, and the search for its wiring reads such a text."""
-    model = encoder("big_bird", torch.float32, attention_type="block_sparse", block_size=4, num_random_blocks=1)
-    assert sinkscope.analyze(model, input="random", seq_len=20, num_seqs=1).manifest["parity"] < 1e-3
-    assert model.bert.attention_type == "block_sparse"
-    with pytest.raises(SinkscopeError, match="not one softmax"):
-        sinkscope.analyze(model, input="random", seq_len=64, num_seqs=1)
-
-
-def test_attention_that_is_made_causal_is_caught_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.models.calibrate.sees_later_tokens", lambda *_: False)
-    with pytest.raises(SinkscopeError, match="computes something different from the bare model"):
-        sinkscope.analyze(encoder("bert"), input="random", seq_len=12, num_seqs=2)

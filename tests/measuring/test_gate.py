@@ -13,8 +13,7 @@ import pytest
 import torch
 from support.every_model import tiny_of
 from support.retrofitted import METHODS, SETTINGS, each_pair, in_double, plain_model, retrofitted, shared
-from support.untouched import assert_as_before, state_of
-from tiny import FORWARD, TINY, batched, measured, ragged_tokens, tiny_model, tiny_tokens
+from tiny import TINY, batched, measured, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,7 +22,6 @@ from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tables import column_names
-from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
 from sinkscope.retrofits import retrofit_model
@@ -105,24 +103,6 @@ def test_gates_and_raw_values_are_those_of_a_plain_forward(name: str, label: str
     assert (found["kv_head"] == found["head"] // (found["head"].nunique() // groups)).all()
 
 
-@pytest.mark.parametrize(("name", "label"), [("llama", "vga"), ("gpt2", "vga-output"), ("falcon", "vga-output")])
-def test_it_is_the_same_with_all_others_and_in_a_backward_pass(name: str, label: str) -> None:
-    model = retrofitted(name, label)
-    alone = ours(model)
-    pd.testing.assert_frame_equal(ours(model, names=(*FORWARD, "gate")), alone)
-    with in_double(model):
-        names = ("gradient", "gate", "attention")
-        assert_same(measured(model, batched(SEQUENCES, 2), SETTINGS, names, backward=True)["gate"], alone)
-
-
-@pytest.mark.parametrize("label", ["vga", "iga-output", "vscale"])
-def test_the_model_is_left_as_it_was(label: str) -> None:
-    model = retrofitted("llama", label)
-    before = state_of(model)
-    ours(model)
-    assert_as_before(model, before)
-
-
 def test_a_gate_starts_at_one_where_raw_values_are_those_attended_to() -> None:
     model = retrofit_model(plain_model("qwen2"), None, "vga")
     with in_double(model):
@@ -189,8 +169,3 @@ def test_own_gates_are_found_and_are_those_that_the_models_code_computes(model_t
     expected = (gate * mix.square()).sum(-1) / mix.square().sum(-1)
     found = run.tables["gate"].query(f"layer == {layer}").pivot(index="position", columns="head", values="gate")
     np.testing.assert_allclose(found.to_numpy(), expected[0].numpy(), rtol=1e-4)
-
-
-def test_a_norm_before_the_output_projection_is_no_gate() -> None:
-    for model_type in ("bitnet", "olmo2"):
-        assert not calibrate(tiny_of(model_type), tiny_tokens(2, 8)).gated

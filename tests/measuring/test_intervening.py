@@ -120,69 +120,7 @@ def test_threads_that_change_their_own_models_or_call_one_or_analyze_do_not_meet
         assert all(run.tables[name].equals(table) for name, table in expected.tables.items())
 
 
-def test_what_the_user_registers_meanwhile_serves_the_other_models() -> None:
-    model, other = tiny_model("llama"), tiny_model("llama")
-    changed = under(model, "mask-sink")
-    before = snapshot(other)
-    with intervening(model, "mask-sink"):
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = warmer
-        try:
-            assert torch.equal(logits(model), changed)
-            warm = logits(other)
-        finally:
-            del ALL_ATTENTION_FUNCTIONS["sdpa"]
-        assert torch.equal(logits(model), changed)
-    assert not torch.allclose(warm, logits(other), rtol=0.1)
-    assert not differences(before, snapshot(other))
-
-
 # ------------------------------------------------------------------------------------------- functions of the user
-
-
-def warmer(module: Any, query: Any, *rest: Any, **options: Any) -> Any:
-    return sdpa_attention_forward(module, query / 2, *rest, **options)
-
-
-def logged(module: Any, *rest: Any, **options: Any) -> Any:
-    return sdpa_attention_forward(module, *rest, **options)
-
-
-def named(function: Any, model: PreTrainedModel, stack: ExitStack) -> None:
-    AttentionInterface.register("users_own", function)
-    model.config._attn_implementation = "users_own"
-
-
-def overridden(function: Any, model: PreTrainedModel, stack: ExitStack) -> None:
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = function
-    stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, "sdpa")
-
-
-def eager(function: Any, model: PreTrainedModel, stack: ExitStack) -> None:
-    model.set_attn_implementation("eager")
-    patch = pytest.MonkeyPatch()
-    stack.callback(patch.undo)
-    patch.setattr("transformers.models.llama.modeling_llama.eager_attention_forward", function)
-
-
-USES: dict[str, Callable[[PreTrainedModel], Any]] = {
-    "intervening": lambda model: under(model, "scale-sink-value:factor=1"),
-    "intervene": lambda model: sinkscope.intervene(model, "mask-sink", draws=0, **SMALL),
-    "quantize": lambda model: sinkscope.quantize(model, calibration=2, **SMALL),
-    "calibrate_ranges": lambda model: sinkscope.calibrate_ranges(model, [IDS[0]]),
-    "retrofit": lambda model: sinkscope.retrofit(model, "none", out="never-made", text="natural", steps=1),
-    "retrofit_model": lambda model: sinkscope.retrofit_model(model, None, "learnable-sink"),
-}
-
-
-@each_pair(list(USES), [named, overridden, eager], ("use", "how"))
-def test_a_function_of_the_users_that_attends_otherwise_is_refused(use: str, how: Any) -> None:
-    model = tiny_model("llama")
-    with ExitStack() as stack:
-        how(warmer, model, stack)
-        before = snapshot(model)
-        with pytest.raises((SinkscopeError, InputError), match=r"different from the bare model|would be loaded"):
-            USES[use](model)
-        assert not differences(before, snapshot(model))
 
 
 def test_a_function_of_the_users_that_attends_alike_is_accepted_and_one_that_cannot_be_asked_refused() -> None:
@@ -197,16 +135,6 @@ def test_a_function_of_the_users_that_attends_alike_is_accepted_and_one_that_can
         attention.forward = lambda hidden_states, of=attention, **rest: (of.o_proj(hidden_states), None)
     with pytest.raises(SinkscopeError, match="does not recognize one softmax"):
         under(model, "mask-sink")
-
-
-def test_a_model_of_known_code_does_not_run_beforehand() -> None:
-    model = tiny_model("llama")
-    ran: list[int] = []
-    model.model.layers[0].register_forward_hook(lambda *_: ran.append(1))
-    with intervening(model, "mask-sink"):
-        assert not ran
-        logits(model)
-    assert len(ran) == 1
 
 
 # ------------------------------------------------------------------------------------------- hooks of the user
@@ -253,18 +181,6 @@ def test_a_projection_that_is_more_than_its_weight_is_not_edited(how: str) -> No
     assert ("query_bias" in run.tables) == (message == "its weight is not a")  # read from the weights
     computed = {"model.layers.1.self_attn.k_proj: attributes"} if how == "prune" else set()  # at each forward
     assert set(differences(before, snapshot(model))) <= computed
-
-
-def test_position_vectors_and_gated_values_that_are_more_than_a_weight_are_refused() -> None:
-    model = tiny_model("gpt2")
-    with_forward(model.transformer.wpe)
-    with pytest.raises(InputError, match="its forward is"):
-        under(model, "replace-epe")
-    for method in ("vga", "vscale"):
-        model = tiny_model("llama")
-        model.model.layers[0].self_attn.v_proj.register_forward_hook(lora)
-        with pytest.raises(InputError, match="forward hook"):
-            sinkscope.retrofit_model(model, None, method)
 
 
 # ------------------------------------------------------------------------------------------- wrapped models
@@ -368,23 +284,6 @@ def test_a_block_leaves_the_gradient_mode_to_its_user() -> None:
 
 
 # ------------------------------------------------------------------------------------------- the process
-
-
-def test_the_default_device_is_not_changed_and_not_used() -> None:
-    """On the meta device a tensor that is made without a device has no numbers."""
-    texts, model = (
-        ["zero-massive:layers=1,coordinates=3", "zero-key-columns:coordinates=3", "mask-sink"],
-        tiny_model("llama"),
-    )
-    expected = [under(model, text) for text in texts]
-    run = sinkscope.analyze(model, **SMALL)
-    torch.set_default_device("meta")
-    try:
-        assert all(torch.equal(under(model, text), changed) for text, changed in zip(texts, expected, strict=True))
-        found = sinkscope.analyze(model, **SMALL)
-    finally:
-        torch.set_default_device(None)
-    assert all(found.tables[name].equals(table) for name, table in run.tables.items())
 
 
 def imported_again(script: str) -> None:

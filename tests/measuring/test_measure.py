@@ -102,12 +102,3 @@ def test_a_follow_up_sees_the_first_sequence_aimed_by_the_tables_before() -> Non
     named = run_of(observables=("closer",))  # brings what it follows
     assert set(named.tables) == set(run.tables)
     pd.testing.assert_frame_equal(named.tables["closer"], closer)
-
-
-def test_mean_maps_are_measured_when_they_are_named() -> None:
-    assert "arm_maps" not in run_of().tables
-    run = run_of(observables=("mean-maps", "attention"))
-    assert run.tables["arm_maps"].columns.tolist() == [*LEADING, "query", "key", "weight"]
-    assert "arm-maps" not in run.verdict
-    with pytest.raises(sinkscope.InputError, match="'arm_maps'"):
-        run.figure("arm-maps")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import sinkscope
 from sinkscope import Run
 from sinkscope.cli.app import app
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import SinkscopeError
 from sinkscope.measuring import processes
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import Team
@@ -240,12 +240,3 @@ def test_on_the_command_line_the_first_prints_and_writes(tmp_path: Path) -> None
     options = {"input": tmp_path / "ids.jsonl", "observables": ("attention",), "batch_size": 2}
     whole = sinkscope.analyze(tmp_path / "llama", **options)
     assert_same({name: tables(tmp_path / "out")[name] for name in whole.tables}, whole.tables)
-
-
-def test_a_model_cannot_be_spread_over_devices_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(processes, "stays_on_cpu", lambda device_map: False)
-    with pytest.raises(InputError, match="--device-map auto would give every process all devices"):
-        sinkscope.analyze("no/model", input="random", device_map="auto")
-    assert processes.team().count == 1

@@ -19,18 +19,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import streamed_attention, streaming
-from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.figures import draw
-from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import Settings
+from sinkscope.errors import InputError
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.tables import shape_table
-from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.output.run import Run
-from sinkscope.retrofits import retrofit_model
 from sinkscope.retrofits.retrofit import RETROFIT, registers_before
-from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
 CACHES = [(0, 1), (0, 5), (1, 1), (1, 4), (2, 3), (3, 4), (4, 9)]  # keep, window; the tiny models look back 6 tokens
@@ -166,14 +159,6 @@ def test_what_is_outside_the_text_is_read_as_from_a_cache(name: str, label: str,
         assert (mine - bare)[:, 12:].abs().max() > 1e-4 * mine.abs().max()
 
 
-def test_a_key_bias_with_a_value_is_refused_where_the_query_turns() -> None:
-    """Its weight would depend on the position of the query in the text."""
-    ids = tiny_tokens(2, 20)
-    with pytest.raises(InputError, match="its key biases have values"):
-        streamed(retrofit_model(smooth("llama"), None, "key-bias", value="learned"), ids, 0, 5)
-    streamed(retrofit_model(smooth("gpt2"), None, "key-bias", value="learned"), ids, 0, 5)
-
-
 # ------------------------------------------------------------- learned positions: transformers' own cache
 
 
@@ -196,12 +181,6 @@ def token_by_token(model: PreTrainedModel, ids: torch.Tensor, keep: int, window:
 @each_pair(LEARNED, CACHES, ("name", "cache"))
 def test_a_family_with_learned_positions_reads_as_with_transformers_cache(name: str, cache: tuple[int, int]) -> None:
     model, ids, (keep, window) = smooth(name), tiny_tokens(2, 20), cache
-    assert_close(streamed(model, ids, keep, window), token_by_token(model, ids, keep, window), 1e-12)
-
-
-@pytest.mark.parametrize(("label", "keep", "window"), zip(OUTSIDE, (1, 3, 4), (4, 4, 9), strict=True))
-def test_the_same_with_something_outside_the_text(label: str, keep: int, window: int) -> None:
-    model, ids = retrofitted("gpt2", label), tiny_tokens(2, 20)
     assert_close(streamed(model, ids, keep, window), token_by_token(model, ids, keep, window), 1e-12)
 
 
@@ -269,31 +248,6 @@ def opened(model: PreTrainedModel, keep: int = 2, window: int = 3) -> Iterator[N
         assert_as_before(model, before)
 
 
-@pytest.mark.parametrize("where", ["mlp", "self_attn.q_proj", "self_attn.o_proj"])
-def test_the_model_is_as_before_after_an_exception(where: str) -> None:
-    """This includes an exception in the forward call that only fetches a query."""
-    model = tiny_model("llama")
-    part, error = model.model.layers[1].get_submodule(where), torch.OutOfMemoryError("CUDA out of memory.")
-    with pytest.raises(torch.OutOfMemoryError), opened(model), patch.object(part, "forward", side_effect=error):
-        plain(model, tiny_tokens(2, 12))
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gpt2"])
-def test_in_a_trace_too_but_no_attention_weights_are_read(name: str) -> None:
-    """The weights would be those of dense attention, with the log-sum-exp of a cache."""
-    model, ids = tiny_model(name), tiny_tokens(2, 20)
-    batch = Batch(ids, torch.ones_like(ids))
-    family = find_family(model)
-    expected = streamed(model, ids, 2, 5)
-    before = state_of(model)
-    with open_tracer(model, family) as tracer, streaming(model, family, tracer.seams, 2, 5):
-        torch.testing.assert_close(tracer.logits(batch), expected)
-        tracer.forward(batch, [OBSERVABLES["massive"](Settings(positions=4, window=4))])
-        with pytest.raises(SinkscopeError, match="layer 0: its attention is not one softmax"):
-            tracer.forward(batch, [OBSERVABLES["attention"](Settings(positions=4, window=4))])
-    assert_as_before(model, before)
-
-
 # -------------------------------------------------------------------------------------------------- refusals
 
 
@@ -307,21 +261,6 @@ def test_a_family_that_cannot_stream_is_refused_with_the_reason(name: str) -> No
         measure_streaming(model, find_family(model), inputs_of(2, 40), (4,), (1,))
 
 
-def test_padding_and_a_cache_are_refused() -> None:
-    model, ids = tiny_model("llama"), tiny_tokens(2, 12)
-    mask = torch.ones_like(ids)
-    with opened(model):
-        model(ids, attention_mask=mask, use_cache=False)
-        with pytest.raises(InputError, match="without padding"):
-            model(ids, attention_mask=mask.index_fill(1, torch.tensor([11]), 0), use_cache=False)
-        with pytest.raises(SinkscopeError, match="use_cache=False"):
-            model(ids, use_cache=True)
-    cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, use_cache=True)
-    with opened(model), pytest.raises(InputError, match="use_cache=False"):
-        model(ids, past_key_values=cache, use_cache=True)
-
-
 def test_frequencies_that_go_with_the_length_are_refused_past_it() -> None:
     model = tiny_model("phi3")
     factors = {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
@@ -330,34 +269,6 @@ def test_frequencies_that_go_with_the_length_are_refused_past_it() -> None:
         plain(model, tiny_tokens(1, 16))
         with pytest.raises(InputError, match="past 16 the rotary frequencies of this phi3"):
             plain(model, tiny_tokens(1, 17))
-
-
-@pytest.mark.parametrize(
-    ("windows", "keep", "message"),
-    [
-        ((), (1,), "at least one window"),
-        ((4, 0), (1,), "at least 1 token"),
-        ((4,), (2, -1), "-1 of the first tokens"),
-        ((4, 36), (1, 4), r"4 \+ 36 tokens never slides over a text of 40.* window of at most 34"),
-    ],
-)
-def test_wrong_lists_are_refused(windows: tuple, keep: tuple, message: str) -> None:
-    model = tiny_model("llama")
-    with pytest.raises(InputError, match=message):
-        measure_streaming(model, find_family(model), inputs_of(2, 40), windows, keep)
-
-
-def test_other_lengths_and_impossible_caches_are_refused() -> None:
-    model = tiny_model("llama")
-    with pytest.raises(InputError, match="one length: these have 20 to 40 tokens"):
-        measure_streaming(model, find_family(model), given(ragged_tokens((40, 20))), (4,), (1,))
-    broken = tiny_model("llama")
-    broken.lm_head.weight.fill_(float("nan"))
-    with pytest.raises(SinkscopeError, match="NaN"):
-        measure_streaming(broken, find_family(broken), inputs_of(1, 40), (5,), (1,))
-    for keep, window in ((-1, 4), (1, 0)):
-        with pytest.raises(InputError, match="at least 0 and 1"), opened(model, keep, window):
-            pass
 
 
 # --------------------------------------------------------------------------------------------------- the table
@@ -397,51 +308,4 @@ def test_the_table_holds_every_way_of_reading(name: str) -> None:
     assert set(published["layer"]) == {-1}
 
 
-def test_buckets_of_a_longer_text() -> None:
-    model = tiny_model("llama")
-    table = measure_streaming(model, find_family(model), inputs_of(2, 100), (16,), (2,))["streaming"]
-    for _, rows in table.groupby(["method", "keep"]):
-        buckets = rows[rows["bucket"] >= 0]
-        assert buckets["bucket"].tolist() == list(range(0, 100, 3))
-        assert buckets["tokens"].tolist() == [4, *[6] * 32, 2]
-        whole = rows[rows["bucket"] == -1]
-        assert np.average(buckets["loss"], weights=buckets["tokens"]) == pytest.approx(whole["loss"].item())
-    early = table[(table["bucket"] >= 0) & (table["bucket"] < 15)]
-    assert early.groupby("bucket")["loss"].agg(np.ptp).max() < 1e-4  # the window has not slid yet
-
-
 # -------------------------------------------------------------------------------------------------- the figure
-
-
-def streaming_table(windows: tuple[int, ...], keep: tuple[int, ...]) -> pd.DataFrame:
-    """Return a table in published form, in which the plain window collapses."""
-    ways = [("dense", -1, 0), *[("sinks kept" if n else "window", w, n) for w in windows for n in keep]]
-    rows = [
-        (way, window, n, bucket, 12.0 + window / 10 + n + 4e3 * (way == "window" and bucket != 0))
-        for way, window, n in ways
-        for bucket in (-1, *range(0, 64, 2))
-    ]
-    table = pd.DataFrame(rows, columns=["method", "window", "keep", "bucket", "perplexity"])
-    return shape_table("streaming", table.assign(layer=-1, tokens=2, loss=0.0), "tiny", "natural", {})
-
-
-def drawn(table: pd.DataFrame) -> Any:
-    figure = draw("streaming-perplexity", Run({"model": {"name": "org/Tiny"}, "condition": "x"}, {"streaming": table}))
-    figure.draw_without_rendering()
-    return figure
-
-
-@pytest.mark.filterwarnings("error")
-def test_the_figure_draws_what_the_table_says() -> None:
-    for perplexity in (0.0, float("nan"), float("inf")):
-        drawn(streaming_table((8,), (0,)).assign(perplexity=perplexity))
-    by_token, by_kept = drawn(streaming_table((8, 32), (0, 1, 4))).axes
-    lines = {line.get_label(): line for line in by_token.lines if not line.get_label().startswith("_")}
-    assert list(lines) == ["dense", "last 8", "first 4 and last 8"]
-    assert lines["last 8"].get_xdata() == pytest.approx(np.arange(0, 64, 2) + 0.5)
-    assert lines["last 8"].get_ydata() == pytest.approx([12.8] + 31 * [4012.8])
-    assert lines["first 4 and last 8"].get_ydata() == pytest.approx(32 * [16.8])
-    kept = {line.get_label(): line.get_ydata() for line in by_kept.lines}
-    assert kept["dense"] == pytest.approx([11.9, 11.9])
-    assert kept["last 8"] == pytest.approx([4012.8, 13.8, 16.8])
-    assert [tick.get_text() for tick in by_kept.get_xticklabels()] == ["0", "1", "4"]
