@@ -24,7 +24,6 @@ from sinkscope.errors import InputError
 from sinkscope.interventions import parse
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.passes import batches_of
 from sinkscope.measuring.subject import family_of, inputs_for
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family
@@ -181,7 +180,7 @@ def test_neither_batch_size_nor_order_nor_padding_changes_the_loss(tmp_path: Pat
     losses = []
     with open_tracer(loaded.model, family) as tracer:
         for size, side in ((1, "right"), (2, "left"), (3, "right")):
-            losses.append(torch.cat([tracer.forward_with_loss(batch, []) for batch in batches_of(inputs, size, side)]))
+            losses.append(torch.cat([tracer.forward_with_loss(batch, []) for batch in inputs.batches(size, side)]))
     assert all(torch.allclose(loss, losses[0], rtol=0, atol=1e-9) for loss in losses)
     expected = []
     for ids, labels in inputs.masked or ():
