@@ -353,7 +353,7 @@ def make_config(**options: Any) -> RunConfig:
 
 
 class ClaimsOptions(ControlOptions, RunConfig):
-    about: ClassVar[str] = """Test the claims of five papers on a model: a scorecard with intervals.
+    about: ClassVar[str] = """Test the claims of papers on a model: a scorecard with intervals.
 
     Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
     architecture, interventions), and judges each by its 95 % interval. After an interruption, the same command resumes.
