@@ -178,13 +178,13 @@ MUTATIONS = [
          "(mass_squared - second)", "(mass_squared + second)"),
         ("gradient: groups of heads", f"{OBSERVABLES}.gradient", "TheoremOne.add_value_gradient",
          "unflatten(1, (gradient.shape[1], -1)).sum(2)", "unflatten(1, (-1, gradient.shape[1])).sum(1)"),
+        ("gradient: a scaled branch", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
+         "gradient / scale", "gradient * scale"),
     ),
     *_mutations(
         BRANCH_TESTS,
         ("site: only its last term", TRACER, "Tracer._read_layers", "_added(added if at else None", "_added(None"),
         ("site: a branch is not scaled", TRACER, "_added", "else scale * term", "else term"),
-        ("gradient: a scaled branch", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
-         "gradient / scale", "gradient * scale"),
     ),
     *_mutations(
         ESTIMATE_TESTS,

@@ -21,6 +21,7 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
+from support.every_model import tiny_of
 from support.retrofitted import each_pair
 from support.untouched import assert_as_before, state_of
 from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
@@ -38,6 +39,7 @@ from sinkscope.measuring.losses import loss_in_chunks
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import Gradient, TheoremOne, norm_gain, undefined_ratios
 from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.summary import gradient_summary
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
@@ -160,6 +162,22 @@ CHUNKS = (100, 70, 100)  # two chunks of rows, and more than GRAM_QUERIES querie
 def test_other_lengths_and_kernels_give_the_references_tables(name: str, lengths: tuple, options: dict) -> None:
     truth = expected(name, lengths, options.get("positions", POSITIONS))
     reference.assert_same(ours(name, lengths, **options), truth, TOLERANCE)
+
+
+def test_a_branch_times_a_multiplier_has_the_gradients_of_one_with_larger_weights() -> None:
+    """Granite adds `residual_multiplier` times each branch; a model with the factor in its weights gives equal sums."""
+    scaled, plain = tiny_of("granite", torch.float64), tiny_of("granite", torch.float64)
+    for layer in plain.model.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight.mul_(layer.residual_multiplier)
+        layer.residual_multiplier = 1.0
+    tables = []
+    for model in (scaled, plain):
+        with in_double(model):
+            batches, (family, _) = batched(ragged_tokens(RAGGED), 2), family_of(model)
+            tables.append(measured(model, batches, SETTINGS, ("gradient",), family=family, backward=True))
+    for name in TABLES:
+        pd.testing.assert_frame_equal(tables[0][name], tables[1][name], rtol=TOLERANCE)
 
 
 # ------------------------------------------------------------------------------------------- definitions
