@@ -37,7 +37,7 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.losses import loss_in_chunks
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.gradient import Gradient, TheoremOne, norm_gain, undefined_ratios
+from sinkscope.measuring.observables.gradient import Gradient, NormGain, TheoremOne, undefined_ratios
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.summary import gradient_summary
@@ -314,7 +314,7 @@ def test_a_norms_gain_is_found_by_probing_it(kind: str) -> None:
         (768, torch.bfloat16, 0.01), (768, torch.float16, 0.01),
     ):  # fmt: skip
         norm = random_norm(kind, width, dtype)
-        found = norm_gain(norm, width)
+        found = NormGain(norm, width)
         assert found.largest == pytest.approx(np.abs(reference.gain_of(norm)).max(), rel=tolerance), (width, dtype)
         assert found.centered == kind.startswith("layer"), (width, dtype)
         assert found.epsilon == {"llama": 1e-5, "layer": 1e-5, "layer without bias": 1e-12}.get(kind, 1e-6)
@@ -330,7 +330,7 @@ def test_a_norm_amplifies_no_gradient_beyond_its_bound(kind: str) -> None:
     x[0, 16:24] *= 1e-4  # smaller than ε
     x[0, 24:32] += 50.0  # LayerNorm subtracts it
     with in_double(norm if "transformers" in type(norm).__module__ else random_norm("llama", 2)):
-        gain = norm_gain(norm, width)
+        gain = NormGain(norm, width)
         bound = gain.bound(x)[0]
         jacobians = torch.stack([torch.autograd.functional.jacobian(norm, token) for token in x[0]])
     operator_norms = torch.linalg.matrix_norm(jacobians, ord=2)
