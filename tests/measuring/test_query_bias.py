@@ -188,12 +188,10 @@ def test_alignment_and_epe_of_learned_positions(name: str) -> None:
         np.testing.assert_allclose(gamma["epe_0"], epe[0], rtol=1e-12)
         assert gamma[gamma["is_massive_epe"]]["coordinate"].tolist() == massive_coordinates(epe[0])
         keys = torch.einsum("hdc,pc->phd", record["weight"], epe)
-        for head in range(-1, 4):
-            k = keys.flatten(1) if head == -1 else keys[:, head]
-            b = record["bias"].flatten() if head == -1 else record["bias"][head]
-            expected = (k @ b) / (k.norm(dim=1) * b.norm())
-            found = rows(tables["query_bias"], layer=layer, head=head)["key_alignment"]
-            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+        together = torch.cosine_similarity(keys.flatten(1), record["bias"].flatten(), dim=-1)
+        expected = torch.stack([together, *torch.cosine_similarity(keys, record["bias"], dim=-1).T])
+        found = rows(tables["query_bias"], layer=layer).sort_values(["head", "position"])["key_alignment"]
+        np.testing.assert_allclose(found, expected.flatten(), rtol=1e-9, atol=1e-12)
 
 
 def gapped(*massive: float) -> torch.Tensor:
@@ -243,23 +241,23 @@ def terms_of(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[
     return model, tables_of(model, PAIRS, names=TERMS), sites
 
 
-def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[np.ndarray]]:
-    """Return by term, for every later query and head, its value at position 0 and its mean over the other keys."""
+def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Return by term the means over heads and later queries of its value at position 0 and its mean at other keys."""
     x = sites["layer_in" if name == "opt-post-norm" else "attn_norm"][0]
     (w_q, w_k), (b_q, b_k) = halves(attention)
     scaling = WIDTH**-0.5 / (layer + 1 if name == "gpt2-by-layer" else 1)
-    found: dict[str, list[np.ndarray]] = {term: [] for term in ("biases", "content", "delta", "key bias")}
-    for t in range(1, len(x)):
-        for head in range(HEADS):
-            query, keys = w_q[head] @ x[t], x[: t + 1] @ w_k[head].T
-            parts = {
-                "content": keys @ query,
-                "key bias": (query @ b_k[head]).expand(t + 1),
-                "delta": keys @ b_q[head],
-                "biases": (b_q[head] @ b_k[head]).expand(t + 1),
-            }
-            for term, part in parts.items():
-                found[term].append(scaling * np.array([float(part[0]), float(part[1:].mean())]))
+    query, key = (torch.einsum("hdc,tc->htd", weight, x) for weight in (w_q, w_k))
+    pairs = {
+        "content": query @ key.transpose(1, 2),
+        "key bias": query @ b_k[..., None],
+        "delta": b_q[:, None] @ key.transpose(1, 2),
+        "biases": (b_q * b_k).sum(1)[:, None, None],
+    }
+    found = {}
+    for term, products in pairs.items():
+        by_key = scaling * products.expand(HEADS, len(x), len(x))
+        others = torch.stack([by_key[:, t, 1 : t + 1].mean(1) for t in range(1, len(x))])
+        found[term] = [float(by_key[:, 1:, 0].mean()), float(others.mean())]
     return found
 
 
@@ -273,7 +271,7 @@ def test_each_term_is_the_product_of_its_factors(name: str) -> None:
         for layer, sites in enumerate(layers):
             for term, values in terms_by_hand(name, layer, attentions[layer], sites).items():
                 row = found.loc[layer, sequence, term]
-                np.testing.assert_allclose(row[["at_first", "at_others"]].astype(float), np.mean(values, 0), rtol=1e-6)
+                np.testing.assert_allclose(row[["at_first", "at_others"]].astype(float), values, rtol=1e-6)
     gaps = (found["at_first"] - found["at_others"]).groupby(["layer", "sequence"]).sum()
     logits = tables["geometry_by_sequence"].groupby(["layer", "sequence"])["sink_logit_gap"].mean()
     pd.testing.assert_series_equal(gaps, logits, rtol=1e-5, atol=1e-6, check_names=False, check_dtype=False)
