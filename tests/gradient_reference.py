@@ -253,14 +253,12 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
             variance = products.diagonal().max()
             covariance = (products - np.diag(products.diagonal())).max()
             for position in range(positions):
-                lower, upper, measured = [], [], []
-                for sequence in full:
-                    column = sequence.layers[number].weights[head, position:, position]
-                    mass, second = column.sum(), (column**2).sum()
-                    lower.append(mass**2 * mu @ mu)
-                    upper.append(lower[-1] + variance * second + covariance * (mass**2 - second))
-                    g = predicted * sequence.layers[number].mix[head, position:]
-                    measured.append(np.sum((column @ g) ** 2))
+                columns = np.array([sequence.layers[number].weights[head, position:, position] for sequence in full])
+                g = predicted * np.array([sequence.layers[number].mix[head, position:] for sequence in full])
+                mass, second = columns.sum(1), (columns**2).sum(1)
+                low = np.mean(mass**2) * (mu @ mu)
+                high = low + np.mean(variance * second + covariance * (mass**2 - second))
+                measured = np.mean((np.einsum("nt,ntd->nd", columns, g) ** 2).sum(1))
                 error = size = 0.0
                 for sequence in long_enough(sequences, position):
                     this = sequence.layers[number]
@@ -268,10 +266,9 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
                     routed = sum(this.weights[h, position:, position] @ this.mix[h, position:] for h in group)
                     error += np.sum((this.value[head // groups, position] - routed) ** 2)
                     size += np.sum(this.value[head // groups, position] ** 2)
-                low, high, found = np.mean(lower), np.mean(upper), np.mean(measured)
                 residual = np.sqrt(error / size) if size > 0 else np.nan
-                inside = low - ROUND_OFF * high <= found <= high + ROUND_OFF * high
-                rows.append((number, head, position, residual, low, found, high, inside))
+                inside = low - ROUND_OFF * high <= measured <= high + ROUND_OFF * high
+                rows.append((number, head, position, residual, low, measured, high, inside))
     columns = ["identity_residual", "lower_bound", "measured", "upper_bound", "holds"]
     return pd.DataFrame(rows, columns=["layer", "head", "position", *columns])
 

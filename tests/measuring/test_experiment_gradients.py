@@ -42,8 +42,8 @@ def value_norms(model: PreTrainedModel, hidden: int | None) -> np.ndarray:
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(forbidden, torch.finfo(torch.float64).min)
     config = make_config(**SMALL)
     sequences = inputs_for(load_model(model, None, config), config).sequences
-    gradients, *_ = value_gradients(model, sequences, POSITIONS, mask[None, None])
-    return torch.linalg.vector_norm(torch.stack(gradients), dim=(1, 3)).numpy()
+    gradients = value_gradients(model, sequences, POSITIONS, mask[None, None])
+    return torch.linalg.vector_norm(gradients, dim=(1, 3)).numpy()
 
 
 def norms_of(run: Run, condition: str) -> np.ndarray:

@@ -10,6 +10,7 @@ import gradient_reference as reference
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.measuring.subject import inputs_for
@@ -50,21 +51,9 @@ def test_known_facts_hold(run: Run) -> None:
 OPTIONS = {"num_seqs": 2, "seq_len": 20, "positions": 16}
 
 
-def plain_autograd(smollm_on_cpu: LoadedModel) -> list[reference.Sequence]:
-    """Record the bare model with dense attention, one sequence at a time."""
-    sequences = [np.array(ids) for ids in inputs_for(smollm_on_cpu, make_config(**OPTIONS)).sequences]
-    before = smollm_on_cpu.model.config._attn_implementation
-    smollm_on_cpu.model.set_attn_implementation(reference.NAME)
-    try:
-        return reference.record(smollm_on_cpu.model, sequences)
-    finally:
-        smollm_on_cpu.model.set_attn_implementation(before)
-
-
 @contextmanager
-def in_float64(smollm_on_cpu: LoadedModel) -> Iterator[None]:
+def in_float64(model: PreTrainedModel) -> Iterator[None]:
     """Convert the model to float64 and back; a model from GGUF rejects `.double()`."""
-    model = smollm_on_cpu.model
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
     before = [tensor.data for tensor in tensors]
     try:
@@ -79,12 +68,19 @@ def in_float64(smollm_on_cpu: LoadedModel) -> Iterator[None]:
 
 def test_gradients_are_plain_autograds_to_round_off(smollm_on_cpu: LoadedModel) -> None:
     """All tables are compared in float64, with trained weights, massive activations and gradient sinks."""
-    with in_float64(smollm_on_cpu):
+    model = smollm_on_cpu.model
+    with in_float64(model):
         run = sinkscope.analyze(smollm_on_cpu, observables=("gradient",), **OPTIONS)
-        recorded = plain_autograd(smollm_on_cpu)
-        expected = reference.tables(smollm_on_cpu.model, recorded, 16)
+        sequences = [np.array(ids) for ids in inputs_for(smollm_on_cpu, make_config(**OPTIONS)).sequences]
+        before = model.config._attn_implementation
+        model.set_attn_implementation(reference.NAME)
+        try:
+            recorded = reference.record(model, sequences)
+        finally:
+            model.set_attn_implementation(before)
+        expected = reference.tables(model, recorded, 16)
     print(reference.assert_same(run.tables, expected, 1e-9))
-    assert all(parameter.grad is None for parameter in smollm_on_cpu.model.parameters())
-    assert next(smollm_on_cpu.model.parameters()).dtype == torch.float32
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert next(model.parameters()).dtype == torch.float32
     truth = reference.gradient(recorded, 16).query("pathway == 'query' and position == 0")
     assert truth["grad_norm"].max() < 1e-15

@@ -13,21 +13,22 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
-from tiny import batched, measured, ragged_tokens, tiny_model
+from support.naming import naming
+from tiny import TINY, batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
+from sinkscope.figures import applicable, draw
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.observables.query_bias import BINS, Moments, effective_bias
-from sinkscope.measuring.summary import delta_gap
+from sinkscope.measuring.observables.query_bias import BINS, Epe, LogitTerms, Moments, QueryBias, effective_bias
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import massive_coordinates, projections
 from sinkscope.models.wiring import read_sites
 from sinkscope.output.run import Run
-from sinkscope.results.papers import paper_tables
+from sinkscope.results.papers import gamma_table, paper_tables
 
 BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")
 LEARNED = ("gpt2", "opt", "opt-post-norm")
@@ -157,6 +158,13 @@ def test_a_small_spread_with_a_large_mean_is_kept() -> None:
     assert float(moments.variance) == pytest.approx(35 / 12, rel=1e-12)
 
 
+def test_half_precision_gives_the_figures_of_float32() -> None:
+    model = tiny_model("gpt2", dtype=torch.bfloat16, spread=3.0)
+    half, single = (tables_of(one)["query_bias"] for one in (model, model.float()))
+    scale = single["delta_mean"].abs().max()
+    np.testing.assert_allclose(half["delta_mean"], single["delta_mean"], atol=0.05 * scale)
+
+
 # ------------------------------------------------------------------------------------------- alignment
 
 
@@ -179,12 +187,10 @@ def test_alignment_and_epe_of_learned_positions(name: str) -> None:
         np.testing.assert_allclose(gamma["epe_0"], epe[0], rtol=1e-12)
         assert gamma[gamma["is_massive_epe"]]["coordinate"].tolist() == massive_coordinates(epe[0])
         keys = torch.einsum("hdc,pc->phd", record["weight"], epe)
-        for head in range(-1, 4):
-            k = keys.flatten(1) if head == -1 else keys[:, head]
-            b = record["bias"].flatten() if head == -1 else record["bias"][head]
-            expected = (k @ b) / (k.norm(dim=1) * b.norm())
-            found = rows(tables["query_bias"], layer=layer, head=head)["key_alignment"]
-            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+        together = torch.cosine_similarity(keys.flatten(1), record["bias"].flatten(), dim=-1)
+        expected = torch.stack([together, *torch.cosine_similarity(keys, record["bias"], dim=-1).T])
+        found = rows(tables["query_bias"], layer=layer).sort_values(["head", "position"])["key_alignment"]
+        np.testing.assert_allclose(found, expected.flatten(), rtol=1e-9, atol=1e-12)
 
 
 def gapped(*massive: float) -> torch.Tensor:
@@ -234,23 +240,23 @@ def terms_of(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[
     return model, tables_of(model, PAIRS, names=TERMS), sites
 
 
-def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[np.ndarray]]:
-    """Return by term, for every later query and head, its value at position 0 and its mean over the other keys."""
+def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Return by term the means over heads and later queries of its value at position 0 and its mean at other keys."""
     x = sites["layer_in" if name == "opt-post-norm" else "attn_norm"][0]
     (w_q, w_k), (b_q, b_k) = halves(attention)
     scaling = WIDTH**-0.5 / (layer + 1 if name == "gpt2-by-layer" else 1)
-    found: dict[str, list[np.ndarray]] = {term: [] for term in ("biases", "content", "delta", "key bias")}
-    for t in range(1, len(x)):
-        for head in range(HEADS):
-            query, keys = w_q[head] @ x[t], x[: t + 1] @ w_k[head].T
-            parts = {
-                "content": keys @ query,
-                "key bias": (query @ b_k[head]).expand(t + 1),
-                "delta": keys @ b_q[head],
-                "biases": (b_q[head] @ b_k[head]).expand(t + 1),
-            }
-            for term, part in parts.items():
-                found[term].append(scaling * np.array([float(part[0]), float(part[1:].mean())]))
+    query, key = (torch.einsum("hdc,tc->htd", weight, x) for weight in (w_q, w_k))
+    pairs = {
+        "content": query @ key.transpose(1, 2),
+        "key bias": query @ b_k[..., None],
+        "delta": b_q[:, None] @ key.transpose(1, 2),
+        "biases": (b_q * b_k).sum(1)[:, None, None],
+    }
+    found = {}
+    for term, products in pairs.items():
+        by_key = scaling * products.expand(HEADS, len(x), len(x))
+        others = torch.stack([by_key[:, t, 1 : t + 1].mean(1) for t in range(1, len(x))])
+        found[term] = [float(by_key[:, 1:, 0].mean()), float(others.mean())]
     return found
 
 
@@ -264,7 +270,7 @@ def test_each_term_is_the_product_of_its_factors(name: str) -> None:
         for layer, sites in enumerate(layers):
             for term, values in terms_by_hand(name, layer, attentions[layer], sites).items():
                 row = found.loc[layer, sequence, term]
-                np.testing.assert_allclose(row[["at_first", "at_others"]].astype(float), np.mean(values, 0), rtol=1e-6)
+                np.testing.assert_allclose(row[["at_first", "at_others"]].astype(float), values, rtol=1e-6)
     gaps = (found["at_first"] - found["at_others"]).groupby(["layer", "sequence"]).sum()
     logits = tables["geometry_by_sequence"].groupby(["layer", "sequence"])["sink_logit_gap"].mean()
     pd.testing.assert_series_equal(gaps, logits, rtol=1e-5, atol=1e-6, check_names=False, check_dtype=False)
@@ -315,6 +321,38 @@ def run_of(model: PreTrainedModel, **options: Any) -> Run:
 NO_BIAS = "its queries have no bias"
 
 
+def test_every_family_has_a_query_bias_or_a_reason_not_to() -> None:
+    for name in TINY:
+        with naming(name):
+            model = tiny_model(name)
+            reason = QueryBias.inapplicable(model, find_family(model))
+            assert (reason is None) == (name in BIASED)
+            if name in ("llama", "qwen3", "gpt_neo", "gptj", "olmo2", "mpt"):
+                assert reason == NO_BIAS
+            for kind in (LogitTerms, Epe):
+                assert (kind.inapplicable(model, find_family(model)) is None) == (name in LEARNED)
+
+
+def test_a_norm_after_the_projection_is_a_reason() -> None:
+    model = tiny_model("qwen2")
+    family = find_family(model)
+    attention = model.model.layers[0].self_attn
+    attention.heads_norm = torch.nn.Identity()  # a norm of the mix, which affects no logit
+    assert QueryBias.inapplicable(model, family) is None
+    for name in ("k_norm", "query_layernorm", "qk_norm", "q_ln"):
+        attention.add_module(name, torch.nn.Identity())
+        reason = QueryBias.inapplicable(model, family)
+        assert reason == f"a norm ({name}) is between the projection of queries or keys and the logits"
+        delattr(attention, name)
+
+
+def test_weights_that_cannot_be_read_are_a_reason() -> None:
+    model = tiny_model("gpt2").to("meta")
+    assert QueryBias.inapplicable(model, find_family(model)) == "its weights cannot be read here: they are offloaded"
+    model.transformer.h[1].attn.c_attn.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), False)
+    assert "its weights are quantized" in str(QueryBias.inapplicable(model, find_family(model)))
+
+
 def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejected_by_name() -> None:
     model = tiny_model("llama")
     run = run_of(model)
@@ -329,6 +367,14 @@ def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejec
     assert f"query-bias does not apply: {NO_BIAS}" in report.notes
     assert "query-bias" not in report.facts["observables"]
     assert "query-bias does not apply" not in "".join(doctor(tiny_model("gpt2")).notes)
+
+
+def test_layers_without_a_bias_are_left_out() -> None:
+    model = tiny_model("qwen2")
+    model.model.layers[1].self_attn.q_proj.bias = None
+    run = run_of(model, observables=("query-bias",))
+    for table in ("query_bias", "gamma", "delta_distribution"):
+        assert sorted(run.tables[table]["layer"].unique()) == [0, 2]
 
 
 def test_a_trainable_model_gives_the_same() -> None:
@@ -370,19 +416,71 @@ def test_the_summary_says_how_far_position_0_is_apart(massive_run: Run) -> None:
         assert run.metric("key_alignment_later", layer) == pytest.approx(at["key_alignment"][1:].mean())
         gamma = rows(run.tables["gamma"], layer=layer)["gamma"].abs().to_numpy()
         assert run.metric("gamma_ratio", layer) == pytest.approx(gamma[7] / gamma.mean())
-        gaps.append(run.metric("delta_gap", layer))
+        later = at[1:]  # the gap is in standard deviations over all later tokens
+        spread = ((later["delta_std"] ** 2).mean() + later["delta_mean"].var(ddof=0)) ** 0.5
+        gaps.append((at["delta_mean"][0] - later["delta_mean"].mean()) / spread)
+        assert run.metric("delta_gap", layer) == pytest.approx(gaps[-1])
     assert run.metric("delta_gap") == pytest.approx(np.mean(gaps))
     assert run.metric("delta_outlier_share") == np.mean(np.array(gaps) > 2) > 0
     assert "The query bias lifts the logits of position 0" in run.verdict
     assert "EPE₀ is massive at coordinate 7, where |γ| is" in run.verdict
 
 
-def test_the_gap_is_in_standard_deviations_over_all_later_tokens() -> None:
-    tokens = np.random.default_rng(0).normal(3, 2, (4, 6))  # sequences × positions
-    columns = {"delta_mean": tokens.mean(0), "delta_std": tokens.std(0)}
-    later = tokens[:, 1:]
-    expected = (tokens[:, 0].mean() - later.mean()) / later.std()
-    assert delta_gap(pd.DataFrame({"layer": 0, "position": range(6)} | columns))[0] == pytest.approx(expected)
+def test_figures_and_metrics_of_learned_positions_are_left_out_where_there_are_none() -> None:
+    run = run_of(tiny_model("qwen2"), observables=("query-bias",))
+    metrics = set(run.tables["summary"]["metric"])
+    assert {"delta_first", "delta_later", "delta_gap", "delta_outlier_share"} <= metrics
+    assert not {"key_alignment_first", "key_alignment_later", "gamma_ratio"} & metrics
+    assert "EPE" not in run.verdict
+    assert paper_tables(run) == {}
+    figures = ("query-bias-distribution", "query-bias-alignment", "epe-coordinates", "gamma")
+    assert set(figures) & set(applicable(run)) == {figures[0]}
+    draw(figures[0], run).draw_without_rendering()
+    for name in figures[1:]:
+        with pytest.raises(InputError, match=f"figure '{name}' has nothing to draw: its positions are not learned"):
+            draw(name, run)
+    zero = run.tables["query_bias"].assign(delta_mean=0.0)
+    with pytest.raises(InputError, match="its query bias is zero"):
+        draw("query-bias-alignment", Run(run.manifest, {"query_bias": zero}))
+    plain = Run(run.manifest, {"gamma": run.tables["gamma"].assign(epe_0=1.0)})
+    with pytest.raises(InputError, match="its EPE_0 has no massive coordinate"):
+        draw("gamma", plain)
+
+
+def test_the_table_is_that_of_the_stored_weights(massive_run: Run) -> None:
+    """NU computes GPT-2's W_k (in, out) times b_Q: magnitudes, mean ± 2 standard deviations of all entries."""
+    printed = paper_tables(massive_run)["gamma"]
+    for block, row in zip(with_massive_position().transformer.h, printed.to_dict("records"), strict=True):
+        weight, bias = block.attn.c_attn.weight.double(), block.attn.c_attn.bias.double()
+        gamma = (weight[:, 32:64] @ bias[:32]).abs().numpy()
+        assert row["baseline"] == f"{round(gamma.mean(), 3)} ± {round(2 * gamma.std(), 3)}"
+        assert row["d=7"] == round(float(gamma[7]), 3)
+    assert gamma_table(Run({}, {})) is None
+    assert paper_tables(Run({}, {"gamma": massive_run.tables["gamma"].assign(is_massive_epe=False)})) == {}
+
+
+def test_figures_draw_the_tables_values(massive_run: Run) -> None:
+    run = massive_run
+    together = rows(run.tables["query_bias"], head=-1, position=0).set_index("layer")
+    left, right = draw("query-bias-alignment", run).axes
+    np.testing.assert_allclose(left.lines[1].get_ydata(), together["key_alignment"])
+    heads = run.tables["query_bias"].query("head >= 0 and position == 0")["key_alignment"]
+    np.testing.assert_allclose(right.lines[0].get_ydata(), heads)
+    panels = draw("query-bias-distribution", run).axes
+    gaps = [run.metric("delta_gap", layer) for layer in range(3)]
+    titles = [f"layer {layer}: {gap:+.1f}σ".replace("-", "−") for layer, gap in enumerate(gaps)]
+    assert [ax.get_title() for ax in panels] == titles
+    for layer, ax in enumerate(panels):
+        for group, bars in zip(("later", "position 0"), ax.containers, strict=True):
+            counts = rows(run.tables["delta_distribution"], layer=layer, group=group)["count"]
+            np.testing.assert_allclose([bar.get_height() for bar in bars], counts / counts.max())
+    (ax,) = draw("epe-coordinates", run).axes
+    assert [text.get_text() for text in ax.texts] == ["7"]
+    (ax,) = draw("gamma", run).axes
+    mean, massive = ax.lines
+    magnitude = run.tables["gamma"].assign(magnitude=run.tables["gamma"]["gamma"].abs())
+    np.testing.assert_allclose(mean.get_ydata(), magnitude.groupby("layer")["magnitude"].mean())
+    np.testing.assert_allclose(massive.get_ydata(), rows(magnitude, coordinate=7)["magnitude"])
 
 
 # ------------------------------------------------------------------------------------------- a real model
@@ -396,14 +494,6 @@ def test_a_trained_gpt2_has_one_massive_coordinate_that_its_bias_reads(mgm: Load
     run = sinkscope.analyze(mgm, input=tmp_path / "ids.npy", num_seqs=6, observables=("query-bias",))
     gamma = run.tables["gamma"]
     assert gamma[gamma["is_massive_epe"]]["coordinate"].unique().tolist() == [165]
-    records = read_sites(mgm.model, find_family(mgm.model), ids)
-    for layer, block in enumerate(mgm.model.transformer.h):
-        weight, bias = block.attn.c_attn.weight.double(), block.attn.c_attn.bias.double()
-        plain = weight[:, 256:512] @ bias[:256]
-        np.testing.assert_allclose(rows(gamma, layer=layer)["gamma"], plain, rtol=1e-9, atol=1e-12)
-        delta = records[layer]["attn_norm"].double() @ plain
-        found = rows(run.tables["query_bias"], layer=layer, head=-1)
-        np.testing.assert_allclose(found["delta_mean"], delta.mean(0), rtol=1e-3, atol=1e-3)
     assert run.metric("gamma_ratio") > 4
     assert run.metric("key_alignment_first") > 0.4 > run.metric("key_alignment_later")
     assert paper_tables(run)["gamma"].columns.tolist() == ["layer", "baseline", "d=165"]

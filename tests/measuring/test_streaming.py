@@ -77,18 +77,10 @@ class Reread:
         return torch.cat([self.rotate(x[..., :width], x[..., :width], cos, sin)[0], x[..., width:]], dim=-1)
 
     def attend(
-        self,
-        attention: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: None,
-        scaling: float,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        sliding_window: int | None = None,
-        **_: Any,
+        self, attention: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
     ) -> tuple[torch.Tensor, None]:
+        softcap, sliding_window = options.get("softcap"), options.get("sliding_window")
+        s_aux, scaling = options.get("s_aux"), options["scaling"]
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         width = getattr(attention, "rotary_ndims", query.shape[-1])

@@ -103,7 +103,7 @@ class Outlier(Observable):
         self.means = Means()
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        largest = infinity_norm(reading.once(token_peaks), batch)
+        largest = filled(reading.once(token_peaks), batch.valid).amax(1)
         self.means.add({"max_inf_norm": largest, "kurtosis": reading.once(kurtosis)}, layer=layer, site=site)
 
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -126,11 +126,6 @@ def token_peaks(x: torch.Tensor, batch: Batch) -> torch.Tensor:
 def value_norms(value: torch.Tensor) -> torch.Tensor:
     """Return the norm of all heads' value states together, (B,K,T,d) → (B,T)."""
     return torch.linalg.vector_norm(upcast(value), dim=(1, 3))
-
-
-def infinity_norm(peaks: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the largest absolute entry of each sequence (B,) from the largest entries of its tokens (B,T)."""
-    return filled(peaks, batch.valid).amax(1)
 
 
 def kurtosis(x: torch.Tensor, batch: Batch) -> torch.Tensor:

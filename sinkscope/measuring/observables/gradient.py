@@ -86,34 +86,30 @@ def _rows_of_norms(
     return dict(zip(("layer", "pathway"), key, strict=True)) | axes, {"grad_norm": columns.to(dtype).cpu().numpy()}
 
 
-@dataclass(frozen=True)
 class NormGain:
-    """The bound of a norm layer's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm."""
+    """The bound of a norm layer's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm.
 
-    largest: float  # ‖γ‖∞
-    centered: bool  # LayerNorm
-    epsilon: float
+    A norm's gain is found by probing it, because families store γ differently (Gemma as 1 + weight).
+    """
+
+    @torch.no_grad()
+    def __init__(self, module: nn.Module, width: int) -> None:
+        # Alternating ±1 has mean 0 and mean square 1: half the difference of the outputs for it and for its negative is
+        # γ without bias. LayerNorm maps a constant input to its bias; RMSNorm does not.
+        weight = next(module.parameters(), torch.zeros(1))
+        device = "cpu" if weight.is_meta else weight.device  # if offloaded, accelerate moves the input
+        signs = torch.ones(1, 1, width, dtype=weight.dtype, device=device)
+        self.centered = torch.equal(module(signs.clone()), module(-signs))  # LayerNorm
+        signs[..., 1::2] = -1
+        gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
+        self.epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0.0
+        self.largest = gain * (1 + self.epsilon) ** 0.5  # ‖γ‖∞
 
     def bound(self, x: torch.Tensor) -> torch.Tensor:
         """Return ‖γ‖∞ ÷ √(mean square + ε), (B,T,D) → (B,T), of the centered entries for LayerNorm."""
         if self.centered:
             x = x - x.mean(-1, keepdim=True)
         return self.largest / (x.square().mean(-1) + self.epsilon).sqrt()
-
-
-@torch.no_grad()
-def norm_gain(module: nn.Module, width: int) -> NormGain:
-    """Determine the gain of a norm layer by probing it, because families store γ differently (Gemma as 1 + weight)."""
-    # Alternating ±1 has mean 0 and mean square 1: half the difference of the outputs for it and for its negative is γ
-    # without bias. LayerNorm maps a constant input to its bias; RMSNorm does not.
-    weight = next(module.parameters(), torch.zeros(1))
-    device = "cpu" if weight.is_meta else weight.device  # if offloaded, accelerate moves the input
-    signs = torch.ones(1, 1, width, dtype=weight.dtype, device=device)
-    centered = torch.equal(module(signs.clone()), module(-signs))
-    signs[..., 1::2] = -1
-    gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
-    epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0.0
-    return NormGain(gain * (1 + epsilon) ** 0.5, centered, epsilon)
 
 
 class TheoremOne(Accumulator):
@@ -347,7 +343,7 @@ class Gradient(Observable):
             for name, branch in self.branches[layer].items():
                 if branch.y is not None and branch.z is not None:
                     norm = module.get_submodule(block.sites[branch.y].removesuffix(".output"))
-                    self.gains[layer, name] = norm_gain(norm, model.config.get_text_config().hidden_size)
+                    self.gains[layer, name] = NormGain(norm, model.config.get_text_config().hidden_size)
 
     # --- the forward pass: register hooks
 
