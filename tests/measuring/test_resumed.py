@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 from sinkscope.commands.intervene import intervene
 from sinkscope.interventions import INTERVENTIONS, Intervention, Target, parse
 from sinkscope.interventions.massive import RescaleNorm
-from sinkscope.measuring import resumed
+from sinkscope.measuring import passes
 from sinkscope.measuring.measure import prepared, tables_of
 from sinkscope.measuring.observables.observable import Observable, Settings
-from sinkscope.measuring.passes import Pass, pass_over
+from sinkscope.measuring.passes import Change, Pass, are_the_same, completed, pass_over, passes_over
 from sinkscope.measuring.quantization_study import Bench, calibrate_ranges
-from sinkscope.measuring.resumed import Change, are_the_same, completed, passes_over
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import make_config
@@ -68,7 +67,7 @@ def change(subject: Subject, layer: int, *stack: Intervention) -> Change:
     )
 
 
-def given(done: Pass[Observable]) -> tuple[Tables, list[float]]:
+def given(done: Pass) -> tuple[Tables, list[float]]:
     return tables_of(done.observables), done.losses.tolist()
 
 
@@ -168,10 +167,9 @@ def test_sites_of_single_layers_cost_what_they_cost_in_a_whole_pass(
         ranges = calibrate_ranges(model, list(tiny_tokens(2, 12)))
         sites = [site for site in ranges if site.layer > 0 and site.kind == "mlp.down_proj"]
         settings = [{site: ranges[site]} for site in reversed(sites)]
-        passes: list[int] = []
-        pass_over = resumed.pass_over
-        monkeypatch.setattr(resumed, "pass_over", lambda *args: passes.append(1) or pass_over(*args))
+        plain, counted = passes.pass_over, list[int]()
+        monkeypatch.setattr(passes, "pass_over", lambda *args: counted.append(1) or plain(*args))
         together = bench.measure_each(settings, subject.inputs)
-        assert len(passes) == 2  # all of them together, and the trial
+        assert len(counted) == 3  # all of them together, and both passes of the trial
         assert together == [bench.measure(setting, subject.inputs) for setting in settings]
         assert len({measured.loss for measured in together}) == len(sites)
