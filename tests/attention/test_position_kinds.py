@@ -1,13 +1,11 @@
 """The kinds of positions of models, found layer by layer from the results of their attention."""
 
-from typing import Any
-
 import pytest
 import torch
 from support.every_model import tiny_of
 from support.naming import naming
 from tiny import TINY, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.position_kinds import _bias
@@ -55,14 +53,11 @@ def test_in_every_precision(name: str, dtype: torch.dtype) -> None:
     assert family_of(tiny_model(name, dtype=dtype))[0].kinds_of_positions == {find_family(tiny_model(name)).positions}
 
 
-def without_rotation(**given: Any) -> PreTrainedModel:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", vocab_size=96, **sizes, **given)).eval()
-
-
 def test_rotary_of_no_coordinate_is_none() -> None:
-    assert family_of(without_rotation(rotary_pct=0.0))[0].positions == "none"
-    assert family_of(without_rotation(rotary_pct=0.25))[0].positions == "rotary"
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    for share, kind in ((0.0, "none"), (0.25, "rotary")):
+        config = AutoConfig.for_model("gpt_neox", vocab_size=96, **sizes, rotary_pct=share)
+        assert family_of(AutoModelForCausalLM.from_config(config).eval())[0].positions == kind
 
 
 @pytest.mark.parametrize("model_type", ["blenderbot", "bart", "whisper", "biogpt"])

@@ -78,16 +78,12 @@ def test_it_is_measured_on_the_same_input_and_the_model_stays_as_it_was() -> Non
     assert not tables["gradient"].equals(before["gradient"])
 
 
-def test_a_retrofit_is_built_in_at_its_start() -> None:
+def test_a_retrofit_is_built_in_at_its_start_and_a_quantized_models_null_has_ordinary_weights() -> None:
     model = retrofitted("llama", "vga", torch.float32)
     network = redrawn(model, seed=0)
-    assert type(network) is type(model)
     assert network.state_dict().keys() == model.state_dict().keys()
     assert (gate_displacement(network)["displacement"] == 0).all()
     assert (gate_displacement(model)["displacement"] > 0).any()
-
-
-def test_a_quantized_models_null_has_ordinary_weights() -> None:
     model = tiny_model("llama")
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     packed = model.model.layers[0].self_attn.q_proj

@@ -86,10 +86,6 @@ def is_same(layer: int, resumed: tuple, unchanged: tuple, whole: tuple) -> bool:
     return are_the_same(completed(tables, layer, unchanged[0]), expected) and losses == expected_losses
 
 
-def test_every_intervention_is_here() -> None:
-    assert {text.partition(":")[0] for text in (*LATE, *EARLY)} == set(INTERVENTIONS)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_begins_at_a_layer_is_a_whole_pass(name: str, ragged: dict[str, Any]) -> None:
     model = made(name)
@@ -105,6 +101,7 @@ def test_what_begins_at_a_layer_is_a_whole_pass(name: str, ragged: dict[str, Any
         for layer, part, resumed in zip(layers, parts, passes, strict=True):
             assert is_same(layer, resumed, unchanged, whole_pass(subject, part)), part
         assert {parse(text).begins_at(target) for text in EARLY} == {0}
+    assert {text.partition(":")[0] for text in (*LATE, *EARLY)} == set(INTERVENTIONS)
 
 
 def test_what_begins_one_layer_too_late_is_seen(ragged: dict[str, Any]) -> None:
