@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,16 +18,25 @@ from sinkscope.interventions import Known, Target
 from sinkscope.interventions.intervention import Stack, expectation, random_controls
 from sinkscope.interventions.sink import ReadValues
 from sinkscope.measuring.console import print_part
-from sinkscope.measuring.measure import choose, prepared, settings_of
+from sinkscope.measuring.measure import choose, prepared, publish, settings_of
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Means, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
-from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, first_size, pass_over, tables_of
-from sinkscope.measuring.resumed import FEW, Change, TracerStep, completed, passes_over, resumes
+from sinkscope.measuring.passes import (
+    LOSS_TABLES,
+    Change,
+    Pass,
+    TracerStep,
+    completed,
+    first_size,
+    passes_over,
+    resumes,
+    tables_of,
+    whole_pass,
+)
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import arm_metrics
-from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import ALWAYS, RunConfig
 from sinkscope.results.run import RunData
@@ -170,7 +179,7 @@ class Experiment:
 
     def _measured_before(self) -> Arm:
         check = parity_check(self.subject, self.config, self.chosen.costs)
-        done = self._pass(lambda: [*self._fresh(-1), *check.fresh()], self._step(True), ())
+        done = self._pass((), lambda: [*self._fresh(-1), *check.fresh()], self._step(True))
         self.parity_error = check.error
         return self._arm(BEFORE, -1, done)
 
@@ -262,31 +271,22 @@ class Experiment:
     def _each_measured(self, stacks: Mapping[Condition, Stack], target: Target, with_loss: bool) -> list[Arm]:
         """Measure an arm and its controls together from the first layer that any of them changes, or one by one."""
         layer = min(part.begins_at(target) for stack in stacks.values() for part in stack)
-        changes = [self._change(layer, stack, draw) for (_, draw), stack in stacks.items()]
-        if not layer or not self._resumes(changes[0], next(iter(stacks.values())), with_loss):
+        step, (subject, kernel) = self._step(with_loss), (self.subject, self.config.attn)
+        changes = [self._change(stack, partial(self._fresh, draw), layer) for (_, draw), stack in stacks.items()]
+        # layers before the first that is changed are unaffected, which is tried
+        may_resume = layer and not self.chosen.backward and self.analyzed is None and subject.family.causal
+        unchanged = self._change((), partial(self._fresh, -1))
+        if not may_resume or not resumes(subject, kernel, changes[0], unchanged, step, *self._sizes):
             return [
-                self._arm(*condition, self._pass(partial(self._fresh, condition[1]), self._step(with_loss), stack))
-                for condition, stack in stacks.items()
+                self._arm(*condition, whole_pass(subject, change, step, *self._sizes))
+                for condition, change in zip(stacks, changes, strict=True)
             ]
-        done = self._passes_from(changes, self.subject, with_loss)
+        done = passes_over(subject, kernel, changes, step, *self._sizes)
         return [self._arm(*condition, one, layer) for condition, one in zip(stacks, done, strict=True)]
 
-    def _resumes(self, change: Change, stack: Stack, with_loss: bool) -> bool:
-        """Return whether arms can be measured from this layer on, because earlier layers are unaffected."""
-        if self.chosen.backward or self.analyzed is not None or not self.subject.family.causal:
-            return False
-        few = replace(self.subject, inputs=self.subject.inputs.part(0, FEW))
-        make, step = partial(self._fresh, -1), self._step(with_loss)
-        return resumes(
-            change,
-            lambda changes: self._passes_from(changes, few, with_loss),
-            lambda: self._pass(make, step, stack, few),
-            lambda: tables_of(self._pass(make, step, (), few).observables),
-        )
-
-    def _change(self, layer: int, stack: Stack, draw: int) -> Change:
+    def _change(self, stack: Stack, make: Callable[[], list[Observable]], layer: int = 0) -> Change:
         opened = partial(open_tracer, self.subject.loaded.model, self.subject.family, self.config.attn, stack)
-        return Change(layer, opened, partial(self._fresh, draw))
+        return Change(layer, opened, make)
 
     def _fresh(self, draw: int) -> list[Observable]:
         """Create the observables of an arm (draw -1) or of a control (a draw from 0 on)."""
@@ -298,7 +298,7 @@ class Experiment:
             return Tracer.forward_backward
         return Tracer.forward_with_loss if with_loss else Tracer.forward
 
-    def _arm(self, condition: str, draw: int, done: Pass[Observable], first: int = 0) -> Arm:
+    def _arm(self, condition: str, draw: int, done: Pass, first: int = 0) -> Arm:
         """Collect the tables of a pass under `condition`; layers before `first` have the unchanged model's rows."""
         self.batch_size = done.batch_size
         raw = tables_of(done.observables)
@@ -319,29 +319,23 @@ class Experiment:
         if (position, of_values) not in self._means:
             latest: list[MeanAt] = []  # replaced when the pass starts again with a smaller batch
 
-            def fresh() -> list[MeanAt]:
+            def fresh() -> list[Observable]:
                 latest[:] = [MeanAt(position, of_values)]
                 return list(latest)
 
             read = ReadValues(positions=(position,), seen=lambda layer, x: latest[0].take(layer, x))
+<<<<<<< HEAD
             done = self._pass(fresh, Tracer.forward, (read,) if of_values else ())
             self._means[position, of_values] = done.observables[0].by_layer()
         return self._means[position, of_values][layer]
+=======
+            self._pass((read,) if of_values else (), fresh, Tracer.forward)
+            self._means[position, of_values] = latest[0].mean
+        return torch.from_numpy(self._means[position, of_values][layer])
+>>>>>>> cut-measuring2
 
-    def _pass(
-        self,
-        fresh: Callable[[], list[Kind]],
-        step: TracerStep,
-        stack: Stack,
-        subject: Subject | None = None,
-    ) -> Pass[Kind]:
-        """Run one pass over the inputs, or over the inputs of another subject with the same model."""
-        model, family, inputs = self.subject.loaded.model, self.subject.family, (subject or self.subject).inputs
-        with open_tracer(model, family, self.config.attn, stack) as tracer:
-            return pass_over(model, inputs, fresh, lambda *batch: step(tracer, *batch), *self._sizes)
-
-    def _passes_from(self, changes: Sequence[Change], subject: Subject, with_loss: bool) -> list[Pass[Observable]]:
-        return passes_over(subject, self.config.attn, changes, self._step(with_loss), *self._sizes)
+    def _pass(self, stack: Stack, make: Callable[[], list[Observable]], step: TracerStep) -> Pass:
+        return whole_pass(self.subject, self._change(stack, make), step, *self._sizes)
 
     @property
     def _sizes(self) -> tuple[int | Literal["auto"], int, Console]:

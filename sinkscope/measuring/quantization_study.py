@@ -28,8 +28,7 @@ from sinkscope.measuring.observables.activation import Outlier
 from sinkscope.measuring.observables.massive import is_massive, median_magnitude
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import Parity, check_beforehand
-from sinkscope.measuring.passes import Pass, pass_over
-from sinkscope.measuring.resumed import FEW, Change, passes_over, resumes
+from sinkscope.measuring.passes import Change, passes_over, resumes, whole_pass
 from sinkscope.measuring.subject import Subject, family_of
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import Beginning, first_argument
@@ -228,7 +227,9 @@ class Bench:
             compared = self.parity.fresh() if self.parity and not ranges else []
             return [*([Outlier(Settings())] if outliers else []), *compared]
 
-        done = self._pass(ranges, inputs, fresh)
+        subject, change = replace(self.subject, inputs=inputs), Change(0, partial(self._quantized, ranges), fresh)
+        done = whole_pass(subject, change, Tracer.forward_with_loss, *self._sizes)
+        self.used_batch_size = self.used_batch_size or done.batch_size
         loss = done.loss / inputs.num_predicted
         if not outliers:
             return Measured(loss)
@@ -241,34 +242,17 @@ class Bench:
         layers = [min(site.layer for site in ranges) for ranges in settings]
         order = sorted(range(len(settings)), key=layers.__getitem__)
         changes = [Change(layers[index], partial(self._quantized, settings[index])) for index in order]
-        if not changes or changes[0].layer < 1 or not self._resumes(changes[-1], settings[order[-1]], inputs):
+        how, step = (replace(self.subject, inputs=inputs), self.kernel), Tracer.forward_with_loss
+        may_resume = changes and changes[0].layer > 0 and not self.interventions and self.subject.family.causal
+        if not may_resume or not resumes(*how, changes[-1], None, step, *self._sizes):
             return [self.measure(ranges, inputs) for ranges in settings]
-        done = dict(zip(order, self._passes_from(changes, inputs), strict=True))
+        done = dict(zip(order, passes_over(*how, changes, step, *self._sizes), strict=True))
         return [Measured(done[index].loss / inputs.num_predicted) for index in range(len(settings))]
 
-    def _resumes(self, change: Change, ranges: Mapping[Site, Range], inputs: TokenInputs) -> bool:
-        if self.interventions or not self.subject.family.causal:
-            return False
-        few = inputs.part(0, FEW)
-        return resumes(change, lambda changes: self._passes_from(changes, few), lambda: self._pass(ranges, few))
-
-    def _pass(
-        self, ranges: Mapping[Site, Range], inputs: TokenInputs, fresh: Callable[[], list[Observable]] = list
-    ) -> Pass[Observable]:
-        with self._quantized(ranges) as tracer:
-            done = pass_over(tracer.model, inputs, fresh, tracer.forward_with_loss, self._size, console=self.console)
-        self.used_batch_size = self.used_batch_size or done.batch_size
-        return done
-
-    def _passes_from(self, changes: Sequence[Change], inputs: TokenInputs) -> list[Pass[Observable]]:
-        subject = replace(self.subject, inputs=inputs)
-        done = passes_over(subject, self.kernel, changes, Tracer.forward_with_loss, self._size, 1, self.console)
-        self.used_batch_size = self.used_batch_size or done[0].batch_size
-        return done
-
     @property
-    def _size(self) -> int | Literal["auto"]:
-        return self.used_batch_size or self.batch_size  # a size that fitted is used again
+    def _sizes(self) -> tuple[int | Literal["auto"], int, Console | None]:
+        """Return the last arguments of passes. A batch size that fitted is used again."""
+        return self.used_batch_size or self.batch_size, 1, self.console
 
     @contextmanager
     def _quantized(self, ranges: Mapping[Site, Range], beginning: Beginning | None = None) -> Iterator[Tracer]:

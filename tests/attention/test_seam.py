@@ -103,30 +103,18 @@ def test_the_model_is_as_before_after_an_exception(name: str) -> None:
     assert_as_before(model, before)
 
 
-def test_a_tracer_inside_a_tracer_is_refused_and_the_outer_one_lives_on() -> None:
-    model = tiny_model("llama")
+def test_a_tracer_serves_forward_after_forward_and_another_inside_it_is_refused() -> None:
+    """The seams do not keep values of the last batch for the next one."""
+    model = tiny_model("mistral")
     family = find_family(model)
     alone = measured(model, [batch()], SETTINGS, ("attention",))["attention"]
+    warm_up, observable = (OBSERVABLES["attention"](SETTINGS) for _ in range(2))
     with open_tracer(model, family) as outer:
         with pytest.raises(SinkscopeError, match="already"), open_tracer(model, family):
             pass
-        observable = OBSERVABLES["attention"](SETTINGS)
+        outer.forward(padded(ragged_tokens((7, 3), seed=5), "left"), [warm_up])
         outer.forward(batch(), [observable])
     assert observable.tables()["attention"].equals(alone)
-
-
-def test_one_tracer_serves_forward_after_forward() -> None:
-    """The seams do not keep values of the last batch for the next one."""
-    model = tiny_model("mistral")
-    tables = []
-    for warm_up in ([], [padded(ragged_tokens((7, 3), seed=5), "left")]):
-        with open_tracer(model, find_family(model)) as tracer:
-            for other in warm_up:
-                tracer.forward(other, [OBSERVABLES["attention"](SETTINGS)])
-            observable = OBSERVABLES["attention"](SETTINGS)
-            tracer.forward(batch(), [observable])
-            tables.append(observable.tables()["attention"])
-    assert tables[0].equals(tables[1])
 
 
 # ------------------------------------------------------------------------------- modules without a seam

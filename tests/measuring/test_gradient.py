@@ -4,12 +4,11 @@ The reference runs each sequence alone and as in training, so padding, batches a
 Everything is computed in float64, including norms and softmax, which a model's own code computes in float32.
 """
 
-import copy
 import gc
 import json
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from gradient_reference import in_double
 from support.every_model import tiny_of
 from support.retrofitted import each_pair
 from support.untouched import assert_as_before, state_of
-from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
+from tiny import FORWARD, TINY, batched, measured, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -34,8 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import sinkscope
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.losses import loss_in_chunks
+from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import Gradient, NormGain, TheoremOne, undefined_ratios
 from sinkscope.measuring.observables.observable import Observable, Settings
@@ -205,23 +203,6 @@ def test_what_a_wiring_does_not_define_has_a_reason(name: str) -> None:
     assert {*undefined[undefined].index} == named - {"the MLP's ratios"}
 
 
-def test_all_real_tokens_predict_except_the_last() -> None:
-    for side, expected_mask in (("right", [[1, 1, 0, 0], [1, 1, 1, 0]]), ("left", [[0, 1, 1, 0], [1, 1, 1, 0]])):
-        batch = padded(ragged_tokens((3, 4)), side)
-        assert batch.predicting.int().tolist() == expected_mask
-        assert loss_in_chunks(torch.zeros(2, 4, 96), batch).tolist() == pytest.approx([2 * np.log(96), 3 * np.log(96)])
-
-
-def test_a_loss_that_depends_on_no_branch_has_an_empty_table() -> None:
-    """Some encoders replace attention: they have branches, and the loss does not depend on them."""
-    model = tiny_model("llama")
-    measuring = Gradient(SETTINGS)
-    measuring.prepare(model, find_family(model), 1)
-    tables = measuring.tables()
-    assert tables["gradient_ratio"].empty
-    assert "gradient_ratio_by_sequence" not in tables
-
-
 # ------------------------------------------------------------------------------------------- theorem 1
 
 HEADS, KV_HEADS, TOKENS, WIDTH = 4, 2, 20, 6
@@ -263,27 +244,6 @@ def test_theorem_1_has_equal_bounds_if_g_is_the_same_for_all_queries_in_float32_
         assert table["holds"].all()
         for bound in ("lower_bound", "upper_bound"):
             np.testing.assert_allclose(table["measured"], table[bound], rtol=1e-5)
-
-
-def test_the_table_says_where_theorem_1_does_not_hold() -> None:
-    """The means differ: queries on key 0 have -μ and μ in turn, or only query 1 is on key 1 and has a gradient."""
-    read = fixed_attention(2, one_hot=True)
-    scale = torch.tensor([-1.0, 2.0, 1.0, 2.0], dtype=torch.float64).repeat(TOKENS // 4)[:, None]
-    table = theorem_table(read, (MU * scale).expand(2, -1, -1, -1))
-    first = table.query("position == 0")
-    np.testing.assert_allclose(first["lower_bound"], 100 * MU.square().sum((0, 2, 3)), rtol=1e-9)
-    np.testing.assert_allclose(first["measured"], 0.0, atol=1e-9)
-    assert not first["holds"].any()
-    assert table.query("position == 2")["holds"].all()  # no query attends to it
-
-    query = read.query.clone()
-    query[..., 3::2, :] = query[..., 2:3, :]  # all others attend to key 0
-    _, lse = chunked_attention(query, read.key, read.key, read.call)
-    upstream = torch.zeros(2, HEADS, TOKENS, WIDTH, dtype=torch.float64)
-    upstream[:, :, 1] = MU[:, :, 0]
-    second = theorem_table(replace(read, query=query, lse=lse), upstream).query("position == 1")
-    assert (second["measured"] > second["upper_bound"]).all()
-    assert not second["holds"].any()
 
 
 # ------------------------------------------------------------------------------------------- theorem 2
@@ -336,20 +296,6 @@ def test_a_norm_amplifies_no_gradient_beyond_its_bound(kind: str) -> None:
     operator_norms = torch.linalg.matrix_norm(jacobians, ord=2)
     assert (operator_norms <= bound * (1 + 1e-9)).all()
     assert (operator_norms >= 0.8 * bound).all()  # the bound is no larger than necessary
-
-
-def test_a_norm_that_amplifies_more_than_its_probe_showed_breaks_the_bound() -> None:
-    """The norm's γ is doubled after it was probed."""
-
-    def double(model: PreTrainedModel) -> None:
-        model.model.layers[1].post_attention_layernorm.weight.mul_(2)
-
-    model = tiny_model("llama", dtype=torch.float64)
-    bounds = backward(model, batched(ragged_tokens(EQUAL), 2), prepared=double).tables["norm_bound"]
-    broken = bounds.query("layer == 1 and branch == 'mlp'")
-    assert (broken["holds"] < 1).any()
-    assert (broken["tightness"] > 1).any()
-    assert (bounds.drop(broken.index)["holds"] == 1).all()
 
 
 # ------------------------------------------------------------------------------------ memory and graph
@@ -417,19 +363,6 @@ def test_the_model_is_left_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch)
         assert mine.grad is None or torch.equal(mine.grad, other.grad)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "bloom"])
-def test_a_model_in_training_is_measured_like_a_frozen_one_and_keeps_its_gradients(name: str) -> None:
-    frozen, training = tiny_model(name), tiny_model(name).requires_grad_(True)
-    for parameter in training.parameters():
-        parameter.grad = torch.full_like(parameter, 3.0)
-    batches, names = batched(ragged_tokens(RAGGED), 2), (*FORWARD, "gradient")
-    expected_tables = backward(frozen, batches, names=names).tables
-    for table_name, rows in backward(training, batches, names=names).tables.items():
-        pd.testing.assert_frame_equal(rows, expected_tables[table_name], rtol=1e-4, atol=1e-7)
-    assert all(parameter.requires_grad for parameter in training.parameters())
-    assert all(bool((parameter.grad == 3.0).all()) for parameter in training.parameters())
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bloom"])
 def test_forward_observables_are_the_same_with_a_backward_pass(name: str) -> None:
     model, batches = tiny_model(name), batched(ragged_tokens(RAGGED), 2, "left")
@@ -479,44 +412,6 @@ def test_half_precision_gives_the_figures_of_float32(name: str, dtype: torch.dty
     assert (half.tables["norm_bound"]["holds"] == 1).all()
 
 
-def test_gradients_that_underflow_are_reported() -> None:
-    """The logits have weights so small that their gradient underflows in float16."""
-    batches, model = batched(ragged_tokens(RAGGED), 2), tiny_model("llama")
-    model.lm_head.weight.mul_(1e-8)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert backward(copy.deepcopy(model).to(dtype), batches).gradient.notices() == []
-    found = backward(model.half(), batches)
-    assert found.gradient.counts["all"] == 3 * sum(length - 1 for length in RAGGED)
-    (notice,) = found.gradient.notices()
-    assert "of the tokens' gradients underflowed" in notice
-    assert "underflowed" in run_of(model).manifest["notices"][0]
-
-    measuring, gradients = Gradient(SETTINGS), torch.ones(2, 5, 4)
-    gradients[0, :2] = 0  # padding
-    gradients[:, 4] = 0  # the last tokens
-    gradients[1, 2] = 0  # underflow
-    gradients[0, 3, 1:] = 0  # in some of the entries
-    measuring._look_for_underflow(gradients, padded(ragged_tokens((3, 5)), "left"))
-    assert measuring.notices()[0].startswith("16.7% of")  # one of six
-
-
-def test_a_gradient_that_overflows_is_an_error() -> None:
-    """One coordinate distinguishes even tokens from odd ones: the last norm makes it small, the logits' weights large
-    again. The logits are finite, but a wrong guess has a gradient of up to 1.2e5; float16 ends at 65504.
-    """
-    model = tiny_model("llama")
-    model.model.norm.weight[0] = 1e-5
-    model.lm_head.weight[::2, 0], model.lm_head.weight[1::2, 0] = 6e4, -6e4
-    batches = batched(ragged_tokens(RAGGED), 2)
-    assert backward(copy.deepcopy(model).bfloat16(), batches).gradient.notices() == []
-    found = backward(model.half(), batches)
-    assert np.isfinite(found.loss)
-    with pytest.raises(SinkscopeError, match=r"overflowed.*--dtype bfloat16 or float32"):
-        found.gradient.notices()
-    with pytest.raises(SinkscopeError, match="overflowed"):
-        run_of(model)
-
-
 # --------------------------------------------------------------------------------------------- analyze
 
 
@@ -539,25 +434,6 @@ def test_analyze_gives_the_references_tables(name: str, size: Any, tmp_path: Pat
     assert run.metric("loss") == pytest.approx(truth, rel=1e-12)
     assert run.metric("identity_residual") < 1e-5
     assert run.manifest["notices"] == []
-
-
-def test_a_model_that_gives_no_numbers_is_an_error() -> None:
-    activations, logits = tiny_model("llama"), tiny_model("llama")
-    activations.get_input_embeddings().weight.fill_(torch.inf)
-    logits.lm_head.weight.fill_(torch.inf)  # no layer is at fault
-    for observables in (("gradient",), (*FORWARD, "gradient")):
-        with pytest.raises(SinkscopeError, match="layer 0: the model itself gives NaN or infinite numbers"):
-            run_of(activations, observables=observables)
-        with pytest.raises(SinkscopeError, match="the loss is nan: gradients of this model on this input"):
-            run_of(logits, observables=observables)
-
-
-def test_sequences_of_one_token_predict_nothing_and_are_rejected(tmp_path: Path) -> None:
-    np.save(tmp_path / "short.npy", np.full((3, 1), 5))
-    (tmp_path / "short.jsonl").write_text('{"input_ids": [5]}\n' * 3)
-    for name, options in (("short.npy", {"seq_len": 1}), ("short.jsonl", {})):
-        with pytest.raises(InputError):
-            run_of(tiny_model("llama"), tmp_path / name, num_seqs=3, **options)
 
 
 # ------------------------------------------------------------------------------------------- the summary

@@ -58,12 +58,6 @@ def test_neither_batches_nor_padding_change_the_tables_for_intervals() -> None:
             assert_near(mine[column].to_numpy(), theirs[column].to_numpy(), 1e-6)
 
 
-def test_one_sequence_leaves_nothing_without_its_group() -> None:
-    table = tables(tiny_model("llama", dtype=torch.float64), ragged_tokens((8,)))["gradient_by_group"]
-    assert table["group"].unique().tolist() == [0]
-    assert table["grad_norm"].isna().all()
-
-
 # ------------------------------------------------------------------------------------------ by sequence
 
 
@@ -97,12 +91,6 @@ def test_the_gradient_at_the_raw_value_is_autograds(name: str, label: str) -> No
     together = norms.square().sum(1, keepdim=True).sqrt()
     found = table.sort_values(["layer", "head", "position"])["grad_norm"].to_numpy()
     assert_near(found.reshape(3, 1 + heads, POSITIONS), torch.cat([together, norms], dim=1).numpy())
-
-
-@pytest.mark.parametrize("label", ["vga-output", "learnable-sink"])
-def test_without_a_gate_on_values_there_is_no_raw_value(label: str) -> None:
-    table = tables(retrofitted("llama", label), ragged_tokens((8, 6)))["gradient"]
-    assert set(table["pathway"]) == {"query", "query_measured", "key", "value"}
 
 
 @pytest.mark.parametrize(("name", "is_zero"), [("llama", True), ("gpt_oss", False)])

@@ -205,8 +205,6 @@ def test_a_wrapped_model_is_changed_as_the_plain_one(kind: str, text: str) -> No
     assert torch.equal(under(given, text), expected)
     assert torch.equal(logits(given), before)
     assert torch.equal(before, plain)
-    if text == "mask-sink":
-        sinkscope.analyze(given, observables=("attention",), **SMALL)
 
 
 def test_a_model_with_an_adapter_is_changed_as_the_merged_one_and_one_of_no_known_type_as_its_family() -> None:

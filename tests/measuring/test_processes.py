@@ -141,18 +141,6 @@ def failing(place: int, error: Exception, owner: Any = Tracer, name: str = "forw
         setattr(owner, name, plain)
 
 
-def out_of_memory_above_one(owner: Any = Tracer) -> Any:
-    """Let the second process run out of memory from now on."""
-    plain = owner.forward_backward
-
-    def limited(self: Any, batch: Any, observables: Any) -> Any:
-        if os.environ["RANK"] == "1" and len(batch.token_ids) > 1:
-            raise RuntimeError("CUDA out of memory.")
-        return plain(self, batch, observables)
-
-    owner.forward_backward = limited
-
-
 def everything(folder: Path) -> None:
     """Run everything on one of two processes, and record how each run ended."""
     rank, model = os.environ["RANK"], folder / "gpt2"
@@ -176,7 +164,14 @@ def everything(folder: Path) -> None:
     if rank == "0":  # by itself, as in a user's training
         found["in memory"] = outcome(lambda: sinkscope.analyze(tiny_model("gpt2"), **options).manifest["processes"])
     found["again"] = outcome(lambda: run(out=folder / "again"))
-    out_of_memory_above_one()
+    plain = Tracer.forward_backward
+
+    def limited(self: Any, batch: Any, observables: Any) -> Any:
+        if rank == "1" and len(batch.token_ids) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return plain(self, batch, observables)
+
+    Tracer.forward_backward = limited  # type: ignore[method-assign]
     found["half the batch"] = outcome(lambda: run(out=folder / "halved"))
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
 

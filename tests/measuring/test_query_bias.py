@@ -13,22 +13,20 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
-from support.naming import naming
-from tiny import TINY, batched, measured, ragged_tokens, tiny_model
+from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
-from sinkscope.figures import applicable, draw
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.observables.query_bias import BINS, Epe, LogitTerms, Moments, QueryBias, effective_bias
+from sinkscope.measuring.observables.query_bias import BINS, Moments, effective_bias
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import massive_coordinates, projections
 from sinkscope.models.wiring import read_sites
 from sinkscope.output.run import Run
-from sinkscope.results.papers import gamma_table, paper_tables
+from sinkscope.results.papers import paper_tables
 
 BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")
 LEARNED = ("gpt2", "opt", "opt-post-norm")
@@ -156,13 +154,6 @@ def test_a_small_spread_with_a_large_mean_is_kept() -> None:
         moments.add(part, torch.ones(part.shape[:2], dtype=torch.bool))
     assert float(moments.mean) == 1e8 + 2.5
     assert float(moments.variance) == pytest.approx(35 / 12, rel=1e-12)
-
-
-def test_half_precision_gives_the_figures_of_float32() -> None:
-    model = tiny_model("gpt2", dtype=torch.bfloat16, spread=3.0)
-    half, single = (tables_of(one)["query_bias"] for one in (model, model.float()))
-    scale = single["delta_mean"].abs().max()
-    np.testing.assert_allclose(half["delta_mean"], single["delta_mean"], atol=0.05 * scale)
 
 
 # ------------------------------------------------------------------------------------------- alignment
@@ -321,38 +312,6 @@ def run_of(model: PreTrainedModel, **options: Any) -> Run:
 NO_BIAS = "its queries have no bias"
 
 
-def test_every_family_has_a_query_bias_or_a_reason_not_to() -> None:
-    for name in TINY:
-        with naming(name):
-            model = tiny_model(name)
-            reason = QueryBias.inapplicable(model, find_family(model))
-            assert (reason is None) == (name in BIASED)
-            if name in ("llama", "qwen3", "gpt_neo", "gptj", "olmo2", "mpt"):
-                assert reason == NO_BIAS
-            for kind in (LogitTerms, Epe):
-                assert (kind.inapplicable(model, find_family(model)) is None) == (name in LEARNED)
-
-
-def test_a_norm_after_the_projection_is_a_reason() -> None:
-    model = tiny_model("qwen2")
-    family = find_family(model)
-    attention = model.model.layers[0].self_attn
-    attention.heads_norm = torch.nn.Identity()  # a norm of the mix, which affects no logit
-    assert QueryBias.inapplicable(model, family) is None
-    for name in ("k_norm", "query_layernorm", "qk_norm", "q_ln"):
-        attention.add_module(name, torch.nn.Identity())
-        reason = QueryBias.inapplicable(model, family)
-        assert reason == f"a norm ({name}) is between the projection of queries or keys and the logits"
-        delattr(attention, name)
-
-
-def test_weights_that_cannot_be_read_are_a_reason() -> None:
-    model = tiny_model("gpt2").to("meta")
-    assert QueryBias.inapplicable(model, find_family(model)) == "its weights cannot be read here: they are offloaded"
-    model.transformer.h[1].attn.c_attn.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), False)
-    assert "its weights are quantized" in str(QueryBias.inapplicable(model, find_family(model)))
-
-
 def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejected_by_name() -> None:
     model = tiny_model("llama")
     run = run_of(model)
@@ -367,14 +326,6 @@ def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejec
     assert f"query-bias does not apply: {NO_BIAS}" in report.notes
     assert "query-bias" not in report.facts["observables"]
     assert "query-bias does not apply" not in "".join(doctor(tiny_model("gpt2")).notes)
-
-
-def test_layers_without_a_bias_are_left_out() -> None:
-    model = tiny_model("qwen2")
-    model.model.layers[1].self_attn.q_proj.bias = None
-    run = run_of(model, observables=("query-bias",))
-    for table in ("query_bias", "gamma", "delta_distribution"):
-        assert sorted(run.tables[table]["layer"].unique()) == [0, 2]
 
 
 def test_a_trainable_model_gives_the_same() -> None:
@@ -424,63 +375,6 @@ def test_the_summary_says_how_far_position_0_is_apart(massive_run: Run) -> None:
     assert run.metric("delta_outlier_share") == np.mean(np.array(gaps) > 2) > 0
     assert "The query bias lifts the logits of position 0" in run.verdict
     assert "EPE₀ is massive at coordinate 7, where |γ| is" in run.verdict
-
-
-def test_figures_and_metrics_of_learned_positions_are_left_out_where_there_are_none() -> None:
-    run = run_of(tiny_model("qwen2"), observables=("query-bias",))
-    metrics = set(run.tables["summary"]["metric"])
-    assert {"delta_first", "delta_later", "delta_gap", "delta_outlier_share"} <= metrics
-    assert not {"key_alignment_first", "key_alignment_later", "gamma_ratio"} & metrics
-    assert "EPE" not in run.verdict
-    assert paper_tables(run) == {}
-    figures = ("query-bias-distribution", "query-bias-alignment", "epe-coordinates", "gamma")
-    assert set(figures) & set(applicable(run)) == {figures[0]}
-    draw(figures[0], run).draw_without_rendering()
-    for name in figures[1:]:
-        with pytest.raises(InputError, match=f"figure '{name}' has nothing to draw: its positions are not learned"):
-            draw(name, run)
-    zero = run.tables["query_bias"].assign(delta_mean=0.0)
-    with pytest.raises(InputError, match="its query bias is zero"):
-        draw("query-bias-alignment", Run(run.manifest, {"query_bias": zero}))
-    plain = Run(run.manifest, {"gamma": run.tables["gamma"].assign(epe_0=1.0)})
-    with pytest.raises(InputError, match="its EPE_0 has no massive coordinate"):
-        draw("gamma", plain)
-
-
-def test_the_table_is_that_of_the_stored_weights(massive_run: Run) -> None:
-    """NU computes GPT-2's W_k (in, out) times b_Q: magnitudes, mean ± 2 standard deviations of all entries."""
-    printed = paper_tables(massive_run)["gamma"]
-    for block, row in zip(with_massive_position().transformer.h, printed.to_dict("records"), strict=True):
-        weight, bias = block.attn.c_attn.weight.double(), block.attn.c_attn.bias.double()
-        gamma = (weight[:, 32:64] @ bias[:32]).abs().numpy()
-        assert row["baseline"] == f"{round(gamma.mean(), 3)} ± {round(2 * gamma.std(), 3)}"
-        assert row["d=7"] == round(float(gamma[7]), 3)
-    assert gamma_table(Run({}, {})) is None
-    assert paper_tables(Run({}, {"gamma": massive_run.tables["gamma"].assign(is_massive_epe=False)})) == {}
-
-
-def test_figures_draw_the_tables_values(massive_run: Run) -> None:
-    run = massive_run
-    together = rows(run.tables["query_bias"], head=-1, position=0).set_index("layer")
-    left, right = draw("query-bias-alignment", run).axes
-    np.testing.assert_allclose(left.lines[1].get_ydata(), together["key_alignment"])
-    heads = run.tables["query_bias"].query("head >= 0 and position == 0")["key_alignment"]
-    np.testing.assert_allclose(right.lines[0].get_ydata(), heads)
-    panels = draw("query-bias-distribution", run).axes
-    gaps = [run.metric("delta_gap", layer) for layer in range(3)]
-    titles = [f"layer {layer}: {gap:+.1f}σ".replace("-", "−") for layer, gap in enumerate(gaps)]
-    assert [ax.get_title() for ax in panels] == titles
-    for layer, ax in enumerate(panels):
-        for group, bars in zip(("later", "position 0"), ax.containers, strict=True):
-            counts = rows(run.tables["delta_distribution"], layer=layer, group=group)["count"]
-            np.testing.assert_allclose([bar.get_height() for bar in bars], counts / counts.max())
-    (ax,) = draw("epe-coordinates", run).axes
-    assert [text.get_text() for text in ax.texts] == ["7"]
-    (ax,) = draw("gamma", run).axes
-    mean, massive = ax.lines
-    magnitude = run.tables["gamma"].assign(magnitude=run.tables["gamma"]["gamma"].abs())
-    np.testing.assert_allclose(mean.get_ydata(), magnitude.groupby("layer")["magnitude"].mean())
-    np.testing.assert_allclose(massive.get_ydata(), rows(magnitude, coordinate=7)["magnitude"])
 
 
 # ------------------------------------------------------------------------------------------- a real model

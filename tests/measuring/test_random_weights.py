@@ -8,7 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 from support.every_model import tiny_of
+from support.retrofitted import retrofitted
 from tiny import tiny_model
+from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
@@ -17,6 +19,7 @@ from sinkscope.measuring.random_weights import random_weights, redrawn
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.summary import gradient_summary
 from sinkscope.options.measuring import make_config
+from sinkscope.retrofits import gate_displacement
 
 QUIET = Console(quiet=True)
 OPTIONS = {"input": "random", "num_seqs": 4, "seq_len": 16, "bos": "never"}
@@ -73,6 +76,22 @@ def test_it_is_measured_on_the_same_input_and_the_model_stays_as_it_was() -> Non
     assert all(again[name].equals(table) for name, table in before.items())
     assert set(tables) == set(before)
     assert not tables["gradient"].equals(before["gradient"])
+
+
+def test_a_retrofit_is_built_in_at_its_start_and_a_quantized_models_null_has_ordinary_weights() -> None:
+    model = retrofitted("llama", "vga", torch.float32)
+    network = redrawn(model, seed=0)
+    assert network.state_dict().keys() == model.state_dict().keys()
+    assert (gate_displacement(network)["displacement"] == 0).all()
+    assert (gate_displacement(model)["displacement"] > 0).any()
+    model = tiny_model("llama")
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    packed = model.model.layers[0].self_attn.q_proj
+    packed.weight = nn.Parameter(torch.zeros(32, 4, dtype=torch.int32), requires_grad=False)
+    network = redrawn(model, seed=0)
+    assert not hasattr(network.config, "quantization_config")
+    assert network.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
+    assert model.config.quantization_config["bits"] == 4
 
 
 REFUSED: dict[str, Callable[[PreTrainedModel], Any]] = {
