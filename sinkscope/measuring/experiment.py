@@ -324,15 +324,9 @@ class Experiment:
                 return list(latest)
 
             read = ReadValues(positions=(position,), seen=lambda layer, x: latest[0].take(layer, x))
-<<<<<<< HEAD
-            done = self._pass(fresh, Tracer.forward, (read,) if of_values else ())
-            self._means[position, of_values] = done.observables[0].by_layer()
-        return self._means[position, of_values][layer]
-=======
             self._pass((read,) if of_values else (), fresh, Tracer.forward)
-            self._means[position, of_values] = latest[0].mean
-        return torch.from_numpy(self._means[position, of_values][layer])
->>>>>>> cut-measuring2
+            self._means[position, of_values] = latest[0].by_layer()
+        return self._means[position, of_values][layer]
 
     def _pass(self, stack: Stack, make: Callable[[], list[Observable]], step: TracerStep) -> Pass:
         return whole_pass(self.subject, self._change(stack, make), step, *self._sizes)

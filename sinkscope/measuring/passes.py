@@ -16,16 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-<<<<<<< HEAD
-from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.observable import Lists, Observable, accumulated, merge
-from sinkscope.measuring.observables.reductions import long_table
-=======
 from sinkscope.attention.seam import open_seam
 from sinkscope.errors import SinkscopeError, was_interrupted
 from sinkscope.interventions.intervention import UntouchedError
-from sinkscope.measuring.observables.observable import Lists, Observable, accumulated, long_form, merge
->>>>>>> cut-measuring2
+from sinkscope.measuring.observables.observable import Lists, Observable, accumulated, merge
+from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import WHOLE_MODEL

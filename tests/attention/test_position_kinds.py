@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sinkscope.models.positions import position_vectors
 from support.every_model import tiny_of
 from support.naming import naming
 from tiny import TINY, tiny_model
@@ -11,6 +10,7 @@ from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.position_kinds import _bias
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import find_family
+from sinkscope.models.projections import position_vectors
 
 NOPE_LAST = ("rotary", "rotary", "rotary", "none")
 FOUND = {
