@@ -112,7 +112,7 @@ class TextOptions(Options):
         "(.npy).",
         metavar="IN",
     )
-    seq_len: int = option(64, "Input", "Tokens in each sequence, the BOS included.", metavar="T", ge=2)
+    seq_len: int = option(SEQ_LEN, "Input", "Tokens in each sequence, the BOS included.", metavar="T", ge=2)
     bos: Literal["auto", "always", "never"] = option(
         "auto",
         "Input",

@@ -182,7 +182,7 @@ def test_processes_that_measure_each_cell_together(models: Path, whole: SweepRun
 
 
 def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.commands.train.check_text", lambda text: None)  # without `make corpus`
+    monkeypatch.setattr("sinkscope.training.blocks.check_source", lambda text: None)  # without `make corpus`
     for path in sorted((shipped_recipes() / SWEEPS).glob("*.yaml")):
         with naming(path.stem):
             found = read_sweep(path.stem, {})
