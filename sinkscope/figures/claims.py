@@ -11,6 +11,7 @@ from matplotlib.patches import Patch
 
 from sinkscope.figures.labels import escape, heading, model_name, wrapped
 from sinkscope.figures.plot import hide_y, shade_rows
+from sinkscope.figures.spec import needs
 from sinkscope.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
@@ -33,12 +34,8 @@ PUBLISHED: Look = {"color": GRAY, "marker": "|", "markersize": 5, "linestyle": "
 AT_RANDOM: Look = {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white", "linestyle": "none"}
 
 
-def lacking_scorecard(card: Scorecard) -> str | None:
-    if len(card.models) > 1:
-        return "several models have figures of their own"
-    return None if len(_decided(card.table)) else "no claim was decided"
-
-
+@needs(lambda card: len(card.models) < 2, "several models have figures of their own")
+@needs(lambda card: len(_decided(card.table)), "no claim was decided")
 def draw_scorecard(card: Scorecard) -> Figure:
     """Draw each number at its distance from the threshold; the claim holds on the right."""
     # Distances are in powers of two if the threshold and the complete interval are positive, else in units of a
@@ -115,10 +112,7 @@ BY_MODEL_LETTERS = 84
 NOTHING: Look = {"color": "0.7", "marker": "_", "markersize": 4, "linestyle": "none"}
 
 
-def lacking_scorecard_by_model(card: Scorecard) -> str | None:
-    return None if len(card.models) > 1 else "there is one model"
-
-
+@needs(lambda card: len(card.models) > 1, "there is one model")
 def draw_scorecard_by_model(card: Scorecard) -> Figure:
     outcomes = card.by_model
     decided = outcomes[outcomes.isin(list(LOOKS)).any(axis=1)]
@@ -161,10 +155,7 @@ SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # effect on the sink
 ABSENT = (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED)
 
 
-def lacking_routes(table: pd.DataFrame) -> str | None:
-    return None if len(measured_models(table)) else "no route was cut"
-
-
+@needs(measured_models, "no route was cut")
 def draw_routes(table: pd.DataFrame) -> Figure:
     models = measured_models(table)
     figure = new_figure(WIDE, ROUTES_ROW * len(models) + ROUTES_PUBLISHED + ROUTES_AROUND)

@@ -9,6 +9,7 @@ from matplotlib.typing import HashableList
 from sinkscope.errors import counted
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, shorten, title, wrapped
+from sinkscope.figures.spec import needs
 from sinkscope.figures.style import HIGHEST, NAVY, OTHERS, REFERENCE, SKY, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
@@ -122,30 +123,24 @@ RANGES_MASSIVE: Look = {
 }  # fmt: skip
 
 
-def lacking_quantization_ranges(run: RunData) -> str | None:
-    return None if len(_sites(run)) else "the layers of the model contain no linear layer"
-
-
+@needs(lambda run: len(_sites(run)), "the layers of the model contain no linear layer")
 def draw_quantization_ranges(run: RunData) -> Figure:
     sites = _sites(run)
-    kinds = list(_kinds(sites).items())[:RANGES_MOST]
+    kinds = dict(list(_kinds(sites).items())[:RANGES_MOST])
     across = min(COLUMNS, len(kinds))
     figure = new_figure(WIDE, HEIGHT * -(-len(kinds) // across) + 0.7)
-    axes, lowest = plot.panel_grid(figure, len(kinds), across)
-    for ax, (name, table) in zip(axes, kinds, strict=True):
+    axes = plot.panel_grid(figure, len(kinds), across, "layer")
+    for ax, table in zip(axes, kinds.values(), strict=True):
         table = table.set_index("layer").sort_index()
         plot.line_by_layer(ax, table["max_abs"], **LARGEST)
         plot.line_by_layer(ax, table["median_abs"], **MEDIAN)
         plot.line_by_layer(ax, table["step"] / 2, **HALF_STEP)
         massive = table[table["is_massive"]]
         ax.plot(massive.index, massive["max_abs"].to_numpy(float), **RANGES_MASSIVE)
-        ax.set_title(escape(name), fontsize=7)
         ax.margins(y=0.12)  # room for the rings
-    for ax in axes:
-        plot.layer_axis(ax, "layer" if ax in lowest else "")
-        plot.value_axis(ax, log=True)
-    for ax in axes[::across]:
-        ax.set_ylabel("|entry|")
+    for place, (ax, name) in enumerate(zip(axes, kinds, strict=True)):  # all are drawn, because they share their axes
+        plot.panel(ax, escape(name), "" if place % across else "|entry|", None, log=True)
+        ax.title.set_fontsize(7)
     shown = [Line2D([], [], **look) for look in (LARGEST, MEDIAN, HALF_STEP)]
     shown += [Line2D([], [], **RANGES_MASSIVE)] * bool(sites["is_massive"].any())
     figure.legend(handles=shown, loc="outside lower center", ncols=4)

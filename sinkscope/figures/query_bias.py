@@ -9,6 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from sinkscope.errors import counted
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import title
+from sinkscope.figures.spec import needs
 from sinkscope.figures.style import COLUMN, GRAY, GREEN, NAVY, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.observables.query_bias import ALL_HEADS
 from sinkscope.measuring.summary import delta_gap
@@ -69,39 +70,37 @@ SPAN: Look = {"color": VERMILION, "alpha": 0.3, "linewidth": 0}
 SPREAD = 0.5  # share of a layer's width over which the dots of its positions are spread
 
 
-def lacking_query_bias_alignment(run: RunData) -> str | None:
-    table = run.tables["query_bias"]
-    if table["key_alignment"].notna().any():
-        return None
-    if (table["delta_mean"] == 0).all():
-        return "its query bias is zero, so that it has no angle to the keys"
-    return "its positions are not learned vectors, so that no position has its own key"
+def _is_aligned(run: RunData) -> bool:
+    return bool(run.tables["query_bias"]["key_alignment"].notna().any())
 
 
+def _has_bias(run: RunData) -> bool:
+    return _is_aligned(run) or bool((run.tables["query_bias"]["delta_mean"] != 0).any())
+
+
+@needs(_has_bias, "its query bias is zero, so that it has no angle to the keys")
+@needs(_is_aligned, "its positions are not learned vectors, so that no position has its own key")
 def draw_query_bias_alignment(run: RunData) -> Figure:
     table = plot.finite(run.tables["query_bias"])
     together, by_head = table[table["head"] == ALL_HEADS], table[table["head"] != ALL_HEADS]
     figure = new_figure(WIDE, 2.7)
     left, right = figure.subplots(1, 2, sharey=True)
-    left.set_title("all heads together")
     later = together[together["position"] > 0]
     offset = (later["position"] - 1) / max(1, later["position"].max() - 1) - 0.5 if len(later) else 0.0
     left.plot(later["layer"] + SPREAD * offset, later["key_alignment"], rasterized=len(later) > 5000, **LATER)
     plot.line_by_layer(left, together[together["position"] == 0].set_index("layer")["key_alignment"], **SINK)
-    right.set_title("each head")
     cosines = by_head[by_head["position"] > 0].groupby("layer")["key_alignment"]
     low, high = cosines.quantile(0.1), cosines.quantile(0.9)
     right.bar(low.index, high - low, bottom=low, width=SPREAD, **SPAN)
     first = by_head[by_head["position"] == 0]
     right.plot(first["layer"], first["key_alignment"], **HEADS)
     for ax in (left, right):
-        plot.layer_axis(ax)
-        if plot.value_axis(ax):
+        name, label = ("all heads together", r"$\cos(W_k\,\mathrm{EPE}_i,\ b_Q)$") if ax is left else ("each head", "")
+        if plot.panel(ax, name, label):
             ax.axhline(0, color=GRAY, linewidth=0.6, zorder=1)
     lowest, highest = np.nanmin([left.dataLim.y0, right.dataLim.y0]), np.nanmax([left.dataLim.y1, right.dataLim.y1])
     if np.isfinite([lowest, highest]).all():
         left.set_ylim(max(lowest - 0.05, -1.03), min(highest + 0.05, 1.03))
-    left.set_ylabel(r"$\cos(W_k\,\mathrm{EPE}_i,\ b_Q)$")
     handles = [
         Line2D([], [], label="position 0, all heads", **SINK),
         Line2D([], [], label="later positions, in order", **LATER | {"markersize": 3}),
@@ -123,15 +122,12 @@ GAMMA_LOOKS = (
 )
 
 
-def lacking_gamma(run: RunData) -> str | None:
-    gamma = run.tables["gamma"]
-    if gamma["is_massive_epe"].any():
-        return None
-    if gamma["epe_0"].notna().any():
-        return "its EPE_0 has no massive coordinate"
-    return "its positions are not learned vectors, so that there is no EPE_0"
+def _has_vectors(run: RunData) -> bool:
+    return bool(run.tables["gamma"]["epe_0"].notna().any())
 
 
+@needs(_has_vectors, "its positions are not learned vectors, so that there is no EPE_0")
+@needs(lambda run: run.tables["gamma"]["is_massive_epe"].any(), "its EPE_0 has no massive coordinate")
 def draw_gamma(run: RunData) -> Figure:
     gamma = plot.finite(run.tables["gamma"])
     gamma = gamma.assign(magnitude=gamma["gamma"].abs())
@@ -149,9 +145,7 @@ def draw_gamma(run: RunData) -> Figure:
     for coordinate, look in zip(largest, GAMMA_LOOKS, strict=False):
         at = massive[massive["coordinate"] == coordinate].set_index("layer")["magnitude"]
         handles.append(plot.line_by_layer(ax, at, label=f"d = {coordinate}", **look))
-    plot.layer_axis(ax)
-    ax.set_ylabel("|γ|")
-    if plot.value_axis(ax):
+    if plot.panel(ax, "", "|γ|"):
         ax.set_ylim(bottom=0)
     beyond = len(largest) - len(handles)
     label = "mean of all" + (f" ({beyond} massive not drawn)" if beyond > 0 else "")
@@ -165,10 +159,7 @@ def draw_gamma(run: RunData) -> Figure:
 MOST_NAMED = 12
 
 
-def lacking_epe_coordinates(run: RunData) -> str | None:
-    return None if run.tables["gamma"]["epe_0"].notna().any() else "its positions are not learned vectors"
-
-
+@needs(_has_vectors, "its positions are not learned vectors")
 def draw_epe_coordinates(run: RunData) -> Figure:
     table = run.tables["gamma"]
     vector = table[table["layer"] == table["layer"].min()]  # the vector is the same in the rows of every layer

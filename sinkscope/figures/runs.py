@@ -76,17 +76,16 @@ SITES = {"layer_out": "layer output", "mlp_out": "MLP output"}
 def draw_sinks_by_layer(run: RunData) -> Figure:
     attention, activation = run.tables["attention"], run.tables["activation"]
     rate = f"{METRICS['sink_rate'].short} (ε = {run.manifest['config']['epsilon']:g})"
-    panels: list[tuple[str, str, pd.DataFrame, str, dict[str, bool]]] = [
-        (METRICS["sink_mass"].short, "share of attention", attention, "sink_mass", {"share": True}),
-        (rate, "share of heads", attention, "sink_rate", {"share": True}),
+    panels: list[tuple[str, str, pd.DataFrame, str]] = [
+        (METRICS["sink_mass"].short, "share of attention", attention, "sink_mass"),
+        (rate, "share of heads", attention, "sink_rate"),
     ]
     for site, name in SITES.items():
         if len(rows := activation[activation["site"] == site]):
-            panels.append((name, "L2 norm", rows, "norm_mean", {"log": True}))
+            panels.append((name, "L2 norm", rows, "norm_mean"))
     figure = new_figure(WIDE, 2.1)
     axes = figure.subplots(1, len(panels), sharex=True)  # layers without attention leave gaps in the panels on the left
-    for ax, (name, unit, table, column, scale) in zip(axes, panels, strict=True):
-        ax.set_title(name)
+    for ax, (name, unit, table, column) in zip(axes, panels, strict=True):
         # first the mean over heads, because the maximum over positions is taken for the layer
         means = table.groupby(["layer", "position"])[[column]].mean().reset_index()
         later = means[means["position"] > 0]
@@ -97,9 +96,7 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
             by_layer = later.groupby("layer")[column]
             plot.line_by_layer(ax, by_layer.mean(), label=f"mean over {others}", **OTHERS)
             plot.line_by_layer(ax, by_layer.max(), label=f"maximum over {others}", **HIGHEST)
-        plot.layer_axis(ax)
-        if plot.value_axis(ax, **scale):
-            ax.set_ylabel(unit)
+        plot.panel(ax, name, unit, log=table is not attention, share=table is attention)
         if name == rate and "attention_outside" in run.tables:
             outside = run.tables["attention_outside"].groupby("layer")["sink_rate_outside"].mean()
             plot.line_by_layer(ax, outside, label="outside the text", **style.OUTSIDE)
@@ -192,7 +189,7 @@ def draw_attention_maps(run: RunData) -> Figure:
     across = min(ACROSS, len(heads))
     width = WIDE * (across + 0.45) / (ACROSS + 0.45)
     figure = new_figure(width, 1.98 * -(-len(heads) // across) + 0.65)
-    axes, _ = plot.panel_grid(figure, len(heads), across)
+    axes = plot.panel_grid(figure, len(heads), across)
     for ax, ((layer, head), rows) in zip(axes, heads, strict=True):
         image = plot.draw_weights(ax, plot.square(rows, int(rows["query"].max()) + 1), FAINTEST)
         ax.set_title(f"layer {layer}, head {head}")
@@ -223,11 +220,8 @@ def draw_query_key_geometry(run: RunData) -> Figure:
     figure = new_figure(WIDE, 3.7)
     axes = figure.subplots(2, 3, sharex=True)
     for ax, (column, name, unit, log) in zip(axes.flat, PANELS, strict=True):
-        ax.set_title(name)
         plot.first_and_others(ax, geometry, column)
-        plot.layer_axis(ax, "layer" if ax in axes[-1] else "")
-        if plot.value_axis(ax, log):
-            ax.set_ylabel(unit)
+        plot.panel(ax, name, unit, "layer" if ax in axes[-1] else "", log=log)
         if not log:
             ax.axhline(0, **style.NEUTRAL)
     handles, _ = axes[0, 0].get_legend_handles_labels()
@@ -246,19 +240,15 @@ def draw_gates_by_layer(run: RunData) -> Figure:
     gate = plot.finite(run.tables["gate"])
     plot.first_and_others(by_layer, gate, "gate")
     by_layer.fill_between([], [], color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads")
-    by_layer.set_ylabel("gate, a factor")
-    plot.layer_axis(by_layer)
     # up to the last layer of the model, which may have no attention, if the run measured all layers
     last = max(int(run.tables[name]["layer"].max()) for name in ("gate", "activation") if name in run.tables)
+    plot.panel(by_layer, "", "gate, a factor")
     by_layer.set_xlim(-0.3, last + 0.3)
-    plot.value_axis(by_layer)
     means = gate.groupby(["layer", "position"])["gate"].mean().unstack("layer")
     for place, layer in enumerate(means):
         by_position.plot(means.index, means[layer], color=style.SKY, linewidth=0.7, label="" if place else "one layer")
     by_position.plot(means.index, means.mean(axis=1), label="mean over layers", **style.MEAN_LINE)
-    by_position.set_xlabel("position")
-    plot.whole_numbers(by_position, "x")
-    plot.value_axis(by_position)
+    plot.panel(by_position, "", "", "position")
     figure.legend(loc="outside lower center", ncols=5, columnspacing=1.2)
     return figure.finish(title(run, WIDE))
 
@@ -287,10 +277,8 @@ def draw_massive_activations(run: RunData) -> Figure:
         rule = GUIDE | {"linestyle": (0, (1, 1))}
         plot.line_by_layer(ax, RATIO * median, label=f"{RATIO:g} × median", **rule)
         ax.axhline(THRESHOLD, label=f"{THRESHOLD:g}", **GUIDE)
-    plot.layer_axis(ax)
-    ax.set_ylabel("|activation|, mean over sequences")
     ax.margins(x=0.02)
-    plot.value_axis(ax, log=True)
+    plot.panel(ax, "", "|activation|, mean over sequences", log=True)
     handles, _ = ax.get_legend_handles_labels()
     having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
     shaded = sorted(having[having > massive["sequence"].nunique() / 2].index)
@@ -375,9 +363,9 @@ def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
         width = np.diff(starts).min() if len(starts) > 1 else 1.0  # the last bucket may be shorter
         plot.curve(ax, by_bucket.set_axis(starts + (width - 1) / 2), **look)
     ax.set_title(f"by token; the window of {window} slides from the dotted line on")
-    ax.set(xlabel="token index", ylabel="perplexity")
+    ax.set_xlabel("token index")
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if plot.value_axis(ax, log=True):
+    if plot.value_axis(ax, "perplexity", log=True):
         ax.axvline(window, color=GRAY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
         _legend_above(ax, columns=3)
 
@@ -398,10 +386,10 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
         ax.plot(range(len(kept)), by_kept.to_numpy(float), zorder=3, label=f"last {window}", **look)
     ax.set_title("over all tokens")
     ax.set_xticks(range(len(kept)), [str(n) for n in kept])
-    ax.set(xlabel="first tokens kept", ylabel="perplexity")
+    ax.set_xlabel("first tokens kept")
     values = plot.drawn(ax, "y")
     values = values[np.isfinite(values)]
-    if plot.value_axis(ax, log=bool(len(values) and values.max() > 10 * values.min())):
+    if plot.value_axis(ax, "perplexity", log=bool(len(values) and values.max() > 10 * values.min())):
         _legend_above(ax, columns=2)
 
 
@@ -436,14 +424,12 @@ def draw_by_layer(runs: Sequence[RunData]) -> Figure:
             if is_relative:
                 line.set_xdata(np.asarray(line.get_xdata()) / max(depth - 1, 1))
         unit = METRICS[metric].unit
-        ax.set_title(METRICS[metric].short)
+        ax.set(title=METRICS[metric].short, xlabel="relative depth" if is_relative else "layer")
         if is_relative:
             ax.set_xlim(-0.03, 1.03)
-            ax.set_xlabel("relative depth")
         else:
-            plot.layer_axis(ax)
-        if plot.value_axis(ax, log=unit == "ratio", share=unit == "share"):
-            ax.set_ylabel(UNITS.get(unit, unit) or "count")
+            plot.whole_numbers(ax, "x")
+        plot.value_axis(ax, UNITS.get(unit, unit) or "count", log=unit == "ratio", share=unit == "share")
         if ax.get_yscale() == "log":
             ax.axhline(1, **style.NEUTRAL)
     counts = plot.drawn(axes[1, 1], "y")

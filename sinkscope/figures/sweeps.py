@@ -1,6 +1,6 @@
 """Figures of the cells of a sweep."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, heading, seeds_words, shorten
+from sinkscope.figures.spec import needs
 from sinkscope.figures.style import GRAY, GUIDE, HIGHEST, NAVY, SINK, TEXT, WIDE, Figure, Look, line_looks, new_figure
 from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
@@ -62,6 +63,7 @@ def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = No
         ax.hlines(where, low, high, color=own["color"], linewidth=BAR)
     plot.name_rows(ax, model_names(models))
     rate_axis(ax, "x")
+    ax.set_xlabel(RATE)
     handles = [*ax.lines, *([Line2D([], [], color="0.3", linewidth=BAR, label=INTERVAL)] if has_ends(rows) else [])]
     return figure.finish("", handles, ncols=4), ax
 
@@ -91,7 +93,7 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
     legend_across = max(1, min(4, LEGEND // (max(map(len, looks)) + 8)))
     height = PANEL * -(-len(inputs) // across) + 0.55 + 0.16 * -(-len(looks) // legend_across)
     figure = new_figure(TEXT, height)
-    axes, lowest = plot.panel_grid(figure, len(inputs), across)
+    axes = plot.panel_grid(figure, len(inputs), across, label)
     for ax, reads in zip(axes, inputs, strict=True):
         for name, found in rows[rows["input"] == reads].groupby("line", sort=False):
             means = found.groupby(x)["sink_rate"].mean()
@@ -102,9 +104,7 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
             high = cells["sink_rate"].max().where(several, alone["high"])
             ax.fill_between(means.index, 100 * low, 100 * high, color=looks[name]["color"], **BAND)
         ax.set_title(escape(str(reads)))
-        rate_axis(ax, "y", label=False)
-    for ax in lowest:
-        ax.set_xlabel(label)
+        rate_axis(ax, "y")
     figure.supylabel(RATE, fontsize=7)
     handles: dict[str, Line2D | Patch] = {str(line.get_label()): line for ax in axes for line in ax.lines}
     if rows.duplicated(["line", "input", x]).any():
@@ -115,21 +115,15 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
     return figure, axes
 
 
-def rate_axis(ax: Axes, which: Literal["x", "y"], label: bool = True) -> None:
-    ax.set(**{f"{which}label": RATE if label else "", f"{which}lim": LIMITS})
+def rate_axis(ax: Axes, which: Literal["x", "y"]) -> None:
+    ax.set(**{f"{which}lim": LIMITS})
     plot.grid(ax, which)
-
-
-def _lacking(rows: Callable[[SweepTables], pd.DataFrame], reason: str) -> Callable[[SweepTables], str | None]:
-    """Return a `lacking_NAME` function, which returns the reason if the figure has no rows."""
-    return lambda tables: reason if rows(tables).empty else None
 
 
 # --- WSE table 1 as a chart: the sink rate of every model on every input, with the published rate
 
-lacking_sweep_inputs = _lacking(lambda tables: tables.main, "no cell of `analyze` is done")
 
-
+@needs(lambda tables: len(tables.main), "no cell of `analyze` is done")
 def draw_sweep_inputs(tables: SweepTables) -> Figure:
     rows = rows_by_policy(tables)
     figure, ax = dots_by_model(rows, "input")
@@ -155,12 +149,10 @@ def _rows_by_size(tables: SweepTables) -> pd.DataFrame:
     return several(rows[rows["family"] != ""], ("family", "input"), "parameters")
 
 
-lacking_sweep_sizes = _lacking(_rows_by_size, "no family has models of two sizes")
-
-
+@needs(lambda tables: len(_rows_by_size(tables)), "no family has models of two sizes")
 def draw_sweep_sizes(tables: SweepTables) -> Figure:
     figure, axes = lines_by_input(_rows_by_size(tables), "parameters", "parameters", ("family",))
-    plot.log_x_axis(axes[0])  # of all panels
+    plot.log_axis(axes[0], "x")  # of all panels
     return figure
 
 
@@ -172,9 +164,7 @@ def _rows_by_step(tables: SweepTables) -> pd.DataFrame:
     return several(rows[rows["step"] != NO_STEP], ("model", "input", "settings"), "step")
 
 
-lacking_sweep_steps = _lacking(_rows_by_step, "no model has two steps")
-
-
+@needs(lambda tables: len(_rows_by_step(tables)), "no model has two steps")
 def draw_sweep_steps(tables: SweepTables) -> Figure:
     rows = _rows_by_step(tables)
     figure, axes = lines_by_input(rows, "step", "training step", ("model", "settings"))
@@ -195,9 +185,7 @@ def _rows_by_epsilon(tables: SweepTables) -> pd.DataFrame:
     return rows.assign(model=rows["cell"].map(models))
 
 
-lacking_sweep_epsilon = _lacking(_rows_by_epsilon, "no cell has measured attention")
-
-
+@needs(lambda tables: len(_rows_by_epsilon(tables)), "no cell has measured attention")
 def draw_sweep_epsilon(tables: SweepTables) -> Figure:
     figure, axes = lines_by_input(_rows_by_epsilon(tables), "epsilon", "ε (dashed: of the cells)")
     for ax in axes:
@@ -214,9 +202,7 @@ def _rows_by_length(tables: SweepTables) -> pd.DataFrame:
     return several(rows[rows["window"] == rows["seq_len"]], ("model", "revision", "input"), "seq_len")
 
 
-lacking_sweep_lengths = _lacking(_rows_by_length, "no model was measured at two lengths with windows of that length")
-
-
+@needs(lambda tables: len(_rows_by_length(tables)), "no model was measured at two lengths with windows of that length")
 def draw_sweep_lengths(tables: SweepTables) -> Figure:
     rows = _rows_by_length(tables)
     figure, axes = lines_by_input(rows, "seq_len", "length = window (tokens)", ("model", "revision", "epsilon"))
@@ -237,9 +223,7 @@ def _rows_by_domain(tables: SweepTables) -> pd.DataFrame:
     return several(texts, ("model",), "input")
 
 
-lacking_sweep_domains = _lacking(_rows_by_domain, "no model read texts of two domains")
-
-
+@needs(lambda tables: len(_rows_by_domain(tables)), "no model read texts of two domains")
 def draw_sweep_domains(tables: SweepTables) -> Figure:
     return dots_by_model(_rows_by_domain(tables), "input")[0]
 
@@ -263,9 +247,7 @@ def _chat_rows(tables: SweepTables) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-lacking_sweep_chat = _lacking(_chat_rows, "no model names its base model")
-
-
+@needs(lambda tables: len(_chat_rows(tables)), "no model names its base model")
 def draw_sweep_chat(tables: SweepTables) -> Figure:
     rows = _chat_rows(tables)
     figure, ax = dots_by_model(rows, "kind", LOOKS)
@@ -288,9 +270,7 @@ def _benchmarks_rows(tables: SweepTables) -> pd.DataFrame:
     return rows if len(rows.drop_duplicates(["model", "revision"])) > 1 else rows[:0]
 
 
-lacking_sweep_benchmarks = _lacking(_benchmarks_rows, "no two models have a score and a sink rate")
-
-
+@needs(lambda tables: len(_benchmarks_rows(tables)), "no two models have a score and a sink rate")
 def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
     rows = _benchmarks_rows(tables)
     alone = rows["family"] == ""
@@ -299,7 +279,7 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
     looks = dict(zip(rows["line"].unique(), line_looks(), strict=False))
     across = min(len(tasks), ACROSS)
     figure = new_figure(TEXT if across > 1 else TEXT * 0.6, PANEL * -(-len(tasks) // across) + 0.9)
-    axes, lowest = plot.panel_grid(figure, len(tasks), across)
+    axes = plot.panel_grid(figure, len(tasks), across, RATE)
     for ax, task in zip(axes, tasks, strict=True):
         for name, found in rows[rows["task"] == task].groupby("line", sort=False):
             found = found.sort_values("parameters")
@@ -307,7 +287,7 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
             look |= {"label": escape(shorten(str(name), LONGEST_NAME)), "capsize": 1.5}
             ax.errorbar(100 * found["sink_rate"], found["score"], yerr=found["error"], **look)
         ax.set_title(escape(str(task)))
-        rate_axis(ax, "x", label=ax in lowest)
+        rate_axis(ax, "x")
     axes[0].set_ylabel("score (± standard error)")
     return figure.finish("", axes[0].get_legend_handles_labels()[0], ncols=3)
 
@@ -327,9 +307,7 @@ def _factor_ends(tables: SweepTables) -> pd.DataFrame:
     return end if "sink_rate" in end else pd.DataFrame()
 
 
-lacking_sweep_factor = _lacking(_factor_ends, "no cell is a training with sink rates by step")
-
-
+@needs(lambda tables: len(_factor_ends(tables)), "no cell is a training with sink rates by step")
 def draw_sweep_factor(tables: SweepTables) -> Figure:
     end = _factor_ends(tables)
     levels = list(dict.fromkeys(end.index.get_level_values(LEVEL)))
@@ -372,12 +350,7 @@ def _training_rows(tables: SweepTables, metric: str) -> pd.DataFrame:
     return pd.DataFrame() if table is None else with_levels(table)[lambda rows: rows["metric"] == metric]
 
 
-lacking_sweep_training_sink = _lacking(
-    lambda tables: _training_rows(tables, "sink_rate"), "no cell is a training with sink rates by step"
-)
-lacking_sweep_training_loss = _lacking(lambda tables: _training_rows(tables, "loss"), "no cell is a training")
-
-
+@needs(lambda tables: len(_training_rows(tables, "sink_rate")), "no cell is a training with sink rates by step")
 def draw_sweep_training_sink(tables: SweepTables) -> Figure:
     rows = _training_rows(tables, "sink_rate")
     figure, axes = _panels(rows.assign(value=100 * rows["value"]), f"sink rate at\n{measured_at(rows)} in %", SINK)
@@ -388,6 +361,7 @@ def draw_sweep_training_sink(tables: SweepTables) -> Figure:
     return figure.finish(heading(*_of_all(rows), f"dashed: {SINK_RATE:g} %, the limit for a sink"))
 
 
+@needs(lambda tables: len(_training_rows(tables, "loss")), "no cell is a training")
 def draw_sweep_training_loss(tables: SweepTables) -> Figure:
     rows = _training_rows(tables, "loss")
     figure, _ = _panels(rows, METRICS["loss"].label, style.OTHERS)
@@ -401,12 +375,12 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
     titles = ["\n".join(escape(shorten(part, TRAINING_NAME_LENGTH)) for part in name.split()) for name in names]
     panel = HEIGHT + LINE * max(title.count("\n") + 1 for title in titles)
     figure = new_figure(WIDE, 0.9 + panel * -(-len(levels) // across))
-    axes, lowest = plot.panel_grid(figure, len(levels), across)
+    axes = plot.panel_grid(figure, len(levels), across)
     for ax, level, title in zip(axes, levels, titles, strict=True):
         plot.curve_with_range(ax, rows[rows[LEVEL] == level], 5, **look)
         ax.set_title(title)
-        plot.value_axis(ax)
-    plot.step_axis(lowest[0], sorted(rows["step"].unique()))
+        plot.value_axis(ax, "")
+    plot.step_axis(axes[0], sorted(rows["step"].unique()))
     figure.supxlabel("training step")
     figure.supylabel(name)
     return figure, axes

@@ -24,6 +24,7 @@ from sinkscope.figures.labels import (
     token_labels,
     wrapped,
 )
+from sinkscope.figures.spec import needs
 from sinkscope.figures.style import GUIDE, HIGHEST, OTHERS, REFERENCE, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.metrics import METRICS, Metric
@@ -70,10 +71,7 @@ BY_STEP: tuple[tuple[str, str, Curves, dict[str, bool], float | None], ...] = (
 )  # fmt: skip
 
 
-def lacking_training_by_step(runs: Checkpoints) -> str | None:
-    return None if runs else "there are no checkpoints"
-
-
+@needs(len, "there are no checkpoints")
 def draw_training_by_step(runs: Checkpoints) -> Figure:
     runs = sorted(runs, key=lambda pair: pair[0])
     steps = [step for step, _ in runs]
@@ -86,7 +84,7 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
     shown = [one for one in measured if one[2]] or measured[:1]
     across = min(ACROSS, len(shown))
     figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.6 * -(-len(shown) // across))
-    axes, lowest = plot.panel_grid(figure, len(shown), across, sharey=False)
+    axes = plot.panel_grid(figure, len(shown), across, sharey=False)
     for ax, ((name, unit, _, scale, neutral), values, has_values) in zip(axes, shown, strict=True):
         ax.set_title(name)
         for label, look in zip(values, (SINK, OTHERS), strict=False):
@@ -95,13 +93,13 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
             if neutral is not None:
                 ax.axhline(neutral, **GUIDE)
                 ax.autoscale(axis="y")  # with a margin below the line
-            plot.value_axis(ax, **scale)
-            ax.set_ylabel(unit)
+            plot.value_axis(ax, unit, **scale)
             if len(values.columns) > 1:
                 ax.legend(loc="best", handlelength=2.2, borderaxespad=0.2)
         else:
             plot.say(ax, "not measured")
-        ax.set_xlabel("training step" if ax in lowest else "")
+    for ax in axes[-across:]:
+        ax.set_xlabel("training step")
     plot.step_axis(axes[0], steps)
     return figure.finish(steps_title(runs))
 
@@ -171,10 +169,7 @@ SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize"
 WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "capsize": 2, "capthick": 0.8}
 
 
-def lacking_retrofit_bars(arms: Arms) -> str | None:
-    return None if arms.has("retrofit") else "no arm of this retrofit has been measured"
-
-
+@needs(lambda arms: arms.has("retrofit"), "no arm of this retrofit has been measured")
 def draw_retrofit_bars(arms: Arms) -> Figure:
     table = arms.tables["retrofit"]
     looks = arm_looks(table["condition"].unique())
@@ -238,19 +233,18 @@ RETROFIT_LAYERS_PANELS = (
 )
 
 
-def lacking_retrofit_layers(arms: Arms) -> str | None:
-    if not arms.all_have("attention", "activation"):
-        return "not all arms have the tables attention and activation"
-    layers = next(iter(arms.runs.values())).tables["activation"]["layer"].nunique()
-    return None if layers > 1 else "the model has only one layer"
+def _has_layers(arms: Arms) -> bool:
+    return next(iter(arms.runs.values())).tables["activation"]["layer"].nunique() > 1
 
 
+@needs(lambda arms: arms.all_have("attention", "activation"), "not all arms have the tables attention and activation")
+@needs(_has_layers, "the model has only one layer")
 def draw_retrofit_layers(arms: Arms) -> Figure:
     looks = arm_looks(arms.runs)
     figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(looks) // 4))
     sites = {site for run in arms.runs.values() for site in run.tables["activation"]["site"]}
     panels = [panel for panel in RETROFIT_LAYERS_PANELS if panel[1] is None or panel[1] in sites]
-    axes, lowest = plot.panel_grid(figure, len(panels), 2, sharey=False)
+    axes = plot.panel_grid(figure, len(panels), 2, "layer", sharey=False)
     for ax, (table, site, column, name, unit) in zip(axes, panels, strict=True):
         for arm, run in arms.runs.items():
             rows = run.tables[table]
@@ -259,10 +253,7 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
             means = [rows[chosen].groupby("layer")[column].mean() for chosen in (~first, first)]  # also over heads
             plot.line_by_layer(ax, means[0], zorder=2, **looks[arm] | FAINT)
             plot.line_by_layer(ax, means[1], zorder=3, **looks[arm])
-        ax.set_title(name)
-        plot.layer_axis(ax, "layer" if ax in lowest else "")
-        if plot.value_axis(ax, log=site is not None, share=site is None):
-            ax.set_ylabel(unit)
+        plot.panel(ax, name, unit, None, log=site is not None, share=site is None)
     most = max(int(run.tables["attention"]["position"].max()) for run in arms.runs.values())
     handles = [
         *(Line2D([], [], **look) for look in looks.values()),
@@ -276,10 +267,7 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
 # A line is the mean over seeds, and its band reaches from the lowest to the highest.
 
 
-def lacking_retrofit_training(arms: Arms) -> str | None:
-    return None if arms.has("training") else "nothing was logged in training: take a smaller --log-every"
-
-
+@needs(lambda arms: arms.has("training"), "nothing was logged in training: take a smaller --log-every")
 def draw_retrofit_training(arms: Arms) -> Figure:
     training = arms.tables["training"]
     loss = training[(training["layer"] == WHOLE_MODEL) & (training["metric"] == "loss")]
@@ -290,14 +278,13 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     figure = new_figure(WIDE if len(panels) > 1 else style.TEXT, 2.6)
     axes = figure.subplots(1, len(panels), sharex=True, squeeze=False)[0]
     for ax, (name, label, table) in zip(axes, panels, strict=True):
-        ax.set_title(name)
         for arm, look in arm_looks(training["condition"].unique()).items():
             rows = table[table["condition"] == arm]
             if len(rows):
                 means = rows.groupby(["step", "seed"])["value"].mean()  # over layers
                 plot.curve_with_range(ax, means.reset_index(), **look)
-        plot.value_axis(ax)
-        ax.set(ylabel=label, xlabel="training step")
+        plot.value_axis(ax, label)
+        ax.set(title=name, ylabel=label, xlabel="training step")
     plot.step_axis(axes[0], sorted(training["step"].unique().tolist()))
     band = "bands: lowest to highest" if arms.seeds > 1 else ""
     return figure.finish(arms.title(arms.seeds_text(), band), axes[0].lines, ncols=4)
@@ -316,10 +303,7 @@ RETROFIT_VALUES_PANELS = {  # name → label of the axis
 }
 
 
-def lacking_retrofit_values(arms: Arms) -> str | None:
-    return None if arms.all_have("geometry") else "not all arms have the table geometry"
-
-
+@needs(lambda arms: arms.all_have("geometry"), "not all arms have the table geometry")
 def draw_retrofit_values(arms: Arms) -> Figure:
     looks = arm_looks(arms.runs)
     has_gates = any("gate" in run.tables for run in arms.runs.values())
@@ -344,12 +328,9 @@ def draw_retrofit_values(arms: Arms) -> Figure:
                     plot.line_by_layer(axes[1, column], by_layer.drop(columns=0).mean(axis=1), **look | FAINT)
                 plot.line_by_layer(axes[1, column], by_layer[0], **look)
     for column, (name, unit) in enumerate(list(RETROFIT_VALUES_PANELS.items())[:columns]):
-        axes[0, column].set_title(name)
-        for ax, across in zip(axes[:, column], ("position", "layer, at position 0"), strict=False):
-            plot.layer_axis(ax, across)
+        for ax, text, across in zip(axes[:, column], (name, ""), ("position", "layer, at position 0"), strict=False):
             ax.axhline(1.0, **style.NEUTRAL)
-            if plot.value_axis(ax, log=column < 2):
-                ax.set_ylabel(unit)
+            plot.panel(ax, text, unit, across, log=column < 2)
     handles = [Line2D([], [], **look) for look in looks.values()]
     if has_gates and rows > 1:
         handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **FAINT))
@@ -372,10 +353,7 @@ SHORT_NAME = 20  # characters of an arm's name
 SMALL = 5.5  # points: font size of the tokens
 
 
-def lacking_backcopy_maps(arms: Arms) -> str | None:
-    return None if arms.has("attention_maps", "value_norms") else "there is no attention map"
-
-
+@needs(lambda arms: arms.has("attention_maps", "value_norms"), "there is no attention map")
 def draw_backcopy_maps(arms: Arms) -> Figure:
     attention_maps, value_norms = arms.tables["attention_maps"], arms.tables["value_norms"]
     names = list(attention_maps["condition"].unique())
@@ -447,11 +425,11 @@ ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric →
 BACKCOPY_METRICS = [metric for row in ROWS.values() for metric in row]
 
 
-def lacking_backcopy_training(arms: Arms) -> str | None:
-    known = arms.has("training") and arms.tables["training"]["metric"].isin(BACKCOPY_METRICS).any()
-    return None if known else "the table training has no metric of the Bigram-Backcopy task"
+def _has_task(arms: Arms) -> bool:
+    return arms.has("training") and bool(arms.tables["training"]["metric"].isin(BACKCOPY_METRICS).any())
 
 
+@needs(_has_task, "the table training has no metric of the Bigram-Backcopy task")
 def draw_backcopy_training(arms: Arms) -> Figure:
     training = arms.tables["training"]
     table = training[training["metric"].isin(BACKCOPY_METRICS)]
@@ -467,7 +445,7 @@ def draw_backcopy_training(arms: Arms) -> Figure:
         axes[0, column].set_title(escape(shorten(name, SHORT_NAME)))
     for row, (label, curves) in zip(axes, ROWS.items(), strict=True):
         for ax in row:
-            plot.value_axis(ax, log="backcopy_risk" in curves, share="attention_to_start" in curves)
+            plot.value_axis(ax, "", log="backcopy_risk" in curves, share="attention_to_start" in curves)
         row[0].set_ylabel(label)
         if len(curves) > 1:
             row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.8, borderaxespad=0.2)
