@@ -5,12 +5,9 @@ from itertools import zip_longest
 
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from sinkscope.figures import plot, style
@@ -29,13 +26,12 @@ PATHWAYS = ("query", "key", "value")
 # Share of the largest value of a curve. Smaller values, such as the gradient of the first query, are round-off.
 OFF_SCALE = 1e-5
 FLOOR = "below the scale"  # label of the marks at the bottom of a panel
-OFF: Look = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
 
 
 def draw_gradient_norms(run: RunData) -> Figure:
     figure = new_figure(WIDE, 2.3)
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
-    norms = [_layer_norms(run, pathway) for pathway in PATHWAYS]
+    norms = [plot.finite(pathway_norms(run.tables["gradient"], pathway)) for pathway in PATHWAYS]  # layers × positions
     depth = Normalize(0, max(table.index.max() for table in norms))
     for ax, table in zip(axes, norms, strict=True):
         mean = table.mean()
@@ -49,11 +45,6 @@ def draw_gradient_norms(run: RunData) -> Figure:
         bar = figure.colorbar(ScalarMappable(depth, GRADUAL), ax=axes, label="layer", aspect=30, pad=0.01)
         bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     return _finish(figure, axes, title(run, WIDE), {"mean over layers": MEAN_LINE})
-
-
-def _layer_norms(run: RunData, pathway: str) -> pd.DataFrame:
-    """Return the gradient norms over all heads: layers × positions."""
-    return plot.finite(pathway_norms(run.tables["gradient"], pathway))
 
 
 def _mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
@@ -90,7 +81,8 @@ def _finish(figure: Figure, axes: np.ndarray, text: str, signs: dict[str, Look])
         low, high = drawn[0].get_ylim()
         drawn[0].set_ylim(low / (high / low) ** 0.09, high)  # room for the marks
     if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections):
-        signs |= {"off the scale": OFF}
+        mark: Look = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
+        signs |= {"off the scale": mark}
     return figure.finish(text, signs, ncols=2)
 
 
@@ -110,12 +102,14 @@ POINT: Look = {"linestyle": "none", "markersize": 3}
 HOLLOW: Look = {"mfc": "none", "mew": 0.7}
 FIT: Look = {"color": "black", "linewidth": 1, "zorder": 4}
 
+NO_BETWEEN = "attention and MLP read\nthe same input: there is\nno h+½ between them"
+NO_NORM = "there is no norm before\nthe attention branch"
 UNDEFINED = {  # (wiring, ratio) → why the ratio is undefined in such models
     ("parallel", "bloat"): "attention and MLP read one norm:\nits gradient is the sum of both",
-    ("parallel", "compress"): "attention and MLP read\nthe same input: there is\nno h+½ between them",
-    ("parallel", "change"): "attention and MLP read\nthe same input: there is\nno h+½ between them",
-    ("post-norm", "bloat"): "there is no norm before\nthe attention branch",
-    ("post-norm", "compress"): "there is no norm before\nthe attention branch",
+    ("parallel", "compress"): NO_BETWEEN,
+    ("parallel", "change"): NO_BETWEEN,
+    ("post-norm", "bloat"): NO_NORM,
+    ("post-norm", "compress"): NO_NORM,
 }
 
 
@@ -143,8 +137,17 @@ def draw_gradient_reshaping(run: RunData) -> Figure:
     if "change" in drawn:  # a line at 1, and at least a decade on both sides, so that values near 1 look near
         axes["change"].axhline(1, **GUIDE)
         plot.log_axis(axes["change"], "y", 10**-1, 10**1)
-    _legend(figure, [label for label, *_ in groups], fitted, "change" in drawn)
-    return figure.finish(title(run, WIDE))
+    points = [
+        (label, {"color": color, "marker": marker} | POINT)
+        for (label, *_), (color, marker) in zip(groups, LOOKS, strict=False)
+    ]
+    signs = [("first layer", {"color": "0.3", "marker": "o"} | POINT | HOLLOW), *[("fit, later layers", FIT)] * fitted]
+    if guides := ["slope −1"] * fitted + ["no change"] * ("change" in drawn):
+        signs.append(("; ".join(guides), GUIDE))
+    # a legend of two rows, which is filled column by column
+    by_column = dict(sign for column in zip_longest(points, signs) for sign in column if sign)
+    columns = max(len(points), len(signs))
+    return figure.finish(title(run, WIDE), by_column, ncols=columns, columnspacing=1.2)
 
 
 def _token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
@@ -158,8 +161,7 @@ def _token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
 
 def _undefined(run: RunData, ratio: str) -> str:
     """Return why a ratio is undefined."""
-    wiring = (run.manifest.get("family") or {}).get("wiring")
-    return UNDEFINED.get((str(wiring), ratio), "no values")
+    return UNDEFINED.get(((run.manifest.get("family") or {}).get("wiring"), ratio), "no values")
 
 
 def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
@@ -177,23 +179,6 @@ def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
     return True
 
 
-def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) -> None:
-    """Add a legend of two rows: the token groups, and the other signs. A legend is filled column by column."""
-    points = [
-        Line2D([], [], color=color, marker=marker, label=label, **POINT)
-        for label, (color, marker) in zip(groups, LOOKS, strict=False)
-    ]
-    signs = [Line2D([], [], color="0.3", marker="o", label="first layer", **POINT, **HOLLOW)]
-    if fitted:
-        signs.append(Line2D([], [], label="fit, later layers", **FIT))
-    if fitted or no_change:
-        guides = "; ".join(["slope −1"] * fitted + ["no change"] * no_change)
-        signs.append(Line2D([], [], label=guides, **GUIDE))
-    columns = max(len(points), len(signs))
-    handles = [handle for pair in zip_longest(points, signs) for handle in pair if handle is not None]
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
-
-
 # --- The two theorems of GS by layer, with the measured values.
 # Left: theorem 1 at position 0, means over heads, for the loss summed over the run: attention bounds the square of the
 # value gradient from both sides. The bounds assume that attention is independent of the gradients that it passes on, so
@@ -203,7 +188,6 @@ def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) ->
 BAND: Look = {"color": NAVY, "alpha": 0.18, "linewidth": 0}
 CHECK: Look = {"color": "0.25", "marker": "D", "markersize": 2.4}
 ROUND_OFF = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-BRANCHES = {"attn": "attention", "mlp": "MLP"}
 UNMEASURED = "not measured: all batches\nhad padding"
 
 
@@ -221,15 +205,12 @@ def draw_gradient_bounds(run: RunData) -> Figure:
         least = ROUND_OFF[dtype]
         plot.log_axis(identity, "y", least / 10, least * 100)
         _guide(identity, least, f"round-off of {dtype}", below=True)
-    for branch, name in BRANCHES.items():
+    for branch, name in (("attn", "attention"), ("mlp", "MLP")):
         _tightness(axes[branch], run, branch, f"theorem 2: {name} branch")
     last = int(check["position"].max())
-    handles: list[Artist] = [
-        Line2D([], [], label="position 0, measured", **SINK),
-        Patch(label="theorem 1's bounds", **BAND),
-        *([Line2D([], [], label=f"mean over {places(1, last)}", **OTHERS)] if last else []),
-    ]
-    return figure.finish(title(run, WIDE), handles, ncols=3)
+    signs = {"position 0, measured": SINK, "theorem 1's bounds": BAND}
+    signs |= {f"mean over {places(1, last)}": OTHERS} if last else {}
+    return figure.finish(title(run, WIDE), signs, ncols=3)
 
 
 def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
@@ -276,8 +257,6 @@ def _guide(ax: Axes, value: float, text: str, below: bool = False) -> None:
 
 # --- GS figure 2 by training step: gradient norms by token position, means over layers, a line for each step
 
-MOST_NAMED = 8  # steps named next to the color bar
-
 
 def _with_gradients(runs: Checkpoints) -> Checkpoints:
     known = [(step, run) for step, run in runs if len(run.tables.get("gradient", ()))]
@@ -291,14 +270,14 @@ def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
     colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last step is dark, even if it is the only step
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
-        curves = [_layer_norms(run, pathway).mean() for _, run in runs]
+        curves = [plot.finite(pathway_norms(run.tables["gradient"], pathway)).mean() for _, run in runs]
         for course, color in zip(curves, colors, strict=True):
             on_scale = course.where(course > OFF_SCALE * course.max())
             plot.curve(ax, on_scale, color=color, linewidth=0.9, marker="o", markersize=1.8)
         _mark_off_scale(ax, curves)
     edges = BoundaryNorm(np.arange(len(runs) + 1) - 0.5, len(runs))
     bar = figure.colorbar(ScalarMappable(edges, ListedColormap(colors)), ax=axes, aspect=30, pad=0.01)
-    named = range(len(runs) - 1, -1, -(1 + (len(runs) - 1) // MOST_NAMED))  # always includes the last step
+    named = range(len(runs) - 1, -1, -(1 + (len(runs) - 1) // 8))  # at most eight; always the last step
     bar.set_ticks(named, labels=[plot.step_label(runs[place][0]) for place in named])
     bar.ax.tick_params(which="both", length=0)
     bar.set_label("training step")
