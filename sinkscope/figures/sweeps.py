@@ -13,7 +13,20 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, heading, seeds_words, shorten
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import GRAY, GUIDE, HIGHEST, NAVY, SINK, TEXT, WIDE, Figure, Look, line_looks, new_figure
+from sinkscope.figures.style import (
+    GRAY,
+    GUIDE,
+    HIGHEST,
+    NAVY,
+    SINK,
+    TEXT,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    line_looks,
+    new_figure,
+)
 from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
@@ -23,19 +36,13 @@ from sinkscope.verdict.sweep_tables import ENDS, EPSILON, NO_STEP, SweepTables, 
 
 # --- Shared by the figures of sweeps: sink rates as rows of dots and as lines, with their intervals
 
-ROW, AROUND = 0.34, 0.95  # inches
 SPREAD = 0.28  # share of the height of a row, on both sides of its middle
 PANEL, ACROSS = 1.5, 3  # inches, and panels in a row
-LEGEND = 84  # characters in a row
 LONGEST_NAME = 36
 BAR = 1.1  # points: a bar through a dot
 BAND: Look = {"alpha": 0.22, "linewidth": 0}
 INTERVAL = "95 % over sequences"
 RATE, LIMITS = "sink rate at position 0 in %", (-3, 103)
-
-
-def model_names(models: Iterable[str]) -> list[str]:
-    return [escape(shorten(model, LONGEST_NAME)) for model in models]
 
 
 def rows_by_policy(tables: SweepTables) -> pd.DataFrame:
@@ -51,7 +58,7 @@ def rows_by_policy(tables: SweepTables) -> pd.DataFrame:
 def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = None) -> tuple[Figure, Axes]:
     """Draw a row for each model, with a dot for each value of `by` at its sink rate, and its 95 % interval."""
     models = list(rows["model"].unique())
-    figure = new_figure(TEXT, ROW * len(models) + AROUND)
+    figure = new_figure(TEXT, 0.34 * len(models) + 0.95)
     ax = figure.subplots()
     looks = said or {}
     for (value, offset), look in zip(places_in_row(rows[by]).items(), line_looks(), strict=False):
@@ -61,7 +68,7 @@ def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = No
         ax.plot(100 * found["sink_rate"], where, label=escape(str(value)), **own)
         low, high = (100 * found.get(end, pd.Series(np.nan, found.index)) for end in ENDS)
         ax.hlines(where, low, high, color=own["color"], linewidth=BAR)
-    plot.name_rows(ax, model_names(models))
+    plot.name_rows(ax, [escape(shorten(model, LONGEST_NAME)) for model in models])
     rate_axis(ax, "x")
     ax.set_xlabel(RATE)
     handles = [*ax.lines, *([Line2D([], [], color="0.3", linewidth=BAR, label=INTERVAL)] if has_ends(rows) else [])]
@@ -90,7 +97,7 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
     names = rows[differing].astype(str).agg(" · ".join, axis=1)
     rows = rows.assign(line=names.map(lambda text: shorten(text, LONGEST_NAME)))
     looks = dict(zip(rows["line"].unique(), line_looks(), strict=False))
-    legend_across = max(1, min(4, LEGEND // (max(map(len, looks)) + 8)))
+    legend_across = max(1, min(4, 84 // (max(map(len, looks)) + 8)))  # 84 characters in a row
     height = PANEL * -(-len(inputs) // across) + 0.55 + 0.16 * -(-len(looks) // legend_across)
     figure = new_figure(TEXT, height)
     axes = plot.panel_grid(figure, len(inputs), across, label)
@@ -169,7 +176,7 @@ def draw_sweep_steps(tables: SweepTables) -> Figure:
     rows = _rows_by_step(tables)
     figure, axes = lines_by_input(rows, "step", "training step", ("model", "settings"))
     for ax in axes:
-        plot.step_axis(ax, sorted(int(step) for step in rows["step"].unique()))
+        plot.step_axis(ax, sorted(map(int, rows["step"].unique())))
     return figure
 
 
@@ -231,7 +238,6 @@ def draw_sweep_domains(tables: SweepTables) -> Figure:
 # --- Base models and the models that were tuned from them (WSE table 1, right)
 
 BASE, TUNED = "base", "tuned"
-LOOKS = {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": style.VERMILION, "marker": "s"}}
 
 
 def _chat_rows(tables: SweepTables) -> pd.DataFrame:
@@ -250,7 +256,9 @@ def _chat_rows(tables: SweepTables) -> pd.DataFrame:
 @needs(lambda tables: len(_chat_rows(tables)), "no model names its base model")
 def draw_sweep_chat(tables: SweepTables) -> Figure:
     rows = _chat_rows(tables)
-    figure, ax = dots_by_model(rows, "kind", LOOKS)
+    figure, ax = dots_by_model(
+        rows, "kind", {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": VERMILION, "marker": "s"}}
+    )
     places = places_in_row(rows["kind"])
     for at, (_, pair) in enumerate(rows.groupby("model", sort=False)):
         ax.plot(100 * pair["sink_rate"], at + pair["kind"].map(places), **style.NEUTRAL)
@@ -294,9 +302,6 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
 
 # --- The sink rate at the end of each training of a sweep, a row for each level of the factor, with WSE's rate
 
-NAME_LENGTH = 40  # characters of a level
-FACTOR_ROW = 0.17  # inches
-FACTOR_SPREAD = 0.8  # share of a row over which its seeds are spread
 SUMS_TO_ONE = 0.1  # tolerance, which is larger than the share of a learned bias
 PUBLISHED = {"": ("D", "WSE, 60M"), TRANSCRIBED: ("s", "WSE, 60M, transcribed")}  # mark of a rate → shape, label
 
@@ -311,13 +316,13 @@ def _factor_ends(tables: SweepTables) -> pd.DataFrame:
 def draw_sweep_factor(tables: SweepTables) -> Figure:
     end = _factor_ends(tables)
     levels = list(dict.fromkeys(end.index.get_level_values(LEVEL)))
-    figure = new_figure(WIDE, 0.9 + FACTOR_ROW * len(levels))
+    figure = new_figure(WIDE, 0.9 + 0.17 * len(levels))
     ax = figure.subplots()
     place = {level: row for row, level in enumerate(levels)}
     rows = np.array([place[level] for level in end.index.get_level_values(LEVEL)])
     by_level = end.groupby(level=LEVEL, sort=False)["sink_rate"]
     size = by_level.transform("size")
-    offsets = FACTOR_SPREAD * (by_level.cumcount() - (size - 1) / 2) / size  # equal rates are visible
+    offsets = 0.8 * (by_level.cumcount() - (size - 1) / 2) / size  # of a row, so that equal rates are visible
     ax.plot(end["sink_rate"], rows + offsets.to_numpy(), "o", color=SINK["color"], markersize=2, label="each seed")
     means = by_level.mean()
     look = {"color": SINK["color"], "markersize": 8, "markeredgewidth": 1.8}
@@ -329,7 +334,7 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
             look = {"color": HIGHEST["color"], "markersize": 4, "fillstyle": "none"}
             ax.plot(*zip(*points, strict=True), shape, label=name, **look)
     key, names = without_key(levels)
-    plot.name_rows(ax, [escape(shorten(name, NAME_LENGTH)) for name in names])
+    plot.name_rows(ax, [escape(shorten(name, 40)) for name in names])
     ax.set_ylabel(escape(key))
     ax.set_xlim(-3, 103)
     totals = end.get("total_weight", pd.Series(dtype=float)).dropna()
@@ -340,9 +345,6 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
 
 
 # --- Trainings of a sweep by step, a panel for each level of the factor: sink rate and loss (WSE figures 4 to 8)
-
-TRAINING_ACROSS, HEIGHT, LINE = 4, 0.92, 0.13  # panels in a row; inches of a panel, and of a line of its title
-TRAINING_NAME_LENGTH = 24  # characters of a line
 
 
 def _training_rows(tables: SweepTables, metric: str) -> pd.DataFrame:
@@ -370,10 +372,10 @@ def draw_sweep_training_loss(tables: SweepTables) -> Figure:
 
 def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axes]]:
     levels = list(dict.fromkeys(rows[LEVEL]))
-    across = min(TRAINING_ACROSS, len(levels))
+    across = min(4, len(levels))
     _, names = without_key(levels)
-    titles = ["\n".join(escape(shorten(part, TRAINING_NAME_LENGTH)) for part in name.split()) for name in names]
-    panel = HEIGHT + LINE * max(title.count("\n") + 1 for title in titles)
+    titles = ["\n".join(escape(shorten(part, 24)) for part in name.split()) for name in names]
+    panel = 0.92 + 0.13 * max(title.count("\n") + 1 for title in titles)  # inches, with its title
     figure = new_figure(WIDE, 0.9 + panel * -(-len(levels) // across))
     axes = plot.panel_grid(figure, len(levels), across)
     for ax, level, title in zip(axes, levels, titles, strict=True):

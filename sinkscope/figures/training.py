@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from sinkscope.figures import plot, style
@@ -75,31 +74,28 @@ BY_STEP: tuple[tuple[str, str, Curves, dict[str, bool], float | None], ...] = (
 def draw_training_by_step(runs: Checkpoints) -> Figure:
     runs = sorted(runs, key=lambda pair: pair[0])
     steps = [step for step, _ in runs]
-    measured = []
-    for panel in BY_STEP:
-        values = pd.DataFrame({label: [value(run) for _, run in runs] for label, value in panel[2].items()}, steps)
-        values = plot.finite(values)
-        has_values = bool(((values > 0) if panel[3].get("log") else values.notna()).any(axis=None))
-        measured.append((panel, values, has_values))
-    shown = [one for one in measured if one[2]] or measured[:1]
+    tables = [
+        plot.finite(pd.DataFrame({label: [value(run) for _, run in runs] for label, value in curves.items()}, steps))
+        for _, _, curves, _, _ in BY_STEP
+    ]
+    shown = [
+        (panel, table)
+        for panel, table in zip(BY_STEP, tables, strict=True)
+        if (table[table > 0] if panel[3].get("log") else table).notna().any(axis=None)
+    ] or [(BY_STEP[0], tables[0])]
     across = min(ACROSS, len(shown))
     figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.6 * -(-len(shown) // across))
-    axes = plot.panel_grid(figure, len(shown), across, sharey=False)
-    for ax, ((name, unit, _, scale, neutral), values, has_values) in zip(axes, shown, strict=True):
+    axes = plot.panel_grid(figure, len(shown), across, "training step", sharey=False)
+    for ax, ((name, unit, _, scale, neutral), table) in zip(axes, shown, strict=True):
         ax.set_title(name)
-        for label, look in zip(values, (SINK, OTHERS), strict=False):
-            plot.curve(ax, values[label], label=label, **look)
-        if has_values:
-            if neutral is not None:
-                ax.axhline(neutral, **GUIDE)
-                ax.autoscale(axis="y")  # with a margin below the line
-            plot.value_axis(ax, unit, **scale)
-            if len(values.columns) > 1:
-                ax.legend(loc="best", handlelength=2.2, borderaxespad=0.2)
-        else:
-            plot.say(ax, "not measured")
-    for ax in axes[-across:]:
-        ax.set_xlabel("training step")
+        for label, look in zip(table, (SINK, OTHERS), strict=False):
+            plot.curve(ax, table[label], label=label, **look)
+        if neutral is not None:
+            ax.axhline(neutral, **GUIDE)
+            ax.autoscale(axis="y")  # with a margin below the line
+        plot.value_axis(ax, unit, **scale, lacking="not measured")
+        if len(table.columns) > 1:
+            ax.legend(loc="best", handlelength=2.2, borderaxespad=0.2)
     plot.step_axis(axes[0], steps)
     return figure.finish(steps_title(runs))
 
@@ -107,7 +103,6 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
 # --- The arms of a training and their looks: an arm looks the same in every figure
 
 NAME_LENGTH = 40  # characters of an arm's name
-WIDEST, THINNEST = 2.0, 0.9  # widths: later lines are thinner and on top, so that equal lines are all visible
 FAINT: Look = {"marker": "", "linewidth": 0.6, "alpha": 0.8}  # later positions
 
 
@@ -122,6 +117,10 @@ class Arms:
         """Return whether these tables exist and have rows."""
         return all(len(self.tables.get(table, ())) for table in tables)
 
+    def all_have(self, *tables: str) -> bool:
+        """Return whether every arm's run has these tables."""
+        return all(set(tables) <= set(run.tables) for run in self.runs.values())
+
     @property
     def seeds(self) -> int:
         """The number of seeds in the tables."""
@@ -133,10 +132,6 @@ class Arms:
             return "1 seed"
         return f"first of {self.seeds} seeds" if of_runs else f"{self.seeds} seeds"
 
-    def all_have(self, *tables: str) -> bool:
-        """Return whether every arm's run has these tables."""
-        return all(set(tables) <= set(run.tables) for run in self.runs.values())
-
     def title(self, *more: str) -> str:
         """Return a title with the model from which all arms were made."""
         return heading(model_name(next(iter(self.runs.values())).model), *more)
@@ -145,14 +140,20 @@ class Arms:
 def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
     """Return arm → label, color, dashes, marker and width of its line."""
     # The untouched model is gray and uses up no color, so that figures of only the trained arms have the same colors.
+    # Later lines are thinner and on top, so that equal lines are all visible.
     arms = list(arms)
     looks = style.line_looks()
     untouched: Look = {"color": "0.6", "linestyle": "-", "marker": "P"}
     return {
         arm: (untouched if arm == UNTOUCHED else next(looks))
         | {"label": escape(shorten(arm, NAME_LENGTH)), "linewidth": width}
-        for arm, width in zip(arms, np.linspace(WIDEST, THINNEST, len(arms)), strict=True)
+        for arm, width in zip(arms, np.linspace(2.0, 0.9, len(arms)), strict=True)
     }
+
+
+def _signs(looks: dict[str, Look]) -> dict[str, Look]:
+    """Return the entries of arms in a legend."""
+    return {look["label"]: {key: entry for key, entry in look.items() if key != "label"} for look in looks.values()}
 
 
 # --- Perplexity, outliers and sinks as bars: a bar for each arm, a panel for each metric.
@@ -161,10 +162,7 @@ def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
 
 # metrics of the table `retrofit`
 PANELS = ("perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count")
-ROW, PANEL, AROUND = 0.24, 0.42, 0.5  # inches: a bar, the margins of a row of panels, and those of the figure
 LETTERS = 18  # characters in a line of an arm's name
-ROOM = {False: 1.45, True: 1.8}  # has a spread → length of the axis ÷ longest bar, with room for the number
-NUMBER_BOX: Look = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # hides the line of the first arm
 SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 2.4, "mfc": "white", "mew": 0.6}
 WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "capsize": 2, "capthick": 0.8}
 
@@ -177,7 +175,7 @@ def draw_retrofit_bars(arms: Arms) -> Figure:
     shown = [name for name, rows in values.items() if (rows["value"] != 0).any()]
     across = min(ACROSS, max(len(shown), 1))
     down = -(-max(len(shown), 1) // across)
-    figure = new_figure(WIDE * max(across, 2) / ACROSS, down * (ROW * len(looks) + PANEL) + AROUND)
+    figure = new_figure(WIDE * max(across, 2) / ACROSS, down * (0.24 * len(looks) + 0.42) + 0.5)
     axes = figure.subplots(down, across, sharey=True, squeeze=False)
     for ax, name in zip(axes.flat, shown, strict=False):
         _bars(ax, METRICS[name], values[name], looks)
@@ -211,8 +209,9 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
             ax.plot(single, np.full(len(single), row), zorder=5, **SEED)
         text = "∞" if np.isinf(means[arm]) else metric.text_with_spread(means[arm], spreads[arm])
         ends.append(float(max([length + np.nan_to_num(spreads[arm]), *single])))
-        plot.write_beside(ax, text, ends[-1], row, space=4, size=6.5).set_bbox(NUMBER_BOX)
-    ax.set_xlim(0, ROOM[has_spread] * (max(ends) or 1.0))
+        number = plot.write_beside(ax, text, ends[-1], row, space=4, size=6.5)
+        number.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.4})  # hides the line of the first arm
+    ax.set_xlim(0, (1.8 if has_spread else 1.45) * (max(ends) or 1.0))  # with room for the numbers
     ax.xaxis.set_major_locator(MaxNLocator(3))
     if metric.unit == "share":
         ax.xaxis.set_major_formatter(PercentFormatter(1))
@@ -224,13 +223,7 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
 # other early tokens (thin). With register tokens, position 0 is the first register. Layers count from 0. A site
 # that a family lacks has no panel.
 
-# table, its site, column, name, unit
-RETROFIT_LAYERS_PANELS = (
-    ("attention", None, "sink_rate", METRICS["sink_rate"].short, "share of heads"),
-    ("activation", "layer_out", "norm_mean", "layer output", "L2 norm"),
-    ("activation", "mlp_out", "norm_mean", "MLP output", "L2 norm"),
-    ("activation", "attn_out", "norm_mean", "attention output", "L2 norm"),
-)
+NORMS = {"layer_out": "layer output", "mlp_out": "MLP output", "attn_out": "attention output"}  # site → name
 
 
 def _has_layers(arms: Arms) -> bool:
@@ -243,24 +236,22 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
     looks = arm_looks(arms.runs)
     figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(looks) // 4))
     sites = {site for run in arms.runs.values() for site in run.tables["activation"]["site"]}
-    panels = [panel for panel in RETROFIT_LAYERS_PANELS if panel[1] is None or panel[1] in sites]
+    panels = {"": METRICS["sink_rate"].short} | {site: name for site, name in NORMS.items() if site in sites}
     axes = plot.panel_grid(figure, len(panels), 2, "layer", sharey=False)
-    for ax, (table, site, column, name, unit) in zip(axes, panels, strict=True):
+    for ax, (site, name) in zip(axes, panels.items(), strict=True):
+        column, unit = ("norm_mean", "L2 norm") if site else ("sink_rate", "share of heads")
         for arm, run in arms.runs.items():
-            rows = run.tables[table]
-            rows = rows if site is None else rows[rows["site"] == site]
+            activation = run.tables["activation"]
+            rows = activation[activation["site"] == site] if site else run.tables["attention"]
             first = rows["position"] == 0
             means = [rows[chosen].groupby("layer")[column].mean() for chosen in (~first, first)]  # also over heads
             plot.line_by_layer(ax, means[0], zorder=2, **looks[arm] | FAINT)
             plot.line_by_layer(ax, means[1], zorder=3, **looks[arm])
-        plot.panel(ax, name, unit, None, log=site is not None, share=site is None)
+        plot.panel(ax, name, unit, None, log=bool(site), share=not site)
     most = max(int(run.tables["attention"]["position"].max()) for run in arms.runs.values())
-    handles = [
-        *(Line2D([], [], **look) for look in looks.values()),
-        Line2D([], [], color="0.3", marker="o", label="position 0"),
-        Line2D([], [], color="0.3", label=f"mean over {places(1, most)}", **FAINT | {"alpha": 1}),
-    ]
-    return figure.finish(arms.title(arms.seeds_text(of_runs=True)), handles, ncols=4)
+    signs = _signs(looks) | {"position 0": {"color": "0.3", "marker": "o"}}
+    signs |= {f"mean over {places(1, most)}": FAINT | {"color": "0.3", "alpha": 1}}
+    return figure.finish(arms.title(arms.seeds_text(of_runs=True)), signs, ncols=4)
 
 
 # --- Loss, and the distance of the new parameters from their start, by training step, for all arms of a training.
@@ -296,20 +287,14 @@ def draw_retrofit_training(arms: Arms) -> Figure:
 # 0. Without gates both values are equal, and there is no third column; with one layer there is no second row. With
 # register tokens, position 0 is the first register.
 
-RETROFIT_VALUES_PANELS = {  # name → label of the axis
-    METRICS["raw_value_drain"].short: "ratio of L2 norms",
-    "attended value norm ÷ others": "ratio of L2 norms",
-    "gate": "factor",
-}
-
 
 @needs(lambda arms: arms.all_have("geometry"), "not all arms have the table geometry")
 def draw_retrofit_values(arms: Arms) -> Figure:
     looks = arm_looks(arms.runs)
     has_gates = any("gate" in run.tables for run in arms.runs.values())
-    columns = len(RETROFIT_VALUES_PANELS) if has_gates else len(RETROFIT_VALUES_PANELS) - 1
+    columns = 3 if has_gates else 2
     rows = 2 if any(run.tables["geometry"]["layer"].nunique() > 1 for run in arms.runs.values()) else 1
-    figure = new_figure(WIDE * columns / len(RETROFIT_VALUES_PANELS), 1.95 * rows + 0.15 * (1 + len(looks) // 4))
+    figure = new_figure(WIDE * columns / 3, 1.95 * rows + 0.15 * (1 + len(looks) // 4))
     axes = figure.subplots(rows, columns, squeeze=False)
     for arm, run in arms.runs.items():
         attended = to_others(run.tables["geometry"], "value_norm")
@@ -327,16 +312,18 @@ def draw_retrofit_values(arms: Arms) -> Figure:
                 if column == 2:
                     plot.line_by_layer(axes[1, column], by_layer.drop(columns=0).mean(axis=1), **look | FAINT)
                 plot.line_by_layer(axes[1, column], by_layer[0], **look)
-    for column, (name, unit) in enumerate(list(RETROFIT_VALUES_PANELS.items())[:columns]):
+    names = (METRICS["raw_value_drain"].short, "attended value norm ÷ others", "gate")
+    for column, name in enumerate(names[:columns]):
+        unit = "ratio of L2 norms" if column < 2 else "factor"
         for ax, text, across in zip(axes[:, column], (name, ""), ("position", "layer, at position 0"), strict=False):
             ax.axhline(1.0, **style.NEUTRAL)
             plot.panel(ax, text, unit, across, log=column < 2)
-    handles = [Line2D([], [], **look) for look in looks.values()]
+    signs = _signs(looks)
     if has_gates and rows > 1:
-        handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **FAINT))
+        signs["gate, mean over later positions"] = FAINT | {"color": "0.3"}
     over = "by position: median and quartiles over layers" if rows > 1 else ""
     text = arms.title(arms.seeds_text(of_runs=True), over)
-    return figure.finish(text, handles, ncols=4 if columns > 2 else 2)
+    return figure.finish(text, signs, ncols=4 if columns > 2 else 2)
 
 
 def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -406,8 +393,6 @@ def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
 # band reaches from the lowest to the highest. With several layers, the figure shows the layer whose sink is largest in
 # the first arm.
 
-FEW_MARKERS = 5  # markers on one line, in a narrow panel
-TICKS = 15  # ticks in all panels of a row
 ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric → its name and look
     "loss above\noptimum (nats)": {"backcopy_risk": ("backcopy", SINK), "bigram_risk": ("bigram", OTHERS)},
     "attention of\nothers (share)": {
@@ -441,7 +426,7 @@ def draw_backcopy_training(arms: Arms) -> Figure:
         rows = table[(table["condition"] == name) & table["layer"].isin((WHOLE_MODEL, layer))]
         for ax, curves in zip(axes[:, column], ROWS.values(), strict=True):
             for metric, (label, look) in curves.items():
-                plot.curve_with_range(ax, rows[rows["metric"] == metric], FEW_MARKERS, label=label, **look)
+                plot.curve_with_range(ax, rows[rows["metric"] == metric], 5, label=label, **look)
         axes[0, column].set_title(escape(shorten(name, SHORT_NAME)))
     for row, (label, curves) in zip(axes, ROWS.items(), strict=True):
         for ax in row:
@@ -449,7 +434,7 @@ def draw_backcopy_training(arms: Arms) -> Figure:
         row[0].set_ylabel(label)
         if len(curves) > 1:
             row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.8, borderaxespad=0.2)
-    ticks = max(2, min(5, TICKS // len(names)))  # ticks of a panel: steps are logged evenly
+    ticks = max(2, min(5, 15 // len(names)))  # ticks of a panel: steps are logged evenly
     axes[-1, 0].xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
     axes[-1, 0].xaxis.set_major_formatter(FuncFormatter(lambda step, _: plot.step_label(step)))
     figure.supxlabel("training step")
