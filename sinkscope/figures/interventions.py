@@ -21,7 +21,6 @@ BEFORE, CONTROL = "before", "random control"
 # --- The effect of every arm and of random changes of the same kind: a row for each arm, a panel for each metric.
 # The change has its 95 % interval over sequences if the run has tables by sequence.
 
-ROW = 0.3  # inches for each arm
 LETTERS = 24  # characters in a line of an arm's name
 ABOVE, UNDER = -0.17, 0.17  # offsets of the arm and of its controls in a row of height 1
 
@@ -41,7 +40,7 @@ PANELS: tuple[tuple[str, Callable[[list[int]], list[int]], bool, float], ...] = 
 def draw_effects(run: RunData) -> Figure:
     watched = _watched(run)
     panels = [panel for panel in PANELS if any(panel[1](positions) for positions in watched.values())]
-    figure = new_figure(WIDE, min(ROW * len(watched) + 1.15, PAGE))
+    figure = new_figure(WIDE, min(0.3 * len(watched) + 1.15, PAGE))
     widths = [width for *_, width in panels]
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
     plot.name_rows(axes[0], [wrapped(label, LETTERS, 2) for label in watched], shaded=False)
@@ -351,11 +350,6 @@ def _color_bar(figure: Figure, image: AxesImage, ax: Axes) -> None:
 
 ALL_LAYERS_LEFT, ALL_LAYERS_RIGHT = 1.05, 0.04  # inches: margin with the names, empty margin
 TOP, ALL_LAYERS_BELOW = 0.36, 0.4  # inches: margin with title and layers, margin with the color bar
-BETWEEN, BEFORE_CONTROL = 0.1, 0.03  # inches between arms, and between an arm and its control
-ALL_LAYERS_LETTERS = 18  # characters in a line of an arm's name
-LARGEST, LARGEST_WRAPPED = 0.71, 0.48  # inches per map, in a single row and in several rows
-WORTH = 0.85  # fewer rows are better if maps have at least this share of the largest possible size
-READABLE = 0.24  # inches: controls are left out if they would make maps smaller than this
 ALL_LAYERS_GAP = 0.06  # between maps, as a share of a map
 NUMBER: Look = {"fontsize": 6, "ha": "center", "va": "bottom"}
 NUMBER_BOX: Look = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
@@ -365,12 +359,12 @@ def draw_arm_maps_by_layer(run: RunData) -> Figure:
     maps = _maps_by_condition(run)
     layers = sorted({layer for by_layer in maps.values() for layer in by_layer})
     labels = [BEFORE, *(label for label in arms(run) if label in maps)]
-    alone = {label: wrapped(label, ALL_LAYERS_LETTERS, 2) for label in labels}  # condition → name next to its maps
+    alone = {label: wrapped(label, 18, 2) for label in labels}  # condition → name next to its maps
     named: dict[str, str] = {}
     for label in labels:
         named |= {label: alone[label]} | ({_control_of(label): CONTROL} if _control_of(label) in maps else {})
     note, (rows, across, size) = "every layer", _largest(named, len(layers))
-    if alone != named and size < READABLE:
+    if alone != named and size < 0.24:  # inches, which could not be read
         note, named, (rows, across, size) = "every layer, controls left out", alone, _largest(alone, len(layers))
     width = max(ALL_LAYERS_LEFT + across * size + ALL_LAYERS_RIGHT, COLUMN)
     text = title(run, width, note, MEAN)
@@ -398,16 +392,16 @@ def _largest(conditions: dict[str, str], layers: int) -> tuple[int, int, float]:
     pages = []
     for rows in range(1, layers + 1):
         across = -(-layers // rows)
-        most = LARGEST if rows == 1 else LARGEST_WRAPPED
+        most = 0.71 if rows == 1 else 0.48  # inches
         size = min((WIDE - ALL_LAYERS_LEFT - ALL_LAYERS_RIGHT) / across, height / rows, most)
         pages.append((rows, across, size))
     largest = max(size for *_, size in pages)
-    return next(page for page in pages if page[2] >= WORTH * largest)
+    return next(page for page in pages if page[2] >= 0.85 * largest)
 
 
 def _gaps(conditions: dict[str, str]) -> list[float]:
     """Return the inches of space above each condition."""
-    return [0.0, *(BEFORE_CONTROL if name == CONTROL else BETWEEN for name in list(conditions.values())[1:])]
+    return [0.0, *(0.03 if name == CONTROL else 0.1 for name in list(conditions.values())[1:])]
 
 
 def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], rows: int, across: int) -> AxesImage:

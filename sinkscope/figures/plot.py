@@ -16,10 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from sinkscope.figures.style import OTHERS, SEQUENTIAL, SINK, Figure
 
 MOST_MARKERS = 20  # markers on one line; more would overlap
-MANY_DECADES = 1e5  # on a longer log axis, the ticks between powers of ten would be a gray bar
 ROUND = 1e-9  # tolerance of a logarithm
-MOST_TICKS = 5  # decades on an axis of training steps
-UNEVEN = 5  # if the last step is this many times the median, early steps need a log scale
 
 # --- curves
 
@@ -160,7 +157,7 @@ def log_axis(ax: Axes, which: Literal["x", "y"], *reached: float) -> None:
     known = (*axis.get_view_interval(), *reached)
     getattr(ax, f"set_{which}lim")(*with_decades(min(known), max(known)))
     low, high = axis.get_view_interval()
-    many = high / low > MANY_DECADES
+    many = high / low > 1e5  # the ticks between powers of ten would be a gray bar
     axis.set_major_locator(LogLocator())
     axis.set_minor_locator(LogLocator(subs=(1.0,) if many else tuple(range(2, 10)), numticks=99))
     axis.set_minor_formatter(NullFormatter())
@@ -187,7 +184,7 @@ def step_axis(ax: Axes, steps: Sequence[int]) -> None:
     if min(steps) == max(steps):
         ax.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
         ax.set_xticks([steps[0]])
-    elif min(steps) < 0 or max(steps) <= UNEVEN * np.median(steps):
+    elif min(steps) < 0 or max(steps) <= 5 * np.median(steps):
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     else:
         least = min(step for step in steps if step > 0)
@@ -198,7 +195,7 @@ def step_axis(ax: Axes, steps: Sequence[int]) -> None:
             ax.set_xlim(-0.3 * least, 2 * max(steps))
         decades = range(math.floor(math.log10(least)), math.ceil(math.log10(max(steps))) + 1)
         within = [10**decade for decade in decades if least <= 10**decade <= max(steps)]
-        ticks = within[:: 1 + len(within) // MOST_TICKS] if len(within) > 1 else [least, max(steps)]
+        ticks = within[:: 1 + len(within) // 5] if len(within) > 1 else [least, max(steps)]
         ax.set_xticks([0, *ticks] if 0 in steps else ticks)
         ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda step, _: step_label(step)))

@@ -20,7 +20,6 @@ from sinkscope.results.run import RunData
 
 # --- Window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE for a sink
 
-MOST = 0.5  # a head is marked if it has a sink in more than this share of the sequences
 ASIDE = 1.3  # inches next to the map: axis and color bar
 LOCAL = ("sliding_attention", "chunked_attention")
 
@@ -44,13 +43,13 @@ def draw_sink_map(run: RunData) -> Figure:
     plot.whole_numbers(ax, "x")
     plot.whole_numbers(ax, "y")
     notes: dict[str, Look] = {}
-    layer, head = np.nonzero(share > MOST)
+    layer, head = np.nonzero(share > 0.5)  # a sink in most sequences
     if len(layer):  # dots are as large as the cells allow
         cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
         dot: Look = {"linestyle": "none", "marker": "o", "mfc": "white"}
         ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **dot)
-        label = f"sink (ε = {run.manifest['config']['epsilon']:g}) in most sequences"
-        notes[label] = dot | {"markersize": 3, "mec": "0.3", "mew": 0.5}
+        epsilon = run.manifest["config"]["epsilon"]
+        notes[f"sink (ε = {epsilon:g}) in most sequences"] = dot | {"markersize": 3, "mec": "0.3", "mew": 0.5}
     local = [layer for layer, kind in enumerate(run.manifest["model"].get("layer_types") or []) if kind in LOCAL]
     if local:  # a bar next to layers with a sliding window, which may exclude the sink
         edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # lower and upper edge of each layer, then a gap
@@ -58,8 +57,7 @@ def draw_sink_map(run: RunData) -> Figure:
         ax.plot(np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **bar)
         ax.tick_params(axis="y", length=0, pad=5)
         window = run.manifest["model"].get("sliding_window")
-        label = "sliding-window layer" + (f" ({window} tokens)" if window else "")
-        notes[label] = bar
+        notes["sliding-window layer" + (f" ({window} tokens)" if window else "")] = bar
     figure.colorbar(image, ax=ax, label=f"{METRICS['window_mass'].short} at position 0", aspect=30, pad=0.03)
     return figure.finish(title(run, width + ASIDE), notes, handlelength=1.2)
 
@@ -108,7 +106,6 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
 # Only positions with at least 16 queries after them count: with fewer, a head in which tokens attend to themselves
 # would look like a sink. In an encoder all tokens are queries of every position.
 
-MOST_TOKENS = 12
 PERCENT = FuncFormatter(lambda share, _: percent(share))
 
 
@@ -123,8 +120,7 @@ def draw_sink_positions(run: RunData) -> Figure:
     last = max(0, longest - FEWEST_QUERIES) if run.is_causal else longest - 1
     sinks = clear_sinks(run.tables["sink_positions"])
     width = WIDE if sinks.empty or sinks["position"].any() else COLUMN
-    figure = new_figure(width, 0.9 if sinks.empty else 2.5)
-    figure.suptitle(title(run, width))
+    figure = new_figure(width, 0.9 if sinks.empty else 2.5).finish(title(run, width))
     if sinks.empty:
         plot.say(figure.subplots(), f"no head has a sink at {places(0, last)}, in any sequence")
         return figure
@@ -165,7 +161,7 @@ def _draw_tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
     """Draw the share of (head, sequence) pairs with a token as a later sink; a repeated token counts once in a pair."""
     once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])
     shares = once.groupby(["token_id", "token"], dropna=False).size() / pairs
-    shares = shares.sort_values(ascending=False, kind="stable").head(MOST_TOKENS)
+    shares = shares.sort_values(ascending=False, kind="stable").head(12)
     plot.name_rows(ax, [token_label(token, token_id) for token_id, token in shares.index], shaded=False)
     ax.barh(range(len(shares)), shares, color=style.VERMILION, height=0.65)
     ax.set(xlabel="share of (head, sequence) pairs", ylabel="token of a later sink")
@@ -257,7 +253,6 @@ def draw_gates_by_layer(run: RunData) -> Figure:
 # The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Layers where most
 # sequences have a massive activation are shaded: above 100, and above 1000 × the median, the two thin lines.
 
-LOOKS = (("largest", SINK), ("second", OTHERS), ("third", HIGHEST))
 SHADE = "0.9"
 
 
@@ -266,7 +261,7 @@ def draw_massive_activations(run: RunData) -> Figure:
     figure = new_figure(TEXT, 2.7)
     ax = figure.subplots()
     magnitude = massive.assign(value=massive["value"].abs()).sort_values("value", ascending=False)
-    for rank, (label, look) in enumerate(LOOKS):
+    for rank, (label, look) in enumerate((("largest", SINK), ("second", OTHERS), ("third", HIGHEST))):
         means = magnitude.groupby(["layer", "sequence"]).nth(rank).groupby("layer")["value"].mean()
         if len(means):
             plot.line_by_layer(ax, means, label=label, **look)
@@ -293,12 +288,9 @@ def draw_massive_activations(run: RunData) -> Figure:
 # The layer with the largest activation on the first sequence. The upper panel has the coordinates with the largest
 # magnitudes, the lower one evenly spaced coordinates for comparison.
 
-MASSIVE_MAP_FAINTEST = 0.25  # share of the magnitudes below the color scale, so that usual magnitudes stay pale
-
 
 def draw_massive_map(run: RunData) -> Figure:
     table = run.tables["massive_map"]
-    layer = table["layer"].iloc[0]
     is_top = table["is_top"].astype(bool)
     top, spaced = (  # coordinates × positions; in `top`, by decreasing magnitude
         rows.pivot(index="coordinate", columns="position", values="magnitude")
@@ -308,17 +300,16 @@ def draw_massive_map(run: RunData) -> Figure:
     named = {"largest\ncoordinates": top, "evenly spaced\ncoordinates": spaced}
     parts = [(part, name) for name, part in named.items() if part.size]
     rows = [max(6, len(part)) for part, _ in parts]  # high enough for the name of the panel
-    figure = new_figure(WIDE, 0.12 * sum(rows) + 1.5)
+    text = title(run, WIDE, f"one sequence ({table['sequence'].iloc[0]})", f"output of layer {table['layer'].iloc[0]}")
+    figure = new_figure(WIDE, 0.12 * sum(rows) + 1.5).finish(text)
     axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
-    sequence = f"one sequence ({table['sequence'].iloc[0]})"
-    figure.suptitle(title(run, WIDE, sequence, f"output of layer {layer}"))
     positive = table["magnitude"][np.isfinite(table["magnitude"]) & (table["magnitude"] > 0)]
     if positive.empty:
         for ax in axes:
             plot.say(ax, "no positive values")
         return figure
     high = float(positive.max())
-    scale = LogNorm(min(float(positive.quantile(MASSIVE_MAP_FAINTEST)), high / 10), high)
+    scale = LogNorm(min(float(positive.quantile(0.25)), high / 10), high)  # so that usual magnitudes stay pale
     for ax, (part, name) in zip(axes, parts, strict=True):
         ax.spines[:].set_visible(False)
         ax.set_ylabel(name)
@@ -404,19 +395,17 @@ def _legend_above(ax: Axes, columns: int) -> None:
 
 # --- Several runs by layer, or by relative depth if their numbers of layers differ
 
-COMPARISON_PANELS = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
-LEGEND = 108  # characters in a row
-MANY = 10  # massive activations per sequence: for more, a linear scale would hide the other runs
+COMPARED = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
 
 
 def draw_by_layer(runs: Sequence[RunData]) -> Figure:
     names, common = labels(runs)
     depths = [max(0, int(run.tables["summary"]["layer"].max())) + 1 for run in runs]
     is_relative = len(set(depths)) > 1
-    across = max(1, min(4, LEGEND // (max(map(len, names)) + 8)))
+    across = max(1, min(4, 108 // (max(map(len, names)) + 8)))  # 108 characters in a row
     figure = new_figure(WIDE, 3.6 + 0.15 * -(-len(runs) // across))
     axes = figure.subplots(2, 2)
-    for ax, metric in zip(axes.flat, COMPARISON_PANELS, strict=True):
+    for ax, metric in zip(axes.flat, COMPARED, strict=True):
         for run, label, depth, look in zip(runs, names, depths, style.line_looks(), strict=False):
             summary = run.tables["summary"]
             rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
@@ -434,7 +423,7 @@ def draw_by_layer(runs: Sequence[RunData]) -> Figure:
             ax.axhline(1, **style.NEUTRAL)
     counts = plot.drawn(axes[1, 1], "y")
     counts = counts[np.isfinite(counts)]
-    if np.any(counts > MANY):  # from 0 to hundreds: linear up to 1, logarithmic above
+    if np.any(counts > 10):  # a linear scale would hide the other runs: linear up to 1, logarithmic above
         axes[1, 1].set_yscale("symlog", linthresh=1)
         axes[1, 1].set_ylim(-0.15, 1.5 * counts.max())
         axes[1, 1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,6 +1,6 @@
 """Figures of the cells of a sweep."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
