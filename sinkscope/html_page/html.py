@@ -98,8 +98,8 @@ def page_data(contents: Contents) -> str:
         "papers": PAPERS,
         "parts": [str(label) for label in contents.parts],
         "part": contents.named_by.name,
-        "links": {str(label): page for label, page in contents.links.items()},
         **{name: getattr(contents, name) for name in ("levels", "controls", "last_steps", "received")},
+        "links": {str(label): page for label, page in contents.links.items()},
     }
     return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'
 

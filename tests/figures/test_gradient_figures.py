@@ -7,32 +7,19 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from support.figure_tables import gradient_tables, grid
+from support.drawn_figures import STEP_METRICS, checkpoint
+from support.figure_tables import gradient_tables, make_run
 from support.figures import check_all_draw, draw_all, edges_at, legend_of, render, said
 
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_STEPS, applicable, draw
 from sinkscope.figures.gradients import LOOKS, UNDEFINED
 from sinkscope.figures.plot import step_axis, step_label
-from sinkscope.figures.style import GRADUAL, new_figure
+from sinkscope.figures.style import new_figure
 from sinkscope.measuring.summary import compress_fits
 from sinkscope.output.run import Run
 
 PATHWAYS = ("query", "key", "value")
-
-
-def make_run(wiring: str = "sequential", dtype: str = "float32", name: str = "org/Tiny-1M", **tables: Any) -> Run:
-    """Make a run with these tables; `layers`, `heads`, `kv_heads` and `positions` are the sizes of the other tables."""
-    shape = {size: tables.pop(size) for size in ("layers", "heads", "kv_heads", "positions") if size in tables}
-    manifest = {
-        "model": {"name": name, "source": name},
-        "condition": "natural",
-        "config": {"epsilon": 0.3},
-        "family": {"wiring": wiring},
-        "dtype": dtype,
-        "input": {"sequences": 3, "tokens": 72},
-    }
-    return Run(manifest, gradient_tables(**shape) | tables)
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +104,6 @@ def test_reshaping_draws_a_point_for_each_layer_and_position_by_the_papers_token
     assert set(legend_of(figure)) == {*groups, "first layer", "fit, later layers", "slope −1; no change"}
 
 
-def test_colors_differ_in_lightness_and_groups_in_markers() -> None:
-    grays = [np.dot(to_rgb(color), (0.299, 0.587, 0.114)) for color, _ in LOOKS]
-    assert np.diff(grays).min() > 0.1
-    assert len({marker for _, marker in LOOKS}) == len(LOOKS)
-    lines = [np.dot(color[:3], (0.299, 0.587, 0.114)) for color in GRADUAL(np.linspace(0, 1, 9))]
-    assert lines[0] < 0.8  # visible on white
-    assert np.diff(lines).max() < 0
-
-
 def test_the_fitted_line_is_the_summarys(run: Run) -> None:
     table = run.tables["gradient_ratio"].query("branch == 'attn'")
     ax = draw("gradient-reshaping", run).axes[1]
@@ -154,7 +132,7 @@ def test_ratios_near_1_are_drawn_near_1(run: Run) -> None:
 @pytest.mark.parametrize(("wiring", "absent"), [("parallel", ["compress", "change"]), ("post-norm", ["bloat"])])
 def test_an_undefined_ratio_has_the_reason_in_its_panel(run: Run, wiring: str, absent: list[str]) -> None:
     ratios = run.tables["gradient_ratio"].assign(**dict.fromkeys(absent, np.nan))
-    figure = draw("gradient-reshaping", make_run(wiring, gradient_ratio=ratios))
+    figure = draw("gradient-reshaping", make_run(wiring=wiring, gradient_ratio=ratios))
     for ax, name in zip(figure.axes, ("bloat", "compress", "change"), strict=True):
         if name in absent:
             assert said(ax) == [UNDEFINED[wiring, name]]
@@ -205,7 +183,7 @@ def bounds_axes(run: Run) -> list[Axes]:
 @pytest.mark.parametrize("rows", ["none", "no table", "attn"])
 def test_bounds_without_norms_give_the_reason(run: Run, rows: str) -> None:
     bound = run.tables["norm_bound"]
-    changed = make_run("parallel", norm_bound=bound[bound["branch"] == rows])
+    changed = make_run(wiring="parallel", norm_bound=bound[bound["branch"] == rows])
     if rows == "no table":
         changed = Run(changed.manifest, {name: changed.tables[name] for name in changed.tables if name != "norm_bound"})
     assert "gradient-bounds" in applicable(changed)
@@ -225,9 +203,9 @@ def test_bounds_of_padded_batches_are_unmeasured_and_a_lower_bound_of_zero_reach
     assert left.get_yscale() == "log"
 
 
-def test_a_layer_and_a_position_without_values_leave_a_gap(run: Run) -> None:
+def test_a_layer_and_a_position_without_values_leave_a_gap() -> None:
     tables = {}
-    for name, table in run.tables.items():
+    for name, table in gradient_tables().items():
         gap = (table["layer"] == 2) | (table["position"] == 0)
         floats = table.select_dtypes("float").columns
         tables[name] = table.assign(**{column: table[column].mask(gap) for column in floats})
@@ -237,31 +215,13 @@ def test_a_layer_and_a_position_without_values_leave_a_gap(run: Run) -> None:
 # --- training
 
 
-METRICS = (
-    "loss", "sink_rate", "value_gradient_ratio", "key_gradient_ratio", "norm_ratio", "compress_slope",
-    "compress_correlation",
-)  # fmt: skip
-
-
-def checkpoint(step: int, layers: int = 3, positions: int = 16, **names: Any) -> tuple[int, Run]:
-    """Make random tables for one step."""
-    random = np.random.default_rng(step)
-    summary = grid(layer=range(-1, layers), metric=METRICS)
-    summary["value"] = random.uniform(0.1, 0.9, len(summary))
-    activation = grid(layer=range(layers), site=["mlp_out", "layer_out"], position=range(positions))
-    activation["norm_mean"] = random.uniform(1, 100, len(activation))
-    gradient = gradient_tables(layers, positions=positions)["gradient"]
-    gradient["grad_norm"] *= 1 + step / 1000
-    return step, make_run(layers=layers, summary=summary, activation=activation, gradient=gradient, **names)
-
-
 def test_training_draws_each_steps_numbers_in_their_order() -> None:
     runs = [checkpoint(step) for step in (300, 100, 200)]
     axes = OF_STEPS["training-by-step"](runs).axes
     ordered = sorted(runs, key=lambda pair: pair[0])
     whole = {
         metric: [run.tables["summary"].query("layer == -1").set_index("metric")["value"][metric] for _, run in ordered]
-        for metric in METRICS
+        for metric in STEP_METRICS
     }
     norms = [run.tables["activation"].query("site == 'layer_out'") for _, run in ordered]
     by_position = [table.pivot_table("norm_mean", "layer", "position") for table in norms]
@@ -330,9 +290,9 @@ def test_the_step_axis_fits_the_steps(steps: Any, scale: str) -> None:
 def test_steps_are_short_and_checkpoints_of_one_folder_are_named_by_it() -> None:
     steps = {0: "0", 512: "512", 1000: "1k", 1500: "1.5k", 143000: "143k", 2e6: "2M"}
     assert {step: step_label(step) for step in steps} == steps
-    runs = [checkpoint(step, name=f"runs/baseline/checkpoint-{step}") for step in (1, 2)]
+    runs = [checkpoint(step, model=f"runs/baseline/checkpoint-{step}") for step in (1, 2)]
     assert OF_STEPS["training-by-step"](runs).get_suptitle() == "baseline · natural · steps 1–2"
-    runs = [checkpoint(step, name=f"{step}/model-{step}") for step in (1, 2)]
+    runs = [checkpoint(step, model=f"{step}/model-{step}") for step in (1, 2)]
     assert OF_STEPS["training-by-step"](runs).get_suptitle() == "natural · steps 1–2"
 
 
