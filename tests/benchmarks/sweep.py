@@ -6,6 +6,7 @@ OMP_NUM_THREADS=1 python tests/benchmarks/sweep.py [cells] [sequences]
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +19,12 @@ from sinkscope.commands.sweeping.reads import Reads
 from sinkscope.commands.sweeping.worker import State, measured
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.results.cells import CellFolders
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
 
 
 def main(cells: int = 3, sequences: int = 24) -> None:
@@ -47,18 +54,9 @@ def main(cells: int = 3, sequences: int = 24) -> None:
             assert event.state == State.DONE, event.message
             times.append(time.process_time() - begun)
 
-    start = time.process_time()
-    compared(found, folders, 0.0)
-    comparing = time.process_time() - start
-
-    start = time.process_time()
-    sinkscope.load("SmolLM2-135M-Instruct")
-    loading = time.process_time() - start
-
-    start = time.process_time()
-    sized(planned(found.cells, folders, Reads()))
-    sizing = time.process_time() - start
-
+    comparing = seconds(lambda: compared(found, folders, 0.0))
+    loading = seconds(lambda: sinkscope.load("SmolLM2-135M-Instruct"))
+    sizing = seconds(lambda: sized(planned(found.cells, folders, Reads())))
     overhead = (planning + comparing) / sum(times)
     print("cells:", ", ".join(f"{seconds:.1f} s" for seconds in times))
     print(f"planning {planning:.2f} s, comparing {comparing:.2f} s: {overhead:.1%} of the cells' time")
