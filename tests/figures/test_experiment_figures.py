@@ -1,6 +1,5 @@
 """Figures of an experiment show the data of every arm, for any number of arms and with missing tables."""
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -75,30 +74,25 @@ ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_experiments_are_drawn_without_a_warning_and_on_a_page(odd: str) -> None:
     names, given = ODD[odd]
-    run = experiment(**given)
     for name in sorted(names):
-        check_is_drawn(name, run)
+        check_is_drawn(name, experiment(**given))
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
 def test_values_without_information_are_drawn(value: float) -> None:
-    run = experiment(SINGLE)
-    tables = {
-        "effect": run.tables["effect"].assign(value=value),
-        "arm_maps": run.tables["arm_maps"].assign(weight=value),
-    }
+    tables = {name: table.assign(value=value, weight=value) for name, table in experiment(SINGLE).tables.items()}
     for name in OURS:
         check_is_drawn(name, experiment(SINGLE, **tables))
 
 
 def check_is_drawn(name: str, run: Run) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure = draw(name, run)
-        figure.draw_without_rendering()
+    figure = draw(name, run)
+    figure.draw_without_rendering()
     width, height = figure.get_size_inches()
     assert width <= WIDE + 1e-6
     assert height <= PAGE + 1e-6

@@ -1,6 +1,5 @@
 """Figures of a run show the data of its tables, allow missing data, and do not change matplotlib's settings."""
 
-import warnings
 from pathlib import Path
 
 import matplotlib as mpl
@@ -330,6 +329,7 @@ def test_a_comparison_draws_each_runs_summary() -> None:
     assert figure.axes[0].get_xlabel() == "relative depth"
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_comparison_of_missing_and_empty_metrics_and_of_many_runs() -> None:
     full = make_run()
     summary = full.tables["summary"]
@@ -337,10 +337,8 @@ def test_a_comparison_of_missing_and_empty_metrics_and_of_many_runs() -> None:
     nothing = make_run(condition="b", summary=summary.assign(value=np.nan))
     many = [make_run(model=f"org/{'long-name-' * 8}{place}") for place in range(12)]
     for runs in ([full, only_rate, nothing], [nothing], [full, full], many):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            figure = draw_comparison(runs)
-            figure.draw_without_rendering()
+        figure = draw_comparison(runs)
+        figure.draw_without_rendering()
         assert len(set(legend_of(figure))) == len(runs)
     looks = {(line.get_color(), str(line.get_linestyle()), line.get_marker()) for line in figure.axes[0].lines}
     assert len(looks) == 12

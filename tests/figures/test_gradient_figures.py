@@ -1,6 +1,5 @@
 """Figures of the backward pass show the data of the tables, and allow missing data."""
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from support.figures import check_all_draw, draw_all, edges_at, legend_of, rende
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_STEPS, applicable, draw
 from sinkscope.figures.gradients import LOOKS, UNDEFINED
+from sinkscope.figures.labels import steps_title
 from sinkscope.figures.plot import step_axis, step_label
 from sinkscope.figures.style import new_figure
 from sinkscope.measuring.summary import compress_fits
@@ -102,6 +102,12 @@ def test_reshaping_draws_a_point_for_each_layer_and_position_by_the_papers_token
         assert later.get_markerfacecolor() == earliest.get_markeredgecolor() == color
         assert earliest.get_markerfacecolor() == "none"
     assert set(legend_of(figure)) == {*groups, "first layer", "fit, later layers", "slope −1; no change"}
+    ratios = run.tables["gradient_ratio"].assign(change=1.0 + run.tables["gradient_ratio"]["change"] / 1e3)
+    low, high = draw("gradient-reshaping", make_run(gradient_ratio=ratios)).axes[2].get_ylim()
+    assert low < 0.32 < 3.1 < high  # ratios near 1 look near 1
+    for positions, last in ((1, "token 0"), (6, "tokens 4–5"), (24, "tokens 16–23")):
+        shown = legend_of(draw("gradient-reshaping", make_run(positions=positions)))
+        assert [text for text in shown if "token" in text][-1] == last
 
 
 def test_the_fitted_line_is_the_summarys(run: Run) -> None:
@@ -120,15 +126,6 @@ def test_the_fitted_line_is_the_summarys(run: Run) -> None:
     assert said(ax) == [expected.replace("-", "−")]
 
 
-def test_ratios_near_1_are_drawn_near_1(run: Run) -> None:
-    ratios = run.tables["gradient_ratio"].assign(change=1.0 + run.tables["gradient_ratio"]["change"] / 1e3)
-    ax = draw("gradient-reshaping", make_run(gradient_ratio=ratios)).axes[2]
-    low, high = ax.get_ylim()
-    assert low < 0.32
-    assert high > 3.1
-    assert ax.lines[-1].get_ydata() == [1, 1]
-
-
 @pytest.mark.parametrize(("wiring", "absent"), [("parallel", ["compress", "change"]), ("post-norm", ["bloat"])])
 def test_an_undefined_ratio_has_the_reason_in_its_panel(run: Run, wiring: str, absent: list[str]) -> None:
     ratios = run.tables["gradient_ratio"].assign(**dict.fromkeys(absent, np.nan))
@@ -139,12 +136,6 @@ def test_an_undefined_ratio_has_the_reason_in_its_panel(run: Run, wiring: str, a
         else:
             assert len(points_of(ax)) == 64
     assert ("fit, later layers" in legend_of(figure)) == ("compress" not in absent)
-
-
-@pytest.mark.parametrize(("positions", "last"), [(1, "token 0"), (6, "tokens 4–5"), (24, "tokens 16–23")])
-def test_groups_reach_as_far_as_the_run(positions: int, last: str) -> None:
-    tokens = [text for text in legend_of(draw("gradient-reshaping", make_run(positions=positions))) if "token" in text]
-    assert tokens[-1] == last
 
 
 # --- gradient-bounds
@@ -256,6 +247,7 @@ def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
     assert np.diff(grays).max() < -0.1
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("steps", "scale"),
     [
@@ -268,45 +260,35 @@ def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
     ],
 )
 def test_the_step_axis_fits_the_steps(steps: Any, scale: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if len(steps) > 3:
-            figure = new_figure(2, 1)
-            ax = figure.subplots()
-            ax.plot(steps, np.ones(len(steps)))
-            step_axis(ax, steps)
-        else:  # the complete figure, which uses the same axis
-            figure = OF_STEPS["training-by-step"]([checkpoint(step, layers=2, positions=2) for step in steps])
-            ax = figure.axes[0]
-        render(figure, layout=False)
+    figure = new_figure(2, 1)
+    ax = figure.subplots()
+    ax.plot(steps, np.ones(len(steps)))
+    step_axis(ax, steps)
+    render(figure, layout=False)
     assert ax.get_xscale() == scale
     low, high = ax.get_xlim()
-    assert low < min(steps)
-    assert high > max(steps)
-    shown = [tick for tick in ax.get_xticks() if low <= tick <= high]
-    assert len(shown) >= min(len(steps), 2)
+    assert low < min(steps) <= max(steps) < high
+    assert sum(low <= tick <= high for tick in ax.get_xticks()) >= min(len(steps), 2)
 
 
 def test_steps_are_short_and_checkpoints_of_one_folder_are_named_by_it() -> None:
     steps = {0: "0", 512: "512", 1000: "1k", 1500: "1.5k", 143000: "143k", 2e6: "2M"}
     assert {step: step_label(step) for step in steps} == steps
-    runs = [checkpoint(step, model=f"runs/baseline/checkpoint-{step}") for step in (1, 2)]
-    assert OF_STEPS["training-by-step"](runs).get_suptitle() == "baseline · natural · steps 1–2"
-    runs = [checkpoint(step, model=f"{step}/model-{step}") for step in (1, 2)]
-    assert OF_STEPS["training-by-step"](runs).get_suptitle() == "natural · steps 1–2"
+    for model, expected in (("runs/baseline/checkpoint-{}", "baseline · "), ("{0}/model-{0}", "")):
+        runs = [checkpoint(step, model=model.format(step)) for step in (1, 2)]
+        assert steps_title(runs) == f"{expected}natural · steps 1–2"
 
 
+@pytest.mark.filterwarnings("error")
 def test_training_figures_of_runs_that_were_not_measured() -> None:
     full = checkpoint(1)
     summary = full[1].tables["summary"]
     forward = Run(full[1].manifest, {"summary": summary[summary["metric"] == "sink_rate"]})
     nothing = Run(full[1].manifest, {"summary": summary.assign(value=np.nan)})
     for runs in ([(0, forward), full], [(0, nothing), (5, nothing)], [(3, forward), (3, full[1])]):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            figures = draw_all(OF_STEPS, runs)
-            for figure in figures.values():
-                render(figure, layout=len(runs) > 1)
+        figures = draw_all(OF_STEPS, runs)
+        for figure in figures.values():
+            render(figure, layout=len(runs) > 1)
         assert ("training-gradient-norms" in figures) == (full[1] in [run for _, run in runs])
     assert [ax.get_title() for ax in OF_STEPS["training-by-step"]([(0, forward)]).axes] == ["sink rate"]
     assert said(OF_STEPS["training-by-step"]([(0, nothing)]).axes[0]) == ["not measured"]
