@@ -1,7 +1,6 @@
 """The register of figures: the file of each figure, its description, and the tables that it needs.
 
-The function `draw_NAME` in the file draws the figure NAME. An optional function `lacking_NAME` returns the reason if
-the data lack anything except the tables. The file is imported when one of its figures is first used.
+The function `draw_NAME` in the file draws the figure NAME; the file is imported when one of its figures is first used.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,14 +1,12 @@
 """Figures of an experiment show the data of every arm, for any number of arms and with missing tables."""
 
-import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.axes import Axes
-from support.figure_tables import grid, make_run
+from support.drawn_figures import ELSEWHERE, MANY, SINGLE, experiment
+from support.figure_tables import make_run
 from support.figures import edges_at, legend_of, said
 
 from sinkscope.errors import InputError
@@ -19,57 +17,6 @@ from sinkscope.output.run import Run
 
 OURS = {"arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer"}
 PAGE = 9  # inches
-SINGLE = {"nullify-query-bias": [0]}
-MANY = {
-    "nullify-first-embedding": [0],
-    "transplant-epe": [0, 1],
-    "costs $5, or $x$ more": [0],
-    "zero-massive+nullify-query-bias+mask-sink": [0],
-    **{f"arm {place}": [0] for place in range(7)},
-}
-ELSEWHERE = {"first": [0], "second": [2, 4, 5], "third": [3]}
-
-
-def effect_table(watched: dict[str, list[int]], layers: int, draws: int) -> pd.DataFrame:
-    random = np.random.default_rng(1)
-    by_arm = [("before", -1), ("after", -1), *(("control", draw) for draw in range(draws))]
-    parts = []
-    for label, positions in watched.items():
-        rows = [(metric, at) for metric in ("sink_rate", "window_mass") for at in positions]
-        rows += [("massive_magnitude", -1), ("perplexity", -1)]
-        for arm, draw_ in by_arm:
-            for metric, position in rows:
-                own = range(-1, 0) if metric == "perplexity" else range(-1, layers)
-                value = random.uniform(0, 1, len(own)) * (100 if position == -1 else 1)
-                one = pd.DataFrame({"layer": own, "value": value, "metric": metric, "position": position})
-                parts.append(one.assign(condition=label, name=label, arm=arm, draw=draw_, model="org/Tiny-1M"))
-    return pd.concat(parts, ignore_index=True)
-
-
-def maps_table(conditions: Sequence[str], layers: Sequence[int], tokens: int) -> pd.DataFrame:
-    table = grid(condition=conditions, layer=layers, query=range(tokens), key=range(tokens))
-    table = table[table["key"] <= table["query"]].assign(model="org/Tiny-1M")
-    return table.assign(weight=np.random.default_rng(2).uniform(0, 1, len(table)))
-
-
-def experiment(
-    watched: dict[str, list[int]] = MANY,
-    layers: int = 4,
-    draws: int = 3,
-    tokens: int = 8,
-    without_maps: Sequence[str] = (),
-    **replaced: pd.DataFrame,
-) -> Run:
-    labels = [label for label in watched if label not in without_maps]
-    conditions = ["before", *labels, *(f"{label} control 0" for label in labels if draws)]
-    tables = {
-        "effect": effect_table(watched, layers, draws),
-        "arm_maps": maps_table(conditions, range(layers), tokens),
-        "attention": make_run().tables["attention"],  # one table for all arms, which sink-map cannot draw
-    }
-    arms: dict[str, dict[str, Any]] = {label: {"watched": positions} for label, positions in watched.items()}
-    arms["streaming-window"] = {"watched": []}  # this arm is measured only by perplexity
-    return Run(make_run().manifest | {"command": "intervene", "arms": arms, "draws": draws}, tables | replaced)
 
 
 @pytest.fixture(scope="module")
@@ -127,30 +74,25 @@ ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_experiments_are_drawn_without_a_warning_and_on_a_page(odd: str) -> None:
     names, given = ODD[odd]
-    run = experiment(**given)
     for name in sorted(names):
-        check_is_drawn(name, run)
+        check_is_drawn(name, experiment(**given))
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
 def test_values_without_information_are_drawn(value: float) -> None:
-    run = experiment(SINGLE)
-    tables = {
-        "effect": run.tables["effect"].assign(value=value),
-        "arm_maps": run.tables["arm_maps"].assign(weight=value),
-    }
+    tables = {name: table.assign(value=value, weight=value) for name, table in experiment(SINGLE).tables.items()}
     for name in OURS:
         check_is_drawn(name, experiment(SINGLE, **tables))
 
 
 def check_is_drawn(name: str, run: Run) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure = draw(name, run)
-        figure.draw_without_rendering()
+    figure = draw(name, run)
+    figure.draw_without_rendering()
     width, height = figure.get_size_inches()
     assert width <= WIDE + 1e-6
     assert height <= PAGE + 1e-6

@@ -7,13 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
+from PIL import Image
 from support.figure_tables import make_run
 from support.figures import check_all_draw, edges_at, legend_of, rough_figures
 
 from sinkscope.errors import InputError
 from sinkscope.figures import COMMAND, OF_RUNS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
-from sinkscope.figures.style import SETTINGS, WIDE
+from sinkscope.figures.style import SETTINGS, WIDE, new_figure
 from sinkscope.output.drawing import save_figures
 from sinkscope.output.run import Run
 
@@ -134,25 +135,18 @@ def test_sink_positions_counts_sinks_with_enough_queries_after_them(run: Run) ->
 # --- missing and unusual data
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"layers": 1, "heads": 1, "kv_heads": 1, "positions": 1, "length": 2},
-        {"positions": 2, "kv_heads": 1, "sequences": 1},
-    ],
-)
-def test_small_runs_are_drawn(sizes: dict[str, int]) -> None:
-    check_drawn(make_run(**sizes))
-
-
-@pytest.mark.parametrize("value", [np.nan, 0.0, np.inf, 1.0])
-def test_columns_without_information_are_drawn(value: float) -> None:
-    run = make_run(layers=2, heads=2)
-    tables = {
-        name: table.assign(**dict.fromkeys(table.select_dtypes("float").columns, value))
-        for name, table in run.tables.items()
-    }
-    check_drawn(Run(run.manifest, tables), layout=value == 0)
+@pytest.mark.parametrize("value", [None, np.nan, 0.0, np.inf, 1.0])
+def test_small_runs_and_columns_without_information_are_drawn(value: float | None) -> None:
+    if value is None:
+        runs = [make_run(1, 1, 1, positions=1, length=2), make_run(positions=2, kv_heads=1, sequences=1)]
+    else:
+        tables = make_run(layers=2, heads=2).tables.items()
+        same = {name: dict.fromkeys(table.select_dtypes("float").columns, value) for name, table in tables}
+        runs = [Run(make_run().manifest, {name: table.assign(**same[name]) for name, table in tables})]
+    for run in runs:  # figures of learned positions have nothing to draw if no position has a vector
+        drawn = applicable(run)
+        assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates", "gamma"}
+        check_all_draw(run, drawn, layout=not value)
 
 
 def test_layers_sites_and_positions_that_are_missing_leave_gaps(run: Run) -> None:
@@ -184,14 +178,6 @@ def test_large_models_and_long_names_fit_the_page() -> None:
     box = figure._suptitle.get_window_extent()
     assert box.x0 >= 0
     assert box.x1 <= figure.bbox.width
-
-
-def check_drawn(run: Run, layout: bool = True) -> None:
-    """Check that every figure is drawn without a warning."""
-    # Figures of learned positions have nothing to draw if no position has a vector (test_query_bias.py).
-    drawn = applicable(run)
-    assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates"}
-    check_all_draw(run, drawn, layout)
 
 
 # --- names, files and settings
@@ -236,6 +222,20 @@ def test_equal_tables_give_equal_files_whatever_the_users_settings(run: Run, tmp
         draw("sink-map", run).savefig(tmp_path / f"again.{kind}")
         assert mpl.rcParams["font.size"] == 20
     assert (tmp_path / f"once.{kind}").read_bytes() == (tmp_path / f"again.{kind}").read_bytes()
+
+
+def test_a_png_has_no_alpha_channel_where_nothing_is_transparent_and_pyplot_does_not_know_it(tmp_path: Path) -> None:
+    figure = new_figure(2, 1)
+    figure.subplots().plot([0, 1])
+    for options, mode in (({}, "RGB"), ({"transparent": True}, "RGBA")):
+        figure.savefig(tmp_path / "figure.png", **options)
+        with Image.open(tmp_path / "figure.png") as image:
+            assert image.mode == mode
+            assert round(image.info["dpi"][0]) == SETTINGS["savefig.dpi"]
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    import matplotlib.pyplot as plt
+
+    assert plt.get_fignums() == []
 
 
 # --- texts

@@ -1,13 +1,13 @@
 """Figures of the backward pass show the data of the tables, and allow missing data."""
 
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from support.figure_tables import gradient_tables, grid
+from support.drawn_figures import STEP_METRICS, checkpoint
+from support.figure_tables import gradient_tables, make_run
 from support.figures import check_all_draw, edges_at, legend_of, render, said
 
 from sinkscope.figures import OF_STEPS, draw
@@ -18,20 +18,6 @@ from sinkscope.measuring.summary import compress_fits
 from sinkscope.output.run import Run
 
 PATHWAYS = ("query", "key", "value")
-
-
-def make_run(wiring: str = "sequential", dtype: str = "float32", name: str = "org/Tiny-1M", **tables: Any) -> Run:
-    """Make a run with these tables; `layers`, `heads`, `kv_heads` and `positions` are the sizes of the other tables."""
-    shape = {size: tables.pop(size) for size in ("layers", "heads", "kv_heads", "positions") if size in tables}
-    manifest = {
-        "model": {"name": name, "source": name},
-        "condition": "natural",
-        "config": {"epsilon": 0.3},
-        "family": {"wiring": wiring},
-        "dtype": dtype,
-        "input": {"sequences": 3, "tokens": 72},
-    }
-    return Run(manifest, gradient_tables(**shape) | tables)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +88,12 @@ def test_reshaping_draws_a_point_for_each_layer_and_position_by_the_papers_token
         assert later.get_markerfacecolor() == earliest.get_markeredgecolor() == color
         assert earliest.get_markerfacecolor() == "none"
     assert set(legend_of(figure)) == {*groups, "first layer", "fit, later layers", "slope −1; no change"}
+    ratios = run.tables["gradient_ratio"].assign(change=1.0 + run.tables["gradient_ratio"]["change"] / 1e3)
+    low, high = draw("gradient-reshaping", make_run(gradient_ratio=ratios)).axes[2].get_ylim()
+    assert low < 0.32 < 3.1 < high  # ratios near 1 look near 1
+    for positions, last in ((1, "token 0"), (6, "tokens 4–5"), (24, "tokens 16–23")):
+        shown = legend_of(draw("gradient-reshaping", make_run(positions=positions)))
+        assert [text for text in shown if "token" in text][-1] == last
 
 
 def test_the_fitted_line_is_the_summarys(run: Run) -> None:
@@ -123,7 +115,7 @@ def test_the_fitted_line_is_the_summarys(run: Run) -> None:
 @pytest.mark.parametrize(("wiring", "absent"), [("parallel", ["compress", "change"]), ("post-norm", ["bloat"])])
 def test_an_undefined_ratio_has_the_reason_in_its_panel(run: Run, wiring: str, absent: list[str]) -> None:
     ratios = run.tables["gradient_ratio"].assign(**dict.fromkeys(absent, np.nan))
-    figure = draw("gradient-reshaping", make_run(wiring, gradient_ratio=ratios))
+    figure = draw("gradient-reshaping", make_run(wiring=wiring, gradient_ratio=ratios))
     for ax, name in zip(figure.axes, ("bloat", "compress", "change"), strict=True):
         if name in absent:
             assert said(ax) == [UNDEFINED[wiring, name]]
@@ -165,9 +157,9 @@ def bounds_axes(run: Run) -> list[Axes]:
     return [axes[name] for name in (*one, two[0], "identity", two[1])]
 
 
-def test_a_layer_and_a_position_without_values_leave_a_gap(run: Run) -> None:
+def test_a_layer_and_a_position_without_values_leave_a_gap() -> None:
     tables = {}
-    for name, table in run.tables.items():
+    for name, table in gradient_tables().items():
         gap = (table["layer"] == 2) | (table["position"] == 0)
         floats = table.select_dtypes("float").columns
         tables[name] = table.assign(**{column: table[column].mask(gap) for column in floats})
@@ -177,31 +169,13 @@ def test_a_layer_and_a_position_without_values_leave_a_gap(run: Run) -> None:
 # --- training
 
 
-METRICS = (
-    "loss", "sink_rate", "value_gradient_ratio", "key_gradient_ratio", "norm_ratio", "compress_slope",
-    "compress_correlation",
-)  # fmt: skip
-
-
-def checkpoint(step: int, layers: int = 3, positions: int = 16, **names: Any) -> tuple[int, Run]:
-    """Make random tables for one step."""
-    random = np.random.default_rng(step)
-    summary = grid(layer=range(-1, layers), metric=METRICS)
-    summary["value"] = random.uniform(0.1, 0.9, len(summary))
-    activation = grid(layer=range(layers), site=["mlp_out", "layer_out"], position=range(positions))
-    activation["norm_mean"] = random.uniform(1, 100, len(activation))
-    gradient = gradient_tables(layers, positions=positions)["gradient"]
-    gradient["grad_norm"] *= 1 + step / 1000
-    return step, make_run(layers=layers, summary=summary, activation=activation, gradient=gradient, **names)
-
-
 def test_training_draws_each_steps_numbers_in_their_order() -> None:
     runs = [checkpoint(step) for step in (300, 100, 200)]
     axes = OF_STEPS["training-by-step"](runs).axes
     ordered = sorted(runs, key=lambda pair: pair[0])
     whole = {
         metric: [run.tables["summary"].query("layer == -1").set_index("metric")["value"][metric] for _, run in ordered]
-        for metric in METRICS
+        for metric in STEP_METRICS
     }
     norms = [run.tables["activation"].query("site == 'layer_out'") for _, run in ordered]
     by_position = [table.pivot_table("norm_mean", "layer", "position") for table in norms]
@@ -236,6 +210,7 @@ def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
     assert np.diff(grays).max() < -0.1
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("steps", "scale"),
     [
@@ -248,20 +223,12 @@ def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
     ],
 )
 def test_the_step_axis_fits_the_steps(steps: Any, scale: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if len(steps) > 3:
-            figure = new_figure(2, 1)
-            ax = figure.subplots()
-            ax.plot(steps, np.ones(len(steps)))
-            step_axis(ax, steps)
-        else:  # the complete figure, which uses the same axis
-            figure = OF_STEPS["training-by-step"]([checkpoint(step, layers=2, positions=2) for step in steps])
-            ax = figure.axes[0]
-        render(figure, layout=False)
+    figure = new_figure(2, 1)
+    ax = figure.subplots()
+    ax.plot(steps, np.ones(len(steps)))
+    step_axis(ax, steps)
+    render(figure, layout=False)
     assert ax.get_xscale() == scale
     low, high = ax.get_xlim()
-    assert low < min(steps)
-    assert high > max(steps)
-    shown = [tick for tick in ax.get_xticks() if low <= tick <= high]
-    assert len(shown) >= min(len(steps), 2)
+    assert low < min(steps) <= max(steps) < high
+    assert sum(low <= tick <= high for tick in ax.get_xticks()) >= min(len(steps), 2)
