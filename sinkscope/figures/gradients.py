@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -104,7 +105,7 @@ FIT: Look = {"color": "black", "linewidth": 1, "zorder": 4}
 
 NO_BETWEEN = "attention and MLP read\nthe same input: there is\nno h+½ between them"
 NO_NORM = "there is no norm before\nthe attention branch"
-UNDEFINED = {  # (wiring, ratio) → why the ratio is undefined in such models
+UNDEFINED: dict[tuple[Any, str], str] = {  # (wiring, ratio) → why the ratio is undefined in such models
     ("parallel", "bloat"): "attention and MLP read one norm:\nits gradient is the sum of both",
     ("parallel", "compress"): NO_BETWEEN,
     ("parallel", "change"): NO_BETWEEN,

@@ -236,8 +236,8 @@ def draw_arm_maps(run: RunData) -> Figure:
     figure = _placed_figure(width, tops[-1] + size + (0.05 if has_room else BELOW), text)
     for (row, column), (condition, name, sink) in cells.items():
         ax = _axes_at(figure, LEFT + column * (size + GAP), tops[row], size, size)
-        weights = maps[condition].get(layer)
-        image = _draw_map(ax, np.full((1, 1), np.nan) if weights is None else weights)
+        weights = maps[condition].get(layer, np.full((1, 1), np.nan))
+        image = _draw_map(ax, weights)
         ax.set_title(names[row, column], fontsize=SMALL, pad=2, linespacing=1.0)
         weight = _to_sink(weights, sink)
         if np.isfinite(weight):
@@ -277,8 +277,7 @@ def _cells(run: RunData, maps: Maps) -> dict[tuple[int, int], tuple[str, str, in
 def _name_axes(ax: Axes) -> None:
     """Name the axes and their ends."""
     ends = [0, int(ax.get_xlim()[1])]
-    ax.set_xticks(ends)
-    ax.set_yticks(ends)
+    ax.set(xticks=ends, yticks=ends)
     first, *last = ax.get_xticklabels()
     first.set_horizontalalignment("left")
     for label in last:
@@ -301,11 +300,9 @@ def _control_of(label: str) -> str:
     return f"{label} control 0"
 
 
-def _to_sink(weights: np.ndarray | None, sink: int) -> float:
+def _to_sink(weights: np.ndarray, sink: int) -> float:
     """Return the mean weight on the sink over the other queries that see it; NaN if the map has no such weight."""
-    if weights is None or sink >= len(weights):
-        return float("nan")
-    others = np.delete(weights[:, sink], sink)
+    others = np.delete(weights[:, sink], sink) if sink < len(weights) else np.empty(0)
     others = others[np.isfinite(others)]  # in a causal model, the queries after the sink
     return float(others.mean()) if len(others) else float("nan")
 
@@ -335,9 +332,8 @@ def _draw_map(ax: Axes, weights: np.ndarray, masked: np.ndarray | None = None) -
 def _color_bar(figure: Figure, image: AxesImage, ax: Axes) -> None:
     """Draw the color bar along the longer side of `ax`."""
     box = ax.get_window_extent()
-    bar = figure.colorbar(
-        image, cax=ax, orientation="horizontal" if box.width > box.height else "vertical", extend="min"
-    )
+    along = "horizontal" if box.width > box.height else "vertical"
+    bar = figure.colorbar(image, cax=ax, orientation=along, extend="min")
     bar.set_ticks([FAINTEST, 0.1, 1], labels=[f"{FAINTEST:g}", "0.1", "1"])
     bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=SMALL, pad=1)

@@ -32,7 +32,6 @@ from sinkscope.verdict.quantization import label, probed, whole
 # Upper left: settings, on all sequences. Lower left: every kind of site. Right: layers of the costliest kinds. The last
 # two are on the few sequences of the search for costly sites. The broken line is full precision on the same sequences.
 
-TALL = 1.6  # rows for each setting, because its label has two lines
 LONGEST = 30  # characters in a site, and in a title
 MASSIVE = "†"  # after the name of a site
 MOST = 16  # number of the costliest modules, and of the costliest single sites, that are drawn
@@ -58,11 +57,15 @@ def draw_quantization_cost(run: RunData) -> Figure:
     alone = probed(run, ALONE)
     kinds, sites = alone[alone["layer"] == ALL_LAYERS], alone[alone["layer"] != ALL_LAYERS].head(MOST)
     modules = list(kinds["site"].unique()[:MOST])
-    left = TALL * (len(whole(run)) - 1) + len(modules)
-    figure = new_figure(WIDE, 0.2 * max(left, len(sites)) + 1.5)
+    heights = [1.6 * (len(whole(run)) - 1), len(modules)]  # in rows: the label of a setting has two lines
+    figure = new_figure(WIDE, 0.2 * max(sum(heights), len(sites)) + 1.5)
     mosaic: list[HashableList[str]] = [["whole", "sites"], ["kinds", "sites"]] if len(sites) else [["whole"], ["kinds"]]
-    axes = figure.subplot_mosaic(mosaic, height_ratios=[TALL * (len(whole(run)) - 1), len(modules)])
-    _draw_settings(axes["whole"], run)
+    axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
+    settings = whole(run)["perplexity"]
+    quantized = settings.drop(FULL)
+    names = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
+    _rows(axes["whole"], "whole model quantized", names, float(settings[FULL]))
+    axes["whole"].plot(quantized, range(len(quantized)), **SETTING)
     reference = float(probed(run, FULL)["perplexity"].iloc[0])
     _draw_kinds(axes["kinds"], kinds[kinds["site"].isin(modules)], reference)
     if len(sites):
@@ -80,22 +83,13 @@ def draw_quantization_cost(run: RunData) -> Figure:
     return figure.finish(title(run, WIDE), marks, ncols=5)
 
 
-def _draw_settings(ax: Axes, run: RunData) -> None:
-    settings = whole(run)["perplexity"]
-    quantized = settings.drop(FULL)
-    _rows(ax, [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index], float(settings[FULL]))
-    ax.plot(quantized, range(len(quantized)), **SETTING)
-    ax.set_title("whole model quantized")
-
-
 def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
     """Draw a row for each module, in the order of the model, with a mark for each of its parts."""
     modules = list(kinds.sort_index()["site"].unique())
-    _rows(ax, [escape(shorten(module, LONGEST)) for module in modules], reference)
+    _rows(ax, "one kind of site quantized", [escape(shorten(module, LONGEST)) for module in modules], reference)
     for row in kinds.itertuples():
         part = str(row.part)
         ax.plot([row.perplexity], [modules.index(row.site) + NUDGE[part]], **MARKS[part])
-    ax.set_title("one kind of site quantized")
 
 
 def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataFrame) -> None:
@@ -106,12 +100,12 @@ def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataF
         mark = f" {MASSIVE}" if (row.layer, row.site, row.part) in massive else ""
         names.append(escape(where + shorten(str(row.name), LONGEST)) + mark)
         ax.plot([row.perplexity], [place], **MARKS[str(row.part)])
-    _rows(ax, names, reference)
-    ax.set_title("one site quantized")
+    _rows(ax, "one site quantized", names, reference)
 
 
-def _rows(ax: Axes, names: list[str], reference: float) -> None:
+def _rows(ax: Axes, title: str, names: list[str], reference: float) -> None:
     """Name the rows, and draw the line of full precision through all of them."""
+    ax.set_title(title)
     plot.name_rows(ax, names)
     ax.plot([reference, reference], [-0.5, len(names) - 0.5], **FULL_PRECISION)
 

@@ -1,7 +1,6 @@
 """Figures of the cells of a sweep."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -69,8 +68,8 @@ def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = No
         low, high = (100 * found.get(end, pd.Series(np.nan, found.index)) for end in ENDS)
         ax.hlines(where, low, high, color=own["color"], linewidth=BAR)
     plot.name_rows(ax, [escape(shorten(model, LONGEST_NAME)) for model in models])
-    rate_axis(ax, "x")
-    ax.set_xlabel(RATE)
+    ax.set(xlabel=RATE, xlim=LIMITS)
+    plot.grid(ax, "x")
     handles = [*ax.lines, *([Line2D([], [], color="0.3", linewidth=BAR, label=INTERVAL)] if has_ends(rows) else [])]
     return figure.finish("", handles, ncols=4), ax
 
@@ -110,8 +109,8 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
             low = cells["sink_rate"].min().where(several, alone["low"])
             high = cells["sink_rate"].max().where(several, alone["high"])
             ax.fill_between(means.index, 100 * low, 100 * high, color=looks[name]["color"], **BAND)
-        ax.set_title(escape(str(reads)))
-        rate_axis(ax, "y")
+        ax.set(title=escape(str(reads)), ylim=LIMITS)
+        plot.grid(ax, "y")
     figure.supylabel(RATE, fontsize=7)
     handles: dict[str, Line2D | Patch] = {str(line.get_label()): line for ax in axes for line in ax.lines}
     if rows.duplicated(["line", "input", x]).any():
@@ -120,11 +119,6 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
         handles[INTERVAL] = Patch(color="0.3", **BAND)
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=legend_across)
     return figure, axes
-
-
-def rate_axis(ax: Axes, which: Literal["x", "y"]) -> None:
-    ax.set(**{f"{which}lim": LIMITS})
-    plot.grid(ax, which)
 
 
 # --- WSE table 1 as a chart: the sink rate of every model on every input, with the published rate
@@ -294,8 +288,8 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
             look = looks[name] | ({} if len(found) > 1 else {"linestyle": "none"})
             look |= {"label": escape(shorten(str(name), LONGEST_NAME)), "capsize": 1.5}
             ax.errorbar(100 * found["sink_rate"], found["score"], yerr=found["error"], **look)
-        ax.set_title(escape(str(task)))
-        rate_axis(ax, "x")
+        ax.set(title=escape(str(task)), xlim=LIMITS)
+        plot.grid(ax, "x")
     axes[0].set_ylabel("score (± standard error)")
     return figure.finish("", axes[0].get_legend_handles_labels()[0], ncols=3)
 
@@ -336,7 +330,7 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
     key, names = without_key(levels)
     plot.name_rows(ax, [escape(shorten(name, 40)) for name in names])
     ax.set_ylabel(escape(key))
-    ax.set_xlim(-3, 103)
+    ax.set_xlim(LIMITS)
     totals = end.get("total_weight", pd.Series(dtype=float)).dropna()
     proxy = "; |sim| ÷ Σ|sim| where attention is not softmax" * bool(((totals - 1).abs() > SUMS_TO_ONE).any())
     ax.set_xlabel(f"sink rate at {measured_at(tables.tables[TABLE])} in %{proxy}")

@@ -21,17 +21,18 @@ from collections.abc import Callable
 
 import torch
 from common import bare_backward, bare_forward, numbers_of, peak_of, random_batch
+from sinkscope.measuring.observables.outlier import Outlier
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinkscope.models.loading
 from sinkscope.interventions import parse
-from sinkscope.measuring.observables.activation import Activation, Outlier
+from sinkscope.measuring.observables.activation import Activation
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.close_ups import MeanMaps
 from sinkscope.measuring.observables.geometry import Geometry
 from sinkscope.measuring.observables.gradient import Gradient
 from sinkscope.measuring.observables.massive import Massive
-from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import find_family
 
@@ -59,21 +60,26 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(one_pass: Callable[[], object]) -> float:
+def seconds_of(one_pass: Callable[[], object], clock: Callable[[], float]) -> float:
     finish()
-    start = time.perf_counter()
+    start = clock()
     one_pass()
     finish()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def variants_of(model, shape: tuple[int, int]) -> dict[str, dict[str, Variant]]:
-    """Return kind → name → one timed pass."""
+def variants_of(
+    model,
+    shape: tuple[int, int],
+    clock: Callable[[], float] = time.perf_counter,
+    around: Callable[[Observable], Observable] = lambda observable: observable,
+) -> dict[str, dict[str, Variant]]:
+    """Return kind → name → one timed pass; `around` is called with every new observable."""
     length, batch = shape[1], random_batch(shape, (100, 30_000), model.device)
     ids = batch.token_ids
 
     def bare(one_pass: Callable[[], object]) -> Variant:
-        return lambda: seconds_of(one_pass)
+        return lambda: seconds_of(one_pass, clock)
 
     def traced(
         one_pass: Callable[[Tracer, list], object], observables: tuple, positions: int = 16, do: tuple[str, ...] = ()
@@ -85,12 +91,12 @@ def variants_of(model, shape: tuple[int, int]) -> dict[str, dict[str, Variant]]:
             with open_tracer(model, find_family(model), interventions=[parse(part) for part in do]) as tracer:
 
                 def observed() -> None:
-                    made = [observable(settings) for observable in observables]
+                    made = [around(observable(settings)) for observable in observables]
                     if Gradient in observables:
                         made[0].prepare(model, find_family(model), ids.numel())
                     one_pass(tracer, made)
 
-                return seconds_of(observed)
+                return seconds_of(observed, clock)
 
         return timed
 
@@ -114,6 +120,7 @@ def variants_of(model, shape: tuple[int, int]) -> dict[str, dict[str, Variant]]:
     forward = with_logits | {
         "bare SDPA forward, no logits": bare(lambda: bare_forward(model, ids)),
         "bare forward, output_attentions": bare(output_attentions),
+        "seams and trace": analyze(),  # nothing is read
         "attention + activation, 16 columns": analyze(Attention, Activation),
         "all forward observables, 16 columns": analyze(*FORWARD),
     }
