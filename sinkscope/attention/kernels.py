@@ -196,10 +196,7 @@ def _penalized(
 def chunked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int = ROW_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the same as `fused_attention`, for any call, with `chunk` rows of weights in memory at a time.
-
-    The backward pass recomputes them, so that no T × T weights are kept.
-    """
+    """Compute the same as `fused_attention`, for any call, with `chunk` rows of weights at a time, also backward."""
     length = query.shape[2]
     chunks = [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
     if len(chunks) == 1:

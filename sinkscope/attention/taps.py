@@ -310,10 +310,7 @@ class Interceptor(TorchFunctionMode, threading.local):
 
 @torch.no_grad()
 def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
-    """Return the factor of q·k in a model's own scores (B,H,T,T), read from their diagonal.
-
-    It is NaN if a bias was added (ALiBi), or if the scores are not of these queries and keys.
-    """
+    """Return the factor of q·k in a model's own scores (B,H,T,T), read from their diagonal; NaN if there is none."""
     if scores.shape != (*query.shape[:3], key.shape[2]):
         return float("nan")
     cached = key.shape[2] - query.shape[2]

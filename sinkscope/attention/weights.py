@@ -109,7 +109,7 @@ class AttentionRead:
         return (logits + mask[:, :, rows, cols]).clamp_(min=MASKED)
 
     def weights(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a[t,s] and its logarithm, (B,H,R,C) each; for operations other than softmax |sim| ÷ Σ|sim|.
+        """Return a[t,s] (of other operations |sim| ÷ Σ|sim|) and its logarithm, (B,H,R,C) each.
 
         Where the query may not attend, or is padding, the weight is 0 and the logarithm undefined but finite.
         """
@@ -149,10 +149,7 @@ class AttentionRead:
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Sums down the columns of a layer's attention weights over the real queries t ≥ s.
-
-    For an encoder, and for the keys of a prefix, the sums are over all real queries.
-    """
+    """Sums down the columns of a layer's attention weights over the real queries that may see the key."""
 
     mass: torch.Tensor  # (B,H,C): Σ_t a[t,s] for the first C columns
     second: torch.Tensor  # (B,H,C): Σ_t a[t,s]²

@@ -34,9 +34,8 @@ def sink_rates(sequences: Sequences, position: int = 0) -> np.ndarray:
 
 
 def by_head(sequences: Sequences, table: str, column: str) -> np.ndarray:
-    """Return means over sequences of all heads, layer by layer, (R, heads)."""
+    """Return means over sequences of all heads, layer by layer, (R, heads); NaN where a layer has fewer heads."""
     means = sequences.means(table, column, ("layer", "head"))
-    # the axes are rectangular, but layers may have different numbers of heads
     return means.reshape(len(means), -1)
 
 

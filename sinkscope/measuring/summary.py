@@ -191,7 +191,7 @@ def _query_bias(given: Measured) -> Metrics:
     tables = given.tables
     table = tables["query_bias"]
     together = table[table["head"] == ALL_HEADS]
-    first, later = (rows.groupby("layer") for rows in (together[at] for at in _first_and_later(together)))
+    first, later = (together.query(at).groupby("layer") for at in (FIRST, REST))
     metrics = {
         "delta_first": first["delta_mean"].mean(),
         "delta_later": later["delta_mean"].mean(),
@@ -213,15 +213,10 @@ def _query_bias(given: Measured) -> Metrics:
 def delta_gap(query_bias: pd.DataFrame) -> pd.Series:
     """Return (Δ_0 - mean) ÷ standard deviation of later positions' Δ, by layer, from one head's `query_bias` rows."""
     # the deviation combines the spread over sequences within positions and the spread between positions
-    at_first, at_later = _first_and_later(query_bias)
-    later = query_bias[at_later].assign(within=query_bias["delta_std"] ** 2).groupby("layer")
+    later = query_bias.query(REST).assign(within=query_bias["delta_std"] ** 2).groupby("layer")
     variance = later["within"].mean() + later["delta_mean"].var(ddof=0)
-    first = query_bias[at_first].set_index("layer")["delta_mean"]
+    first = query_bias.query(FIRST).set_index("layer")["delta_mean"]
     return (first - later["delta_mean"].mean()) / np.sqrt(variance)
-
-
-def _first_and_later(table: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    return table["position"] == 0, table["position"] > 0
 
 
 def gradient_summary(tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop) -> Metrics:
