@@ -45,7 +45,7 @@ def drawn(name: str) -> Figure:
     if name in OF_SWEEP:
         return OF_SWEEP[name](_sweep())
     return draw(
-        name, experiment({"zero-key-columns": [0], "transplant-epe": [0, 1]}) if name in OF_EXPERIMENTS else _run()
+        name, experiment() if name in OF_EXPERIMENTS else _run()
     )
 
 
