@@ -65,7 +65,8 @@ def draw_quantization_cost(run: RunData) -> Figure:
     quantized = settings.drop(FULL)
     names = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
     _rows(axes["whole"], "whole model quantized", names, float(settings[FULL]))
-    axes["whole"].plot(quantized, range(len(quantized)), **SETTING)
+    for row, perplexity in enumerate(quantized):
+        axes["whole"].plot([perplexity], [row], **SETTING)
     reference = float(probed(run, FULL)["perplexity"].iloc[0])
     _draw_kinds(axes["kinds"], kinds[kinds["site"].isin(modules)], reference)
     if len(sites):

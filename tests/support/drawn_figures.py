@@ -44,9 +44,7 @@ def drawn(name: str) -> Figure:
         return OF_ARMS[name](_arms())
     if name in OF_SWEEP:
         return OF_SWEEP[name](_sweep())
-    return draw(
-        name, experiment({"zero-key-columns": [0], "transplant-epe": [0, 1]}) if name in OF_EXPERIMENTS else _run()
-    )
+    return draw(name, experiment() if name in OF_EXPERIMENTS else _run())
 
 
 def names() -> list[str]:
