@@ -40,35 +40,24 @@ if TYPE_CHECKING:
     from sinkscope.retrofits import retrofit_model as retrofit_model
     from sinkscope.verdict.scorecard import Scorecard as Scorecard
 
-_MODULES = {
-    "analyze": "commands.analyze",
-    "analyze_steps": "commands.analyze",
-    "benchmark": "commands.benchmark",
-    "calibrate_ranges": "measuring.quantization_study",
-    "claims": "commands.claims",
-    "compare": "output.side_by_side",
-    "doctor": "commands.doctor",
-    "gate_displacement": "retrofits",
-    "InputError": "errors",
-    "intervene": "commands.intervene",
-    "intervening": "measuring.intervening",
-    "load": "commands.load",
-    "new_parameters": "retrofits",
-    "page": "commands.show",
-    "quantized": "quantization.simulation",
-    "quantize": "commands.quantize",
-    "retrofit": "commands.retrofit",
-    "retrofit_model": "retrofits",
-    "Run": "output.run",
-    "run_recipe": "commands.run",
-    "Scorecard": "verdict.scorecard",
-    "Series": "output.series",
-    "SinkscopeError": "errors",
-    "show": "commands.show",
-    "sweep": "commands.sweep",
-    "train": "commands.train",
+# module → the public names that it defines
+_PUBLIC = {
+    "commands.analyze": ("analyze", "analyze_steps"),
+    "commands.show": ("page", "show"),
+    "commands.run": ("run_recipe",),
+    **{f"commands.{name}": (name,) for name in ("benchmark", "claims", "doctor", "intervene", "load", "quantize")},
+    **{f"commands.{name}": (name,) for name in ("retrofit", "sweep", "train")},
+    "errors": ("InputError", "SinkscopeError"),
+    "measuring.intervening": ("intervening",),
+    "measuring.quantization_study": ("calibrate_ranges",),
+    "output.run": ("Run",),
+    "output.series": ("Series",),
+    "output.side_by_side": ("compare",),
+    "quantization.simulation": ("quantized",),
+    "retrofits": ("gate_displacement", "new_parameters", "retrofit_model"),
+    "verdict.scorecard": ("Scorecard",),
 }
-
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_MODULES)
 
 if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every name

@@ -7,9 +7,9 @@ workers reads this file too, and they wait for it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from sinkscope.models.loading import LoadedModel
 
 pytest.register_assert_rewrite("gradient_reference", "reference", "support", "tiny")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, Any, Any]:
-    """Collect tests without garbage collection, which makes imports an eighth faster."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,4 +19,4 @@ def shard_on_cpu() -> None:
             self.fsdp_plugin = FullyShardedDataParallelPlugin()
 
     AcceleratorState.__init__ = with_sharding  # type: ignore[method-assign]
-    sharding.check_device = lambda: None
+    sharding.check_sharding = lambda: None

@@ -22,19 +22,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkscope.commands.list import KINDS
+from sinkscope.options import COMMANDS
+
 MODELS = ("llama", "gpt2")  # tiny ones: rotary without biases, and learned positions with a query bias
 TEXT = ("--input", "ids.npy", "--seq-len", "32", "--num-seqs", "24", "--batch-size", "8")
 TRAINING = (
     "--steps", "4", "--block-length", "16", "--batch-size", "2", "--log-every", "1", "--save-every", "2",
     "--num-seqs", "4", "--seeds", "2",
-)  # fmt: skip
-COMMANDS = (
-    "analyze", "claims", "intervene", "quantize", "benchmark", "retrofit", "train", "run", "sweep", "compare", "show",
-    "doctor", "list",
-)  # fmt: skip
-KINDS = (
-    "observables", "interventions", "retrofits", "operations", "architectures", "tasks", "figures", "families",
-    "recipes", "sweeps", "metrics", "tables", "claims",
 )  # fmt: skip
 SWEEP = """
 title: Two models on two inputs
@@ -91,11 +86,10 @@ def write(folder: Path) -> None:
     work = folder / "work"
     work.mkdir()
     _inputs(work)
-    names = list(cases())
-    readers = [name for name in names if any(part.startswith("out/") for part in cases()[name])]
+    reads = {name: any(part.startswith("out/") for part in arguments) for name, arguments in cases().items()}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda name: _run(name, work, folder), [name for name in names if name not in readers]))
-        list(pool.map(lambda name: _run(name, work, folder), readers))
+        for later in (False, True):  # cases that read the output of others come later
+            list(pool.map(lambda name: _run(name, work, folder), [name for name in reads if reads[name] == later]))
     shutil.rmtree(work)
 
 
@@ -159,10 +153,10 @@ def run(arguments: list[str]) -> None:
 
     def savefig(figure: Any, *args: Any, **kwargs: Any) -> None:
         saved(figure, *args, **kwargs)
-        texts = [text.get_text() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))]
-        content = {"texts": sorted({text for text in texts if text.strip()}), "artists": _artists(figure)}
-        name = hashlib.sha256(repr(content["artists"]).encode()).hexdigest()[:16]
-        (Path(os.environ["GOLDEN_DRAWN"]) / f"{name}.json").write_text(json.dumps(content["texts"], indent=1))
+        texts = {text.get_text() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))}
+        name = hashlib.sha256(repr(_artists(figure)).encode()).hexdigest()[:16]
+        shown = sorted(text for text in texts if text.strip())
+        (Path(os.environ["GOLDEN_DRAWN"]) / f"{name}.json").write_text(json.dumps(shown, indent=1))
 
     Figure.savefig = savefig  # type: ignore[method-assign]
     from sinkscope.cli.app import main
@@ -233,9 +227,7 @@ def _table_differences(old: Path, new: Path) -> Iterator[str]:
     timed = _timed(ours) & _timed(theirs)
     ours, theirs = ours[~timed], theirs[~timed]
     for name in ours.columns:
-        if re.search(TIMED_COLUMNS, name):
-            continue
-        if not ours[name].equals(theirs[name]):
+        if not re.search(TIMED_COLUMNS, name) and not ours[name].equals(theirs[name]):
             differing = ~((ours[name] == theirs[name]) | (ours[name].isna() & theirs[name].isna()))
             example = differing.idxmax()
             values = f"{ours[name][example]!r} → {theirs[name][example]!r}"

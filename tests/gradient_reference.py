@@ -7,9 +7,10 @@ and records attention.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -83,8 +84,9 @@ def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence
     calls = Calls()
     tokens = torch.as_tensor(ids)
     with ExitStack() as stack:
-        embedding = model.get_input_embeddings().register_forward_hook(_require_grad)
-        stack.callback(embedding.remove)
+        embedding = model.get_input_embeddings()
+        hook = embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+        stack.callback(hook.remove)
         for layer in model.get_submodule(place.layers):
             sites.append({})
             stack.enter_context(_site_hooks(layer, place, sites[-1]))
@@ -109,30 +111,7 @@ def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence
                 {name: _numpy(x).reshape(len(ids), -1) for name, x in site.items()},
             )
         )  # fmt: skip
-    check_wiring(place, layers)
     return Sequence(np.asarray(ids), loss.item(), layers)
-
-
-def check_wiring(place: Place, layers: list[Layer]) -> None:
-    """Assert that the sums of the residual stream hold at the named modules, in values and in gradients."""
-    for layer in layers:
-        x, gradient = layer.inputs, layer.sites
-        if place.mid is None:
-            pairs = [
-                (x["layer_in"] + x["attn_out"] + x["mlp_out"], x["layer_out"]),
-                (gradient["attn_out"], gradient["layer_out"]),
-                (gradient["mlp_out"], gradient["layer_out"]),
-            ]
-        else:
-            pairs = [(x["layer_in"] + x["attn_out"], x["mid"]), (gradient["attn_out"], gradient["mid"])]
-            if not place.post_norm:
-                pairs += [(x["mid"] + x["mlp_out"], x["layer_out"]), (gradient["mlp_out"], gradient["layer_out"])]
-        for mine, other in pairs:
-            assert np.abs(mine - other).max() <= 1e-5 * np.abs(other).max()
-
-
-def _require_grad(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-    return output if output.requires_grad else output.requires_grad_(True)
 
 
 def _numpy(x: torch.Tensor) -> np.ndarray:
@@ -149,40 +128,25 @@ def _site_hooks(layer: nn.Module, place: Place, found: dict[str, torch.Tensor]) 
     def first(x: Any) -> torch.Tensor:
         return x[0] if isinstance(x, tuple) else x
 
-    def leaving(name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-            found[name] = kept(first(output))
-            # Falcon adds to this tensor in place
-            return output.clone() if name == "mlp_out" and isinstance(output, torch.Tensor) else None
+    def leaving(name: str, module: nn.Module, args: tuple, output: Any) -> Any:
+        found[name] = kept(first(output))
+        # Falcon adds to this tensor in place
+        return output.clone() if name == "mlp_out" and isinstance(output, torch.Tensor) else None
 
-        return hook
+    def entering(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        found[name] = kept(first(args) if args else kwargs["hidden_states"])
 
-    def entering(name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            found[name] = kept(first(args) if args else kwargs["hidden_states"])
-
-        return hook
-
-    handles = []
-    for name, path in (("layer_in", ""), ("mid", place.mid)):
-        if path is not None:
-            module = layer.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(entering(name), with_kwargs=True))
-    outputs = {
-        "attn_norm": place.attn_norm,
-        "attn_out": place.attn_out,
-        "mlp_norm": place.mlp_norm,
-        "mlp_out": place.mlp_out,
-        "layer_out": "",
-    }
-    for name, path in outputs.items():
-        if path is not None:
-            handles.append(layer.get_submodule(path).register_forward_hook(leaving(name)))
-    try:
+    paths = {name: getattr(place, name) for name in ("attn_norm", "attn_out", "mlp_norm", "mlp_out")}
+    with ExitStack() as stack:
+        for name, path in {"layer_in": "", "mid": place.mid}.items():
+            if path is not None:
+                module = layer.get_submodule(path)
+                hook = module.register_forward_pre_hook(partial(entering, name), with_kwargs=True)
+                stack.callback(hook.remove)
+        for name, path in (paths | {"layer_out": ""}).items():
+            if path is not None:
+                stack.callback(layer.get_submodule(path).register_forward_hook(partial(leaving, name)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _DoubleTorch:
@@ -212,15 +176,11 @@ def gradient(sequences: list[Sequence], positions: int) -> pd.DataFrame:
     rows = []
     for number, layer in enumerate(sequences[0].layers):
         for pathway in () if layer.query is None else ("query", "key", "value"):
-            heads = len(getattr(layer, pathway))
+            gradients = [getattr(sequence.layers[number], pathway) for sequence in sequences]  # (heads,T,d)
             for position in range(positions):
-                sums = [0.0] * heads
-                for sequence in sequences:
-                    if len(sequence.ids) > position:
-                        found = getattr(sequence.layers[number], pathway)
-                        sums = [total + found[head, position] for head, total in enumerate(sums)]
-                squares = [float(np.sum(np.square(total))) for total in sums]
-                rows.append((number, pathway, -1, position, np.sqrt(sum(squares))))
+                reached = [found[:, position] for found in gradients if found.shape[1] > position]
+                squares = np.square(sum(reached, np.zeros((len(gradients[0]), 1)))).sum(1)
+                rows.append((number, pathway, -1, position, np.sqrt(squares.sum())))
                 rows += [(number, pathway, head, position, np.sqrt(square)) for head, square in enumerate(squares)]
     return pd.DataFrame(rows, columns=["layer", "pathway", "head", "position", "grad_norm"])
 
@@ -288,24 +248,17 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
         for head in range(heads):
             upstream = [predicted * sequence.layers[number].mix[head][queries] for sequence in full]  # (queries, d)
             mu = np.mean([g for found in upstream for g in found], axis=0)
-            variances, covariances = [], []
-            for t in range(len(queries)):
-                for other in range(t, len(queries)):
-                    products = [(found[t] - mu) @ (found[other] - mu) for found in upstream]
-                    if t == other:
-                        variances.append(np.mean(products))
-                    else:
-                        covariances.append(abs(np.mean(products)))
-            variance, covariance = max(variances), max(covariances)
+            apart = np.array(upstream) - mu
+            products = np.abs(np.mean(apart @ apart.transpose(0, 2, 1), axis=0))  # (queries, queries)
+            variance = products.diagonal().max()
+            covariance = (products - np.diag(products.diagonal())).max()
             for position in range(positions):
-                lower, upper, measured = [], [], []
-                for sequence in full:
-                    column = sequence.layers[number].weights[head, position:, position]
-                    mass, second = column.sum(), (column**2).sum()
-                    lower.append(mass**2 * mu @ mu)
-                    upper.append(lower[-1] + variance * second + covariance * (mass**2 - second))
-                    g = predicted * sequence.layers[number].mix[head, position:]
-                    measured.append(np.sum((column @ g) ** 2))
+                columns = np.array([sequence.layers[number].weights[head, position:, position] for sequence in full])
+                g = predicted * np.array([sequence.layers[number].mix[head, position:] for sequence in full])
+                mass, second = columns.sum(1), (columns**2).sum(1)
+                low = np.mean(mass**2) * (mu @ mu)
+                high = low + np.mean(variance * second + covariance * (mass**2 - second))
+                measured = np.mean((np.einsum("nt,ntd->nd", columns, g) ** 2).sum(1))
                 error = size = 0.0
                 for sequence in long_enough(sequences, position):
                     this = sequence.layers[number]
@@ -313,10 +266,9 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
                     routed = sum(this.weights[h, position:, position] @ this.mix[h, position:] for h in group)
                     error += np.sum((this.value[head // groups, position] - routed) ** 2)
                     size += np.sum(this.value[head // groups, position] ** 2)
-                low, high, found = np.mean(lower), np.mean(upper), np.mean(measured)
                 residual = np.sqrt(error / size) if size > 0 else np.nan
-                inside = low - ROUND_OFF * high <= found <= high + ROUND_OFF * high
-                rows.append((number, head, position, residual, low, found, high, inside))
+                inside = low - ROUND_OFF * high <= measured <= high + ROUND_OFF * high
+                rows.append((number, head, position, residual, low, measured, high, inside))
     columns = ["identity_residual", "lower_bound", "measured", "upper_bound", "holds"]
     return pd.DataFrame(rows, columns=["layer", "head", "position", *columns])
 

@@ -40,11 +40,12 @@ class Repo:
         """The content of each file, by commit hash and file name."""
         return {_commit(name): _read(files) for name, files in self.revisions.items()}
 
-    def commit(self, revision: str) -> str | None:
+    def commit(self, revision: str) -> str:
         """The commit that a branch, a tag or a commit hash names."""
-        if revision in self.revisions:
-            return _commit(revision)
-        return revision if revision in self.commits else None
+        commit = _commit(revision) if revision in self.revisions else revision
+        if commit not in self.commits:
+            raise _Refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return commit
 
 
 def _commit(revision: str) -> str:
@@ -84,6 +85,13 @@ class Hub:
         self._server.server_close()
 
 
+class _Refused(Exception):
+    """An error status, with the hub's code and message, and further headers."""
+
+    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+        self.status, self.headers = status, {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})}
+
+
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
@@ -94,13 +102,16 @@ class _Handler(BaseHTTPRequestHandler):
         path = url.path  # unquoted part by part: a revision such as refs/pr/1 holds slashes
         self.body = self.rfile.read(min(int(self.headers.get("Content-Length") or 0), 1 << 20))
         self.hub.requests.append(f"{self.command} {unquote(path)}")
-        if (match := RESOLVE.fullmatch(path)) is not None:
-            kind = "dataset" if match["kind"] else "model"
-            self._file(kind, match["repo"], unquote(match["revision"]), unquote(match["file"]))
-        elif (match := self._api_match(path)) is not None:
-            self._api(match["kind"], match["repo"], path[match.end() :].strip("/"), parse_qs(url.query))
-        else:
-            self._send(404, {"error": "not found"})
+        try:
+            if (match := RESOLVE.fullmatch(path)) is not None:
+                kind = "dataset" if match["kind"] else "model"
+                self._file(kind, match["repo"], unquote(match["revision"]), unquote(match["file"]))
+            elif (match := self._api_match(path)) is not None:
+                self._api(match["kind"], match["repo"], path[match.end() :].strip("/"), parse_qs(url.query))
+            else:
+                self._send(404, {"error": "not found"})
+        except _Refused as error:
+            self._send(error.status, {"error": error.headers["X-Error-Message"]}, error.headers)
 
     do_HEAD = do_POST = do_GET
 
@@ -114,14 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _api(self, kind: str, repo_id: str, rest: str, query: dict[str, list[str]]) -> None:
         repo = self._repo(kind, repo_id)
-        if repo is None:
-            return
         what, _, tail = rest.partition("/")
         revision, folder = (unquote(part) for part in (tail or "main").partition("/")[::2])
         commit = repo.commit(revision)
-        if commit is None:
-            self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-            return
         files = repo.commits[commit]
         if what in ("", "revision"):
             self._send(200, {
@@ -142,26 +148,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, kind: str, repo_id: str, revision: str, name: str) -> None:
         repo = self._repo(kind, repo_id)
-        if repo is None:
-            return
         if repo.gate is not None and self._token() != repo.gate:
             status = 401 if self._token() is None else 403
-            self._error(status, "GatedRepo", f"Access to {kind} {repo_id} is restricted.")
-            return
+            raise _Refused(status, "GatedRepo", f"Access to {kind} {repo_id} is restricted.")
         commit = repo.commit(revision)
-        if commit is None:
-            self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-            return
         headers = {"X-Repo-Commit": commit}
         content = repo.commits[commit].get(name)
         if content is None:
-            self._error(404, "EntryNotFound", "Entry not found", headers)
-            return
+            raise _Refused(404, "EntryNotFound", "Entry not found", headers)
         faults = self.hub.faults.get(name) if self.command == "GET" else None
         fault = faults.pop(0) if faults else None
         if fault:
-            self._error(fault, "InternalServerError", "Something went wrong")
-            return
+            raise _Refused(fault, "InternalServerError", "Something went wrong")
         headers |= {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if span is None:
@@ -171,20 +169,15 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
             self._send(206, content[start : end + 1], headers, cut=fault == CUT)
 
-    def _repo(self, kind: str, repo_id: str) -> Repo | None:
-        """Return the repository, or None after answering that it is missing."""
+    def _repo(self, kind: str, repo_id: str) -> Repo:
         repo = self.hub.repos.get(repo_id)
         if repo is None or repo.kind != kind:
             # without a token, the real hub does not say whether a repository is missing or private
-            self._error(404 if self._token() else 401, "RepoNotFound", "Repository not found")
-            return None
+            raise _Refused(404 if self._token() else 401, "RepoNotFound", "Repository not found")
         return repo
 
     def _token(self) -> str | None:
         return (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
-
-    def _error(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
-        self._send(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})})
 
     def _send(self, status: int, content: Any, headers: Mapping[str, str] | None = None, cut: bool = False) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()

@@ -147,8 +147,8 @@ MUTATIONS = [
         OBSERVABLE_TESTS,
         ("attention: queries of a window", f"{OBSERVABLES}.attention", "window_means",
          "(positions, window,", "(positions, None,"),
-        ("attention: padding counts as queries", f"{OBSERVABLES}.attention", "mean_over_queries",
-         ".sum(-1) / counted.sum(-1)", ".mean(-1)"),
+        ("attention: padding counts as queries", f"{OBSERVABLES}.reductions", "mean_over",
+         "filled(x, present).sum(-1) / count.view(-1, *[1] * (x.dim() - 2))", "filled(x, present).mean(-1)"),
         ("attention: the token of a sink", f"{OBSERVABLES}.attention", "Attention._list_sinks",
          "position.cpu() + batch.start[sequence.cpu()]]", "position.cpu()]"),
         ("attention: registers' mass", f"{OBSERVABLES}.attention", "outside_mass",
@@ -178,13 +178,13 @@ MUTATIONS = [
          "(mass_squared - second)", "(mass_squared + second)"),
         ("gradient: groups of heads", f"{OBSERVABLES}.gradient", "TheoremOne.add_value_gradient",
          "unflatten(1, (gradient.shape[1], -1)).sum(2)", "unflatten(1, (-1, gradient.shape[1])).sum(1)"),
+        ("gradient: a scaled branch", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
+         "gradient / scale", "gradient * scale"),
     ),
     *_mutations(
         BRANCH_TESTS,
         ("site: only its last term", TRACER, "Tracer._read_layers", "_added(added if at else None", "_added(None"),
         ("site: a branch is not scaled", TRACER, "_added", "else scale * term", "else term"),
-        ("gradient: a scaled branch", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
-         "gradient / scale", "gradient * scale"),
     ),
     *_mutations(
         ESTIMATE_TESTS,
@@ -204,9 +204,9 @@ MUTATIONS = [
          "x[:, coordinates] = values", "x[:, coordinates] += values"),
         ("massive: negative ones elsewhere", f"{INTERVENTIONS}.massive", "_replace_large",
          "entries.abs() >= least", "entries >= least"),
-        ("epe: exchanged the wrong way", f"{INTERVENTIONS}.positional_encoding", "_PositionVectors._epe_exchanged",
+        ("epe: exchanged the wrong way", f"{INTERVENTIONS}.nu", "_PositionVectors._epe_exchanged",
          "epe[giver] - epe[position]", "epe[position] - epe[giver]"),
-        ("mask-sink: the sink's own weight", f"{INTERVENTIONS}.sink_mask", "MaskSink.applied",
+        ("mask-sink: the sink's own weight", f"{INTERVENTIONS}.sink", "MaskSink.applied",
          "(row[:, None] != col)", "(row[:, None] >= col)"),
         ("mask-sink: the key's own weight in sums", WEIGHTS, "_correct_forbidden",
          "own[:, forbidden.heads, 0, 0]", "0.0"),
@@ -225,16 +225,6 @@ def find_code(code: types.CodeType, function: str) -> types.CodeType | None:
     return None
 
 
-def find_function(module: types.ModuleType, function: str) -> Any:
-    """Return the plain function with a qualified name, without decorators."""
-    found: Any = module
-    for part in function.split("."):
-        found = inspect.getattr_static(found, part)
-    for attribute in ("fget", "func", "__func__"):  # property, cached_property, classmethod and staticmethod
-        found = getattr(found, attribute, None) or found
-    return inspect.unwrap(found)
-
-
 def mutated_source(mutation: Mutation, source: str) -> str:
     """Return the module's source with the mutation applied. Raises ValueError if its text does not occur once."""
     node: Any = ast.parse(source)
@@ -250,12 +240,14 @@ def mutated_source(mutation: Mutation, source: str) -> str:
 
 def apply(mutation: Mutation) -> None:
     """Exchange the function's code in this process; all modules that have imported it call the mutated code."""
-    module = importlib.import_module(mutation.module)
-    path = str(module.__file__)
+    found: Any = importlib.import_module(mutation.module)
+    path = str(found.__file__)
     code = compile(mutated_source(mutation, Path(path).read_text()), path, "exec", dont_inherit=True)
-    mutated = find_code(code, mutation.function)
-    assert mutated is not None, mutation.function
-    find_function(module, mutation.function).__code__ = mutated
+    for part in mutation.function.split("."):
+        found = inspect.getattr_static(found, part)
+    for attribute in ("fget", "func", "__func__"):  # property, cached_property, classmethod and staticmethod
+        found = getattr(found, attribute, None) or found
+    inspect.unwrap(found).__code__ = find_code(code, mutation.function)
 
 
 class Mutating:

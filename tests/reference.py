@@ -315,17 +315,34 @@ def _dense_sdpa(
 def attention(
     sequences: list[Sequence], positions: int, window: int, epsilon: float, causal: bool = True
 ) -> pd.DataFrame:
-    rows = []
-    for layer, head, groups in _heads(sequences):
-        for position in range(positions):
-            seen = []
-            for sequence in long_enough(sequences, position):
-                weights = sequence.layers[layer].weights[head]
-                column = weights[position if causal else 0 :, position]
-                mass = _near(weights, position, window, causal).mean()
-                seen.append((mass, mass > epsilon, column.mean(), (column**2).mean()))
-            rows.append((layer, head, head // groups, position, *np.mean(seen, axis=0)))
+    def measured(layer: Layer, head: int, position: int) -> tuple[float, ...]:
+        weights = layer.weights[head]
+        column = weights[position if causal else 0 :, position]
+        mass = _near(weights, position, window, causal).mean()
+        return mass, mass > epsilon, column.mean(), (column**2).mean()
+
     columns = ["window_mass", "sink_rate", "sink_mass", "sink_second_moment"]
+    return _by_head_and_position(sequences, positions, measured, columns)
+
+
+def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
+    def measured(layer: Layer, head: int, position: int) -> tuple[float, float]:
+        weights = layer.weights[head]
+        return np.mean([-(row[row > 0] * np.log(row[row > 0])).sum() for row in weights]), np.mean(1 - weights.sum(1))
+
+    table = _by_head_and_position(sequences, 1, measured, ["attention_entropy", "missing_mass"])
+    return table.drop(columns="position")
+
+
+def _by_head_and_position(
+    sequences: list[Sequence], positions: int, measured: Callable[[Layer, int, int], tuple], columns: list[str]
+) -> pd.DataFrame:
+    """Return means over sequences of what is measured of a layer, a head and a position."""
+    rows = []
+    for number, head, groups in _heads(sequences):
+        for position in range(positions):
+            found = [measured(one.layers[number], head, position) for one in long_enough(sequences, position)]
+            rows.append((number, head, head // groups, position, *np.mean(found, axis=0)))
     return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", *columns])
 
 
@@ -333,18 +350,6 @@ def _near(weights: np.ndarray, position: int, window: int, causal: bool) -> np.n
     """Return a key's weights from the queries in its window: later queries, in an encoder queries on both sides."""
     first = position if causal else max(0, position - window + 1)
     return weights[first : position + window, position]
-
-
-def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
-    rows = []
-    for layer, head, groups in _heads(sequences):
-        seen = []
-        for sequence in sequences:
-            weights = sequence.layers[layer].weights[head]
-            entropies = [-(row[row > 0] * np.log(row[row > 0])).sum() for row in weights]
-            seen.append((np.mean(entropies), np.mean(1 - weights.sum(1))))
-        rows.append((layer, head, head // groups, *np.mean(seen, axis=0)))
-    return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "attention_entropy", "missing_mass"])
 
 
 def sink_positions(sequences: list[Sequence], window: int, epsilon: float, causal: bool = True) -> pd.DataFrame:
@@ -362,29 +367,23 @@ def sink_positions(sequences: list[Sequence], window: int, epsilon: float, causa
 
 def geometry(sequences: list[Sequence], positions: int) -> pd.DataFrame:
     norm = np.linalg.norm
-    rows = []
-    for number, head, groups in _heads(sequences):
-        for position in range(positions):
-            seen = []
-            for sequence in long_enough(sequences, position):
-                layer = sequence.layers[number]
-                query, key = layer.query[head], layer.key[head // groups, position]
-                allowed, logits = layer.allowed[head], layer.logits[head]
-                rows_seen = [t for t in range(position, len(sequence.ids)) if allowed[t, position]]
-                products = norm(query[rows_seen], axis=1) * norm(key)
-                cosines = query[rows_seen] @ key / products
-                others = allowed[rows_seen] & (np.arange(len(sequence.ids)) != position)
-                count = others.sum(1)
-                sums = np.where(others, logits[rows_seen], 0.0).sum(1)
-                gaps = (logits[rows_seen, position][count > 0] - sums[count > 0] / count[count > 0]).tolist()
-                seen.append((
-                    norm(query[position]), norm(key), norm(layer.value[head // groups, position]),
-                    np.mean(cosines), np.mean(products), np.mean(gaps),
-                ))  # fmt: skip
-            rows.append((number, head, head // groups, position, *np.mean(seen, axis=0)))
-    norms = ["query_norm", "key_norm", "value_norm"]
-    pairs = ["qk_cosine", "qk_norm_product", "sink_logit_gap"]
-    return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", *norms, *pairs])
+
+    def measured(layer: Layer, head: int, position: int) -> tuple[float, ...]:
+        kv_head = head * len(layer.key) // len(layer.query)
+        query, key, value = layer.query[head], layer.key[kv_head, position], layer.value[kv_head, position]
+        allowed, logits = layer.allowed[head], layer.logits[head]
+        seen = [t for t in range(position, len(query)) if allowed[t, position]]
+        products = norm(query[seen], axis=1) * norm(key)
+        cosines = query[seen] @ key / products
+        others = allowed[seen] & (np.arange(len(query)) != position)
+        count = others.sum(1)
+        sums = np.where(others, logits[seen], 0.0).sum(1)
+        gaps = logits[seen, position][count > 0] - sums[count > 0] / count[count > 0]
+        found = cosines, products, gaps
+        return norm(query[position]), norm(key), norm(value), *(np.mean(x) if len(x) else np.nan for x in found)
+
+    norms, pairs = ["query_norm", "key_norm", "value_norm"], ["qk_cosine", "qk_norm_product", "sink_logit_gap"]
+    return _by_head_and_position(sequences, positions, measured, [*norms, *pairs])
 
 
 def activation(sequences: list[Sequence], positions: int) -> pd.DataFrame:

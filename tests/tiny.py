@@ -4,12 +4,7 @@ Weights are drawn much wider than at initialization (`spread`), so that attentio
 column or head shows up; everything is seeded, so that a failure can be repeated.
 """
 
-import copy
-import io
-import pickle
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,16 +24,16 @@ VOCAB = 96
 FORWARD = ("attention", "geometry", "activation", "massive", "outlier")
 
 _COMMON = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_LLAMA_LIKE = {
-    **_COMMON,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+_LLAMA_LIKE = _COMMON | {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GPT_NEO_LIKE = _COMMON | {
+    "hidden_size": 32, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 256, "window_size": 6,
+    "attention_types": [[["global", "local"], 1], [["global"], 1]],
+}  # fmt: skip
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GPT2_LIKE = {**_COMMON, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
 
 # name → (model type, config overrides). Several rows of one model type are wired differently.
@@ -50,15 +45,7 @@ TINY: dict[str, tuple[str, dict]] = {
     "qwen3": ("qwen3", {**_LLAMA_LIKE, "head_dim": 12}),
     "qwen3_moe": ("qwen3_moe", {**_LLAMA_LIKE, **_MOE, "head_dim": 12}),
     "gemma2": ("gemma2", {**_LLAMA_LIKE, "head_dim": 12, "sliding_window": 6, "attn_logit_softcapping": 2.0}),
-    "gemma3": (
-        "gemma3_text",
-        {
-            **_LLAMA_LIKE,
-            "head_dim": 12,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
+    "gemma3": ("gemma3_text", {**_LLAMA_LIKE, "head_dim": 12, "sliding_window": 6, "layer_types": _SLIDING}),
     "olmo2": ("olmo2", _LLAMA_LIKE),
     "phi": ("phi", _LLAMA_LIKE),
     "phi3": ("phi3", _LLAMA_LIKE),
@@ -77,18 +64,7 @@ TINY: dict[str, tuple[str, dict]] = {
     "falcon-new": ("falcon", {**_LLAMA_LIKE, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "mpt": ("mpt", {**_COMMON, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 256}),
     "gptj": ("gptj", {**_GPT2_LIKE, "rotary_dim": 4}),
-    "gpt_neo": (
-        "gpt_neo",
-        {
-            **_COMMON,
-            "hidden_size": 32,
-            "num_layers": 3,
-            "num_heads": 4,
-            "max_position_embeddings": 256,
-            "attention_types": [[["global", "local"], 1], [["global"], 1]],
-            "window_size": 6,
-        },
-    ),
+    "gpt_neo": ("gpt_neo", _GPT_NEO_LIKE),
 }
 
 # One for each kind of wiring, of projections of query, key and value, and of positions. Code that acts on a layer by
@@ -100,56 +76,12 @@ REPRESENTATIVE = (
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, spread: float = 12.0) -> PreTrainedModel:
-    """Return a tiny random model of the family `name` (a key of `TINY`), in eval mode, with frozen parameters.
-
-    It is a copy of a model that is built once, which takes a tenth of the time. Afterwards torch's random state is the
-    state after building.
-    """
+    """Return a tiny random model of the family `name` (a key of `TINY`), in eval mode, with frozen parameters."""
     model_type, overrides = TINY[name]
-    model, state = _built(name, model_type, repr(overrides), dtype, spread)
-    torch.set_rng_state(state)
-    return model.copy()
-
-
-class Original:
-    """An object that is copied several times faster than by copy.deepcopy: everything except its tensors is pickled."""
-
-    class _Pickler(pickle.Pickler):
-        def __init__(self, file: io.BytesIO) -> None:
-            super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-            self.tensors: dict[int, torch.Tensor] = {}
-
-        def persistent_id(self, part: Any) -> int | None:
-            return id(self.tensors.setdefault(id(part), part)) if isinstance(part, torch.Tensor) else None
-
-    class _Unpickler(pickle.Unpickler):
-        def __init__(self, file: io.BytesIO, tensors: dict[int, torch.Tensor]) -> None:
-            super().__init__(file)
-            self.tensors = {key: copy.deepcopy(tensor) for key, tensor in tensors.items()}
-
-        def persistent_load(self, key: int) -> torch.Tensor:
-            return self.tensors[key]
-
-    def __init__(self, whole: Any) -> None:
-        file = io.BytesIO()
-        pickler = self._Pickler(file)
-        pickler.dump(whole)
-        self._pickled, self._tensors = file.getvalue(), pickler.tensors
-
-    def copy(self) -> Any:
-        return self._Unpickler(io.BytesIO(self._pickled), self._tensors).load()
-
-
-@cache
-def _built(
-    name: str, model_type: str, overrides: str, dtype: torch.dtype, spread: float
-) -> tuple[Original, torch.Tensor]:
-    """Return the model, and torch's random state after building it."""
-    config = AutoConfig.for_model(model_type, **TINY[name][1])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **overrides), dtype=dtype)
     spread_weights(model, spread)
-    return Original(model.eval().requires_grad_(False)), torch.get_rng_state()
+    return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()

@@ -196,22 +196,14 @@ def _penalized(
 def chunked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int = ROW_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the same as `fused_attention`, for any call, with `chunk` rows of weights in memory at a time.
-
-    The backward pass recomputes them, so that no T × T weights are kept.
-    """
+    """Compute the same as `fused_attention`, for any call, with `chunk` rows of weights at a time, also backward."""
     length = query.shape[2]
     chunks = [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
     if len(chunks) == 1:
         return _attend_rows(query, key, value, call, chunks[0])
     differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    done = [
-        checkpoint(_attend_rows, query, key, value, call, rows, use_reentrant=False)
-        if differentiates
-        else _attend_rows(query, key, value, call, rows)
-        for rows in chunks
-    ]
-    mixes, lses = zip(*done, strict=True)
+    attend_rows = partial(checkpoint, _attend_rows, use_reentrant=False) if differentiates else _attend_rows
+    mixes, lses = zip(*(attend_rows(query, key, value, call, rows) for rows in chunks), strict=True)
     return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
 
 
@@ -221,7 +213,8 @@ def _attend_rows(
     """Return the mix (B,H,R,d) and the log-sum-exp (B,H,R) of a chunk of queries."""
     if call.causal and call.mask is None and not call.forbidden and key.shape[2] == query.shape[2]:
         key, value = key[:, :, : rows.stop], value[:, :, : rows.stop]  # the queries of these rows see no later keys
-    weights, lse = row_weights(masked_logits(query, key, call, rows), call, rows)
+    logits = masked(raw_logits(query[:, :, rows], key, call), call, rows, query.shape[2])
+    weights, lse = row_weights(logits, call, rows)
     return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
 
@@ -230,14 +223,9 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], tup
 KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": partial(chunked_attention, chunk=sys.maxsize)}
 
 
-def masked_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall, rows: slice) -> torch.Tensor:
-    """Return rows of logits over all keys (B,H,R,T), with the dtype's minimum where the query may not attend."""
-    # not -inf, because a fully masked row (a padding query) must stay finite
-    return masked(raw_logits(query[:, :, rows], key, call), call, rows, query.shape[2])
-
-
 def masked(logits: torch.Tensor, call: AttentionCall, rows: slice, queries: int) -> torch.Tensor:
-    """Mask these rows (of `queries` in total) of unmasked logits over all keys (B,H,R,T), as `masked_logits` does."""
+    """Set these rows (of `queries` in total) of logits over all keys (B,H,R,T) to the dtype's minimum where masked."""
+    # not to -inf, because a fully masked row (a padding query) must stay finite
     keys, offset = slice(0, logits.shape[-1]), logits.shape[-1] - queries
     for forbidden in call.forbidden:
         pairs = forbidden.pairs(slice(rows.start + offset, rows.stop + offset), keys, logits.device)

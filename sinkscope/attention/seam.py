@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.taps import NAME, Interceptor, Seam, attends_by_us, denominator_of, operation_of
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.attention_functions import Attend, attending_by
+from sinkscope.models.edits import Attend, attending_by
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import own_configurations
 

@@ -31,8 +31,7 @@ from sinkscope.attention.kernels import AttentionCall, grouped_matmul, raw_logit
 from sinkscope.attention.seam import attend, attention_implementation
 from sinkscope.attention.taps import Seam, denominator_of
 from sinkscope.errors import InputError, SinkscopeError, described
-from sinkscope.models.family import NO_POSITIONS, Family
-from sinkscope.models.towers import text_arguments
+from sinkscope.models.family import NO_POSITIONS, Family, text_arguments
 
 NAME = "sinkscope-streaming"  # name of the attention implementation
 BLOCK = 128  # queries at a time
@@ -195,10 +194,9 @@ def _mask_function(
 
 @contextmanager
 def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], keep: int, window: int) -> Iterator[None]:
-    """Let the model read text with a cache of the first `keep` and the last `window` tokens, within the block.
+    """Let the model read whole sequences with a cache of the first `keep` and the last `window` tokens.
 
-    The model must be called with complete sequences of one length and use_cache=False; `seams` come from `open_seam`.
-    An unsuitable model, keep < 0 or window < 1 raise InputError.
+    `seams` come from `open_seam`. An unsuitable model, keep < 0 or window < 1 raise InputError.
     """
     check_applies(model, family)
     if keep < 0 or window < 1:

@@ -29,20 +29,13 @@ from sinkscope.attention.kernels import (
     row_lse,
     upcast,
 )
-from sinkscope.models.attention_functions import MATMULS, SOFTMAXES
+from sinkscope.models.edits import MATMULS, SOFTMAXES
 
 NAME = "sinkscope"  # name of the attention implementation, and of the seam inside each attention module
 
 
-class Tap(nn.Module):
-    """An identity module whose tensor nnsight reads, overwrites or differentiates."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 class Seam(nn.Module):
-    """The taps of one attention layer, and the parameters of its last call."""
+    """The taps of one attention layer (identity modules that nnsight reads, overwrites or differentiates)."""
 
     # The order in which the taps run: a trace must request them in this order.
     ORDER: ClassVar = {
@@ -56,11 +49,10 @@ class Seam(nn.Module):
         self.causal = causal
         self.prefix = prefix
         self.order = self.ORDER[door]
-        self.call: AttentionCall | None = None
+        self.call: AttentionCall | None = None  # the last one
         self.forbidden: tuple[ForbiddenKeys, ...] = ()
         self.scaling: float | None = None  # found by the interceptor in its first call
-        self.query, self.key, self.value = Tap(), Tap(), Tap()
-        self.lse, self.mix = Tap(), Tap()
+        self.query, self.key, self.value, self.lse, self.mix = (nn.Identity() for _ in range(5))
 
 
 class Denominator(nn.Module, ABC):
@@ -300,9 +292,8 @@ class Interceptor(TorchFunctionMode, threading.local):
             self.__enter__()
 
     def leave(self, *forward: Any) -> None:
-        """Stop intercepting; forward hook of the attention module, which also runs if its forward raised an Exception.
-
-        Torch does not run it if an interrupt ended the forward: the mode then stays on, and passes all calls through.
+        """Stop intercepting; forward hook of the attention module. After an interrupt, torch does not run it: the mode
+        then stays on, and passes all calls through.
         """
         if _get_current_function_mode_stack()[-1:] == [self]:
             self.__exit__(None, None, None)
@@ -319,10 +310,7 @@ class Interceptor(TorchFunctionMode, threading.local):
 
 @torch.no_grad()
 def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) -> float:
-    """Return the factor of q·k in a model's own scores (B,H,T,T), read from their diagonal.
-
-    It is NaN if a bias was added (ALiBi), or if the scores are not of these queries and keys.
-    """
+    """Return the factor of q·k in a model's own scores (B,H,T,T), read from their diagonal; NaN if there is none."""
     if scores.shape != (*query.shape[:3], key.shape[2]):
         return float("nan")
     cached = key.shape[2] - query.shape[2]

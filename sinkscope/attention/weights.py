@@ -109,7 +109,7 @@ class AttentionRead:
         return (logits + mask[:, :, rows, cols]).clamp_(min=MASKED)
 
     def weights(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a[t,s] and its logarithm, (B,H,R,C) each; for operations other than softmax |sim| ÷ Σ|sim|.
+        """Return a[t,s] (of other operations |sim| ÷ Σ|sim|) and its logarithm, (B,H,R,C) each.
 
         Where the query may not attend, or is padding, the weight is 0 and the logarithm undefined but finite.
         """
@@ -149,10 +149,7 @@ class AttentionRead:
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Sums down the columns of a layer's attention weights over the real queries t ≥ s.
-
-    For an encoder, and for the keys of a prefix, the sums are over all real queries.
-    """
+    """Sums down the columns of a layer's attention weights over the real queries that may see the key."""
 
     mass: torch.Tensor  # (B,H,C): Σ_t a[t,s] for the first C columns
     second: torch.Tensor  # (B,H,C): Σ_t a[t,s]²
@@ -161,10 +158,9 @@ class ColumnSums:
 
 
 def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | None = None) -> ColumnSums:
-    """Compute column statistics of a layer's attention weights, in chunks of rows.
+    """Compute column statistics of a layer's attention weights, in chunks of rows (None: as many as AT_ONCE allows).
 
-    `mass` and `second` cover the first `columns` columns, or all if the sequence is SHORT; the window sums cover every
-    column, from the diagonal band. `chunk` is the number of rows at a time; None: as many as AT_ONCE allows.
+    `mass` and `second` cover the first `columns` columns, or all if the sequence is SHORT.
     """
     length = read.length
     whole = columns >= length or length <= SHORT

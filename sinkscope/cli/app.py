@@ -148,7 +148,7 @@ def _repeated(name: str, kind: type[Options], output: OutputOptions, typed: dict
             f"--from repeats a run with all its options, so {what} cannot be given with it: "
             f"leave one of the two out (--out, --overwrite, --quiet, {', '.join(map(flag, PERMISSIONS))} may stay)"
         )
-    from sinkscope.commands.repeat import options_of_run  # imports torch
+    from sinkscope.commands.measured import options_of_run  # imports torch
 
     assert output.from_ is not None
     return options_of_run(output.from_, name, kind, [name for name in PERMISSIONS if typed.get(name)])

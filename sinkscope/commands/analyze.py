@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.commands.repeat import differences
+from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.measure import make_manifest, measure
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, open_subject, options_of
+from sinkscope.measuring.subject import ModelLike, check_config, options_of
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.measuring import AnalyzeOptions
@@ -34,9 +34,7 @@ def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
         series = analyze_steps(options.model, options.revision, **output.where, **given)
         failure = figure_failure(series.manifest, *(run.manifest for run in series.runs.values()))
         return Result(series, numbers=series.headlines, notes=series.warnings, folder=output.out, failure=failure)
-    run = analyze(options.model, config=options, **output.where)
-    notes, failure = differences(output.from_, run.manifest), figure_failure(run.manifest)
-    return Result(run, run.verdict, notes=notes, folder=output.out, failure=failure)
+    return shown(analyze(options.model, config=options, **output.where), output)
 
 
 def check(options: AnalyzeOptions) -> None:
@@ -79,12 +77,7 @@ def analyze(
     """
     start = time.time()
     config = config or options_of(AnalyzeOptions, model, options)
-    check_config(config)
-    with (
-        together(config.device_map, is_in_memory(model)) as members,
-        own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
-        open_subject(model, tokenizer, config, console := members.console(quiet)) as subject,
-    ):
+    with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
         tables, facts = measure(subject, config, console)
         print_notices(console, facts.notices)
         manifest = make_manifest(subject, config, facts, list(tables), start)

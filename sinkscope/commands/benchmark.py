@@ -27,10 +27,10 @@ from sinkscope.options.measuring import BenchmarkOptions
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.output.result import draw, figure_failure, write_data
-from sinkscope.output.scorecard import DrawnScores
+from sinkscope.output.scorecard import Scores
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest
-from sinkscope.results.scores import COLUMNS, COMMAND, TABLE, Scores
+from sinkscope.results.scores import COLUMNS, COMMAND, TABLE
 from sinkscope.results.tables import LEADING, names_of
 
 PACKAGE = "lm_eval"
@@ -100,7 +100,7 @@ def benchmark(
             dtype=str(loaded.model.dtype).removeprefix("torch."),
             harness=importlib.metadata.version(PACKAGE),
         )
-        scores = DrawnScores(manifest, table_of(results, loaded.name, config.tasks), folder)
+        scores = Scores(manifest, {TABLE: table_of(results, loaded.name, config.tasks)}, folder)
         if folder is None:
             return scores
         with new_folder(folder) as fresh:

@@ -46,10 +46,10 @@ from sinkscope.output.result import FIGURES, both, draw, figure_failure
 from sinkscope.output.run import Run
 from sinkscope.output.scorecard import DrawnScorecard
 from sinkscope.paper_claims.evidence import LONG, MAIN, NATURAL, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_need
-from sinkscope.paper_claims.need import ALONE, Need
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.paper_claims.routes import routes_of_models
+from sinkscope.paper_claims.studies import ALONE, Need
 from sinkscope.paper_claims.table import evidence_of, judged, models_of
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, write_manifest
@@ -231,7 +231,7 @@ class Bench:
 
     def _wanted(self, evidence: Evidence) -> dict[str, list[Need]]:
         """Map each way to its roles that have no run, and that routes or claims about this model need."""
-        applying = (claim for claim in CLAIMS.values() if not any(scope(evidence) for scope in claim.scope))
+        applying = (claim for claim in CLAIMS.values() if not any(scope(evidence.any_run) for scope in claim.scope))
         found: dict[str, list[Need]] = defaultdict(list)
         needs = dict.fromkeys(need for claim in applying for need in claim.reads)
         nulls = [null_need(draw) for draw in range(self.config.nulls)] if MAIN in needs else []

@@ -20,10 +20,9 @@ from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTEN
 from sinkscope.measuring.parity import Comparison, Parity, comparing, round_off
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.measuring.tracer import model_inputs, open_tracer
-from sinkscope.models.family import RESIDUAL_SITES, Family, embedding_weight, input_device
+from sinkscope.models.family import RESIDUAL_SITES, Family, embedding_weight, input_device, tower_notice
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.towers import tower_notice
 from sinkscope.models.wiring import check_wiring, layer_output, read_sites
 from sinkscope.options.measuring import DoctorOptions, RunConfig
 from sinkscope.options.output import OutputOptions

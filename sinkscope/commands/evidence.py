@@ -29,7 +29,6 @@ from sinkscope.results.scorecard import COMMAND
 from sinkscope.results.scores import COLUMNS as SCORES_COLUMNS
 from sinkscope.results.scores import COMMAND as SCORES
 from sinkscope.results.scores import TABLE as SCORES_TABLE
-from sinkscope.results.scores import Scores
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
 
 CHECKPOINTS = "checkpoints"  # the folder of an arm's steps
@@ -43,7 +42,7 @@ class Collection:
     runs: Sequence[RunData] = ()
     trainings: tuple[Training, ...] = ()
     series: tuple[Steps, ...] = ()
-    scores: tuple[Scores, ...] = ()
+    scores: tuple[RunData, ...] = ()
 
     def evidence(self, skipped: Skipped) -> dict[str, Evidence]:
         """Return the evidence by model."""
@@ -123,14 +122,14 @@ JUDGED = (*RUNS, *TRAININGS, STEPS, COMMAND, SCORES)
 
 def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
     """Collect the given runs and the content of the folders."""
-    every, trainings, series, scores = list(runs), list[Training](), list[Steps](), list[Scores]()
+    every, trainings, series, scores = list(runs), list[Training](), list[Steps](), list[RunData]()
     for folder in folders:
         command = read_manifest(folder, JUDGED)["command"]
         if command in TRAININGS:
             trainings.append(_training(folder))
         elif command == SCORES:
             table = read_table(folder / "tables" / f"{SCORES_TABLE}.parquet", (*LEADING_COLUMNS, *SCORES_COLUMNS))
-            scores.append(Scores(read_manifest(folder, JUDGED), table, folder))
+            scores.append(RunData(read_manifest(folder, JUDGED), {SCORES_TABLE: table}, folder))
         elif command == STEPS:
             steps = Series.open(folder)
             series.append(Steps(steps.manifest, steps.runs, steps.folder))

@@ -7,21 +7,18 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.commands.repeat import differences
+from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
 from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.experiment import BEFORE, Experiment
 from sinkscope.measuring.measure import Facts, make_manifest
-from sinkscope.measuring.processes import together
-from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, open_subject, options_of
+from sinkscope.measuring.subject import ModelLike, check_config, options_of
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.output.outputs import finished
-from sinkscope.output.result import both, figure_failure
 from sinkscope.output.run import Run
-from sinkscope.results.folders import own_folder
 
 Do = str | Intervention | Iterable[str | Intervention]
 
@@ -33,8 +30,7 @@ def command(options: InterveneOptions, output: OutputOptions) -> Result:
         reasons = "; ".join(f"{label}: {one_line(reason)}" for label, reason in failed.items())
         count = len(failed) + len(run.manifest["arms"])
         failure = f"{len(failed)} of {count} arms failed, and the others are kept: {reasons}"
-    failure, notes = both(failure, figure_failure(run.manifest)), differences(output.from_, run.manifest)
-    return Result(run, run.verdict, notes=notes, folder=output.out, failure=failure)
+    return shown(run, output, failure)
 
 
 def check(options: InterveneOptions) -> None:
@@ -82,12 +78,7 @@ def intervene(
     start = time.time()
     config = config or options_of(InterveneOptions, model, _named(do, arms) | options)
     wanted = wanted_arms(config.stacks)
-    check_config(config)
-    with (
-        together(config.device_map, is_in_memory(model)) as members,
-        own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
-        open_subject(model, tokenizer, config, console := members.console(quiet)) as subject,
-    ):
+    with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
         experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
         tables = experiment.run()
         if experiment.interrupt is not None and folder is None:

@@ -3,6 +3,8 @@
 The registers are imported when they are shown.
 """
 
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pandas as pd
@@ -29,25 +31,12 @@ def listing(kind: str | None = None) -> dict[str, pd.DataFrame]:
     }
 
 
-def _observables() -> Rows:
-    from sinkscope.measuring.observables import OBSERVABLES
-
-    return [(name, observable.about) for name, observable in OBSERVABLES.items()]
-
-
-def _interventions() -> Rows:
-    from sinkscope.interventions import INTERVENTIONS
-
-    return [
-        (name, item.about, item.control_about, item.paper, ", ".join(item.model_fields))
-        for name, item in INTERVENTIONS.items()
-    ]
-
-
-def _retrofits() -> Rows:
-    from sinkscope.retrofits import RETROFITS
-
-    return [(name, item.about, item.paper, ", ".join(item.model_fields)) for name, item in RETROFITS.items()]
+def _entries(place: str, *attributes: str) -> Rows:
+    """List the entries of a register, given as MODULE:NAME, with these attributes, which are texts or names."""
+    module, name = place.split(":")
+    register = getattr(import_module(f"sinkscope.{module}"), name)
+    values = {name: [getattr(item, attribute) for attribute in attributes] for name, item in register.items()}
+    return [(name, *(part if isinstance(part, str) else ", ".join(part) for part in of)) for name, of in values.items()]
 
 
 def _architectures() -> Rows:
@@ -58,12 +47,6 @@ def _architectures() -> Rows:
         shape = [f"{field}={value}" for field, value in fields.items() if not field.endswith("_token_id")]
         rows.append((name, model_type, ", ".join(shape)))
     return rows
-
-
-def _tasks() -> Rows:
-    from sinkscope.training.tasks import TASKS
-
-    return [(name, task.about) for name, task in TASKS.items()]
 
 
 def _figures() -> Rows:
@@ -83,31 +66,21 @@ def _families() -> Rows:
     return rows
 
 
-def _recipes() -> Rows:
-    """List the recipes of the working directory and of sinkscope, with the errors of invalid YAML files."""
+def _files(command: str, count: int) -> Rows:
+    """List the YAML files for a command, of the working directory and of sinkscope, with the errors of invalid ones."""
+    from sinkscope.options.recipe import KINDS as FILES
     from sinkscope.options.recipe import known_recipes, read_recipe
-
-    rows = []
-    for name, path in known_recipes().items():
-        try:
-            content = read_recipe(path).content
-            rows.append((name, content.title, content.reproduces or ""))
-        except InputError as error:
-            rows.append((name, f"not a recipe: {error}", ""))
-    return rows
-
-
-def _sweeps() -> Rows:
-    from sinkscope.options.recipe import SWEEPS, known_recipes
     from sinkscope.options.sweep_file import read_sweep
 
+    what, folder = FILES[command]
     rows = []
-    for name, path in known_recipes(SWEEPS).items():
+    for name, path in known_recipes(folder).items():
         try:
-            found = read_sweep(str(path), {})
-            rows.append((name, found.content.title, found.content.reproduces or "", str(len(found.cells))))
+            found: Any = read_recipe(path) if command == "run" else read_sweep(str(path), {})
+            cells = [] if command == "run" else [str(len(found.cells))]
+            rows.append((name, found.content.title, found.content.reproduces or "", *cells))
         except InputError as error:
-            rows.append((name, f"not a sweep: {error}", "", ""))
+            rows.append((name, f"not a {what}: {error}", *[""] * count))
     return rows
 
 
@@ -117,12 +90,6 @@ def _tables() -> Rows:
 
     described = {"(every table)": LEADING_COLUMNS} | written_tables()
     return [(name, column.name, column.about, column.unit) for name, columns in described.items() for column in columns]
-
-
-def _metrics() -> Rows:
-    from sinkscope.results.metrics import METRICS
-
-    return [(item.name, item.label, item.unit, item.definition, item.source) for item in METRICS.values()]
 
 
 def _claims() -> Rows:
@@ -138,17 +105,28 @@ def _claims() -> Rows:
 
 # kind → (its rows, column, …)
 KINDS: dict[str, tuple[Any, ...]] = {
-    "observables": (_observables, "observable", "what it measures"),
-    "interventions": (_interventions, "intervention", "what it does", "random control", "whose", "parameters"),
-    "retrofits": (_retrofits, "retrofit", "what is added", "whose", "parameters"),
+    "observables": (
+        partial(_entries, "measuring.observables:OBSERVABLES", "about"), "observable", "what it measures",
+    ),
+    "interventions": (
+        partial(_entries, "interventions:INTERVENTIONS", "about", "control_about", "paper", "model_fields"),
+        "intervention", "what it does", "random control", "whose", "parameters",
+    ),
+    "retrofits": (
+        partial(_entries, "retrofits:RETROFITS", "about", "paper", "model_fields"),
+        "retrofit", "what is added", "whose", "parameters",
+    ),
     "architectures": (_architectures, "architecture", "model type", "configuration"),
-    "tasks": (_tasks, "task", "what is learned"),
+    "tasks": (partial(_entries, "training.tasks:TASKS", "about"), "task", "what is learned"),
     "figures": (_figures, "figure", "of", "what it shows"),
     "families": (_families, "model type", "where", "wiring", "positions", "door", "sites absent"),
-    "recipes": (_recipes, "recipe", "title", "reproduces"),
-    "sweeps": (_sweeps, "sweep", "title", "reproduces", "cells"),
+    "recipes": (partial(_files, "run", 1), "recipe", "title", "reproduces"),
+    "sweeps": (partial(_files, "sweep", 2), "sweep", "title", "reproduces", "cells"),
     "tables": (_tables, "table", "column", "what it holds", "unit"),
-    "metrics": (_metrics, "metric", "label", "unit", "definition", "source"),
+    "metrics": (
+        partial(_entries, "results.metrics:METRICS", "label", "unit", "definition", "source"),
+        "metric", "label", "unit", "definition", "source",
+    ),
     "claims": (
         _claims, "claim", "paper", "where", "what it says", "what is measured", "holds if (‡ our threshold)",
     ),

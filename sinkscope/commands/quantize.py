@@ -7,24 +7,21 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.commands.repeat import differences
+from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.parity import parity_check
-from sinkscope.measuring.processes import together
 from sinkscope.measuring.quantization_study import Bench, Study
-from sinkscope.measuring.subject import ModelLike, Subject, check_config, is_in_memory, open_subject, options_of
+from sinkscope.measuring.subject import ModelLike, Subject, check_config, options_of
 from sinkscope.measuring.tables import publish
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.output.outputs import finished
-from sinkscope.output.result import figure_failure
 from sinkscope.output.run import Run
 from sinkscope.quantization.grids import Precision
 from sinkscope.quantization.sites import INPUT, full_precision_modules, not_quantized
-from sinkscope.results.folders import own_folder
 from sinkscope.text.inputs import TokenInputs
 
 # options, in the order of `Precision`
@@ -32,9 +29,7 @@ PRECISION = ("bits_weights", "bits_activations", "bits_kv_cache", "weights_per",
 
 
 def command(options: QuantizeOptions, output: OutputOptions) -> Result:
-    run = quantize(options.model, config=options, **output.where)
-    notes, failure = differences(output.from_, run.manifest), figure_failure(run.manifest)
-    return Result(run, run.verdict, notes=notes, folder=output.out, failure=failure)
+    return shown(quantize(options.model, config=options, **output.where), output)
 
 
 check = check_config  # checks the options of a recipe before a model is loaded
@@ -75,12 +70,7 @@ def quantize(
     config = config or options_of(QuantizeOptions, model, options)
     precision = Precision(*(getattr(config, name) for name in PRECISION))
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
-    check_config(config)
-    with (
-        together(config.device_map, is_in_memory(model)) as members,
-        own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
-        open_subject(model, tokenizer, enough, console := members.console(quiet)) as whole,
-    ):
+    with opened(model, tokenizer, enough, out, overwrite, quiet) as (whole, folder, console):
         subject, held_out = _split(whole, config)
         subject.need_loss()
         parity = parity_check(subject, config)
@@ -88,8 +78,7 @@ def quantize(
             subject, precision, config.attn, config.batch_size, console=console, parity=parity, scheme=config.scheme
         )
         print_line(console, f"calibrating on {config.calibration} sequences")
-        ranges = bench.ranges(held_out)
-        study = Study(subject.inputs, bench, ranges, bench.roundings(held_out, ranges), console)
+        study = Study(bench, held_out, console)
         tables = publish(study.tables(), subject.loaded, subject.inputs.condition)
         facts = Facts(bench.used_batch_size, parity=parity.error)
         manifest = make_manifest(subject, config, facts, list(tables), start)
@@ -99,9 +88,9 @@ def quantize(
             "calibration": len(held_out),
             "calibration_sha256": held_out.sha256,
             "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, the following ones calibrate",
-            "linear_layers": sum(site.part == INPUT for site in ranges),
+            "linear_layers": sum(site.part == INPUT for site in study.ranges),
             "not_quantized": not_quantized(subject.loaded.model, subject.family),
-            "full_precision_modules": full_precision_modules(subject.loaded.model, ranges),
+            "full_precision_modules": full_precision_modules(subject.loaded.model, study.ranges),
         }
         manifest |= {"command": "quantize", "quantization": record}
         return finished(Run(manifest, tables, folder), console, figures, page)

@@ -12,7 +12,7 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.commands.training_arms import TrainingArms
+from sinkscope.commands.training_arms import TrainingArms, shown
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.parity import check_beforehand
@@ -22,23 +22,19 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.output.trained import Trained
 from sinkscope.training.arms import Methods, arms_of, parse_methods
-from sinkscope.training.blocks import begun, check_starts, check_text, limited, read_blocks
+from sinkscope.training.blocks import begun, check_options, limited, read_blocks
 from sinkscope.training.sharding import launched
 
 
 def command(options: RetrofitOptions, output: OutputOptions) -> Result:
-    done = retrofit(options.model, config=options, record=output.record, **output.where)
-    if not done.is_main:
-        return Result(done)
-    return Result(done, done.verdict, notes=done.notes, folder=output.out, failure=done.failure)
+    return shown(retrofit(options.model, config=options, record=output.record, **output.where), output)
 
 
 def check(options: RetrofitOptions) -> None:
     """Raise InputError for wrong options of a recipe, before a model is loaded."""
     parse_methods(options.method)
     check_names((options.observables or ()) + options.probe)
-    check_text(options.text)
-    check_starts(options, None)
+    check_options(options, None)
 
 
 def retrofit(

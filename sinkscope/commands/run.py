@@ -21,6 +21,7 @@ from sinkscope.measuring.console import print_line
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
 from sinkscope.options import COMMANDS
+from sinkscope.options.files import named_file
 from sinkscope.options.option import as_folder_name
 from sinkscope.options.output import OutputOptions, RunOptions
 from sinkscope.options.recipe import COMPARISON, Recipe, find_recipe, read_recipe
@@ -91,13 +92,11 @@ def run_recipe(
     runs = found.options(given)
     module = import_module(f"sinkscope.commands.{found.content.command}")
     check = getattr(module, "check", None)  # only long commands have this check
-    try:
+    with named_file(found.path):
         for asked in runs.values():
             if check is not None:
                 check(asked)
             check_figures(found.content.figures, found.content.command, getattr(asked, "observables", None))
-    except InputError as error:
-        raise InputError(f"{found.path}: {error}") from None
     first = next(iter(runs.values()))
     source = getattr(first, "folder_name", "") or getattr(first, "config", "")
     folder = Path(out or _own_out(found) or Path("runs", as_folder_name(found.name, source)))
@@ -122,10 +121,15 @@ def run_recipe(
                 failures.append(f"run {name}: {result.failure}" if name else result.failure)
         comparison = None
         with new_folder(folder) as fresh:
-            if is_several:
-                comparison = _write_several(found, measured, folder, fresh, start)
-            else:
-                write_run(measured[""], fresh)
+            for name, run in measured.items():  # the name of a single run is ""
+                (fresh / name).mkdir(exist_ok=True)
+                write_run(run, fresh / name)
+            if is_several:  # run.json comes last
+                comparison = replace(compared(list(measured.values()), time.time()), folder=folder / COMPARISON)
+                (fresh / COMPARISON).mkdir()
+                write_data(comparison, fresh / COMPARISON)
+                facts = {"recipe": found.record, "runs": list(measured)}
+                write_manifest(fresh, make_manifest("run", found.content.options, start, **facts))
         measured = {name: draw_run(run, found.content.figures, page) for name, run in measured.items()}
         undrawn = [run.manifest for run in measured.values()]
         if comparison is not None:
@@ -160,16 +164,3 @@ def check_figures(figures: Iterable[str], command: str, observables: tuple[str, 
         missing = [item for item in needed if item in OBSERVABLES and item not in (observables or OBSERVABLES)]
         if missing:
             raise InputError(f"figure '{name}' needs the observable '{missing[0]}', which `observables` leaves out")
-
-
-def _write_several(recipe: Recipe, runs: Mapping[str, Run], folder: Path, fresh: Path, start: float) -> Comparison:
-    """Write a folder for each run, their comparison, and the manifest, which comes last."""
-    for name, run in runs.items():
-        (fresh / name).mkdir()
-        write_run(run, fresh / name)
-    comparison = replace(compared(list(runs.values()), time.time()), folder=folder / COMPARISON)
-    (fresh / COMPARISON).mkdir()
-    write_data(comparison, fresh / COMPARISON)
-    manifest = make_manifest("run", recipe.content.options, start, recipe=recipe.record, runs=list(runs))
-    write_manifest(fresh, manifest)
-    return comparison

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
-from sinkscope.commands.training_arms import TrainingArms
+from sinkscope.commands.training_arms import TrainingArms, shown
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.observables import check_names
@@ -27,17 +27,14 @@ from sinkscope.output.trained import Trained
 from sinkscope.text.sources import documents
 from sinkscope.training.architectures import architecture, fresh_model, tokenizer_of
 from sinkscope.training.arms import Methods, arms_of, parse_methods
-from sinkscope.training.blocks import begun, check_starts, check_text, is_written, limited, read_blocks
+from sinkscope.training.blocks import begun, check_options, is_written, limited, read_blocks
 from sinkscope.training.sharding import launched
 from sinkscope.training.tasks import TASKS, Task
 from sinkscope.training.tasks.backcopy import Opening
 
 
 def command(options: TrainOptions, output: OutputOptions) -> Result:
-    done = train(options=options, record=output.record, **output.where)
-    if not done.is_main:
-        return Result(done)
-    return Result(done, done.verdict, notes=done.notes, folder=output.out, failure=done.failure)
+    return shown(train(options=options, record=output.record, **output.where), output)
 
 
 def check(options: TrainOptions) -> None:
@@ -46,9 +43,7 @@ def check(options: TrainOptions) -> None:
     check_names((options.observables or ()) + options.probe)
     if options.text == "sampled":
         raise InputError("--text sampled: a model with random weights cannot write a text; name a text file")
-    if options.text not in TASKS:
-        check_text(options.text)
-    check_starts(options, options.text if options.text in TASKS else None)
+    check_options(options, options.text if options.text in TASKS else None)
     architecture(options.config)
 
 

@@ -34,6 +34,7 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from sinkscope.commands.result import Result
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, print_part, spinner
 from sinkscope.measuring.measure import make_manifest as run_manifest
@@ -44,8 +45,9 @@ from sinkscope.measuring.tables import all_tables
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.positions import known_positions
+from sinkscope.models.projections import known_positions
 from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import ArmOptions
 from sinkscope.output.comparison import compared
 from sinkscope.output.outputs import redrawn, write_run
@@ -69,6 +71,10 @@ from sinkscope.training.trainer import check_trainable, checkpoints, failures, k
 RENEWED = ("figures", "comparison")  # folders of all arms together, written again whenever the command resumes
 OWN_TABLES = ("training", "gates")  # tables of every arm; a task has more
 CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms
+
+
+def shown(done: Trained, output: OutputOptions) -> Result:
+    return Result(done, done.verdict, notes=done.notes, folder=output.out, failure=done.failure)
 
 
 class TrainingArms:
@@ -318,7 +324,7 @@ class TrainingArms:
         comparison = compared(list(firsts.values()), time.time()) if len(firsts) > 1 else None
         if comparison is not None and self.is_main:
             comparison = replace(comparison, folder=self.folder / "comparison")
-        done = Trained(self.folder, self._manifest(tables), runs, comparison, tables)
+        done = Trained(self._manifest(tables), tables, folder=self.folder, runs=runs, comparison=comparison)
         if not self.is_main:
             return done
         with failures(self.folder):

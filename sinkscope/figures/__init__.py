@@ -1,7 +1,6 @@
 """The register of figures: the file of each figure, its description, and the tables that it needs.
 
-The function `draw_NAME` in the file draws the figure NAME. An optional function `lacking_NAME` returns the reason if
-the data lack anything except the tables. The file is imported when one of its figures is first used.
+The function `draw_NAME` in the file draws the figure NAME; the file is imported when one of its figures is first used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,7 +69,6 @@ OF_RUNS: dict[str, FigureSpec[Sequence[RunData]]] = _register(
 )
 OF_STEPS: "dict[str, FigureSpec[Checkpoints]]" = _register(
     ("training-by-step", "training", "loss, sinks, gradient sinks and norms by training step", "summary"),
-    ("training-onsets", "training", "when sink, gradient sink and norm begin, and which changes first", "summary"),
     ("training-gradient-norms", "gradients", "gradient norms by token position and step (GS fig. 2)", "gradient"),
 )
 OF_ARMS: "dict[str, FigureSpec[Arms]]" = _register(

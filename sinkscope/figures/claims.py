@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from sinkscope.figures.labels import escape, heading, model_name, wrapped
 from sinkscope.figures.plot import hide_y, shade_rows
+from sinkscope.figures.spec import needs
 from sinkscope.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
@@ -19,32 +18,26 @@ from sinkscope.verdict.scorecard import Scorecard, headline, value_text
 
 # --- The claims that were decided on one model: a line for each number, with its interval and the threshold
 
-PAGE_WIDTH, ROW, AROUND = 7.2, 0.145, 0.9  # inches
-LETTERS = 62  # characters in the text of a line
 REACH = 4.0  # length of the axis to both sides of the threshold
-LOOKS: dict[str, Look] = {
-    Outcome.HOLDS: {"color": NAVY, "marker": "o", "markersize": 3.4},
-    Outcome.INCONCLUSIVE: {"color": GREEN, "marker": "o", "markersize": 3.4, "markerfacecolor": "white"},
-    Outcome.NOT_ENOUGH_SEEDS: {"color": GRAY, "marker": "s", "markersize": 3, "markerfacecolor": "white"},
-    Outcome.FAILS: {"color": VERMILION, "marker": "X", "markersize": 4},
-}
 DOT: Look = {"linestyle": "none"}
-PUBLISHED: Look = {"color": GRAY, "marker": "|", "markersize": 5, "linestyle": "none"}
-AT_RANDOM: Look = {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white", "linestyle": "none"}
+LOOKS: dict[str, Look] = {
+    Outcome.HOLDS: DOT | {"color": NAVY, "marker": "o", "markersize": 3.4},
+    Outcome.INCONCLUSIVE: DOT | {"color": GREEN, "marker": "o", "markersize": 3.4, "markerfacecolor": "white"},
+    Outcome.NOT_ENOUGH_SEEDS: DOT | {"color": GRAY, "marker": "s", "markersize": 3, "markerfacecolor": "white"},
+    Outcome.FAILS: DOT | {"color": VERMILION, "marker": "X", "markersize": 4},
+}
+PUBLISHED: Look = DOT | {"color": GRAY, "marker": "|", "markersize": 5}
+AT_RANDOM: Look = DOT | {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white"}
 
 
-def lacking_scorecard(card: Scorecard) -> str | None:
-    if len(card.models) > 1:
-        return "several models have figures of their own"
-    return None if len(_decided(card.table)) else "no claim was decided"
-
-
+@needs(lambda card: len(card.models) < 2, "several models have figures of their own")
+@needs(lambda card: len(_decided(card.table)), "no claim was decided")
 def draw_scorecard(card: Scorecard) -> Figure:
     """Draw each number at its distance from the threshold; the claim holds on the right."""
     # Distances are in powers of two if the threshold and the complete interval are positive, else in units of a
     # quarter.
     rows = _decided(card.table)
-    figure = new_figure(PAGE_WIDTH, ROW * (len(rows) + rows["paper"].nunique()) + AROUND)
+    figure = new_figure(7.2, 0.145 * (len(rows) + rows["paper"].nunique()) + 0.9)
     text, ax = figure.subplots(1, 2, sharey=True, width_ratios=[1.75, 1])
     ax.axvline(0, **REFERENCE)
     height = 0
@@ -60,7 +53,7 @@ def draw_scorecard(card: Scorecard) -> Figure:
     hide_y(ax)
     ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
     ax.set_xlabel("does not pass  ←  value  →  passes")
-    signs = {str(outcome): look | DOT for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
+    signs = {str(outcome): look for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
     text = heading(model_name(card.models[0]), headline(card), "95 % intervals")
     return figure.finish(text, signs | {"null": AT_RANDOM, "published": PUBLISHED}, ncols=5)
 
@@ -75,18 +68,16 @@ def _line(text: Axes, ax: Axes, row: Any, place: int) -> None:
     first = row.part == 0
     too = " (and so does its null)" * (row.outcome == Outcome.HOLDS and row.tells == "no")
     words = f"{row.claim}{too}  {row.statement if first else '… ' + row.quantity}"
-    short = textwrap.shorten(words, LETTERS, placeholder=" …")
-    text.text(0, place, escape(short), fontsize=5.6, va="center")
+    text.text(0, place, escape(textwrap.shorten(words, 62, placeholder=" …")), fontsize=5.6, va="center")
     value = value_text(row.claim, row.part, row.value, row.low, row.high)
     text.text(1, place, f"{value}  {row.test}", fontsize=5.6, va="center", ha="right")
     look = LOOKS[Outcome(row.passes)]
-    ends = [_place(end, row) for end in (row.low, row.high)]
-    middle = _place(row.value, row)
+    low, middle, high = (_place(value, row) for value in (row.low, row.value, row.high))
     if np.isfinite(middle):
-        ax.plot(ends, [place, place], color=look["color"], linewidth=1.1)
-        ax.plot([middle], [place], **look | DOT)
-    published = CLAIMS[row.claim].published if first else ()
-    ax.plot([_place(item.value, row) for item in published], [place] * len(published), **PUBLISHED)
+        ax.plot([low, high], [place, place], color=look["color"], linewidth=1.1)
+        ax.plot([middle], [place], **look)
+    published = [_place(item.value, row) for item in CLAIMS[row.claim].published] if first else []
+    ax.plot(published, [place] * len(published), **PUBLISHED)
     ax.plot([_place(row.null, row)], [place], **AT_RANDOM)
     drawn = [_place(end, row) for end in (row.null_low, row.null_high)]
     ax.plot(drawn, [place, place], color=AT_RANDOM["color"], linewidth=0.6)
@@ -110,27 +101,22 @@ def _place(value: float, row: Any) -> float:
 
 # --- The outcomes of all claims on several models: a row for each claim, a column for each model
 
-BY_MODEL_ROW, COLUMN_WIDTH, NAMES, BY_MODEL_AROUND = 0.135, 0.75, 4.2, 1.0  # inches
-BY_MODEL_LETTERS = 84
+NAMES = 4.2  # inches
 NOTHING: Look = {"color": "0.7", "marker": "_", "markersize": 4, "linestyle": "none"}
 
 
-def lacking_scorecard_by_model(card: Scorecard) -> str | None:
-    return None if len(card.models) > 1 else "there is one model"
-
-
+@needs(lambda card: len(card.models) > 1, "there is one model")
 def draw_scorecard_by_model(card: Scorecard) -> Figure:
     outcomes = card.by_model
     decided = outcomes[outcomes.isin(list(LOOKS)).any(axis=1)]
-    figure = new_figure(NAMES + COLUMN_WIDTH * len(card.models), BY_MODEL_ROW * len(decided) + BY_MODEL_AROUND)
+    figure = new_figure(NAMES + 0.75 * len(card.models), 0.135 * len(decided) + 1)
     ax = figure.subplots()
     shade_rows(ax, len(decided))
     for row, (_, found) in enumerate(decided.iterrows()):
         for column, outcome in enumerate(found):
-            ax.plot([column], [row], **LOOKS.get(outcome, NOTHING) | DOT)
+            ax.plot([column], [row], **LOOKS.get(outcome, NOTHING))
     names = [
-        escape(textwrap.shorten(f"{name}  {CLAIMS[name].statement}", BY_MODEL_LETTERS, placeholder=" …"))
-        for name in decided.index
+        escape(textwrap.shorten(f"{name}  {CLAIMS[name].statement}", 84, placeholder=" …")) for name in decided.index
     ]
     ax.set_yticks(range(len(names)), names, fontsize=5.6, ha="left")
     ax.tick_params(axis="y", length=0, pad=NAMES * 66)
@@ -139,14 +125,13 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     ax.set_xticks(range(len(card.models)), [wrapped(model_name(name), 14, 3) for name in card.models])
     ax.tick_params(axis="x", length=0)
     ax.spines[:].set_visible(False)
-    signs = {str(outcome): look | DOT for outcome, look in LOOKS.items()} | {"does not apply, or not measured": NOTHING}
+    signs = {str(outcome): look for outcome, look in LOOKS.items()} | {"does not apply, or not measured": NOTHING}
     return figure.finish("", signs, ncols=4)
 
 
 # --- The routes that carry the sink: models × routes, with the sink rate with and without each route
 
-ROUTES_ROW, ROUTES_PUBLISHED, ROUTES_AROUND = 0.6, 0.3, 1.0  # inches: a model, the row of NU's own model, the margins
-ROUTES_LETTERS, NAME = 22, 15  # characters in a line of a cell, and in a line of a model's name
+ROUTES_ROW, ROUTES_PUBLISHED = 0.6, 0.3  # inches: a model, and the row of NU's own model
 LINE, LOW = 0.58, 0.24  # heights of the arrow and of the controls in a cell
 NEAR = 14.0  # percentage points: no arrow is drawn between a before and an after that are nearer
 BEFORE: Look = {"color": NAVY, "marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
@@ -158,21 +143,17 @@ ARROW: Look = {
     "arrowstyle": "-|>", "color": NAVY, "linewidth": 0.9, "shrinkA": 2.5, "shrinkB": 2.5, "mutation_scale": 6
 }  # fmt: skip
 SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # effect on the sink → background of the cell
-ABSENT = (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED)
 
 
-def lacking_routes(table: pd.DataFrame) -> str | None:
-    return None if len(measured_models(table)) else "no route was cut"
-
-
+@needs(measured_models, "no route was cut")
 def draw_routes(table: pd.DataFrame) -> Figure:
     models = measured_models(table)
-    figure = new_figure(WIDE, ROUTES_ROW * len(models) + ROUTES_PUBLISHED + ROUTES_AROUND)
+    figure = new_figure(WIDE, ROUTES_ROW * len(models) + ROUTES_PUBLISHED + 1)
     heights = [ROUTES_PUBLISHED, *[ROUTES_ROW] * len(models)]
     grid = figure.subplots(len(heights), len(ROUTES), squeeze=False, height_ratios=heights)
-    _name(grid[0][0], "GPT-2 in NU,\nwithout rates")
-    for row, model in enumerate(models, 1):
-        _name(grid[row][0], wrapped(model_name(model), NAME, 3))
+    names = ["GPT-2 in NU,\nwithout rates", *(wrapped(model_name(model), 15, 3) for model in models)]
+    for ax, name in zip(grid[:, 0], names, strict=True):
+        ax.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=7, labelpad=6)
     for column, route in zip(grid.T, ROUTES, strict=True):
         column[0].set_title(route.name.replace(" ", "\n") + "\n", fontsize=6.8, fontweight="bold", pad=2)
         column[0].annotate(escape(route.cut), (0.5, 1), (0, 3), xycoords="axes fraction",
@@ -186,26 +167,22 @@ def draw_routes(table: pd.DataFrame) -> Figure:
             ax.set(xlim=(-9, 109), ylim=(0, 1.15), yticks=[])
             ax.set_xticks([0, 50, 100], labels=["0", "50", "100 %"] if model == models[-1] else [])
             ax.tick_params(axis="x", labelsize=6, color="0.6")
-    handles: list[Line2D | Patch] = [
-        Line2D([], [], label="as it is", **BEFORE),
-        Line2D([], [], label="without the route", **AFTER),
-        Line2D([], [], label="95 % over sequences", **INTERVAL),
-        Line2D([], [], label="mean of random controls", **CONTROL),
-        Line2D([], [], label="one more control would fall here (95 %)", **CONTROLS),
-        Patch(facecolor=SHADES[Effect.FALLS], edgecolor="0.75", label="falls beyond the controls"),
-        Patch(facecolor=SHADES[Effect.GOES], edgecolor="0.75", label="and less than half is left"),
-    ]
+    signs = {
+        "as it is": BEFORE,
+        "without the route": AFTER,
+        "95 % over sequences": INTERVAL,
+        "mean of random controls": CONTROL,
+        "one more control would fall here (95 %)": CONTROLS,
+        "falls beyond the controls": {"facecolor": SHADES[Effect.FALLS], "edgecolor": "0.75"},
+        "and less than half is left": {"facecolor": SHADES[Effect.GOES], "edgecolor": "0.75"},
+    }
     text = "Sink rate at position 0 as it is, and without one route at a time"
-    return figure.finish(text, handles, ncols=4, fontsize=6.5, columnspacing=1.5)
-
-
-def _name(ax: Axes, text: str) -> None:
-    ax.set_ylabel(text, rotation=0, ha="right", va="center", fontsize=7, labelpad=6)
+    return figure.finish(text, signs, ncols=4, fontsize=6.5, columnspacing=1.5)
 
 
 def _words(ax: Axes, text: str) -> None:
     """Write words in place of numbers."""
-    lines = textwrap.wrap(text, ROUTES_LETTERS, max_lines=4, placeholder=" …")
+    lines = textwrap.wrap(text, 22, max_lines=4, placeholder=" …")
     ax.text(0.5, 0.5, escape("\n".join(lines)), transform=ax.transAxes, ha="center", va="center", fontsize=5)
     ax.set(xticks=[], yticks=[])
 
@@ -218,7 +195,7 @@ def _shade(ax: Axes, effect: str) -> None:
 
 def _cell(ax: Axes, row: pd.Series) -> None:
     _shade(ax, row["effect"])
-    if row["effect"] in ABSENT:
+    if row["effect"] in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
         reason = row["note"].partition(":")[0] if row["effect"] == Effect.DOES_NOT_APPLY else ""
         _words(ax, f"{row['effect']}: {reason}" if reason else row["effect"])
         return

@@ -2,19 +2,18 @@
 
 from collections.abc import Iterable
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import Checkpoints, places, steps_title, title
+from sinkscope.figures.spec import needs
 from sinkscope.figures.style import GRADUAL, GUIDE, MEAN_LINE, NAVY, OTHERS, SINK, SKY, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.summary import compress_fits, fit_points, pathway_norms
 from sinkscope.results.metrics import METRICS, TOKEN_GROUPS
@@ -28,13 +27,12 @@ PATHWAYS = ("query", "key", "value")
 # Share of the largest value of a curve. Smaller values, such as the gradient of the first query, are round-off.
 OFF_SCALE = 1e-5
 FLOOR = "below the scale"  # label of the marks at the bottom of a panel
-OFF: Look = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
 
 
 def draw_gradient_norms(run: RunData) -> Figure:
     figure = new_figure(WIDE, 2.3)
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
-    norms = [_layer_norms(run, pathway) for pathway in PATHWAYS]
+    norms = [plot.finite(pathway_norms(run.tables["gradient"], pathway)) for pathway in PATHWAYS]  # layers × positions
     depth = Normalize(0, max(table.index.max() for table in norms))
     for ax, table in zip(axes, norms, strict=True):
         mean = table.mean()
@@ -44,16 +42,10 @@ def draw_gradient_norms(run: RunData) -> Figure:
         plot.curve(ax, on_scale, color="white", linewidth=3, zorder=3)  # an outline
         plot.curve(ax, on_scale, **MEAN_LINE)
         _mark_off_scale(ax, [mean])
-    _finish(axes)
     if depth.vmax:
         bar = figure.colorbar(ScalarMappable(depth, GRADUAL), ax=axes, label="layer", aspect=30, pad=0.01)
         bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    return figure.finish(title(run, WIDE), {"mean over layers": MEAN_LINE} | _signs(axes), ncols=2)
-
-
-def _layer_norms(run: RunData, pathway: str) -> pd.DataFrame:
-    """Return the gradient norms over all heads: layers × positions."""
-    return plot.finite(pathway_norms(run.tables["gradient"], pathway))
+    return _finish(figure, axes, title(run, WIDE), {"mean over layers": MEAN_LINE})
 
 
 def _mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
@@ -74,8 +66,8 @@ def _mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
             ax.annotate(text, (position, 0), (0, 5), ha=align, **place)
 
 
-def _finish(axes: np.ndarray) -> None:
-    """Set titles and common scales of the three panels after drawing."""
+def _finish(figure: Figure, axes: np.ndarray, text: str, signs: dict[str, Look]) -> Figure:
+    """Set titles and common scales of the three panels after drawing, and add the legend."""
     last = max(max(line.get_xdata()) for ax in axes for line in ax.lines)
     margin = max(0.5, 0.04 * last)
     axes[0].set_xlim(-margin, last + margin)  # also for a panel with only a mark at the bottom
@@ -83,17 +75,16 @@ def _finish(axes: np.ndarray) -> None:
         ax.set_title(pathway)
         plot.whole_numbers(ax, "x")
         ax.set_xlabel("token position")
-    drawn = [ax for ax in axes if plot.value_axis(ax, log=True)]
+    drawn = [ax for ax in axes if plot.value_axis(ax, "", log=True)]
     if drawn:
         drawn[0].set_ylabel("gradient, L2 norm")
         drawn[0].tick_params(labelleft=True)
         low, high = drawn[0].get_ylim()
         drawn[0].set_ylim(low / (high / low) ** 0.09, high)  # room for the marks
-
-
-def _signs(axes: np.ndarray) -> dict[str, Look]:
-    """Return the legend entry of values off the scale, if there are any."""
-    return {"off the scale": OFF} if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections) else {}
+    if any(marks.get_gid() == FLOOR for ax in axes for marks in ax.collections):
+        mark: Look = {"color": "black", "linestyle": "none", "marker": "v", "ms": 4.5, "mfc": "white", "mew": 0.8}
+        signs |= {"off the scale": mark}
+    return figure.finish(text, signs, ncols=2)
 
 
 # --- Massive activations compress the gradients that sinks concentrate (GS figure 3).
@@ -112,12 +103,14 @@ POINT: Look = {"linestyle": "none", "markersize": 3}
 HOLLOW: Look = {"mfc": "none", "mew": 0.7}
 FIT: Look = {"color": "black", "linewidth": 1, "zorder": 4}
 
-UNDEFINED = {  # (wiring, ratio) → why the ratio is undefined in such models
+NO_BETWEEN = "attention and MLP read\nthe same input: there is\nno h+½ between them"
+NO_NORM = "there is no norm before\nthe attention branch"
+UNDEFINED: dict[tuple[Any, str], str] = {  # (wiring, ratio) → why the ratio is undefined in such models
     ("parallel", "bloat"): "attention and MLP read one norm:\nits gradient is the sum of both",
-    ("parallel", "compress"): "attention and MLP read\nthe same input: there is\nno h+½ between them",
-    ("parallel", "change"): "attention and MLP read\nthe same input: there is\nno h+½ between them",
-    ("post-norm", "bloat"): "there is no norm before\nthe attention branch",
-    ("post-norm", "compress"): "there is no norm before\nthe attention branch",
+    ("parallel", "compress"): NO_BETWEEN,
+    ("parallel", "change"): NO_BETWEEN,
+    ("post-norm", "bloat"): NO_NORM,
+    ("post-norm", "compress"): NO_NORM,
 }
 
 
@@ -137,20 +130,25 @@ def draw_gradient_reshaping(run: RunData) -> Figure:
                 chosen = rows[((rows["layer"] == 0) == in_first) & (rows["input_norm"] > 0) & (rows[name] > 0)]
                 ax.plot(chosen["input_norm"], chosen[name], marker=marker, **POINT, **look)
         ax.set(title=f"{name}  {PANELS[name]}", xlabel="norm of the branch's input, ‖h‖")
-    drawn = {name: ax for name, ax in axes.items() if plot.has_values(ax, log=True)}
-    for name, ax in axes.items():
-        if name not in drawn:
-            plot.say(ax, _why_undefined(run, name))
-            continue
-        plot.value_axis(ax, log=True)
-        ax.set_ylabel("ratio of gradient norms")
-        plot.log_x_axis(ax)
+    label = "ratio of gradient norms"
+    drawn = [name for name, ax in axes.items() if plot.value_axis(ax, label, log=True, lacking=_undefined(run, name))]
+    for name in drawn:
+        plot.log_axis(axes[name], "x")
     fitted = "compress" in drawn and _compression(axes["compress"], ratios)
     if "change" in drawn:  # a line at 1, and at least a decade on both sides, so that values near 1 look near
         axes["change"].axhline(1, **GUIDE)
-        plot.widen(axes["change"], 10**-1, 10**1)
-    _legend(figure, [label for label, *_ in groups], fitted, "change" in drawn)
-    return figure.finish(title(run, WIDE))
+        plot.log_axis(axes["change"], "y", 10**-1, 10**1)
+    points = [
+        (label, {"color": color, "marker": marker} | POINT)
+        for (label, *_), (color, marker) in zip(groups, LOOKS, strict=False)
+    ]
+    signs = [("first layer", {"color": "0.3", "marker": "o"} | POINT | HOLLOW), *[("fit, later layers", FIT)] * fitted]
+    if guides := ["slope −1"] * fitted + ["no change"] * ("change" in drawn):
+        signs.append(("; ".join(guides), GUIDE))
+    # a legend of two rows, which is filled column by column
+    by_column = dict(sign for column in zip_longest(points, signs) for sign in column if sign)
+    columns = max(len(points), len(signs))
+    return figure.finish(title(run, WIDE), by_column, ncols=columns, columnspacing=1.2)
 
 
 def _token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
@@ -162,7 +160,8 @@ def _token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
     return [(f"token {start}" if start == end else f"tokens {start}–{end}", start, end) for start, end in spans]
 
 
-def _why_undefined(run: RunData, ratio: str) -> str:
+def _undefined(run: RunData, ratio: str) -> str:
+    """Return why a ratio is undefined."""
     wiring = (run.manifest.get("family") or {}).get("wiring")
     return UNDEFINED.get((str(wiring), ratio), "no values")
 
@@ -182,23 +181,6 @@ def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
     return True
 
 
-def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) -> None:
-    """Add a legend of two rows: the token groups, and the other signs. A legend is filled column by column."""
-    points = [
-        Line2D([], [], color=color, marker=marker, label=label, **POINT)
-        for label, (color, marker) in zip(groups, LOOKS, strict=False)
-    ]
-    signs = [Line2D([], [], color="0.3", marker="o", label="first layer", **POINT, **HOLLOW)]
-    if fitted:
-        signs.append(Line2D([], [], label="fit, later layers", **FIT))
-    if fitted or no_change:
-        guides = "; ".join(["slope −1"] * fitted + ["no change"] * no_change)
-        signs.append(Line2D([], [], label=guides, **GUIDE))
-    columns = max(len(points), len(signs))
-    handles = [handle for pair in zip_longest(points, signs) for handle in pair if handle is not None]
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
-
-
 # --- The two theorems of GS by layer, with the measured values.
 # Left: theorem 1 at position 0, means over heads, for the loss summed over the run: attention bounds the square of the
 # value gradient from both sides. The bounds assume that attention is independent of the gradients that it passes on, so
@@ -208,7 +190,6 @@ def _legend(figure: Figure, groups: list[str], fitted: bool, no_change: bool) ->
 BAND: Look = {"color": NAVY, "alpha": 0.18, "linewidth": 0}
 CHECK: Look = {"color": "0.25", "marker": "D", "markersize": 2.4}
 ROUND_OFF = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-BRANCHES = {"attn": "attention", "mlp": "MLP"}
 UNMEASURED = "not measured: all batches\nhad padding"
 
 
@@ -221,70 +202,49 @@ def draw_gradient_bounds(run: RunData) -> Figure:
     _theorem_one(axes["theorem 1"], check[check["position"] == 0])
     _holds(axes["holds"], check)
     identity, dtype = axes["identity"], str(run.manifest.get("dtype"))
-    identity.set(title="identity", ylabel="largest relative error")
     plot.line_by_layer(identity, check.groupby("layer")["identity_residual"].max(), **CHECK)
-    plot.layer_axis(identity)
-    if plot.value_axis(identity, log=True) and dtype in ROUND_OFF:
+    if plot.panel(identity, "identity", "largest relative error", log=True) and dtype in ROUND_OFF:
         least = ROUND_OFF[dtype]
-        plot.widen(identity, least / 10, least * 100)
+        plot.log_axis(identity, "y", least / 10, least * 100)
         _guide(identity, least, f"round-off of {dtype}", below=True)
-    for branch, name in BRANCHES.items():
-        axes[branch].set_title(f"theorem 2: {name} branch")
-        _tightness(axes[branch], run, branch)
+    for branch, name in (("attn", "attention"), ("mlp", "MLP")):
+        _tightness(axes[branch], run, branch, f"theorem 2: {name} branch")
     last = int(check["position"].max())
-    handles: list[Artist] = [
-        Line2D([], [], label="position 0, measured", **SINK),
-        Patch(label="theorem 1's bounds", **BAND),
-        *([Line2D([], [], label=f"mean over {places(1, last)}", **OTHERS)] if last else []),
-    ]
-    return figure.finish(title(run, WIDE), handles, ncols=3)
+    signs = {"position 0, measured": SINK, "theorem 1's bounds": BAND}
+    signs |= {f"mean over {places(1, last)}": OTHERS} if last else {}
+    return figure.finish(title(run, WIDE), signs, ncols=3)
 
 
 def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
-    ax.set_title("theorem 1 at position 0")
     means = first.groupby("layer")[["lower_bound", "measured", "upper_bound"]].mean()
-    if not means["measured"].notna().any():
-        plot.say(ax, UNMEASURED)
-        return
     alone: Look = {"marker": "_", "markersize": 8} if len(means) == 1 else {}  # a line needs two layers
     for bound in ("lower_bound", "upper_bound"):
         plot.line_by_layer(ax, means[bound], color=NAVY, alpha=0.5, linewidth=0.5, **alone)
     plot.line_by_layer(ax, means["measured"], **SINK)
-    plot.layer_axis(ax)
-    ax.set_ylabel("‖∇v₀‖² of values, mean over heads")
-    if plot.value_axis(ax, log=True):
+    label, lacking = "‖∇v₀‖² of values, mean over heads", UNMEASURED * bool(means["measured"].isna().all())
+    if plot.panel(ax, "theorem 1 at position 0", label, log=True, lacking=lacking):
         floor = ax.get_ylim()[0]  # for lower bounds of 0
         plot.band_by_layer(ax, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
 
 
 def _holds(ax: Axes, check: pd.DataFrame) -> None:
-    ax.set_title(METRICS["theorem1_holds"].short)
     measured = check[check["measured"].notna()]
-    if measured.empty:
-        plot.say(ax, UNMEASURED)
-        return
     plot.line_by_layer(ax, measured.groupby("layer")["holds"].mean(), **CHECK)
-    plot.layer_axis(ax)
-    if not plot.value_axis(ax, share=True):
+    if not plot.panel(ax, METRICS["theorem1_holds"].short, "share of places", share=True, lacking=UNMEASURED):
         return
-    ax.set_ylabel("share of places")
     above, below = measured["measured"] > measured["upper_bound"], measured["measured"] < measured["lower_bound"]
     text = f"{measured['holds'].sum()} of {len(measured)} hold\n{above.sum()} above, {below.sum()} below"
     ax.text(0.04, 0.06, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
 
 
-def _tightness(ax: Axes, run: RunData, branch: str) -> None:
+def _tightness(ax: Axes, run: RunData, branch: str, name: str) -> None:
     """Draw theorem 2. The table `norm_bound` is empty or missing if no branch has its own norm."""
     bounds = run.tables.get("norm_bound", pd.DataFrame(columns=["branch", "position", "layer", "tightness"]))
     rows = plot.finite(bounds[bounds["branch"] == branch])
     for chosen, look in ((rows[rows["position"] == 0], SINK), (rows[rows["position"] > 0], OTHERS)):
         plot.line_by_layer(ax, chosen.groupby("layer")["tightness"].mean(), **look)
-    plot.layer_axis(ax)
-    ax.set_ylabel("measured ÷ bound")
-    if not plot.has_values(ax):
-        plot.say(ax, _why_undefined(run, "compress"))
+    if not plot.panel(ax, name, "measured ÷ bound", lacking=_undefined(run, "compress")):
         return
-    plot.value_axis(ax)
     ax.set_ylim(0, max(1.15, ax.get_ylim()[1]))
     _guide(ax, 1, "bound")
 
@@ -299,34 +259,28 @@ def _guide(ax: Axes, value: float, text: str, below: bool = False) -> None:
 
 # --- GS figure 2 by training step: gradient norms by token position, means over layers, a line for each step
 
-MOST_NAMED = 8  # steps named next to the color bar
+
+def _with_gradients(runs: Checkpoints) -> Checkpoints:
+    known = [(step, run) for step, run in runs if len(run.tables.get("gradient", ()))]
+    return sorted(known, key=lambda pair: pair[0])
 
 
-def lacking_training_gradient_norms(runs: Checkpoints) -> str | None:
-    return None if _with_gradients(runs) else "no checkpoint has gradients"
-
-
+@needs(_with_gradients, "no checkpoint has gradients")
 def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
     runs = _with_gradients(runs)
     figure = new_figure(WIDE, 2.3)
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
     colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last step is dark, even if it is the only step
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
-        curves = [_layer_norms(run, pathway).mean() for _, run in runs]
+        curves = [plot.finite(pathway_norms(run.tables["gradient"], pathway)).mean() for _, run in runs]
         for course, color in zip(curves, colors, strict=True):
             on_scale = course.where(course > OFF_SCALE * course.max())
             plot.curve(ax, on_scale, color=color, linewidth=0.9, marker="o", markersize=1.8)
         _mark_off_scale(ax, curves)
-    _finish(axes)
     edges = BoundaryNorm(np.arange(len(runs) + 1) - 0.5, len(runs))
     bar = figure.colorbar(ScalarMappable(edges, ListedColormap(colors)), ax=axes, aspect=30, pad=0.01)
-    named = range(len(runs) - 1, -1, -(1 + (len(runs) - 1) // MOST_NAMED))  # always includes the last step
+    named = range(len(runs) - 1, -1, -(1 + (len(runs) - 1) // 8))  # at most eight; always the last step
     bar.set_ticks(named, labels=[plot.step_label(runs[place][0]) for place in named])
     bar.ax.tick_params(which="both", length=0)
     bar.set_label("training step")
-    return figure.finish(steps_title(runs, "means over layers"), _signs(axes), ncols=2)
-
-
-def _with_gradients(runs: Checkpoints) -> Checkpoints:
-    known = [(step, run) for step, run in runs if len(run.tables.get("gradient", ()))]
-    return sorted(known, key=lambda pair: pair[0])
+    return _finish(figure, axes, steps_title(runs, "means over layers"), {})

@@ -1,8 +1,6 @@
 """Figures of intervention arms and their controls."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,12 +16,11 @@ from sinkscope.results.run import RunData
 from sinkscope.verdict.effects import NO_POSITION, SPREAD, arms, effect_of, interval, interval_by_layer
 
 PAGE = 9.0  # inches, at most
-BEFORE = "before"
+BEFORE, CONTROL = "before", "random control"
 
 # --- The effect of every arm and of random changes of the same kind: a row for each arm, a panel for each metric.
 # The change has its 95 % interval over sequences if the run has tables by sequence.
 
-ROW = 0.3  # inches for each arm
 LETTERS = 24  # characters in a line of an arm's name
 ABOVE, UNDER = -0.17, 0.17  # offsets of the arm and of its controls in a row of height 1
 
@@ -43,7 +40,7 @@ PANELS: tuple[tuple[str, Callable[[list[int]], list[int]], bool, float], ...] = 
 def draw_effects(run: RunData) -> Figure:
     watched = _watched(run)
     panels = [panel for panel in PANELS if any(panel[1](positions) for positions in watched.values())]
-    figure = new_figure(WIDE, min(ROW * len(watched) + 1.15, PAGE))
+    figure = new_figure(WIDE, min(0.3 * len(watched) + 1.15, PAGE))
     widths = [width for *_, width in panels]
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
     plot.name_rows(axes[0], [wrapped(label, LETTERS, 2) for label in watched], shaded=False)
@@ -157,9 +154,8 @@ def draw_effects_by_layer(run: RunData) -> Figure:
     width = max(WIDE * across / ACROSS, COLUMN)
     down = -(-len(watched) // across)
     figure = new_figure(width, min(1.3 * down + 0.75, PAGE))
-    axes, _ = plot.panel_grid(figure, len(watched), across)
+    axes = plot.panel_grid(figure, len(watched), across)
     for place, (ax, (label, positions)) in enumerate(zip(axes, watched.items(), strict=True)):
-        ax.set_title(wrapped(label, LETTERS, 2) + (f"\nposition {positions[0]}" if len(sinks) > 1 else ""))
         _draw_arm(ax, rates[rates["condition"] == label], positions, targets)
         for nth, position in enumerate(positions):
             ends = interval_by_layer(run, label, "sink_rate", position)
@@ -167,8 +163,8 @@ def draw_effects_by_layer(run: RunData) -> Figure:
                 look = {"color": (OTHERS if nth else SINK)["color"], "alpha": 0.3, "linewidth": 0, "zorder": 1.5}
                 name = None if nth else "change, 95 % over sequences"
                 plot.band_by_layer(ax, ends["low"], ends["high"], label=name, **look)
-        plot.layer_axis(ax, "layer" if place >= across * (down - 1) else "")
-        plot.value_axis(ax, share=True)
+        name = wrapped(label, LETTERS, 2) + (f"\nposition {positions[0]}" if len(sinks) > 1 else "")
+        plot.panel(ax, name, "", "layer" if place >= across * (down - 1) else "", share=True)
     where = f" at position {sinks.pop()}" if len(sinks) == 1 else ""
     figure.supylabel(METRICS["sink_rate"].short + where)
     once = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -191,12 +187,11 @@ def _draw_arm(ax: Axes, rates: pd.DataFrame, positions: list[int], all_targets: 
     controls = rates[(rates["arm"] == "control") & (rates["position"] == sink)]
     if controls.empty:
         return
-    layers = range(int(controls["layer"].min()), int(controls["layer"].max()) + 1)
     values = controls.groupby("layer")["value"]
-    mean, deviation = (found.reindex(layers) for found in (values.mean(), SPREAD * values.std().fillna(0)))
+    mean, deviation = values.mean(), SPREAD * values.std().fillna(0)
     draws = controls["draw"].nunique()
     name = f"random control: mean ± {SPREAD:g} std of {draws} draws" if draws > 1 else "random control, 1 draw"
-    ax.fill_between(layers, mean - deviation, mean + deviation, label=name, **BAND)
+    plot.band_by_layer(ax, mean - deviation, mean + deviation, label=name, **BAND)
 
 
 # --- One layer's attention maps under every arm of an experiment (NU figure 3).
@@ -218,17 +213,6 @@ SMALL = 6.5  # points
 Maps = dict[str, dict[int, np.ndarray]]  # condition → layer → (query, key) weights, NaN where there are none
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """A map in the grid."""
-
-    row: int
-    column: int
-    condition: str
-    name: str  # empty for a control below its arm
-    sink: int  # position
-
-
 def draw_arm_maps(run: RunData) -> Figure:
     maps = _maps_by_condition(run)
     # The change of a layer is the median over arms, so that an arm that masks the sink does not decide the layer.
@@ -239,28 +223,28 @@ def draw_arm_maps(run: RunData) -> Figure:
             changes[layer].append(abs(after - before))
     layer = max(changes, key=lambda layer: np.nan_to_num(np.median(changes[layer])) if changes[layer] else 0.0)
     cells = _cells(run, maps)
-    down, across = 1 + max(cell.row for cell in cells), 1 + max(cell.column for cell in cells)
-    has_room = any(not cell.name for cell in cells)  # room for the color bar, below the first map
+    down, across = (1 + max(places) for places in zip(*cells, strict=True))
+    has_room = any(not name for _, name, _ in cells.values())  # room for the color bar, below the first map
     bar_width = 0.0 if has_room else BAR
     size = max((COLUMN - LEFT - RIGHT - bar_width) / across - GAP, SMALLEST)
-    names = {cell: wrapped(cell.name, int(size / LETTER)) for cell in cells}
-    lines = [max(names[cell].count("\n") + bool(cell.name) for cell in cells if cell.row == row) for row in range(down)]
+    names = {place: wrapped(name, int(size / LETTER)) for place, (_, name, _) in cells.items()}
+    lines = [max(len(names[place].splitlines()) for place in cells if place[0] == row) for row in range(down)]
     width = LEFT + across * (size + GAP) + bar_width + RIGHT
     text = title(run, width, f"layer {layer} (sink changes most)", MEAN)
     tops = TITLE + LINE * text.count("\n") + np.cumsum(np.array(lines) * NAME_LINE + size + GAP) - size
 
     figure = _placed_figure(width, tops[-1] + size + (0.05 if has_room else BELOW), text)
-    for cell in cells:
-        ax = _axes_at(figure, LEFT + cell.column * (size + GAP), tops[cell.row], size, size)
-        weights = maps[cell.condition].get(layer)
-        image = _draw_map(ax, np.full((1, 1), np.nan) if weights is None else weights)
-        ax.set_title(names[cell], fontsize=SMALL, pad=2, linespacing=1.0)
-        weight = _to_sink(weights, cell.sink)
+    for (row, column), (condition, name, sink) in cells.items():
+        ax = _axes_at(figure, LEFT + column * (size + GAP), tops[row], size, size)
+        weights = maps[condition].get(layer, np.full((1, 1), np.nan))
+        image = _draw_map(ax, weights)
+        ax.set_title(names[row, column], fontsize=SMALL, pad=2, linespacing=1.0)
+        weight = _to_sink(weights, sink)
         if np.isfinite(weight):
             ax.text(0.98, 0.96, f"sink {weight:.2f}", transform=ax.transAxes, ha="right", va="top", fontsize=SMALL)
-        if cell.column == 0 and cell.row == (0 if has_room else down - 1):  # the map has room below
+        if column == 0 and row == (0 if has_room else down - 1):  # the map has room below
             _name_axes(ax)
-        if not cell.name and cell.column == (cell.row == 1):  # the first of its row
+        if not name and column == (row == 1):  # the first of its row
             ax.set_ylabel("random\ncontrol", fontsize=SMALL)
     if has_room:
         bar = _axes_at(figure, LEFT, tops[1] + 0.45 * size, 0.6 * size, 0.07)
@@ -270,33 +254,30 @@ def draw_arm_maps(run: RunData) -> Figure:
     return figure
 
 
-def _cells(run: RunData, maps: Maps) -> list[_Cell]:
-    """Return the cell of each condition's map."""
+def _cells(run: RunData, maps: Maps) -> dict[tuple[int, int], tuple[str, str, int]]:
+    """Return (row, column) of a map → its condition, its name (empty for a control below its arm) and its sink."""
     labels = [label for label in arms(run) if label in maps]
     controlled = {label for label in labels if _control_of(label) in maps}
     sinks = {label: arms(run)[label]["watched"][0] for label in labels}
     shown = {BEFORE: next(iter(sinks.values()), 0)} | sinks
-    cells: list[_Cell] = []
-    if len(shown) + len(controlled) <= ARM_MAPS_ACROSS:
-        for label, sink in shown.items():
-            cells.append(_Cell(0, len(cells), label, label, sink))
-            if label in controlled:
-                cells.append(_Cell(0, len(cells), _control_of(label), "random control", sink))
-        return cells
+    in_one_row = len(shown) + len(controlled) <= ARM_MAPS_ACROSS
     across = -(-len(shown) // -(-len(shown) // ARM_MAPS_ACROSS))  # rows of about equal length
+    cells: dict[tuple[int, int], tuple[str, str, int]] = {}
     for place, (label, sink) in enumerate(shown.items()):
         row, column = (2 if controlled else 1) * (place // across), place % across
-        cells.append(_Cell(row, column, label, label, sink))
+        if in_one_row:
+            row, column = 0, len(cells)
+        cells[row, column] = label, label, sink
         if label in controlled:
-            cells.append(_Cell(row + 1, column, _control_of(label), "", sink))
+            below = (0, column + 1) if in_one_row else (row + 1, column)
+            cells[below] = _control_of(label), CONTROL if in_one_row else "", sink
     return cells
 
 
 def _name_axes(ax: Axes) -> None:
     """Name the axes and their ends."""
     ends = [0, int(ax.get_xlim()[1])]
-    ax.set_xticks(ends)
-    ax.set_yticks(ends)
+    ax.set(xticks=ends, yticks=ends)
     first, *last = ax.get_xticklabels()
     first.set_horizontalalignment("left")
     for label in last:
@@ -308,10 +289,9 @@ def _name_axes(ax: Axes) -> None:
 
 def _maps_by_condition(run: RunData) -> Maps:
     table = run.tables["arm_maps"]
-    size = int(table["query"].max()) + 1
     maps: Maps = {}
     for (condition, layer), rows in table.groupby(["condition", "layer"], sort=False):
-        maps.setdefault(condition, {})[int(layer)] = plot.square(rows, size)
+        maps.setdefault(condition, {})[int(layer)] = plot.square(rows, int(table["query"].max()) + 1)
     return maps
 
 
@@ -320,11 +300,9 @@ def _control_of(label: str) -> str:
     return f"{label} control 0"
 
 
-def _to_sink(weights: np.ndarray | None, sink: int) -> float:
+def _to_sink(weights: np.ndarray, sink: int) -> float:
     """Return the mean weight on the sink over the other queries that see it; NaN if the map has no such weight."""
-    if weights is None or sink >= len(weights):
-        return float("nan")
-    others = np.delete(weights[:, sink], sink)
+    others = np.delete(weights[:, sink], sink) if sink < len(weights) else np.empty(0)
     others = others[np.isfinite(others)]  # in a causal model, the queries after the sink
     return float(others.mean()) if len(others) else float("nan")
 
@@ -354,9 +332,8 @@ def _draw_map(ax: Axes, weights: np.ndarray, masked: np.ndarray | None = None) -
 def _color_bar(figure: Figure, image: AxesImage, ax: Axes) -> None:
     """Draw the color bar along the longer side of `ax`."""
     box = ax.get_window_extent()
-    bar = figure.colorbar(
-        image, cax=ax, orientation="horizontal" if box.width > box.height else "vertical", extend="min"
-    )
+    along = "horizontal" if box.width > box.height else "vertical"
+    bar = figure.colorbar(image, cax=ax, orientation=along, extend="min")
     bar.set_ticks([FAINTEST, 0.1, 1], labels=[f"{FAINTEST:g}", "0.1", "1"])
     bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=SMALL, pad=1)
@@ -369,104 +346,85 @@ def _color_bar(figure: Figure, image: AxesImage, ax: Axes) -> None:
 
 ALL_LAYERS_LEFT, ALL_LAYERS_RIGHT = 1.05, 0.04  # inches: margin with the names, empty margin
 TOP, ALL_LAYERS_BELOW = 0.36, 0.4  # inches: margin with title and layers, margin with the color bar
-BETWEEN, BEFORE_CONTROL = 0.1, 0.03  # inches between arms, and between an arm and its control
-ALL_LAYERS_LETTERS = 18  # characters in a line of an arm's name
-CONTROL = "random control"
-LARGEST, LARGEST_WRAPPED = 0.71, 0.48  # inches per map, in a single row and in several rows
-WORTH = 0.85  # fewer rows are better if maps have at least this share of the largest possible size
-READABLE = 0.24  # inches: controls are left out if they would make maps smaller than this
 ALL_LAYERS_GAP = 0.06  # between maps, as a share of a map
 NUMBER: Look = {"fontsize": 6, "ha": "center", "va": "bottom"}
-NUMBER_BOX: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-
-
-@dataclass(frozen=True)
-class _Page:
-    """The layout of the maps."""
-
-    conditions: dict[str, str]  # condition → the name next to its maps
-    rows: int  # of one condition
-    across: int  # layers in a row
-    size: float  # inches per map, with the gap after it
-
-    @property
-    def tops(self) -> np.ndarray:
-        """Inches from the first map to the first map of each condition, and to the end of the last condition."""
-        gaps = _gaps(self.conditions)
-        return np.cumsum([0.0, *(gap + self.rows * self.size for gap in [*gaps[1:], 0.0])])
+NUMBER_BOX: Look = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
 
 
 def draw_arm_maps_by_layer(run: RunData) -> Figure:
     maps = _maps_by_condition(run)
     layers = sorted({layer for by_layer in maps.values() for layer in by_layer})
     labels = [BEFORE, *(label for label in arms(run) if label in maps)]
-    alone, controlled = {}, {}
+    alone = {label: wrapped(label, 18, 2) for label in labels}  # condition → name next to its maps
+    named: dict[str, str] = {}
     for label in labels:
-        alone[label] = controlled[label] = wrapped(label, ALL_LAYERS_LETTERS, 2)
-        if _control_of(label) in maps:
-            controlled[_control_of(label)] = CONTROL
-    page, note = _largest(controlled, len(layers)), "every layer"
-    if alone != controlled and page.size < READABLE:
-        page, note = _largest(alone, len(layers)), "every layer, controls left out"
-    width = max(ALL_LAYERS_LEFT + page.across * page.size + ALL_LAYERS_RIGHT, COLUMN)
+        named |= {label: alone[label]} | ({_control_of(label): CONTROL} if _control_of(label) in maps else {})
+    note, (rows, across, size) = "every layer", _largest(named, len(layers))
+    if alone != named and size < 0.24:  # inches, which could not be read
+        note, named, (rows, across, size) = "every layer, controls left out", alone, _largest(alone, len(layers))
+    width = max(ALL_LAYERS_LEFT + across * size + ALL_LAYERS_RIGHT, COLUMN)
     text = title(run, width, note, MEAN)
-    top = TOP + 0.13 * text.count("\n") - (0.13 if page.rows > 1 else 0)  # layers are named above a single row
-    figure = _placed_figure(width, top + page.tops[-1] + ALL_LAYERS_BELOW, text)
-    for (condition, name), above in zip(page.conditions.items(), page.tops, strict=False):
-        ax = _axes_at(figure, ALL_LAYERS_LEFT, top + above, page.across * page.size, page.rows * page.size)
-        image = _mosaic(ax, maps[condition], layers, page, page.rows > 1 or condition == BEFORE)
+    top = TOP + 0.13 * text.count("\n") - (0.13 if rows > 1 else 0)  # layers are named above a single row
+    tops = np.cumsum([0.0, *(gap + rows * size for gap in [*_gaps(named)[1:], 0.0])])  # of each condition; the end
+    figure = _placed_figure(width, top + tops[-1] + ALL_LAYERS_BELOW, text)
+    for (condition, name), above in zip(named.items(), tops, strict=False):
+        ax = _axes_at(figure, ALL_LAYERS_LEFT, top + above, across * size, rows * size)
+        image = _mosaic(ax, maps[condition], layers, rows, across)
+        if rows > 1 or condition == BEFORE:
+            _number(ax, layers, rows, across)
         color = "0.4" if name == CONTROL else "black"
         ax.set_ylabel(name, fontsize=SMALL, color=color, rotation=0, ha="right", va="center", labelpad=3)
     bar = _axes_at(figure, ALL_LAYERS_LEFT, figure.get_figheight() - ALL_LAYERS_BELOW + 0.04, 1.1, 0.07)
     _color_bar(figure, image, bar)
     tokens = len(next(iter(maps[BEFORE].values())))
-    words = f"down: {tokens} queries\nacross: {tokens} keys" + ("\nnumber: layer" if page.rows > 1 else "")
+    words = f"down: {tokens} queries\nacross: {tokens} keys" + ("\nnumber: layer" if rows > 1 else "")
     bar.text(1.1, 1, words, transform=bar.transAxes, va="top", fontsize=SMALL, color="0.3")
     return figure
 
 
-def _largest(conditions: dict[str, str], layers: int) -> _Page:
-    """Return the page with the fewest rows for each condition on which maps are nearly as large as possible."""
+def _largest(conditions: dict[str, str], layers: int) -> tuple[int, int, float]:
+    """Return the fewest rows of a condition with which maps are nearly as large as possible, maps in a row, inches."""
     height = (PAGE - TOP - 0.13 - ALL_LAYERS_BELOW - sum(_gaps(conditions))) / len(conditions)
     pages = []
     for rows in range(1, layers + 1):
         across = -(-layers // rows)
-        most = LARGEST if rows == 1 else LARGEST_WRAPPED
+        most = 0.71 if rows == 1 else 0.48  # inches
         size = min((WIDE - ALL_LAYERS_LEFT - ALL_LAYERS_RIGHT) / across, height / rows, most)
-        pages.append(_Page(conditions, rows, across, size))
-    largest = max(page.size for page in pages)
-    return next(page for page in pages if page.size >= WORTH * largest)
+        pages.append((rows, across, size))
+    largest = max(size for *_, size in pages)
+    return next(page for page in pages if page[2] >= 0.85 * largest)
 
 
 def _gaps(conditions: dict[str, str]) -> list[float]:
     """Return the inches of space above each condition."""
-    return [0.0, *(BEFORE_CONTROL if name == CONTROL else BETWEEN for name in list(conditions.values())[1:])]
+    return [0.0, *(0.03 if name == CONTROL else 0.1 for name in list(conditions.values())[1:])]
 
 
-def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], page: _Page, numbered: bool) -> AxesImage:
+def _mosaic(ax: Axes, by_layer: dict[int, np.ndarray], layers: list[int], rows: int, across: int) -> AxesImage:
     """Draw maps in reading order. A layer without a map is gray below its diagonal; cells without a layer are white."""
-    # Numbers of layers are above a single row, else in the upper right corners, which a causal mask leaves empty.
     size = len(next(iter(by_layer.values())))
     pitch = size + max(1, round(ALL_LAYERS_GAP * size))
-    weights = np.full((page.rows * pitch, page.across * pitch), np.nan)
+    weights = np.full((rows * pitch, across * pitch), np.nan)
     masked = np.ones_like(weights, bool)
     for place, layer in enumerate(layers):
-        row, column = divmod(place, page.across)
+        row, column = divmod(place, across)
         spot = np.s_[row * pitch : row * pitch + size, column * pitch : column * pitch + size]
         weights[spot] = by_layer.get(layer, np.nan)
         masked[spot] = plot.above_diagonal(weights[spot])
     image = _draw_map(ax, weights, masked)
     ax.spines[:].set_visible(False)
-    if not numbered:
-        return image
-    width = ax.get_xlim()[1] / page.across
-    if page.rows == 1:
+    return image
+
+
+def _number(ax: Axes, layers: list[int], rows: int, across: int) -> None:
+    """Number the layers: above a single row, else in the upper right corners, which a causal mask leaves empty."""
+    width = ax.get_xlim()[1] / across
+    if rows == 1:
         ax.text(-0.3 * width, -0.06 * width, "layer", **NUMBER | {"ha": "right"})
     for place, layer in enumerate(layers):
-        row, column = divmod(place, page.across)
-        if page.rows == 1:
+        row, column = divmod(place, across)
+        if rows == 1:
             ax.text((column + 0.5) * width, -0.06 * width, str(layer), **NUMBER)
         else:
             look = NUMBER | {"ha": "right", "va": "top", "bbox": NUMBER_BOX}
             ax.text((column + 1 - ALL_LAYERS_GAP) * width, row * width, str(layer), **look)
-    return image

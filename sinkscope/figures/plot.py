@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
@@ -17,10 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from sinkscope.figures.style import OTHERS, SEQUENTIAL, SINK, Figure
 
 MOST_MARKERS = 20  # markers on one line; more would overlap
-MANY_DECADES = 1e5  # on a longer log axis, the ticks between powers of ten would be a gray bar
 ROUND = 1e-9  # tolerance of a logarithm
-MOST_TICKS = 5  # decades on an axis of training steps
-UNEVEN = 5  # if the last step is this many times the median, early steps need a log scale
 
 # --- curves
 
@@ -89,9 +85,16 @@ def drawn(ax: Axes, which: str) -> np.ndarray:
 # --- axes
 
 
-def layer_axis(ax: Axes, label: str = "layer") -> None:
+def panel(ax: Axes, title: str, unit: str, x: str | None = "layer", **scale: Any) -> bool:
+    """Name a panel after drawing, with whole numbers across and values upwards as in `value_axis`.
+
+    `x` is None in a panel whose x axis is labeled already.
+    """
+    ax.set_title(title)
     whole_numbers(ax, "x")
-    ax.set_xlabel(label)
+    if x is not None:
+        ax.set_xlabel(x)
+    return value_axis(ax, unit, **scale)
 
 
 def whole_numbers(ax: Axes, which: str) -> None:
@@ -103,22 +106,21 @@ def whole_numbers(ax: Axes, which: str) -> None:
         (ax.set_xlim if which == "x" else ax.set_ylim)(values[0] - 0.5, values[0] + 0.5)
 
 
-def value_axis(ax: Axes, log: bool = False, share: bool = False) -> bool:
-    """Set the scale of the y axis after drawing: linear, logarithmic, or a share from 0 to 1.
+def value_axis(ax: Axes, unit: str, log: bool = False, share: bool = False, lacking: str = "") -> bool:
+    """Set label and scale of the y axis after drawing: linear, logarithmic, or a share from 0 to 1.
 
-    Return whether any value can be shown; if not, the panel says that there are none.
+    Return whether any value can be shown; if not, the panel says that there are none, or what `lacking` says.
     """
     if not has_values(ax, log):
-        say(ax, "no positive values" if log else "no values")
+        say(ax, lacking or ("no positive values" if log else "no values"))
         return False
+    ax.set_ylabel(unit)
     grid(ax, "y")
     if share:
         ax.set_ylim(-0.03, 1.03)
         ax.set_yticks([0, 0.5, 1])
     elif log:
-        ax.set_yscale("log", nonpositive="mask")
-        ax.set_ylim(*with_decades(*ax.get_ylim()))
-        log_ticks(ax.yaxis, *ax.get_ylim())
+        log_axis(ax, "y")
     return True
 
 
@@ -145,22 +147,22 @@ def with_decades(low: float, high: float) -> tuple[float, float]:
     return min(low, 10**first), max(high, 10**last)
 
 
-def log_ticks(axis: Axis, low: float, high: float) -> None:
-    """Put ticks at powers of ten, with as many numbers as fit; short numbers are written out."""
-    many = high / low > MANY_DECADES
+def log_axis(ax: Axes, which: Literal["x", "y"], *reached: float) -> None:
+    """Make an axis logarithmic, with two powers of ten at least; it spans its values and those that have to be reached.
+
+    Ticks are at powers of ten, with as many numbers as fit; short numbers are written out.
+    """
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    getattr(ax, f"set_{which}scale")("log", nonpositive="mask")  # this also resets the ticks
+    known = (*axis.get_view_interval(), *reached)
+    getattr(ax, f"set_{which}lim")(*with_decades(min(known), max(known)))
+    low, high = axis.get_view_interval()
+    many = high / low > 1e5  # the ticks between powers of ten would be a gray bar
     axis.set_major_locator(LogLocator())
     axis.set_minor_locator(LogLocator(subs=(1.0,) if many else tuple(range(2, 10)), numticks=99))
     axis.set_minor_formatter(NullFormatter())
     if low >= 1e-3 and high < 5e4:
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def widen(ax: Axes, low: float, high: float) -> None:
-    """Let a logarithmic y axis span at least the range from `low` to `high`."""
-    known = ax.get_ylim()
-    ax.set_yscale("log", nonpositive="mask")  # this also resets the ticks
-    ax.set_ylim(*with_decades(min(low, known[0]), max(high, known[1])))
-    log_ticks(ax.yaxis, *ax.get_ylim())
 
 
 def wide_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
@@ -174,13 +176,7 @@ def wide_x_axis(ax: Axes, low: float, high: float, room: float) -> None:
         ax.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         return
     ax.set_xlim(low / room, high * room)
-    log_x_axis(ax)
-
-
-def log_x_axis(ax: Axes) -> None:
-    ax.set_xscale("log", nonpositive="mask")
-    ax.set_xlim(*with_decades(*ax.get_xlim()))
-    log_ticks(ax.xaxis, *ax.get_xlim())
+    log_axis(ax, "x")
 
 
 def step_axis(ax: Axes, steps: Sequence[int]) -> None:
@@ -188,7 +184,7 @@ def step_axis(ax: Axes, steps: Sequence[int]) -> None:
     if min(steps) == max(steps):
         ax.set_xlim(steps[0] - 0.5, steps[0] + 0.5)
         ax.set_xticks([steps[0]])
-    elif min(steps) < 0 or max(steps) <= UNEVEN * np.median(steps):
+    elif min(steps) < 0 or max(steps) <= 5 * np.median(steps):
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     else:
         least = min(step for step in steps if step > 0)
@@ -199,7 +195,7 @@ def step_axis(ax: Axes, steps: Sequence[int]) -> None:
             ax.set_xlim(-0.3 * least, 2 * max(steps))
         decades = range(math.floor(math.log10(least)), math.ceil(math.log10(max(steps))) + 1)
         within = [10**decade for decade in decades if least <= 10**decade <= max(steps)]
-        ticks = within[:: 1 + len(within) // MOST_TICKS] if len(within) > 1 else [least, max(steps)]
+        ticks = within[:: 1 + len(within) // 5] if len(within) > 1 else [least, max(steps)]
         ax.set_xticks([0, *ticks] if 0 in steps else ticks)
         ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda step, _: step_label(step)))
@@ -216,19 +212,19 @@ def step_label(step: float) -> str:
 # --- panels
 
 
-def panel_grid(figure: Figure, count: int, across: int, sharey: bool = True) -> tuple[list[Axes], list[Axes]]:
+def panel_grid(figure: Figure, count: int, across: int, x: str = "", sharey: bool = True) -> list[Axes]:
     """Make panels with a common x axis, and by default a common y axis, in rows of `across`.
 
-    Return the panels in reading order, and the lowest panel of each column, which has the numbers of the x axis.
+    The lowest panel of each column has the numbers and the label of the x axis.
     """
     grid = figure.subplots(-(-count // across), across, sharex=True, sharey=sharey, squeeze=False)
-    axes, unused = list(grid.flat[:count]), list(grid.flat[count:])
-    for ax in unused:
+    axes: list[Axes] = list(grid.flat[:count])
+    for ax in grid.flat[count:]:
         ax.set_visible(False)
-    lowest = axes[-across:]
-    for ax in lowest:
+    for ax in axes[-across:]:
         ax.tick_params(labelbottom=True)
-    return axes, lowest
+        ax.set_xlabel(x)
+    return axes
 
 
 def name_rows(ax: Axes, names: Sequence[str], shaded: bool = True) -> None:

@@ -3,13 +3,25 @@
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.typing import HashableList
 
 from sinkscope.errors import counted
-from sinkscope.figures import plot, style
+from sinkscope.figures import plot
 from sinkscope.figures.labels import escape, shorten, title, wrapped
-from sinkscope.figures.style import HIGHEST, NAVY, OTHERS, REFERENCE, SKY, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.figures.spec import needs
+from sinkscope.figures.style import (
+    HIGHEST,
+    NAVY,
+    OTHERS,
+    REFERENCE,
+    SINK,
+    SKY,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    new_figure,
+)
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
 from sinkscope.results.metrics import METRICS
@@ -20,24 +32,23 @@ from sinkscope.verdict.quantization import label, probed, whole
 # Upper left: settings, on all sequences. Lower left: every kind of site. Right: layers of the costliest kinds. The last
 # two are on the few sequences of the search for costly sites. The broken line is full precision on the same sequences.
 
-ROW, AROUND = 0.2, 1.5  # inches: a row, and the margins above, between and below
-TALL = 1.6  # rows for each setting, because its label has two lines
-LETTERS, LONGEST = 26, 30  # characters in a line of a setting, and in a site
+LONGEST = 30  # characters in a site, and in a title
 MASSIVE = "†"  # after the name of a site
 MOST = 16  # number of the costliest modules, and of the costliest single sites, that are drawn
 # offsets within a row, so that marks with equal values are all visible
 NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0, KEYS: -0.12, VALUES: 0.12}
 
-SETTING: Look = {"color": "black", "marker": "X", "markersize": 4.6, "mew": 0, "linestyle": "none"}
+DOT: Look = {"linestyle": "none"}
+SETTING: Look = DOT | {"color": "black", "marker": "X", "markersize": 4.6, "mew": 0}
 MARKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
-    INPUT: {"marker": "o", "color": NAVY, "markersize": 4.2},
-    WEIGHT: {"marker": "D", "color": SKY, "markersize": 3.4},
-    OUTPUT: {"marker": "s", "color": VERMILION, "markersize": 3.8, "markerfacecolor": "white", "markeredgewidth": 1.0},
-    SCORES: {"marker": "^", "color": NAVY, "markersize": 4.2},
-    SOFTMAX: {"marker": "v", "color": SKY, "markersize": 4.2},
-    SUM: {"marker": "P", "color": VERMILION, "markersize": 4.2},
-    KEYS: {"marker": "<", "color": NAVY, "markersize": 4.2},
-    VALUES: {"marker": ">", "color": SKY, "markersize": 4.2},
+    INPUT: DOT | {"marker": "o", "color": NAVY, "markersize": 4.2},
+    WEIGHT: DOT | {"marker": "D", "color": SKY, "markersize": 3.4},
+    OUTPUT: DOT | {"marker": "s", "color": VERMILION, "markersize": 3.8, "mfc": "white", "mew": 1.0},
+    SCORES: DOT | {"marker": "^", "color": NAVY, "markersize": 4.2},
+    SOFTMAX: DOT | {"marker": "v", "color": SKY, "markersize": 4.2},
+    SUM: DOT | {"marker": "P", "color": VERMILION, "markersize": 4.2},
+    KEYS: DOT | {"marker": "<", "color": NAVY, "markersize": 4.2},
+    VALUES: DOT | {"marker": ">", "color": SKY, "markersize": 4.2},
 }
 FULL_PRECISION = REFERENCE | {"zorder": 1}
 
@@ -46,11 +57,16 @@ def draw_quantization_cost(run: RunData) -> Figure:
     alone = probed(run, ALONE)
     kinds, sites = alone[alone["layer"] == ALL_LAYERS], alone[alone["layer"] != ALL_LAYERS].head(MOST)
     modules = list(kinds["site"].unique()[:MOST])
-    left = TALL * (len(whole(run)) - 1) + len(modules)
-    figure = new_figure(WIDE, ROW * max(left, len(sites)) + AROUND)
+    heights = [1.6 * (len(whole(run)) - 1), len(modules)]  # in rows: the label of a setting has two lines
+    figure = new_figure(WIDE, 0.2 * max(sum(heights), len(sites)) + 1.5)
     mosaic: list[HashableList[str]] = [["whole", "sites"], ["kinds", "sites"]] if len(sites) else [["whole"], ["kinds"]]
-    axes = figure.subplot_mosaic(mosaic, height_ratios=[TALL * (len(whole(run)) - 1), len(modules)])
-    _draw_settings(axes["whole"], run)
+    axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
+    settings = whole(run)["perplexity"]
+    quantized = settings.drop(FULL)
+    names = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
+    _rows(axes["whole"], "whole model quantized", names, float(settings[FULL]))
+    for row, perplexity in enumerate(quantized):
+        axes["whole"].plot([perplexity], [row], **SETTING)
     reference = float(probed(run, FULL)["perplexity"].iloc[0])
     _draw_kinds(axes["kinds"], kinds[kinds["site"].isin(modules)], reference)
     if len(sites):
@@ -62,30 +78,19 @@ def draw_quantization_cost(run: RunData) -> Figure:
         plot.wide_x_axis(ax, values.min(), values.max(), room=1.02)
         ax.set_xlabel(f"{METRICS['perplexity'].short}, {counted(table['sequences'].max(), 'sequence')}")
     shown = {str(part) for part in alone["part"]}
-    marks = [Line2D([], [], linestyle="none", label=part, **look) for part, look in MARKS.items() if part in shown]
-    marks.append(Line2D([], [], label="full precision", **FULL_PRECISION))
+    marks = {part: look for part, look in MARKS.items() if part in shown} | {"full precision": FULL_PRECISION}
     if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes["sites"].get_yticklabels()):
-        marks.append(Line2D([], [], linestyle="none", label=f"{MASSIVE} holds massive activations"))
+        marks[f"{MASSIVE} holds massive activations"] = DOT
     return figure.finish(title(run, WIDE), marks, ncols=5)
-
-
-def _draw_settings(ax: Axes, run: RunData) -> None:
-    settings = whole(run)["perplexity"]
-    quantized = settings.drop(FULL)
-    _rows(ax, [wrapped(label(run, str(setting)), LETTERS, 2) for setting in quantized.index], float(settings[FULL]))
-    for row, perplexity in enumerate(quantized):
-        ax.plot([perplexity], [row], **SETTING)
-    ax.set_title("whole model quantized")
 
 
 def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
     """Draw a row for each module, in the order of the model, with a mark for each of its parts."""
     modules = list(kinds.sort_index()["site"].unique())
-    _rows(ax, [escape(shorten(module, LONGEST)) for module in modules], reference)
+    _rows(ax, "one kind of site quantized", [escape(shorten(module, LONGEST)) for module in modules], reference)
     for row in kinds.itertuples():
         part = str(row.part)
-        ax.plot([row.perplexity], [modules.index(row.site) + NUDGE[part]], linestyle="none", **MARKS[part])
-    ax.set_title("one kind of site quantized")
+        ax.plot([row.perplexity], [modules.index(row.site) + NUDGE[part]], **MARKS[part])
 
 
 def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataFrame) -> None:
@@ -95,13 +100,13 @@ def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataF
         where = "" if row.layer == NO_LAYER else f"layer {row.layer} "
         mark = f" {MASSIVE}" if (row.layer, row.site, row.part) in massive else ""
         names.append(escape(where + shorten(str(row.name), LONGEST)) + mark)
-        ax.plot([row.perplexity], [place], linestyle="none", **MARKS[str(row.part)])
-    _rows(ax, names, reference)
-    ax.set_title("one site quantized")
+        ax.plot([row.perplexity], [place], **MARKS[str(row.part)])
+    _rows(ax, "one site quantized", names, reference)
 
 
-def _rows(ax: Axes, names: list[str], reference: float) -> None:
+def _rows(ax: Axes, title: str, names: list[str], reference: float) -> None:
     """Name the rows, and draw the line of full precision through all of them."""
+    ax.set_title(title)
     plot.name_rows(ax, names)
     ax.plot([reference, reference], [-0.5, len(names) - 0.5], **FULL_PRECISION)
 
@@ -110,47 +115,37 @@ def _rows(ax: Axes, names: list[str], reference: float) -> None:
 # Entries below half a step round to zero: where the median is below half a step, most of the tensor is lost.
 
 COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in the figure
-HEIGHT = 1.3  # inches for each row
-RANGES_LONGEST = 30  # characters of a title
 
-LARGEST = style.SINK | {"label": "largest entry"}
-MEDIAN = OTHERS | {"label": "median entry"}
-HALF_STEP = HIGHEST | {"label": "half a step: less rounds to zero"}
-RANGES_MASSIVE: Look = {
-    "label": "massive activations", "linestyle": "none", "marker": "o", "markersize": 7, "markerfacecolor": "none",
-    "markeredgecolor": VERMILION, "zorder": 5,
-}  # fmt: skip
+RING: Look = DOT | {
+    "marker": "o",
+    "markersize": 7,
+    "markerfacecolor": "none",
+    "markeredgecolor": VERMILION,
+    "zorder": 5,
+}
 
 
-def lacking_quantization_ranges(run: RunData) -> str | None:
-    return None if len(_sites(run)) else "the layers of the model contain no linear layer"
-
-
+@needs(lambda run: len(_sites(run)), "the layers of the model contain no linear layer")
 def draw_quantization_ranges(run: RunData) -> Figure:
     sites = _sites(run)
-    kinds = list(_kinds(sites).items())[:RANGES_MOST]
+    kinds = dict(list(_kinds(sites).items())[:RANGES_MOST])
     across = min(COLUMNS, len(kinds))
-    figure = new_figure(WIDE, HEIGHT * -(-len(kinds) // across) + 0.7)
-    axes, lowest = plot.panel_grid(figure, len(kinds), across)
-    for ax, (name, table) in zip(axes, kinds, strict=True):
+    figure = new_figure(WIDE, 1.3 * -(-len(kinds) // across) + 0.7)
+    axes = plot.panel_grid(figure, len(kinds), across, "layer")
+    for ax, table in zip(axes, kinds.values(), strict=True):
         table = table.set_index("layer").sort_index()
-        plot.line_by_layer(ax, table["max_abs"], **LARGEST)
-        plot.line_by_layer(ax, table["median_abs"], **MEDIAN)
-        plot.line_by_layer(ax, table["step"] / 2, **HALF_STEP)
+        for values, look in ((table["max_abs"], SINK), (table["median_abs"], OTHERS), (table["step"] / 2, HIGHEST)):
+            plot.line_by_layer(ax, values, **look)
         massive = table[table["is_massive"]]
-        ax.plot(massive.index, massive["max_abs"].to_numpy(float), **RANGES_MASSIVE)
-        ax.set_title(escape(name), fontsize=7)
+        ax.plot(massive.index, massive["max_abs"].to_numpy(float), **RING)
         ax.margins(y=0.12)  # room for the rings
-    for ax in axes:
-        plot.layer_axis(ax, "layer" if ax in lowest else "")
-        plot.value_axis(ax, log=True)
-    for ax in axes[::across]:
-        ax.set_ylabel("|entry|")
-    shown = [Line2D([], [], **look) for look in (LARGEST, MEDIAN, HALF_STEP)]
-    shown += [Line2D([], [], **RANGES_MASSIVE)] * bool(sites["is_massive"].any())
-    figure.legend(handles=shown, loc="outside lower center", ncols=4)
+    for place, (ax, name) in enumerate(zip(axes, kinds, strict=True)):  # all are drawn, because they share their axes
+        plot.panel(ax, escape(name), "" if place % across else "|entry|", None, log=True)
+        ax.title.set_fontsize(7)
+    signs = {"largest entry": SINK, "median entry": OTHERS, "half a step: less rounds to zero": HIGHEST}
+    signs |= {"massive activations": RING} if sites["is_massive"].any() else {}
     calibration = run.manifest["quantization"]["calibration"]
-    return figure.finish(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"))
+    return figure.finish(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"), signs, ncols=4)
 
 
 def _sites(run: RunData) -> pd.DataFrame:
@@ -171,5 +166,5 @@ def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
     found = {}
     for names, part, table in alike.values():
         joined = names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names)
-        found[f"{shorten(joined, RANGES_LONGEST)}\n{part}"] = table
+        found[f"{shorten(joined, LONGEST)}\n{part}"] = table
     return found

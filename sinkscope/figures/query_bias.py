@@ -1,16 +1,27 @@
 """Figures of the query bias and of the effective positional encodings (NU)."""
 
 import numpy as np
-from matplotlib.artist import Artist
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from sinkscope.errors import counted
-from sinkscope.figures import plot, style
+from sinkscope.figures import plot
 from sinkscope.figures.labels import title
-from sinkscope.figures.style import COLUMN, GRAY, GREEN, NAVY, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
-from sinkscope.measuring.observables.query_bias import ALL_HEADS
+from sinkscope.figures.spec import needs
+from sinkscope.figures.style import (
+    COLUMN,
+    GRAY,
+    GREEN,
+    HIGHEST,
+    NAVY,
+    OTHERS,
+    SINK,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    new_figure,
+)
+from sinkscope.measuring.observables.reductions import ALL_HEADS
 from sinkscope.measuring.summary import delta_gap
 from sinkscope.results.run import RunData
 
@@ -23,23 +34,21 @@ LOOKS: dict[str, Look] = {  # the later tokens are drawn first
     "later": {"facecolor": VERMILION, "alpha": 0.45, "linewidth": 0},
     "position 0": {"facecolor": NAVY, "alpha": 0.85, "linewidth": 0},
 }
-MOST_COLUMNS = 8
-TALLEST = 7.6  # inches
 
 
 def draw_query_bias_distribution(run: RunData) -> Figure:
     table, by_position = run.tables["delta_distribution"], run.tables["query_bias"]
     gaps = delta_gap(by_position[by_position["head"] == ALL_HEADS])
     layers = sorted(table["layer"].unique())
-    columns = min(len(layers), 4 if len(layers) <= 16 else 6 if len(layers) <= 36 else MOST_COLUMNS)
+    columns = min(len(layers), 4 if len(layers) <= 16 else 6 if len(layers) <= 36 else 8)
     rows = -(-len(layers) // columns)
-    figure = new_figure(WIDE, min(TALLEST, 0.8 + rows * (1.15 if columns == 4 else 0.85)))
+    figure = new_figure(WIDE, min(7.6, 0.8 + rows * (1.15 if columns == 4 else 0.85)))
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for ax, layer in zip(axes, layers, strict=False):
         for group, look in LOOKS.items():
             bins = table[(table["layer"] == layer) & (table["group"] == group)].sort_values("delta")
             centers, counts = bins["delta"].to_numpy(float), bins["count"].to_numpy(float)
-            if np.isfinite(centers).all() and counts.sum() > 0:
+            if np.isfinite(centers).all() and counts.any():
                 width = (centers[-1] - centers[0]) / max(1, len(centers) - 1) or 1.0
                 ax.bar(centers, counts / counts.max(), width=width, **look)
         ax.set_ylim(0, 1.08)
@@ -54,9 +63,8 @@ def draw_query_bias_distribution(run: RunData) -> Figure:
     for ax in axes[: len(layers)][-columns:]:  # the lowest panel of each column
         ax.set_xlabel("Δ, unscaled", fontsize=7)
     figure.supylabel("tokens (highest bin = 1)")
-    labels = {"position 0": "position 0", "later": "later positions"}
-    handles = [Patch(label=label, **LOOKS[group]) for group, label in labels.items()]
-    return figure.finish(title(run, WIDE), handles, ncols=2)
+    signs = {"position 0": LOOKS["position 0"], "later positions": LOOKS["later"]}
+    return figure.finish(title(run, WIDE), signs, ncols=2)
 
 
 # --- Alignment of the query bias with the key of each position, cos(W_k EPE_i, b_Q), by layer (NU figures 2 and 5).
@@ -69,69 +77,59 @@ SPAN: Look = {"color": VERMILION, "alpha": 0.3, "linewidth": 0}
 SPREAD = 0.5  # share of a layer's width over which the dots of its positions are spread
 
 
-def lacking_query_bias_alignment(run: RunData) -> str | None:
-    table = run.tables["query_bias"]
-    if table["key_alignment"].notna().any():
-        return None
-    if (table["delta_mean"] == 0).all():
-        return "its query bias is zero, so that it has no angle to the keys"
-    return "its positions are not learned vectors, so that no position has its own key"
+def _is_aligned(run: RunData) -> bool:
+    return bool(run.tables["query_bias"]["key_alignment"].notna().any())
 
 
+def _has_bias(run: RunData) -> bool:
+    return _is_aligned(run) or bool((run.tables["query_bias"]["delta_mean"] != 0).any())
+
+
+@needs(_has_bias, "its query bias is zero, so that it has no angle to the keys")
+@needs(_is_aligned, "its positions are not learned vectors, so that no position has its own key")
 def draw_query_bias_alignment(run: RunData) -> Figure:
     table = plot.finite(run.tables["query_bias"])
     together, by_head = table[table["head"] == ALL_HEADS], table[table["head"] != ALL_HEADS]
     figure = new_figure(WIDE, 2.7)
     left, right = figure.subplots(1, 2, sharey=True)
-    left.set_title("all heads together")
     later = together[together["position"] > 0]
     offset = (later["position"] - 1) / max(1, later["position"].max() - 1) - 0.5 if len(later) else 0.0
     left.plot(later["layer"] + SPREAD * offset, later["key_alignment"], rasterized=len(later) > 5000, **LATER)
     plot.line_by_layer(left, together[together["position"] == 0].set_index("layer")["key_alignment"], **SINK)
-    right.set_title("each head")
     cosines = by_head[by_head["position"] > 0].groupby("layer")["key_alignment"]
     low, high = cosines.quantile(0.1), cosines.quantile(0.9)
     right.bar(low.index, high - low, bottom=low, width=SPREAD, **SPAN)
     first = by_head[by_head["position"] == 0]
     right.plot(first["layer"], first["key_alignment"], **HEADS)
     for ax in (left, right):
-        plot.layer_axis(ax)
-        if plot.value_axis(ax):
+        name, label = ("all heads together", r"$\cos(W_k\,\mathrm{EPE}_i,\ b_Q)$") if ax is left else ("each head", "")
+        if plot.panel(ax, name, label):
             ax.axhline(0, color=GRAY, linewidth=0.6, zorder=1)
     lowest, highest = np.nanmin([left.dataLim.y0, right.dataLim.y0]), np.nanmax([left.dataLim.y1, right.dataLim.y1])
     if np.isfinite([lowest, highest]).all():
         left.set_ylim(max(lowest - 0.05, -1.03), min(highest + 0.05, 1.03))
-    left.set_ylabel(r"$\cos(W_k\,\mathrm{EPE}_i,\ b_Q)$")
-    handles = [
-        Line2D([], [], label="position 0, all heads", **SINK),
-        Line2D([], [], label="later positions, in order", **LATER | {"markersize": 3}),
-        Line2D([], [], label="position 0, one head", **HEADS | {"markersize": 3}),
-        Patch(label="later positions, 10–90 % over heads", **SPAN),
-    ]
-    return figure.finish(title(run, WIDE), handles, ncols=4, columnspacing=1.4, handletextpad=0.6)
+    signs = {
+        "position 0, all heads": SINK,
+        "later positions, in order": LATER | {"markersize": 3},
+        "position 0, one head": HEADS | {"markersize": 3},
+        "later positions, 10–90 % over heads": SPAN,
+    }
+    return figure.finish(title(run, WIDE), signs, ncols=4, columnspacing=1.4, handletextpad=0.6)
 
 
 # --- |γ| at the coordinates where EPE₀ is massive, and at all coordinates (NU tables 1 and 2)
 
 BAND: Look = {"color": GRAY, "alpha": 0.3, "linewidth": 0}
 MEAN: Look = {"color": "0.35", "linewidth": 0.9}
-GAMMA_LOOKS = (
-    SINK,
-    OTHERS,
-    style.HIGHEST,
-    {"color": GREEN, "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5},
-)
+FOURTH: Look = {"color": GREEN, "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5}
 
 
-def lacking_gamma(run: RunData) -> str | None:
-    gamma = run.tables["gamma"]
-    if gamma["is_massive_epe"].any():
-        return None
-    if gamma["epe_0"].notna().any():
-        return "its EPE_0 has no massive coordinate"
-    return "its positions are not learned vectors, so that there is no EPE_0"
+def _has_vectors(run: RunData) -> bool:
+    return bool(run.tables["gamma"]["epe_0"].notna().any())
 
 
+@needs(_has_vectors, "its positions are not learned vectors, so that there is no EPE_0")
+@needs(lambda run: run.tables["gamma"]["is_massive_epe"].any(), "its EPE_0 has no massive coordinate")
 def draw_gamma(run: RunData) -> Figure:
     gamma = plot.finite(run.tables["gamma"])
     gamma = gamma.assign(magnitude=gamma["gamma"].abs())
@@ -145,43 +143,35 @@ def draw_gamma(run: RunData) -> Figure:
     low = (mean - spread).clip(lower=0)
     ax.bar(mean.index, mean + spread - low, bottom=low, width=0.6, **BAND)
     plot.line_by_layer(ax, mean, **MEAN)
-    handles: list[Artist] = []
-    for coordinate, look in zip(largest, GAMMA_LOOKS, strict=False):
-        at = massive[massive["coordinate"] == coordinate].set_index("layer")["magnitude"]
-        handles.append(plot.line_by_layer(ax, at, label=f"d = {coordinate}", **look))
-    plot.layer_axis(ax)
-    ax.set_ylabel("|γ|")
-    if plot.value_axis(ax):
+    signs = {
+        f"d = {coordinate}": look for coordinate, look in zip(largest, (SINK, OTHERS, HIGHEST, FOURTH), strict=False)
+    }
+    for coordinate, look in zip(largest, signs.values(), strict=False):
+        plot.line_by_layer(ax, massive[massive["coordinate"] == coordinate].set_index("layer")["magnitude"], **look)
+    if plot.panel(ax, "", "|γ|"):
         ax.set_ylim(bottom=0)
-    beyond = len(largest) - len(handles)
-    label = "mean of all" + (f" ({beyond} massive not drawn)" if beyond > 0 else "")
-    handles += [Line2D([], [], label=label, **MEAN), Patch(label="mean ± 2 std", **BAND)]
-    columns = len(handles) if len(handles) <= 4 else 3
-    return figure.finish(title(run, width), handles, ncols=columns, columnspacing=1.0, handlelength=2)
+    beyond = len(largest) - len(signs)
+    signs |= {"mean of all" + f" ({beyond} massive not drawn)" * (beyond > 0): MEAN, "mean ± 2 std": BAND}
+    columns = len(signs) if len(signs) <= 4 else 3
+    return figure.finish(title(run, width), signs, ncols=columns, columnspacing=1.0, handlelength=2)
 
 
 # --- The effective positional vector of a learned position 0 (EPE₀), with names of massive coordinates (NU figure 6)
 
-MOST_NAMED = 12
 
-
-def lacking_epe_coordinates(run: RunData) -> str | None:
-    return None if run.tables["gamma"]["epe_0"].notna().any() else "its positions are not learned vectors"
-
-
+@needs(_has_vectors, "its positions are not learned vectors")
 def draw_epe_coordinates(run: RunData) -> Figure:
     table = run.tables["gamma"]
     vector = table[table["layer"] == table["layer"].min()]  # the vector is the same in the rows of every layer
     figure = new_figure(WIDE, 2.2)
     ax = figure.subplots()
     entries = vector[np.isfinite(vector["epe_0"])]
-    massive = entries[entries["is_massive_epe"]]
-    usual = entries[~entries["is_massive_epe"]]
+    massive, usual = entries[entries["is_massive_epe"]], entries[~entries["is_massive_epe"]]
     ax.axhline(0, color=GRAY, linewidth=0.5, zorder=1)
     ax.vlines(usual["coordinate"], 0, usual["epe_0"], color=NAVY, linewidth=0.8)
     ax.vlines(massive["coordinate"], 0, massive["epe_0"], color=VERMILION, linewidth=1.4)
     ax.plot(massive["coordinate"], massive["epe_0"], color=VERMILION, linestyle="none", marker="s", markersize=3)
-    named = massive.reindex(massive["epe_0"].abs().sort_values(ascending=False).index[:MOST_NAMED])
+    named = massive.reindex(massive["epe_0"].abs().sort_values(ascending=False).index[:12])
     for coordinate, entry in zip(named["coordinate"], named["epe_0"], strict=True):
         plot.write_beside(ax, f"{coordinate}", coordinate, entry, space=5, size=7)
     ax.set(xlabel="coordinate", ylabel=r"$\mathrm{EPE}_0$")
@@ -189,5 +179,4 @@ def draw_epe_coordinates(run: RunData) -> Figure:
     ax.margins(y=0.08)
     if entries.empty:
         plot.say(ax, "no values")
-    count = len(massive)
-    return figure.finish(title(run, WIDE, counted(count or "no", "massive coordinate")))
+    return figure.finish(title(run, WIDE, counted(len(massive) or "no", "massive coordinate")))

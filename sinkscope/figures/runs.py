@@ -20,7 +20,6 @@ from sinkscope.results.run import RunData
 
 # --- Window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE for a sink
 
-MOST = 0.5  # a head is marked if it has a sink in more than this share of the sequences
 ASIDE = 1.3  # inches next to the map: axis and color bar
 LOCAL = ("sliding_attention", "chunked_attention")
 
@@ -44,13 +43,13 @@ def draw_sink_map(run: RunData) -> Figure:
     plot.whole_numbers(ax, "x")
     plot.whole_numbers(ax, "y")
     notes: dict[str, Look] = {}
-    layer, head = np.nonzero(share > MOST)
+    layer, head = np.nonzero(share > 0.5)  # a sink in most sequences
     if len(layer):  # dots are as large as the cells allow
         cell = 72 * min(width / share.shape[1], height / share.shape[0])  # points
         dot: Look = {"linestyle": "none", "marker": "o", "mfc": "white"}
         ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **dot)
-        label = f"sink (ε = {run.manifest['config']['epsilon']:g}) in most sequences"
-        notes[label] = dot | {"markersize": 3, "mec": "0.3", "mew": 0.5}
+        epsilon = run.manifest["config"]["epsilon"]
+        notes[f"sink (ε = {epsilon:g}) in most sequences"] = dot | {"markersize": 3, "mec": "0.3", "mew": 0.5}
     local = [layer for layer, kind in enumerate(run.manifest["model"].get("layer_types") or []) if kind in LOCAL]
     if local:  # a bar next to layers with a sliding window, which may exclude the sink
         edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # lower and upper edge of each layer, then a gap
@@ -58,8 +57,7 @@ def draw_sink_map(run: RunData) -> Figure:
         ax.plot(np.full(edges.size, -0.015), edges.ravel(), transform=ax.get_yaxis_transform(), clip_on=False, **bar)
         ax.tick_params(axis="y", length=0, pad=5)
         window = run.manifest["model"].get("sliding_window")
-        label = "sliding-window layer" + (f" ({window} tokens)" if window else "")
-        notes[label] = bar
+        notes["sliding-window layer" + (f" ({window} tokens)" if window else "")] = bar
     figure.colorbar(image, ax=ax, label=f"{METRICS['window_mass'].short} at position 0", aspect=30, pad=0.03)
     return figure.finish(title(run, width + ASIDE), notes, handlelength=1.2)
 
@@ -76,17 +74,16 @@ SITES = {"layer_out": "layer output", "mlp_out": "MLP output"}
 def draw_sinks_by_layer(run: RunData) -> Figure:
     attention, activation = run.tables["attention"], run.tables["activation"]
     rate = f"{METRICS['sink_rate'].short} (ε = {run.manifest['config']['epsilon']:g})"
-    panels: list[tuple[str, str, pd.DataFrame, str, dict[str, bool]]] = [
-        (METRICS["sink_mass"].short, "share of attention", attention, "sink_mass", {"share": True}),
-        (rate, "share of heads", attention, "sink_rate", {"share": True}),
+    panels: list[tuple[str, str, pd.DataFrame, str]] = [
+        (METRICS["sink_mass"].short, "share of attention", attention, "sink_mass"),
+        (rate, "share of heads", attention, "sink_rate"),
     ]
     for site, name in SITES.items():
         if len(rows := activation[activation["site"] == site]):
-            panels.append((name, "L2 norm", rows, "norm_mean", {"log": True}))
+            panels.append((name, "L2 norm", rows, "norm_mean"))
     figure = new_figure(WIDE, 2.1)
     axes = figure.subplots(1, len(panels), sharex=True)  # layers without attention leave gaps in the panels on the left
-    for ax, (name, unit, table, column, scale) in zip(axes, panels, strict=True):
-        ax.set_title(name)
+    for ax, (name, unit, table, column) in zip(axes, panels, strict=True):
         # first the mean over heads, because the maximum over positions is taken for the layer
         means = table.groupby(["layer", "position"])[[column]].mean().reset_index()
         later = means[means["position"] > 0]
@@ -97,9 +94,7 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
             by_layer = later.groupby("layer")[column]
             plot.line_by_layer(ax, by_layer.mean(), label=f"mean over {others}", **OTHERS)
             plot.line_by_layer(ax, by_layer.max(), label=f"maximum over {others}", **HIGHEST)
-        plot.layer_axis(ax)
-        if plot.value_axis(ax, **scale):
-            ax.set_ylabel(unit)
+        plot.panel(ax, name, unit, log=table is not attention, share=table is attention)
         if name == rate and "attention_outside" in run.tables:
             outside = run.tables["attention_outside"].groupby("layer")["sink_rate_outside"].mean()
             plot.line_by_layer(ax, outside, label="outside the text", **style.OUTSIDE)
@@ -111,7 +106,6 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
 # Only positions with at least 16 queries after them count: with fewer, a head in which tokens attend to themselves
 # would look like a sink. In an encoder all tokens are queries of every position.
 
-MOST_TOKENS = 12
 PERCENT = FuncFormatter(lambda share, _: percent(share))
 
 
@@ -126,8 +120,7 @@ def draw_sink_positions(run: RunData) -> Figure:
     last = max(0, longest - FEWEST_QUERIES) if run.is_causal else longest - 1
     sinks = clear_sinks(run.tables["sink_positions"])
     width = WIDE if sinks.empty or sinks["position"].any() else COLUMN
-    figure = new_figure(width, 0.9 if sinks.empty else 2.5)
-    figure.suptitle(title(run, width))
+    figure = new_figure(width, 0.9 if sinks.empty else 2.5).finish(title(run, width))
     if sinks.empty:
         plot.say(figure.subplots(), f"no head has a sink at {places(0, last)}, in any sequence")
         return figure
@@ -168,7 +161,7 @@ def _draw_tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
     """Draw the share of (head, sequence) pairs with a token as a later sink; a repeated token counts once in a pair."""
     once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])
     shares = once.groupby(["token_id", "token"], dropna=False).size() / pairs
-    shares = shares.sort_values(ascending=False, kind="stable").head(MOST_TOKENS)
+    shares = shares.sort_values(ascending=False, kind="stable").head(12)
     plot.name_rows(ax, [token_label(token, token_id) for token_id, token in shares.index], shaded=False)
     ax.barh(range(len(shares)), shares, color=style.VERMILION, height=0.65)
     ax.set(xlabel="share of (head, sequence) pairs", ylabel="token of a later sink")
@@ -192,7 +185,7 @@ def draw_attention_maps(run: RunData) -> Figure:
     across = min(ACROSS, len(heads))
     width = WIDE * (across + 0.45) / (ACROSS + 0.45)
     figure = new_figure(width, 1.98 * -(-len(heads) // across) + 0.65)
-    axes, _ = plot.panel_grid(figure, len(heads), across)
+    axes = plot.panel_grid(figure, len(heads), across)
     for ax, ((layer, head), rows) in zip(axes, heads, strict=True):
         image = plot.draw_weights(ax, plot.square(rows, int(rows["query"].max()) + 1), FAINTEST)
         ax.set_title(f"layer {layer}, head {head}")
@@ -223,11 +216,8 @@ def draw_query_key_geometry(run: RunData) -> Figure:
     figure = new_figure(WIDE, 3.7)
     axes = figure.subplots(2, 3, sharex=True)
     for ax, (column, name, unit, log) in zip(axes.flat, PANELS, strict=True):
-        ax.set_title(name)
         plot.first_and_others(ax, geometry, column)
-        plot.layer_axis(ax, "layer" if ax in axes[-1] else "")
-        if plot.value_axis(ax, log):
-            ax.set_ylabel(unit)
+        plot.panel(ax, name, unit, "layer" if ax in axes[-1] else "", log=log)
         if not log:
             ax.axhline(0, **style.NEUTRAL)
     handles, _ = axes[0, 0].get_legend_handles_labels()
@@ -246,19 +236,15 @@ def draw_gates_by_layer(run: RunData) -> Figure:
     gate = plot.finite(run.tables["gate"])
     plot.first_and_others(by_layer, gate, "gate")
     by_layer.fill_between([], [], color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads")
-    by_layer.set_ylabel("gate, a factor")
-    plot.layer_axis(by_layer)
     # up to the last layer of the model, which may have no attention, if the run measured all layers
     last = max(int(run.tables[name]["layer"].max()) for name in ("gate", "activation") if name in run.tables)
+    plot.panel(by_layer, "", "gate, a factor")
     by_layer.set_xlim(-0.3, last + 0.3)
-    plot.value_axis(by_layer)
     means = gate.groupby(["layer", "position"])["gate"].mean().unstack("layer")
     for place, layer in enumerate(means):
         by_position.plot(means.index, means[layer], color=style.SKY, linewidth=0.7, label="" if place else "one layer")
     by_position.plot(means.index, means.mean(axis=1), label="mean over layers", **style.MEAN_LINE)
-    by_position.set_xlabel("position")
-    plot.whole_numbers(by_position, "x")
-    plot.value_axis(by_position)
+    plot.panel(by_position, "", "", "position")
     figure.legend(loc="outside lower center", ncols=5, columnspacing=1.2)
     return figure.finish(title(run, WIDE))
 
@@ -267,7 +253,6 @@ def draw_gates_by_layer(run: RunData) -> Figure:
 # The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Layers where most
 # sequences have a massive activation are shaded: above 100, and above 1000 × the median, the two thin lines.
 
-LOOKS = (("largest", SINK), ("second", OTHERS), ("third", HIGHEST))
 SHADE = "0.9"
 
 
@@ -276,7 +261,7 @@ def draw_massive_activations(run: RunData) -> Figure:
     figure = new_figure(TEXT, 2.7)
     ax = figure.subplots()
     magnitude = massive.assign(value=massive["value"].abs()).sort_values("value", ascending=False)
-    for rank, (label, look) in enumerate(LOOKS):
+    for rank, (label, look) in enumerate((("largest", SINK), ("second", OTHERS), ("third", HIGHEST))):
         means = magnitude.groupby(["layer", "sequence"]).nth(rank).groupby("layer")["value"].mean()
         if len(means):
             plot.line_by_layer(ax, means, label=label, **look)
@@ -287,10 +272,8 @@ def draw_massive_activations(run: RunData) -> Figure:
         rule = GUIDE | {"linestyle": (0, (1, 1))}
         plot.line_by_layer(ax, RATIO * median, label=f"{RATIO:g} × median", **rule)
         ax.axhline(THRESHOLD, label=f"{THRESHOLD:g}", **GUIDE)
-    plot.layer_axis(ax)
-    ax.set_ylabel("|activation|, mean over sequences")
     ax.margins(x=0.02)
-    plot.value_axis(ax, log=True)
+    plot.panel(ax, "", "|activation|, mean over sequences", log=True)
     handles, _ = ax.get_legend_handles_labels()
     having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
     shaded = sorted(having[having > massive["sequence"].nunique() / 2].index)
@@ -305,12 +288,9 @@ def draw_massive_activations(run: RunData) -> Figure:
 # The layer with the largest activation on the first sequence. The upper panel has the coordinates with the largest
 # magnitudes, the lower one evenly spaced coordinates for comparison.
 
-MASSIVE_MAP_FAINTEST = 0.25  # share of the magnitudes below the color scale, so that usual magnitudes stay pale
-
 
 def draw_massive_map(run: RunData) -> Figure:
     table = run.tables["massive_map"]
-    layer = table["layer"].iloc[0]
     is_top = table["is_top"].astype(bool)
     top, spaced = (  # coordinates × positions; in `top`, by decreasing magnitude
         rows.pivot(index="coordinate", columns="position", values="magnitude")
@@ -320,17 +300,16 @@ def draw_massive_map(run: RunData) -> Figure:
     named = {"largest\ncoordinates": top, "evenly spaced\ncoordinates": spaced}
     parts = [(part, name) for name, part in named.items() if part.size]
     rows = [max(6, len(part)) for part, _ in parts]  # high enough for the name of the panel
-    figure = new_figure(WIDE, 0.12 * sum(rows) + 1.5)
+    text = title(run, WIDE, f"one sequence ({table['sequence'].iloc[0]})", f"output of layer {table['layer'].iloc[0]}")
+    figure = new_figure(WIDE, 0.12 * sum(rows) + 1.5).finish(text)
     axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
-    sequence = f"one sequence ({table['sequence'].iloc[0]})"
-    figure.suptitle(title(run, WIDE, sequence, f"output of layer {layer}"))
     positive = table["magnitude"][np.isfinite(table["magnitude"]) & (table["magnitude"] > 0)]
     if positive.empty:
         for ax in axes:
             plot.say(ax, "no positive values")
         return figure
     high = float(positive.max())
-    scale = LogNorm(min(float(positive.quantile(MASSIVE_MAP_FAINTEST)), high / 10), high)
+    scale = LogNorm(min(float(positive.quantile(0.25)), high / 10), high)  # so that usual magnitudes stay pale
     for ax, (part, name) in zip(axes, parts, strict=True):
         ax.spines[:].set_visible(False)
         ax.set_ylabel(name)
@@ -375,9 +354,9 @@ def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
         width = np.diff(starts).min() if len(starts) > 1 else 1.0  # the last bucket may be shorter
         plot.curve(ax, by_bucket.set_axis(starts + (width - 1) / 2), **look)
     ax.set_title(f"by token; the window of {window} slides from the dotted line on")
-    ax.set(xlabel="token index", ylabel="perplexity")
+    ax.set_xlabel("token index")
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if plot.value_axis(ax, log=True):
+    if plot.value_axis(ax, "perplexity", log=True):
         ax.axvline(window, color=GRAY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
         _legend_above(ax, columns=3)
 
@@ -398,10 +377,10 @@ def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
         ax.plot(range(len(kept)), by_kept.to_numpy(float), zorder=3, label=f"last {window}", **look)
     ax.set_title("over all tokens")
     ax.set_xticks(range(len(kept)), [str(n) for n in kept])
-    ax.set(xlabel="first tokens kept", ylabel="perplexity")
+    ax.set_xlabel("first tokens kept")
     values = plot.drawn(ax, "y")
     values = values[np.isfinite(values)]
-    if plot.value_axis(ax, log=bool(len(values) and values.max() > 10 * values.min())):
+    if plot.value_axis(ax, "perplexity", log=bool(len(values) and values.max() > 10 * values.min())):
         _legend_above(ax, columns=2)
 
 
@@ -416,19 +395,17 @@ def _legend_above(ax: Axes, columns: int) -> None:
 
 # --- Several runs by layer, or by relative depth if their numbers of layers differ
 
-COMPARISON_PANELS = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
-LEGEND = 108  # characters in a row
-MANY = 10  # massive activations per sequence: for more, a linear scale would hide the other runs
+COMPARED = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
 
 
 def draw_by_layer(runs: Sequence[RunData]) -> Figure:
     names, common = labels(runs)
     depths = [max(0, int(run.tables["summary"]["layer"].max())) + 1 for run in runs]
     is_relative = len(set(depths)) > 1
-    across = max(1, min(4, LEGEND // (max(map(len, names)) + 8)))
+    across = max(1, min(4, 108 // (max(map(len, names)) + 8)))  # 108 characters in a row
     figure = new_figure(WIDE, 3.6 + 0.15 * -(-len(runs) // across))
     axes = figure.subplots(2, 2)
-    for ax, metric in zip(axes.flat, COMPARISON_PANELS, strict=True):
+    for ax, metric in zip(axes.flat, COMPARED, strict=True):
         for run, label, depth, look in zip(runs, names, depths, style.line_looks(), strict=False):
             summary = run.tables["summary"]
             rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
@@ -436,19 +413,17 @@ def draw_by_layer(runs: Sequence[RunData]) -> Figure:
             if is_relative:
                 line.set_xdata(np.asarray(line.get_xdata()) / max(depth - 1, 1))
         unit = METRICS[metric].unit
-        ax.set_title(METRICS[metric].short)
+        ax.set(title=METRICS[metric].short, xlabel="relative depth" if is_relative else "layer")
         if is_relative:
             ax.set_xlim(-0.03, 1.03)
-            ax.set_xlabel("relative depth")
         else:
-            plot.layer_axis(ax)
-        if plot.value_axis(ax, log=unit == "ratio", share=unit == "share"):
-            ax.set_ylabel(UNITS.get(unit, unit) or "count")
+            plot.whole_numbers(ax, "x")
+        plot.value_axis(ax, UNITS.get(unit, unit) or "count", log=unit == "ratio", share=unit == "share")
         if ax.get_yscale() == "log":
             ax.axhline(1, **style.NEUTRAL)
     counts = plot.drawn(axes[1, 1], "y")
     counts = counts[np.isfinite(counts)]
-    if np.any(counts > MANY):  # from 0 to hundreds: linear up to 1, logarithmic above
+    if np.any(counts > 10):  # a linear scale would hide the other runs: linear up to 1, logarithmic above
         axes[1, 1].set_yscale("symlog", linthresh=1)
         axes[1, 1].set_ylim(-0.15, 1.5 * counts.max())
         axes[1, 1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,5 +1,6 @@
-"""An entry of the register of figures: name, description, the tables that the figure needs, and its functions."""
+"""An entry of the register of figures: name, description, the tables that the figure needs, and its function."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
@@ -9,6 +10,17 @@ from sinkscope.figures.style import Figure, in_style
 
 # The data of a figure: a run, several runs, runs by training step, or the arms of a training.
 Data_contra = TypeVar("Data_contra", contravariant=True)
+Draw = TypeVar("Draw", bound=Callable[..., Figure])
+
+
+def needs(has: Callable[[Any], object], reason: str) -> Callable[[Draw], Draw]:
+    """Declare what the data of a figure must have, and the reason that a user reads if they lack it."""
+
+    def declare(draw: Draw) -> Draw:
+        vars(draw)["needs"] = ((has, reason), *vars(draw).get("needs", ()))
+        return draw
+
+    return declare
 
 
 @dataclass(frozen=True)
@@ -16,14 +28,13 @@ class FigureSpec(Generic[Data_contra]):
     """A figure in the register."""
 
     name: str  # in `sinkscope list figures`, and of the image files
-    file: str  # module of this folder with its functions, which is imported when they are used
+    file: str  # module of this folder with the function `draw_NAME`, which is imported when it is used
     about: str  # description in one line
     tables: tuple[str, ...]  # tables that the figure needs, with at least one row each
 
     def lacking(self, data: Data_contra) -> str | None:
         """Return the reason why the figure cannot be drawn although the data have its tables, or None."""
-        lacking = self._function("lacking")
-        return None if lacking is None else lacking(data)
+        return next((reason for has, reason in vars(self._draw).get("needs", ()) if not has(data)), None)
 
     def applies(self, data: Data_contra) -> bool:
         """Return whether there is anything to draw. If the check itself fails, drawing raises the same error."""
@@ -38,8 +49,8 @@ class FigureSpec(Generic[Data_contra]):
         if reason is not None:
             raise InputError(f"figure '{self.name}' has nothing to draw: {reason}")
         with in_style():
-            return self._function("draw")(data)
+            return self._draw(data)
 
-    def _function(self, what: str) -> Any:
-        module = import_module(f"sinkscope.figures.{self.file}")
-        return getattr(module, f"{what}_{self.name.replace('-', '_')}", None)
+    @property
+    def _draw(self) -> Any:
+        return getattr(import_module(f"sinkscope.figures.{self.file}"), f"draw_{self.name.replace('-', '_')}")

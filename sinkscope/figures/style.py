@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from PIL import Image
 
 TEXT, WIDE = 5.5, 6.75  # inches: the text width of one-column and of two-column proceedings
@@ -54,6 +55,10 @@ SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually u
 GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines on white
 
 
+def is_area(look: Look) -> bool:
+    return "facecolor" in look or look.get("linewidth") == 0
+
+
 def line_looks() -> Iterator[Look]:
     """Yield looks that differ from one another, without end."""
     for color, dashes, marker in zip(cycle(COLORS), cycle(DASHES), cycle(MARKERS), strict=False):
@@ -75,9 +80,12 @@ class Figure(MatplotlibFigure):
         FigureCanvasAgg(self)
 
     def finish(self, title: str, signs: "Mapping[str, Look] | Sequence[Artist]" = (), **legend: Any) -> Self:
-        """Add a title, and below the panels a legend of artists, or of lines by label; return the figure."""
+        """Add a title, and below the panels a legend of artists, or of lines and areas by label; return the figure."""
         if isinstance(signs, Mapping):
-            signs = [Line2D([], [], label=label, **look) for label, look in signs.items()]
+            signs = [
+                Patch(label=label, **look) if is_area(look) else Line2D([], [], label=label, **look)
+                for label, look in signs.items()
+            ]
         if signs:
             self.legend(handles=signs, loc="outside lower center", **legend)
         if title:

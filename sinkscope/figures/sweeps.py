@@ -1,7 +1,6 @@
 """Figures of the cells of a sweep."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -12,7 +11,21 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, heading, seeds_words, shorten
-from sinkscope.figures.style import GRAY, GUIDE, HIGHEST, NAVY, SINK, TEXT, WIDE, Figure, Look, line_looks, new_figure
+from sinkscope.figures.spec import needs
+from sinkscope.figures.style import (
+    GRAY,
+    GUIDE,
+    HIGHEST,
+    NAVY,
+    SINK,
+    TEXT,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    line_looks,
+    new_figure,
+)
 from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
@@ -22,19 +35,13 @@ from sinkscope.verdict.sweep_tables import ENDS, EPSILON, NO_STEP, SweepTables, 
 
 # --- Shared by the figures of sweeps: sink rates as rows of dots and as lines, with their intervals
 
-ROW, AROUND = 0.34, 0.95  # inches
 SPREAD = 0.28  # share of the height of a row, on both sides of its middle
 PANEL, ACROSS = 1.5, 3  # inches, and panels in a row
-LEGEND = 84  # characters in a row
 LONGEST_NAME = 36
 BAR = 1.1  # points: a bar through a dot
 BAND: Look = {"alpha": 0.22, "linewidth": 0}
 INTERVAL = "95 % over sequences"
 RATE, LIMITS = "sink rate at position 0 in %", (-3, 103)
-
-
-def model_names(models: Iterable[str]) -> list[str]:
-    return [escape(shorten(model, LONGEST_NAME)) for model in models]
 
 
 def rows_by_policy(tables: SweepTables) -> pd.DataFrame:
@@ -50,7 +57,7 @@ def rows_by_policy(tables: SweepTables) -> pd.DataFrame:
 def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = None) -> tuple[Figure, Axes]:
     """Draw a row for each model, with a dot for each value of `by` at its sink rate, and its 95 % interval."""
     models = list(rows["model"].unique())
-    figure = new_figure(TEXT, ROW * len(models) + AROUND)
+    figure = new_figure(TEXT, 0.34 * len(models) + 0.95)
     ax = figure.subplots()
     looks = said or {}
     for (value, offset), look in zip(places_in_row(rows[by]).items(), line_looks(), strict=False):
@@ -60,8 +67,9 @@ def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = No
         ax.plot(100 * found["sink_rate"], where, label=escape(str(value)), **own)
         low, high = (100 * found.get(end, pd.Series(np.nan, found.index)) for end in ENDS)
         ax.hlines(where, low, high, color=own["color"], linewidth=BAR)
-    plot.name_rows(ax, model_names(models))
-    rate_axis(ax, "x")
+    plot.name_rows(ax, [escape(shorten(model, LONGEST_NAME)) for model in models])
+    ax.set(xlabel=RATE, xlim=LIMITS)
+    plot.grid(ax, "x")
     handles = [*ax.lines, *([Line2D([], [], color="0.3", linewidth=BAR, label=INTERVAL)] if has_ends(rows) else [])]
     return figure.finish("", handles, ncols=4), ax
 
@@ -88,10 +96,10 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
     names = rows[differing].astype(str).agg(" · ".join, axis=1)
     rows = rows.assign(line=names.map(lambda text: shorten(text, LONGEST_NAME)))
     looks = dict(zip(rows["line"].unique(), line_looks(), strict=False))
-    legend_across = max(1, min(4, LEGEND // (max(map(len, looks)) + 8)))
+    legend_across = max(1, min(4, 84 // (max(map(len, looks)) + 8)))  # 84 characters in a row
     height = PANEL * -(-len(inputs) // across) + 0.55 + 0.16 * -(-len(looks) // legend_across)
     figure = new_figure(TEXT, height)
-    axes, lowest = plot.panel_grid(figure, len(inputs), across)
+    axes = plot.panel_grid(figure, len(inputs), across, label)
     for ax, reads in zip(axes, inputs, strict=True):
         for name, found in rows[rows["input"] == reads].groupby("line", sort=False):
             means = found.groupby(x)["sink_rate"].mean()
@@ -101,10 +109,8 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
             low = cells["sink_rate"].min().where(several, alone["low"])
             high = cells["sink_rate"].max().where(several, alone["high"])
             ax.fill_between(means.index, 100 * low, 100 * high, color=looks[name]["color"], **BAND)
-        ax.set_title(escape(str(reads)))
-        rate_axis(ax, "y", label=False)
-    for ax in lowest:
-        ax.set_xlabel(label)
+        ax.set(title=escape(str(reads)), ylim=LIMITS)
+        plot.grid(ax, "y")
     figure.supylabel(RATE, fontsize=7)
     handles: dict[str, Line2D | Patch] = {str(line.get_label()): line for ax in axes for line in ax.lines}
     if rows.duplicated(["line", "input", x]).any():
@@ -115,21 +121,10 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
     return figure, axes
 
 
-def rate_axis(ax: Axes, which: Literal["x", "y"], label: bool = True) -> None:
-    ax.set(**{f"{which}label": RATE if label else "", f"{which}lim": LIMITS})
-    plot.grid(ax, which)
-
-
-def _lacking(rows: Callable[[SweepTables], pd.DataFrame], reason: str) -> Callable[[SweepTables], str | None]:
-    """Return a `lacking_NAME` function, which returns the reason if the figure has no rows."""
-    return lambda tables: reason if rows(tables).empty else None
-
-
 # --- WSE table 1 as a chart: the sink rate of every model on every input, with the published rate
 
-lacking_sweep_inputs = _lacking(lambda tables: tables.main, "no cell of `analyze` is done")
 
-
+@needs(lambda tables: len(tables.main), "no cell of `analyze` is done")
 def draw_sweep_inputs(tables: SweepTables) -> Figure:
     rows = rows_by_policy(tables)
     figure, ax = dots_by_model(rows, "input")
@@ -155,12 +150,10 @@ def _rows_by_size(tables: SweepTables) -> pd.DataFrame:
     return several(rows[rows["family"] != ""], ("family", "input"), "parameters")
 
 
-lacking_sweep_sizes = _lacking(_rows_by_size, "no family has models of two sizes")
-
-
+@needs(lambda tables: len(_rows_by_size(tables)), "no family has models of two sizes")
 def draw_sweep_sizes(tables: SweepTables) -> Figure:
     figure, axes = lines_by_input(_rows_by_size(tables), "parameters", "parameters", ("family",))
-    plot.log_x_axis(axes[0])  # of all panels
+    plot.log_axis(axes[0], "x")  # of all panels
     return figure
 
 
@@ -172,14 +165,12 @@ def _rows_by_step(tables: SweepTables) -> pd.DataFrame:
     return several(rows[rows["step"] != NO_STEP], ("model", "input", "settings"), "step")
 
 
-lacking_sweep_steps = _lacking(_rows_by_step, "no model has two steps")
-
-
+@needs(lambda tables: len(_rows_by_step(tables)), "no model has two steps")
 def draw_sweep_steps(tables: SweepTables) -> Figure:
     rows = _rows_by_step(tables)
     figure, axes = lines_by_input(rows, "step", "training step", ("model", "settings"))
     for ax in axes:
-        plot.step_axis(ax, sorted(int(step) for step in rows["step"].unique()))
+        plot.step_axis(ax, sorted(map(int, rows["step"].unique())))
     return figure
 
 
@@ -195,9 +186,7 @@ def _rows_by_epsilon(tables: SweepTables) -> pd.DataFrame:
     return rows.assign(model=rows["cell"].map(models))
 
 
-lacking_sweep_epsilon = _lacking(_rows_by_epsilon, "no cell has measured attention")
-
-
+@needs(lambda tables: len(_rows_by_epsilon(tables)), "no cell has measured attention")
 def draw_sweep_epsilon(tables: SweepTables) -> Figure:
     figure, axes = lines_by_input(_rows_by_epsilon(tables), "epsilon", "ε (dashed: of the cells)")
     for ax in axes:
@@ -214,9 +203,7 @@ def _rows_by_length(tables: SweepTables) -> pd.DataFrame:
     return several(rows[rows["window"] == rows["seq_len"]], ("model", "revision", "input"), "seq_len")
 
 
-lacking_sweep_lengths = _lacking(_rows_by_length, "no model was measured at two lengths with windows of that length")
-
-
+@needs(lambda tables: len(_rows_by_length(tables)), "no model was measured at two lengths with windows of that length")
 def draw_sweep_lengths(tables: SweepTables) -> Figure:
     rows = _rows_by_length(tables)
     figure, axes = lines_by_input(rows, "seq_len", "length = window (tokens)", ("model", "revision", "epsilon"))
@@ -237,9 +224,7 @@ def _rows_by_domain(tables: SweepTables) -> pd.DataFrame:
     return several(texts, ("model",), "input")
 
 
-lacking_sweep_domains = _lacking(_rows_by_domain, "no model read texts of two domains")
-
-
+@needs(lambda tables: len(_rows_by_domain(tables)), "no model read texts of two domains")
 def draw_sweep_domains(tables: SweepTables) -> Figure:
     return dots_by_model(_rows_by_domain(tables), "input")[0]
 
@@ -247,7 +232,6 @@ def draw_sweep_domains(tables: SweepTables) -> Figure:
 # --- Base models and the models that were tuned from them (WSE table 1, right)
 
 BASE, TUNED = "base", "tuned"
-LOOKS = {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": style.VERMILION, "marker": "s"}}
 
 
 def _chat_rows(tables: SweepTables) -> pd.DataFrame:
@@ -263,12 +247,12 @@ def _chat_rows(tables: SweepTables) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-lacking_sweep_chat = _lacking(_chat_rows, "no model names its base model")
-
-
+@needs(lambda tables: len(_chat_rows(tables)), "no model names its base model")
 def draw_sweep_chat(tables: SweepTables) -> Figure:
     rows = _chat_rows(tables)
-    figure, ax = dots_by_model(rows, "kind", LOOKS)
+    figure, ax = dots_by_model(
+        rows, "kind", {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": VERMILION, "marker": "s"}}
+    )
     places = places_in_row(rows["kind"])
     for at, (_, pair) in enumerate(rows.groupby("model", sort=False)):
         ax.plot(100 * pair["sink_rate"], at + pair["kind"].map(places), **style.NEUTRAL)
@@ -288,9 +272,7 @@ def _benchmarks_rows(tables: SweepTables) -> pd.DataFrame:
     return rows if len(rows.drop_duplicates(["model", "revision"])) > 1 else rows[:0]
 
 
-lacking_sweep_benchmarks = _lacking(_benchmarks_rows, "no two models have a score and a sink rate")
-
-
+@needs(lambda tables: len(_benchmarks_rows(tables)), "no two models have a score and a sink rate")
 def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
     rows = _benchmarks_rows(tables)
     alone = rows["family"] == ""
@@ -299,24 +281,21 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
     looks = dict(zip(rows["line"].unique(), line_looks(), strict=False))
     across = min(len(tasks), ACROSS)
     figure = new_figure(TEXT if across > 1 else TEXT * 0.6, PANEL * -(-len(tasks) // across) + 0.9)
-    axes, lowest = plot.panel_grid(figure, len(tasks), across)
+    axes = plot.panel_grid(figure, len(tasks), across, RATE)
     for ax, task in zip(axes, tasks, strict=True):
         for name, found in rows[rows["task"] == task].groupby("line", sort=False):
             found = found.sort_values("parameters")
             look = looks[name] | ({} if len(found) > 1 else {"linestyle": "none"})
             look |= {"label": escape(shorten(str(name), LONGEST_NAME)), "capsize": 1.5}
             ax.errorbar(100 * found["sink_rate"], found["score"], yerr=found["error"], **look)
-        ax.set_title(escape(str(task)))
-        rate_axis(ax, "x", label=ax in lowest)
+        ax.set(title=escape(str(task)), xlim=LIMITS)
+        plot.grid(ax, "x")
     axes[0].set_ylabel("score (± standard error)")
     return figure.finish("", axes[0].get_legend_handles_labels()[0], ncols=3)
 
 
 # --- The sink rate at the end of each training of a sweep, a row for each level of the factor, with WSE's rate
 
-NAME_LENGTH = 40  # characters of a level
-FACTOR_ROW = 0.17  # inches
-FACTOR_SPREAD = 0.8  # share of a row over which its seeds are spread
 SUMS_TO_ONE = 0.1  # tolerance, which is larger than the share of a learned bias
 PUBLISHED = {"": ("D", "WSE, 60M"), TRANSCRIBED: ("s", "WSE, 60M, transcribed")}  # mark of a rate → shape, label
 
@@ -327,19 +306,17 @@ def _factor_ends(tables: SweepTables) -> pd.DataFrame:
     return end if "sink_rate" in end else pd.DataFrame()
 
 
-lacking_sweep_factor = _lacking(_factor_ends, "no cell is a training with sink rates by step")
-
-
+@needs(lambda tables: len(_factor_ends(tables)), "no cell is a training with sink rates by step")
 def draw_sweep_factor(tables: SweepTables) -> Figure:
     end = _factor_ends(tables)
     levels = list(dict.fromkeys(end.index.get_level_values(LEVEL)))
-    figure = new_figure(WIDE, 0.9 + FACTOR_ROW * len(levels))
+    figure = new_figure(WIDE, 0.9 + 0.17 * len(levels))
     ax = figure.subplots()
     place = {level: row for row, level in enumerate(levels)}
     rows = np.array([place[level] for level in end.index.get_level_values(LEVEL)])
     by_level = end.groupby(level=LEVEL, sort=False)["sink_rate"]
     size = by_level.transform("size")
-    offsets = FACTOR_SPREAD * (by_level.cumcount() - (size - 1) / 2) / size  # equal rates are visible
+    offsets = 0.8 * (by_level.cumcount() - (size - 1) / 2) / size  # of a row, so that equal rates are visible
     ax.plot(end["sink_rate"], rows + offsets.to_numpy(), "o", color=SINK["color"], markersize=2, label="each seed")
     means = by_level.mean()
     look = {"color": SINK["color"], "markersize": 8, "markeredgewidth": 1.8}
@@ -351,9 +328,9 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
             look = {"color": HIGHEST["color"], "markersize": 4, "fillstyle": "none"}
             ax.plot(*zip(*points, strict=True), shape, label=name, **look)
     key, names = without_key(levels)
-    plot.name_rows(ax, [escape(shorten(name, NAME_LENGTH)) for name in names])
+    plot.name_rows(ax, [escape(shorten(name, 40)) for name in names])
     ax.set_ylabel(escape(key))
-    ax.set_xlim(-3, 103)
+    ax.set_xlim(LIMITS)
     totals = end.get("total_weight", pd.Series(dtype=float)).dropna()
     proxy = "; |sim| ÷ Σ|sim| where attention is not softmax" * bool(((totals - 1).abs() > SUMS_TO_ONE).any())
     ax.set_xlabel(f"sink rate at {measured_at(tables.tables[TABLE])} in %{proxy}")
@@ -363,21 +340,13 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
 
 # --- Trainings of a sweep by step, a panel for each level of the factor: sink rate and loss (WSE figures 4 to 8)
 
-TRAINING_ACROSS, HEIGHT, LINE = 4, 0.92, 0.13  # panels in a row; inches of a panel, and of a line of its title
-TRAINING_NAME_LENGTH = 24  # characters of a line
-
 
 def _training_rows(tables: SweepTables, metric: str) -> pd.DataFrame:
     table = tables.tables.get(TABLE)
     return pd.DataFrame() if table is None else with_levels(table)[lambda rows: rows["metric"] == metric]
 
 
-lacking_sweep_training_sink = _lacking(
-    lambda tables: _training_rows(tables, "sink_rate"), "no cell is a training with sink rates by step"
-)
-lacking_sweep_training_loss = _lacking(lambda tables: _training_rows(tables, "loss"), "no cell is a training")
-
-
+@needs(lambda tables: len(_training_rows(tables, "sink_rate")), "no cell is a training with sink rates by step")
 def draw_sweep_training_sink(tables: SweepTables) -> Figure:
     rows = _training_rows(tables, "sink_rate")
     figure, axes = _panels(rows.assign(value=100 * rows["value"]), f"sink rate at\n{measured_at(rows)} in %", SINK)
@@ -388,6 +357,7 @@ def draw_sweep_training_sink(tables: SweepTables) -> Figure:
     return figure.finish(heading(*_of_all(rows), f"dashed: {SINK_RATE:g} %, the limit for a sink"))
 
 
+@needs(lambda tables: len(_training_rows(tables, "loss")), "no cell is a training")
 def draw_sweep_training_loss(tables: SweepTables) -> Figure:
     rows = _training_rows(tables, "loss")
     figure, _ = _panels(rows, METRICS["loss"].label, style.OTHERS)
@@ -396,17 +366,17 @@ def draw_sweep_training_loss(tables: SweepTables) -> Figure:
 
 def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axes]]:
     levels = list(dict.fromkeys(rows[LEVEL]))
-    across = min(TRAINING_ACROSS, len(levels))
+    across = min(4, len(levels))
     _, names = without_key(levels)
-    titles = ["\n".join(escape(shorten(part, TRAINING_NAME_LENGTH)) for part in name.split()) for name in names]
-    panel = HEIGHT + LINE * max(title.count("\n") + 1 for title in titles)
+    titles = ["\n".join(escape(shorten(part, 24)) for part in name.split()) for name in names]
+    panel = 0.92 + 0.13 * max(title.count("\n") + 1 for title in titles)  # inches, with its title
     figure = new_figure(WIDE, 0.9 + panel * -(-len(levels) // across))
-    axes, lowest = plot.panel_grid(figure, len(levels), across)
+    axes = plot.panel_grid(figure, len(levels), across)
     for ax, level, title in zip(axes, levels, titles, strict=True):
         plot.curve_with_range(ax, rows[rows[LEVEL] == level], 5, **look)
         ax.set_title(title)
-        plot.value_axis(ax)
-    plot.step_axis(lowest[0], sorted(rows["step"].unique()))
+        plot.value_axis(ax, "")
+    plot.step_axis(axes[0], sorted(rows["step"].unique()))
     figure.supxlabel("training step")
     figure.supylabel(name)
     return figure, axes

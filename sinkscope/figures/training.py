@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from sinkscope.figures import plot, style
@@ -24,14 +23,12 @@ from sinkscope.figures.labels import (
     token_labels,
     wrapped,
 )
+from sinkscope.figures.spec import needs
 from sinkscope.figures.style import GUIDE, HIGHEST, OTHERS, REFERENCE, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.summary import WHOLE_MODEL
-from sinkscope.results.judgment import NotDefined
 from sinkscope.results.metrics import METRICS, Metric
 from sinkscope.results.run import RunData
-from sinkscope.results.sequences import Lacks
 from sinkscope.training.tables import UNTOUCHED, sinking_layer
-from sinkscope.verdict import onsets
 from sinkscope.verdict.trained import without_start
 
 # --- Growth of sinks, gradient sinks and massive activations in training: metrics of the model by training step
@@ -73,94 +70,39 @@ BY_STEP: tuple[tuple[str, str, Curves, dict[str, bool], float | None], ...] = (
 )  # fmt: skip
 
 
-def lacking_training_by_step(runs: Checkpoints) -> str | None:
-    return None if runs else "there are no checkpoints"
-
-
+@needs(len, "there are no checkpoints")
 def draw_training_by_step(runs: Checkpoints) -> Figure:
     runs = sorted(runs, key=lambda pair: pair[0])
     steps = [step for step, _ in runs]
-    measured = []
-    for panel in BY_STEP:
-        values = pd.DataFrame({label: [value(run) for _, run in runs] for label, value in panel[2].items()}, steps)
-        values = plot.finite(values)
-        has_values = bool(((values > 0) if panel[3].get("log") else values.notna()).any(axis=None))
-        measured.append((panel, values, has_values))
-    shown = [one for one in measured if one[2]] or measured[:1]
+    tables = [
+        plot.finite(pd.DataFrame({label: [value(run) for _, run in runs] for label, value in curves.items()}, steps))
+        for _, _, curves, _, _ in BY_STEP
+    ]
+    shown = [
+        (panel, table)
+        for panel, table in zip(BY_STEP, tables, strict=True)
+        if (table[table > 0] if panel[3].get("log") else table).notna().any(axis=None)
+    ] or [(BY_STEP[0], tables[0])]
     across = min(ACROSS, len(shown))
     figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.6 * -(-len(shown) // across))
-    axes, lowest = plot.panel_grid(figure, len(shown), across, sharey=False)
-    for ax, ((name, unit, _, scale, neutral), values, has_values) in zip(axes, shown, strict=True):
+    axes = plot.panel_grid(figure, len(shown), across, "training step", sharey=False)
+    for ax, ((name, unit, _, scale, neutral), table) in zip(axes, shown, strict=True):
         ax.set_title(name)
-        for label, look in zip(values, (SINK, OTHERS), strict=False):
-            plot.curve(ax, values[label], label=label, **look)
-        if has_values:
-            if neutral is not None:
-                ax.axhline(neutral, **GUIDE)
-                ax.autoscale(axis="y")  # with a margin below the line
-            plot.value_axis(ax, **scale)
-            ax.set_ylabel(unit)
-            if len(values.columns) > 1:
-                ax.legend(loc="best", handlelength=2.2, borderaxespad=0.2)
-        else:
-            plot.say(ax, "not measured")
-        ax.set_xlabel("training step" if ax in lowest else "")
+        for label, look in zip(table, (SINK, OTHERS), strict=False):
+            plot.curve(ax, table[label], label=label, **look)
+        if neutral is not None:
+            ax.axhline(neutral, **GUIDE)
+            ax.autoscale(axis="y")  # with a margin below the line
+        plot.value_axis(ax, unit, **scale, lacking="not measured")
+        if len(table.columns) > 1:
+            ax.legend(loc="best", handlelength=2.2, borderaxespad=0.2)
     plot.step_axis(axes[0], steps)
     return figure.finish(steps_title(runs))
-
-
-# --- Onsets of sink, gradient sink and norm, and their cross-lags
-
-
-def lacking_training_onsets(runs: Checkpoints) -> str | None:
-    try:
-        onsets.courses(sorted(runs, key=lambda pair: pair[0]))
-    except (Lacks, NotDefined, KeyError) as error:
-        return str(error)
-    return None
-
-
-def draw_training_onsets(runs: Checkpoints) -> Figure:
-    runs = sorted(runs, key=lambda pair: pair[0])
-    steps, measured = onsets.courses(runs)
-    table, lags = onsets.onset_table(steps, measured).set_index("measure"), onsets.lag_table(measured)
-    figure = new_figure(WIDE, 4.4)
-    axes = list(figure.subplots(2, 2).flat)
-    colors = dict(zip(measured, (style.NAVY, VERMILION, style.SKY), strict=True))
-    for ax, (name, course) in zip(axes, measured.items(), strict=False):
-        measure, color, at = onsets.MEASURES[name], colors[name], table.loc[name]
-        every = [measure.interval(replicates) for replicates in course.T]
-        ax.fill_between(
-            steps, *([getattr(one, end) for one in every] for end in ("low", "high")), color=color, alpha=0.2
-        )
-        plot.curve(ax, pd.Series(course[0], steps), color=color, marker="o")
-        ax.axhline(measure.threshold, **GUIDE)
-        if np.isfinite(at["step"]):
-            ax.axvline(at["step"], color=color, linewidth=0.9)
-            if np.isfinite(at[["low", "high"]]).all():
-                ax.axvspan(at["low"], at["high"], color=color, alpha=0.15, linewidth=0)
-        ax.set_title(measure.label)
-        plot.value_axis(ax, log=measure.is_ratio)
-        plot.step_axis(ax, steps.tolist())
-        ax.set_xlabel("training step")
-    last, known = axes[3], lags[np.isfinite(lags["correlation"])]
-    last.set_title("cross-lags: a change with the next of the other")
-    if len(known):
-        at, ends = np.arange(len(known)), (known["correlation"] - known["low"], known["high"] - known["correlation"])
-        last.errorbar(known["correlation"], at, xerr=ends, fmt="o", color="0.3", markersize=3, linewidth=0.9)
-        last.set_yticks(at, [f"{first} → {then}" for first, then in zip(known["first"], known["then"], strict=True)])
-        last.axvline(0, **GUIDE)
-        last.set(xlim=(-1.05, 1.05), xlabel="rank correlation")
-        last.invert_yaxis()
-    else:
-        plot.say(last, "too few checkpoints")
-    return figure.finish(steps_title(runs, "bands: 95 % over sequences", "lines: onsets"))
 
 
 # --- The arms of a training and their looks: an arm looks the same in every figure
 
 NAME_LENGTH = 40  # characters of an arm's name
-WIDEST, THINNEST = 2.0, 0.9  # widths: later lines are thinner and on top, so that equal lines are all visible
 FAINT: Look = {"marker": "", "linewidth": 0.6, "alpha": 0.8}  # later positions
 
 
@@ -175,6 +117,10 @@ class Arms:
         """Return whether these tables exist and have rows."""
         return all(len(self.tables.get(table, ())) for table in tables)
 
+    def all_have(self, *tables: str) -> bool:
+        """Return whether every arm's run has these tables."""
+        return all(set(tables) <= set(run.tables) for run in self.runs.values())
+
     @property
     def seeds(self) -> int:
         """The number of seeds in the tables."""
@@ -186,10 +132,6 @@ class Arms:
             return "1 seed"
         return f"first of {self.seeds} seeds" if of_runs else f"{self.seeds} seeds"
 
-    def all_have(self, *tables: str) -> bool:
-        """Return whether every arm's run has these tables."""
-        return all(set(tables) <= set(run.tables) for run in self.runs.values())
-
     def title(self, *more: str) -> str:
         """Return a title with the model from which all arms were made."""
         return heading(model_name(next(iter(self.runs.values())).model), *more)
@@ -198,14 +140,20 @@ class Arms:
 def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
     """Return arm → label, color, dashes, marker and width of its line."""
     # The untouched model is gray and uses up no color, so that figures of only the trained arms have the same colors.
+    # Later lines are thinner and on top, so that equal lines are all visible.
     arms = list(arms)
     looks = style.line_looks()
     untouched: Look = {"color": "0.6", "linestyle": "-", "marker": "P"}
     return {
         arm: (untouched if arm == UNTOUCHED else next(looks))
         | {"label": escape(shorten(arm, NAME_LENGTH)), "linewidth": width}
-        for arm, width in zip(arms, np.linspace(WIDEST, THINNEST, len(arms)), strict=True)
+        for arm, width in zip(arms, np.linspace(2.0, 0.9, len(arms)), strict=True)
     }
+
+
+def _signs(looks: dict[str, Look]) -> dict[str, Look]:
+    """Return the entries of arms in a legend."""
+    return {look["label"]: {key: entry for key, entry in look.items() if key != "label"} for look in looks.values()}
 
 
 # --- Perplexity, outliers and sinks as bars: a bar for each arm, a panel for each metric.
@@ -214,18 +162,12 @@ def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
 
 # metrics of the table `retrofit`
 PANELS = ("perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count")
-ROW, PANEL, AROUND = 0.24, 0.42, 0.5  # inches: a bar, the margins of a row of panels, and those of the figure
 LETTERS = 18  # characters in a line of an arm's name
-ROOM = {False: 1.45, True: 1.8}  # has a spread → length of the axis ÷ longest bar, with room for the number
-NUMBER_BOX: Look = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # hides the line of the first arm
 SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 2.4, "mfc": "white", "mew": 0.6}
 WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "capsize": 2, "capthick": 0.8}
 
 
-def lacking_retrofit_bars(arms: Arms) -> str | None:
-    return None if arms.has("retrofit") else "no arm of this retrofit has been measured"
-
-
+@needs(lambda arms: arms.has("retrofit"), "no arm of this retrofit has been measured")
 def draw_retrofit_bars(arms: Arms) -> Figure:
     table = arms.tables["retrofit"]
     looks = arm_looks(table["condition"].unique())
@@ -233,7 +175,7 @@ def draw_retrofit_bars(arms: Arms) -> Figure:
     shown = [name for name, rows in values.items() if (rows["value"] != 0).any()]
     across = min(ACROSS, max(len(shown), 1))
     down = -(-max(len(shown), 1) // across)
-    figure = new_figure(WIDE * max(across, 2) / ACROSS, down * (ROW * len(looks) + PANEL) + AROUND)
+    figure = new_figure(WIDE * max(across, 2) / ACROSS, down * (0.24 * len(looks) + 0.42) + 0.5)
     axes = figure.subplots(down, across, sharey=True, squeeze=False)
     for ax, name in zip(axes.flat, shown, strict=False):
         _bars(ax, METRICS[name], values[name], looks)
@@ -267,8 +209,9 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
             ax.plot(single, np.full(len(single), row), zorder=5, **SEED)
         text = "∞" if np.isinf(means[arm]) else metric.text_with_spread(means[arm], spreads[arm])
         ends.append(float(max([length + np.nan_to_num(spreads[arm]), *single])))
-        plot.write_beside(ax, text, ends[-1], row, space=4, size=6.5).set_bbox(NUMBER_BOX)
-    ax.set_xlim(0, ROOM[has_spread] * (max(ends) or 1.0))
+        number = plot.write_beside(ax, text, ends[-1], row, space=4, size=6.5)
+        number.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.4})  # hides the line of the first arm
+    ax.set_xlim(0, (1.8 if has_spread else 1.45) * (max(ends) or 1.0))  # with room for the numbers
     ax.xaxis.set_major_locator(MaxNLocator(3))
     if metric.unit == "share":
         ax.xaxis.set_major_formatter(PercentFormatter(1))
@@ -280,57 +223,42 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
 # other early tokens (thin). With register tokens, position 0 is the first register. Layers count from 0. A site
 # that a family lacks has no panel.
 
-# table, its site, column, name, unit
-RETROFIT_LAYERS_PANELS = (
-    ("attention", None, "sink_rate", METRICS["sink_rate"].short, "share of heads"),
-    ("activation", "layer_out", "norm_mean", "layer output", "L2 norm"),
-    ("activation", "mlp_out", "norm_mean", "MLP output", "L2 norm"),
-    ("activation", "attn_out", "norm_mean", "attention output", "L2 norm"),
-)
+NORMS = {"layer_out": "layer output", "mlp_out": "MLP output", "attn_out": "attention output"}  # site → name
 
 
-def lacking_retrofit_layers(arms: Arms) -> str | None:
-    if not arms.all_have("attention", "activation"):
-        return "not all arms have the tables attention and activation"
-    layers = next(iter(arms.runs.values())).tables["activation"]["layer"].nunique()
-    return None if layers > 1 else "the model has only one layer"
+def _has_layers(arms: Arms) -> bool:
+    return next(iter(arms.runs.values())).tables["activation"]["layer"].nunique() > 1
 
 
+@needs(lambda arms: arms.all_have("attention", "activation"), "not all arms have the tables attention and activation")
+@needs(_has_layers, "the model has only one layer")
 def draw_retrofit_layers(arms: Arms) -> Figure:
     looks = arm_looks(arms.runs)
     figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(looks) // 4))
     sites = {site for run in arms.runs.values() for site in run.tables["activation"]["site"]}
-    panels = [panel for panel in RETROFIT_LAYERS_PANELS if panel[1] is None or panel[1] in sites]
-    axes, lowest = plot.panel_grid(figure, len(panels), 2, sharey=False)
-    for ax, (table, site, column, name, unit) in zip(axes, panels, strict=True):
+    panels = {"": METRICS["sink_rate"].short} | {site: name for site, name in NORMS.items() if site in sites}
+    axes = plot.panel_grid(figure, len(panels), 2, "layer", sharey=False)
+    for ax, (site, name) in zip(axes, panels.items(), strict=True):
+        column, unit = ("norm_mean", "L2 norm") if site else ("sink_rate", "share of heads")
         for arm, run in arms.runs.items():
-            rows = run.tables[table]
-            rows = rows if site is None else rows[rows["site"] == site]
+            activation = run.tables["activation"]
+            rows = activation[activation["site"] == site] if site else run.tables["attention"]
             first = rows["position"] == 0
             means = [rows[chosen].groupby("layer")[column].mean() for chosen in (~first, first)]  # also over heads
             plot.line_by_layer(ax, means[0], zorder=2, **looks[arm] | FAINT)
             plot.line_by_layer(ax, means[1], zorder=3, **looks[arm])
-        ax.set_title(name)
-        plot.layer_axis(ax, "layer" if ax in lowest else "")
-        if plot.value_axis(ax, log=site is not None, share=site is None):
-            ax.set_ylabel(unit)
+        plot.panel(ax, name, unit, None, log=bool(site), share=not site)
     most = max(int(run.tables["attention"]["position"].max()) for run in arms.runs.values())
-    handles = [
-        *(Line2D([], [], **look) for look in looks.values()),
-        Line2D([], [], color="0.3", marker="o", label="position 0"),
-        Line2D([], [], color="0.3", label=f"mean over {places(1, most)}", **FAINT | {"alpha": 1}),
-    ]
-    return figure.finish(arms.title(arms.seeds_text(of_runs=True)), handles, ncols=4)
+    signs = _signs(looks) | {"position 0": {"color": "0.3", "marker": "o"}}
+    signs |= {f"mean over {places(1, most)}": FAINT | {"color": "0.3", "alpha": 1}}
+    return figure.finish(arms.title(arms.seeds_text(of_runs=True)), signs, ncols=4)
 
 
 # --- Loss, and the distance of the new parameters from their start, by training step, for all arms of a training.
 # A line is the mean over seeds, and its band reaches from the lowest to the highest.
 
 
-def lacking_retrofit_training(arms: Arms) -> str | None:
-    return None if arms.has("training") else "nothing was logged in training: take a smaller --log-every"
-
-
+@needs(lambda arms: arms.has("training"), "nothing was logged in training: take a smaller --log-every")
 def draw_retrofit_training(arms: Arms) -> Figure:
     training = arms.tables["training"]
     loss = training[(training["layer"] == WHOLE_MODEL) & (training["metric"] == "loss")]
@@ -341,14 +269,13 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     figure = new_figure(WIDE if len(panels) > 1 else style.TEXT, 2.6)
     axes = figure.subplots(1, len(panels), sharex=True, squeeze=False)[0]
     for ax, (name, label, table) in zip(axes, panels, strict=True):
-        ax.set_title(name)
         for arm, look in arm_looks(training["condition"].unique()).items():
             rows = table[table["condition"] == arm]
             if len(rows):
                 means = rows.groupby(["step", "seed"])["value"].mean()  # over layers
                 plot.curve_with_range(ax, means.reset_index(), **look)
-        plot.value_axis(ax)
-        ax.set(ylabel=label, xlabel="training step")
+        plot.value_axis(ax, label)
+        ax.set(title=name, ylabel=label, xlabel="training step")
     plot.step_axis(axes[0], sorted(training["step"].unique().tolist()))
     band = "bands: lowest to highest" if arms.seeds > 1 else ""
     return figure.finish(arms.title(arms.seeds_text(), band), axes[0].lines, ncols=4)
@@ -360,23 +287,14 @@ def draw_retrofit_training(arms: Arms) -> Figure:
 # 0. Without gates both values are equal, and there is no third column; with one layer there is no second row. With
 # register tokens, position 0 is the first register.
 
-RETROFIT_VALUES_PANELS = {  # name → label of the axis
-    METRICS["raw_value_drain"].short: "ratio of L2 norms",
-    "attended value norm ÷ others": "ratio of L2 norms",
-    "gate": "factor",
-}
 
-
-def lacking_retrofit_values(arms: Arms) -> str | None:
-    return None if arms.all_have("geometry") else "not all arms have the table geometry"
-
-
+@needs(lambda arms: arms.all_have("geometry"), "not all arms have the table geometry")
 def draw_retrofit_values(arms: Arms) -> Figure:
     looks = arm_looks(arms.runs)
     has_gates = any("gate" in run.tables for run in arms.runs.values())
-    columns = len(RETROFIT_VALUES_PANELS) if has_gates else len(RETROFIT_VALUES_PANELS) - 1
+    columns = 3 if has_gates else 2
     rows = 2 if any(run.tables["geometry"]["layer"].nunique() > 1 for run in arms.runs.values()) else 1
-    figure = new_figure(WIDE * columns / len(RETROFIT_VALUES_PANELS), 1.95 * rows + 0.15 * (1 + len(looks) // 4))
+    figure = new_figure(WIDE * columns / 3, 1.95 * rows + 0.15 * (1 + len(looks) // 4))
     axes = figure.subplots(rows, columns, squeeze=False)
     for arm, run in arms.runs.items():
         attended = to_others(run.tables["geometry"], "value_norm")
@@ -394,19 +312,18 @@ def draw_retrofit_values(arms: Arms) -> Figure:
                 if column == 2:
                     plot.line_by_layer(axes[1, column], by_layer.drop(columns=0).mean(axis=1), **look | FAINT)
                 plot.line_by_layer(axes[1, column], by_layer[0], **look)
-    for column, (name, unit) in enumerate(list(RETROFIT_VALUES_PANELS.items())[:columns]):
-        axes[0, column].set_title(name)
-        for ax, across in zip(axes[:, column], ("position", "layer, at position 0"), strict=False):
-            plot.layer_axis(ax, across)
+    names = (METRICS["raw_value_drain"].short, "attended value norm ÷ others", "gate")
+    for column, name in enumerate(names[:columns]):
+        unit = "ratio of L2 norms" if column < 2 else "factor"
+        for ax, text, across in zip(axes[:, column], (name, ""), ("position", "layer, at position 0"), strict=False):
             ax.axhline(1.0, **style.NEUTRAL)
-            if plot.value_axis(ax, log=column < 2):
-                ax.set_ylabel(unit)
-    handles = [Line2D([], [], **look) for look in looks.values()]
+            plot.panel(ax, text, unit, across, log=column < 2)
+    signs = _signs(looks)
     if has_gates and rows > 1:
-        handles.append(Line2D([], [], color="0.3", label="gate, mean over later positions", **FAINT))
+        signs["gate, mean over later positions"] = FAINT | {"color": "0.3"}
     over = "by position: median and quartiles over layers" if rows > 1 else ""
     text = arms.title(arms.seeds_text(of_runs=True), over)
-    return figure.finish(text, handles, ncols=4 if columns > 2 else 2)
+    return figure.finish(text, signs, ncols=4 if columns > 2 else 2)
 
 
 def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -423,10 +340,7 @@ SHORT_NAME = 20  # characters of an arm's name
 SMALL = 5.5  # points: font size of the tokens
 
 
-def lacking_backcopy_maps(arms: Arms) -> str | None:
-    return None if arms.has("attention_maps", "value_norms") else "there is no attention map"
-
-
+@needs(lambda arms: arms.has("attention_maps", "value_norms"), "there is no attention map")
 def draw_backcopy_maps(arms: Arms) -> Figure:
     attention_maps, value_norms = arms.tables["attention_maps"], arms.tables["value_norms"]
     names = list(attention_maps["condition"].unique())
@@ -479,8 +393,6 @@ def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
 # band reaches from the lowest to the highest. With several layers, the figure shows the layer whose sink is largest in
 # the first arm.
 
-FEW_MARKERS = 5  # markers on one line, in a narrow panel
-TICKS = 15  # ticks in all panels of a row
 ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric → its name and look
     "loss above\noptimum (nats)": {"backcopy_risk": ("backcopy", SINK), "bigram_risk": ("bigram", OTHERS)},
     "attention of\nothers (share)": {
@@ -498,11 +410,11 @@ ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric →
 BACKCOPY_METRICS = [metric for row in ROWS.values() for metric in row]
 
 
-def lacking_backcopy_training(arms: Arms) -> str | None:
-    known = arms.has("training") and arms.tables["training"]["metric"].isin(BACKCOPY_METRICS).any()
-    return None if known else "the table training has no metric of the Bigram-Backcopy task"
+def _has_task(arms: Arms) -> bool:
+    return arms.has("training") and bool(arms.tables["training"]["metric"].isin(BACKCOPY_METRICS).any())
 
 
+@needs(_has_task, "the table training has no metric of the Bigram-Backcopy task")
 def draw_backcopy_training(arms: Arms) -> Figure:
     training = arms.tables["training"]
     table = training[training["metric"].isin(BACKCOPY_METRICS)]
@@ -514,15 +426,15 @@ def draw_backcopy_training(arms: Arms) -> Figure:
         rows = table[(table["condition"] == name) & table["layer"].isin((WHOLE_MODEL, layer))]
         for ax, curves in zip(axes[:, column], ROWS.values(), strict=True):
             for metric, (label, look) in curves.items():
-                plot.curve_with_range(ax, rows[rows["metric"] == metric], FEW_MARKERS, label=label, **look)
+                plot.curve_with_range(ax, rows[rows["metric"] == metric], 5, label=label, **look)
         axes[0, column].set_title(escape(shorten(name, SHORT_NAME)))
     for row, (label, curves) in zip(axes, ROWS.items(), strict=True):
         for ax in row:
-            plot.value_axis(ax, log="backcopy_risk" in curves, share="attention_to_start" in curves)
+            plot.value_axis(ax, "", log="backcopy_risk" in curves, share="attention_to_start" in curves)
         row[0].set_ylabel(label)
         if len(curves) > 1:
             row[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), handlelength=1.8, borderaxespad=0.2)
-    ticks = max(2, min(5, TICKS // len(names)))  # ticks of a panel: steps are logged evenly
+    ticks = max(2, min(5, 15 // len(names)))  # ticks of a panel: steps are logged evenly
     axes[-1, 0].xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
     axes[-1, 0].xaxis.set_major_formatter(FuncFormatter(lambda step, _: plot.step_label(step)))
     figure.supxlabel("training step")

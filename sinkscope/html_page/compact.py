@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from itertools import groupby
 from operator import ne
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -18,22 +18,17 @@ BY_SEQUENCE = ("sequence", "group")
 BY_POSITION = ("position", "query")
 
 
-class Limit(NamedTuple):
-    """The number of rows of a table that are kept."""
-
-    rows: int
-    by_sequence: int  # for a table with several sequences
-
-
 KINDS: tuple[tuple[Any, Kind], ...] = (
     (pd.api.types.is_bool_dtype, "truth"),
     (pd.api.types.is_integer_dtype, "whole"),
     (pd.api.types.is_numeric_dtype, "number"),
 )
-# tried in this order until all tables fit into LARGEST
-LIMITS = (Limit(250_000, 10_000), Limit(60_000, 10_000), Limit(60_000, 4_000), Limit(60_000, 1_000),
-          Limit(40_000, 1_000), Limit(30_000, 1_000), Limit(20_000, 1_000), Limit(15_000, 1_000), Limit(10_000, 1_000),
-          Limit(4_000, 500), Limit(1_000, 200))  # fmt: skip
+# the number of rows of a table that are kept, and of a table with several sequences; tried in this order until all
+# tables fit into LARGEST
+LIMITS = (
+    (250_000, 10_000), (60_000, 10_000), (60_000, 4_000), (60_000, 1_000), (40_000, 1_000), (30_000, 1_000),
+    (20_000, 1_000), (15_000, 1_000), (10_000, 1_000), (4_000, 500), (1_000, 200),
+)  # fmt: skip
 
 
 def as_json(value: Any) -> str:
@@ -50,7 +45,7 @@ def compact_tables(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Col
     for limit in LIMITS:
         texts = []
         for name, table in tables.items():
-            kept, left_out = cut(table, limit)
+            kept, left_out = cut(table, *limit)
             key = (name, len(kept))
             if key not in written:
                 written[key] = compact_table(name, kept, columns.get(name, ()), len(table), left_out)
@@ -106,12 +101,12 @@ def _shorter(texts: list[str]) -> str:
     return f'{{"runs":[{",".join(runs)}]}}'
 
 
-def cut(table: pd.DataFrame, limit: Limit) -> tuple[pd.DataFrame, str]:
+def cut(table: pd.DataFrame, most_rows: int, by_sequence: int) -> tuple[pd.DataFrame, str]:
     """Return the rows that are kept, and a description of those that are left out.
 
     Rows of later sequences are left out, or of later positions, or all rows after the first ones.
     """
-    limits = dict.fromkeys(BY_SEQUENCE, limit.by_sequence) | dict.fromkeys(BY_POSITION, limit.rows)
+    limits = dict.fromkeys(BY_SEQUENCE, by_sequence) | dict.fromkeys(BY_POSITION, most_rows)
     for name, most in limits.items():
         if name in table and len(table) > most and table[name].nunique() > 1:
             counts = table[name].value_counts().sort_index().cumsum()
@@ -119,6 +114,6 @@ def cut(table: pd.DataFrame, limit: Limit) -> tuple[pd.DataFrame, str]:
             rows = table[table[name].isin(kept)]
             if name in BY_SEQUENCE or len(rows) <= most:
                 return rows, f"only the rows of {name} {kept[0]} to {kept[-1]} are here, {len(kept)} of {len(counts)}"
-    if len(table) > limit.rows:
-        return table.head(limit.rows), f"only the first {limit.rows:,} rows are here"
+    if len(table) > most_rows:
+        return table.head(most_rows), f"only the first {most_rows:,} rows are here"
     return table, ""

@@ -90,8 +90,7 @@ def page_data(contents: Contents) -> str:
         "manifest": _plain(manifest),
         "commands": command_lines(manifest, contents.folder),
         "metrics": {
-            name: {"label": metric.label, "short": metric.short, "definition": metric.definition}
-            | {"unit": metric.unit, "form": metric.form, "source": metric.source}
+            name: {key: getattr(metric, key) for key in ("label", "short", "definition", "unit", "form", "source")}
             for name, metric in METRICS.items()
         },
         "findings": [_as_data(finding) for finding in contents.findings],
@@ -99,10 +98,7 @@ def page_data(contents: Contents) -> str:
         "papers": PAPERS,
         "parts": [str(label) for label in contents.parts],
         "part": contents.named_by.name,
-        "levels": contents.levels,
-        "controls": contents.controls,
-        "last_steps": contents.last_steps,
-        "received": contents.received,
+        **{name: getattr(contents, name) for name in ("levels", "controls", "last_steps", "received")},
         "links": {str(label): page for label, page in contents.links.items()},
     }
     return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'

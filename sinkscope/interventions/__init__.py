@@ -3,13 +3,17 @@
 from collections.abc import Iterable
 
 from sinkscope.errors import InputError, unknown
-from sinkscope.interventions.first_embedding import NullifyFirstEmbedding
 from sinkscope.interventions.intervention import Intervention, Known, Target, applied
 from sinkscope.interventions.massive import MeanMassive, RescaleNorm, ZeroMassive
-from sinkscope.interventions.positional_encoding import ReplaceEpe, TransplantEpe
-from sinkscope.interventions.query_bias import NullifyQueryBias, PerturbQueryBias, ZeroKeyColumns
-from sinkscope.interventions.sink_mask import MaskSink, StreamingWindow
-from sinkscope.interventions.sink_value import MeanSinkValue, ScaleSinkValue
+from sinkscope.interventions.nu import (
+    NullifyFirstEmbedding,
+    NullifyQueryBias,
+    PerturbQueryBias,
+    ReplaceEpe,
+    TransplantEpe,
+    ZeroKeyColumns,
+)
+from sinkscope.interventions.sink import MaskSink, MeanSinkValue, ScaleSinkValue, StreamingWindow
 from sinkscope.options.option import filled_in
 from sinkscope.options.spec import parse_spec
 

@@ -34,7 +34,6 @@ class Layout(threading.local):
         self.length = 0  # tokens in the cache and the batch
 
     def record(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Record the inputs of a forward pass; a forward pre-hook of the model."""
         kwargs = inspect.signature(type(module).forward).bind_partial(module, *args).arguments | kwargs
         mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         tokens = next(x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if isinstance(x, torch.Tensor))
@@ -46,15 +45,16 @@ class Layout(threading.local):
 
     def start(self, device: torch.device) -> torch.Tensor:
         """Return the column of each sequence's position 0, (B,) or (1,), counted from the first column of the cache."""
-        if self.mask is not None and self.mask.dim() == 2:
+        if self.mask is None:
+            return torch.zeros(1, dtype=torch.long, device=device)
+        if self.mask.dim() == 2:
             return self.mask.to(device).int().argmax(dim=1)
-        if self.mask is not None:
-            seen = self.mask[:, 0, -1, 0]  # whether the last token sees the first column
-            if not bool((seen if seen.dtype == torch.bool else seen > MASKED).all()):  # padding, or a sliding window
-                raise InputError(
-                    "the start of each sequence is unknown with a four-dimensional mask: pass a two-dimensional "
-                    "attention_mask, and no static cache with a padded batch or a sliding window"
-                )
+        seen = self.mask[:, 0, -1, 0]  # whether the last token sees the first column
+        if not bool((seen if seen.dtype == torch.bool else seen > MASKED).all()):  # padding, or a sliding window
+            raise InputError(
+                "the start of each sequence is unknown with a four-dimensional mask: pass a two-dimensional "
+                "attention_mask, and no static cache with a padded batch or a sliding window"
+            )
         return torch.zeros(1, dtype=torch.long, device=device)
 
     def locate(self, x: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,15 +80,19 @@ class Target:
     def attending(self, layers: tuple[int, ...] | None = None) -> list[int]:
         """Return the named layers, or all that have attention; raise InputError if a named layer has none."""
         have = list(self.family.attentions(self.model))
-        without = next((layer for layer in layers or () if layer not in have), None)
-        if without is not None:
-            raise InputError(f"layer {without} has no attention: it has {self.family.block(without).kind} instead")
+        for layer in layers or ():
+            if layer not in have:
+                raise InputError(f"layer {layer} has no attention: it has {self.family.block(layer).kind} instead")
         return have if layers is None else list(layers)
 
     @property
     def width(self) -> int:
         """The width D of the residual stream."""
         return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def has_query_bias(self) -> bool:
+        return any(self.projection(layer, "query").bias is not None for layer in self.attending())
 
     def without_projection(self, role: Role) -> str | None:
         """Return why the output of this projection is unknown, or None if it is known."""
@@ -112,11 +116,10 @@ class Target:
 
 
 def chosen(numbers: tuple[int, ...] | None, count: int) -> list[int]:
-    """Return the chosen numbers, or all numbers below `count` for None."""
     return list(range(count)) if numbers is None else list(numbers)
 
 
-MOST_NUMBERS = 1_000_000  # at most this many numbers in a range
+MOST_NUMBERS = 1_000_000  # in a range
 
 
 def _parse_numbers(value: Any) -> Any:
@@ -204,14 +207,13 @@ class Intervention(BaseModel, ABC):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        """Return the reason why the intervention does not apply to this model, or None if it applies."""
+        """Return why the intervention does not apply to this model, or None if it applies."""
         return None
 
     def check(self, target: Target, length: int | None = None) -> None:
         """Raise InputError if a parameter names a layer, head, coordinate or position that does not exist.
 
-        Args:
-            length: The length of the sequences; None if it is unknown.
+        `length` is that of the sequences; None if it is unknown.
         """
         counts: dict[str, tuple[str, Callable[[], int | None]]] = {
             "layers": ("layer", lambda: len(target.layers)),
@@ -240,18 +242,13 @@ class Intervention(BaseModel, ABC):
         if self.redraws == "positions":
             others = random_positions(len(own), known, draw, own)
         else:
-            others = random_choice(len(own), known.target.width, draw, own, "coordinate")
+            others = _drawn(len(own), known.target.width, draw, own, "coordinate")
         return self.model_copy(update={self.redraws: others})
 
     @property
     def watched(self) -> tuple[int, ...]:
         """The positions at which an effect is expected, first that of the sink."""
         return getattr(self, "positions", (0,))
-
-    @property
-    def reads_means(self) -> tuple[int, ...]:
-        """The positions at which `resolved` needs the model's hidden means."""
-        return ()
 
     def begins_at(self, target: Target) -> int:
         """Return the first affected layer; earlier layers are unaffected. 0 if the input of the layers may change."""
@@ -262,13 +259,11 @@ class Intervention(BaseModel, ABC):
     def applied(self, target: Target) -> AbstractContextManager[None]:
         """Change the model until the end of the block, and then restore it bit for bit.
 
-        Raises:
-            InputError: nothing would change.
-            UntouchedError: at the end, no forward pass had the positions to change.
+        Raises InputError if nothing would change, and UntouchedError at the end if no forward pass had the positions.
         """
 
     def __str__(self) -> str:
-        """Return the intervention in the syntax of --do, without parameters at their default."""
+        """Write it as --do does, without parameters at their default."""
         given = []
         for name, entry in type(self).model_fields.items():
             value = getattr(self, name)
@@ -303,14 +298,9 @@ class UntouchedError(SinkscopeError):
 @contextmanager
 def must_touch(name: str, missing: str) -> Iterator[Callable[[], None]]:
     """Yield a function to call at each change of a tensor; raise UntouchedError at the end if it was not called."""
-    is_touched = False
-
-    def touch() -> None:
-        nonlocal is_touched
-        is_touched = True
-
-    yield touch
-    if not is_touched:
+    touched = threading.Event()
+    yield touched.set
+    if not touched.is_set():
         raise UntouchedError(f"{name} changed nothing: no forward pass held {missing}")
 
 
@@ -345,10 +335,10 @@ def edited_positions(
 
 def random_positions(count: int, known: Known, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:
     """Draw positions for a control, except `but`, 0 (the usual sink) and the last (which no later query sees)."""
-    return random_choice(count, known.length - 1, draw, {0, *but}, "position")
+    return _drawn(count, known.length - 1, draw, {0, *but}, "position")
 
 
-def random_choice(count: int, total: int, draw: torch.Generator, but: Iterable[int], what: str) -> tuple[int, ...]:
+def _drawn(count: int, total: int, draw: torch.Generator, but: Iterable[int], what: str) -> tuple[int, ...]:
     """Draw `count` different numbers below `total`, except those in `but`."""
     free = sorted(set(range(total)) - set(but))
     if len(free) < count:
@@ -368,10 +358,8 @@ def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[S
     generator = torch.Generator().manual_seed(seed)
     found: list[Stack] = []
     for _ in range(20 * draws):
-        if len(found) == draws:
-            break
         controls = [part.control(known, generator) for part in stack]
-        if all(control is None for control in controls):
+        if len(found) == draws or not any(controls):
             break
         drawn = tuple((control or part).resolved(known) for part, control in zip(stack, controls, strict=True))
         if drawn not in found:
@@ -388,5 +376,4 @@ def expectation(intervention: Intervention, target: Target) -> Expectation | Non
         return intervention.expects
     if target.family.kinds_of_positions != {"learned"} or target.without_weights("query"):
         return None
-    has_bias = any(target.projection(layer, "query").bias is not None for layer in target.attending())
-    return intervention.expects if has_bias else None
+    return intervention.expects if target.has_query_bias else None

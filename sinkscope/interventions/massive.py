@@ -1,12 +1,13 @@
 """Changes to the sink's residual state: massive activations set to zero or to their mean, and its norm rescaled."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Annotated, Any, Self
+from itertools import product
+from typing import Annotated, Any, ClassVar, Self
 
-import pandas as pd
 import torch
 from pydantic import Field
 from torch import nn
@@ -36,6 +37,8 @@ class _Massive(Intervention):
     control_about = "random coordinates"
     redraws = "coordinates"
 
+    puts_mean: ClassVar[bool]  # whether massive activations of other tokens are set to their mean, or else to 0
+
     layers: Open = None  # None: all layers at whose output a coordinate is massive
     positions: Indices = (0,)
     coordinates: Open = None  # None: coordinates that are massive at the sink and at few other tokens
@@ -53,16 +56,17 @@ class _Massive(Intervention):
         layers, coordinates = self.layers or layers, self.coordinates or coordinates
         elsewhere = self.elsewhere
         if elsewhere is None and self.positions == (0,):
-            elsewhere = massive_elsewhere(known, self.positions[0], layers, coordinates)
+            table = known.tables["massive"]
+            rows = table[table["is_massive"] & (table["position"] != 0)]
+            rows = rows[rows["layer"].isin(layers) & rows["coordinate"].isin(coordinates)]
+            groups = rows.groupby(["layer", "coordinate"])["value"]
+            found = groups.agg(least=lambda x: x.abs().min(), mean="mean").reset_index()
+            elsewhere = tuple(found.to_numpy(dtype=float).flatten().tolist()) or None
         return self.model_copy(update={"layers": layers, "coordinates": coordinates, "elsewhere": elsewhere})
 
     @abstractmethod
     def value(self, layer: int, position: int) -> torch.Tensor:
         """Return the new values, (coordinates,)."""
-
-    @abstractmethod
-    def value_elsewhere(self, mean: float) -> float:
-        """Return the new value of other tokens' massive activations, given their mean."""
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -70,11 +74,7 @@ class _Massive(Intervention):
             raise InputError(f"{self.name}: name the layers and the coordinates")
         coordinates = list(self.coordinates)
         layers: dict[int, nn.Module] = {layer: target.layers[layer] for layer in self.layers}
-        values = {
-            (module, position): self.value(layer, position)
-            for layer, module in layers.items()
-            for position in self.positions
-        }
+        values = {(layers[at], position): self.value(at, position) for at, position in product(layers, self.positions)}
         numbers = self.elsewhere or ()
         rows = [(int(row[0]), int(row[1]), *row[2:]) for row in zip(*[iter(numbers)] * 4, strict=False)]
         if len(numbers) % 4 or not all(row[0] in layers and row[1] in coordinates for row in rows):
@@ -86,14 +86,15 @@ class _Massive(Intervention):
 
         with ExitStack() as stack:
             for layer, coordinate, least, mean in rows:
-                put = partial(_replace_large, coordinate=coordinate, least=least, value=self.value_elsewhere(mean))
+                value = mean if self.puts_mean else 0.0
+                put = partial(_replace_large, coordinate=coordinate, least=least, value=value)
                 stack.enter_context(edited_output(layers[layer], put))
             # registered later, so that the positions get their own values
             stack.enter_context(edited_positions(self.name, target, layers.values(), self.positions, edit))
             yield
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        """Return the same change at other coordinates, whose means are measured separately."""
+        # the means of other coordinates are measured separately
         others: Any = super().control(known, draw)
         return type(self)(layers=self.layers, positions=self.positions, coordinates=others.coordinates)
 
@@ -102,24 +103,19 @@ class ZeroMassive(_Massive):
     name = "zero-massive"
     about = "hidden-state coordinates at the sink = 0 (layers, positions, coordinates, elsewhere: the massive ones)"
     expects = Expectation.PERPLEXITY_COLLAPSES
+    puts_mean = False
 
     def value(self, layer: int, position: int) -> torch.Tensor:
         return torch.zeros(len(self.coordinates or ()))
-
-    def value_elsewhere(self, mean: float) -> float:
-        return 0.0
 
 
 class MeanMassive(_Massive):
     name = "mean-massive"
     about = "hidden-state coordinates at the sink = their mean over sequences (as zero-massive; means)"
     expects = Expectation.PERPLEXITY_UNHARMED
+    puts_mean = True
 
     means: Reals | None = None  # by layer, position, coordinate; None: measured
-
-    @property
-    def reads_means(self) -> tuple[int, ...]:
-        return self.positions if self.means is None else ()
 
     def resolved(self, known: Known) -> Self:
         chosen = super().resolved(known)
@@ -127,22 +123,16 @@ class MeanMassive(_Massive):
             return chosen
         if known.hidden_means is None:
             raise InputError(f"{self.name}: name the means, one for every layer, position and coordinate")
-        means = [
-            known.hidden_means(layer, position)[list(chosen.coordinates or ())]
-            for layer in chosen.layers or ()
-            for position in chosen.positions
-        ]
+        places = product(chosen.layers or (), chosen.positions)
+        means = [known.hidden_means(*place)[list(chosen.coordinates or ())] for place in places]
         return chosen.model_copy(update={"means": tuple(torch.cat(means).tolist())})
 
     def value(self, layer: int, position: int) -> torch.Tensor:
         layers, coordinates = self.layers or (), self.coordinates or ()
         shape = (len(layers), len(self.positions), len(coordinates))
-        if self.means is None or len(self.means) != shape[0] * shape[1] * shape[2]:
-            raise InputError(f"{self.name}: {shape[0]} × {shape[1]} × {shape[2]} means are needed")
+        if self.means is None or len(self.means) != math.prod(shape):
+            raise InputError(f"{self.name}: {' × '.join(map(str, shape))} means are needed")
         return torch.tensor(self.means).view(shape)[layers.index(layer), self.positions.index(position)]
-
-    def value_elsewhere(self, mean: float) -> float:
-        return mean
 
 
 def _replace_large(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:
@@ -177,27 +167,14 @@ def sink_massive(
     elsewhere = massive[massive["position"] != position].groupby(["layer", "coordinate"]).size()
     common = elsewhere[elsewhere > ELSEWHERE * sequences * (known.length - 1)].reset_index()["coordinate"]
     here = massive[(massive["position"] == position) & ~massive["coordinate"].isin(common)]
-    if layers is not None:
-        here = here[here["layer"].isin(layers)]
+    here = here if layers is None else here[here["layer"].isin(layers)]
     if coordinates is not None and here["coordinate"].isin(coordinates).any():
         here = here[here["coordinate"].isin(coordinates)]
     counts = here.groupby(["layer", "coordinate"]).size()
     found = counts[counts >= sequences / 2].reset_index()
     if found.empty:
         raise InputError(missing)
-    return tuple(sorted(map(int, found["layer"].unique()))), tuple(sorted(map(int, found["coordinate"].unique())))
-
-
-def massive_elsewhere(
-    known: Known, position: int, layers: tuple[int, ...], coordinates: tuple[int, ...]
-) -> tuple[float, ...] | None:
-    """Return other tokens' massive activations there: layer, coordinate, smallest magnitude and mean of each, flat."""
-    table = known.tables["massive"]
-    rows = table[table["is_massive"] & (table["position"] != position)]
-    rows = rows[rows["layer"].isin(layers) & rows["coordinate"].isin(coordinates)]
-    groups = rows.groupby(["layer", "coordinate"])["value"]
-    found = pd.DataFrame({"least": groups.agg(lambda x: x.abs().min()), "mean": groups.mean()}).reset_index()
-    return tuple(float(number) for row in found.itertuples(index=False) for number in row) or None
+    return tuple(sorted(set(found["layer"].tolist()))), tuple(sorted(set(found["coordinate"].tolist())))
 
 
 class RescaleNorm(Intervention):
@@ -223,12 +200,11 @@ class RescaleNorm(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        family = target.family
-        if family.copies:
+        if target.family.copies:
             return SEVERAL_COPIES
-        if not any("attn_norm" in family.block(layer).sites for layer in range(len(target.layers))):
-            return "it has no norm before its branches, so they would read a different state"
-        return None
+        if any("attn_norm" in target.family.block(layer).sites for layer in range(len(target.layers))):
+            return None
+        return "it has no norm before its branches, so they would read a different state"
 
     def resolved(self, known: Known) -> Self:
         if self.layers is not None:

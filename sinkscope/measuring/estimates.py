@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.observables.observable import ALL_HEADS, LATER
+from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.summary import pathway_norms
 from sinkscope.results.findings import OUTLIER, SINK, USUAL
 from sinkscope.results.judgment import NotDefined, Number, above, at_least, at_most, below, between
@@ -34,9 +34,8 @@ def sink_rates(sequences: Sequences, position: int = 0) -> np.ndarray:
 
 
 def by_head(sequences: Sequences, table: str, column: str) -> np.ndarray:
-    """Return means over sequences of all heads, layer by layer, (R, heads)."""
+    """Return means over sequences of all heads, layer by layer, (R, heads); NaN where a layer has fewer heads."""
     means = sequences.means(table, column, ("layer", "head"))
-    # the axes are rectangular, but layers may have different numbers of heads
     return means.reshape(len(means), -1)
 
 

@@ -2,11 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -16,18 +16,27 @@ from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
 from sinkscope.interventions import Known, Target
 from sinkscope.interventions.intervention import Stack, expectation, random_controls
-from sinkscope.interventions.sink_value import ReadValues
+from sinkscope.interventions.sink import ReadValues
 from sinkscope.measuring.console import print_part
-from sinkscope.measuring.measure import choose, prepared, settings_of, tables_of
+from sinkscope.measuring.measure import choose, prepared, publish, settings_of
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import NO_ATTENTION, Mean, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import NO_ATTENTION, Means, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
-from sinkscope.measuring.passes import LOSS_TABLES, Kind, Pass, first_size, pass_over
-from sinkscope.measuring.resumed import FEW, Change, TracerStep, are_the_same, completed, passes_over, tried
+from sinkscope.measuring.passes import (
+    LOSS_TABLES,
+    Change,
+    Pass,
+    TracerStep,
+    completed,
+    first_size,
+    passes_over,
+    resumes,
+    tables_of,
+    whole_pass,
+)
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import arm_metrics
-from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import ALWAYS, RunConfig
 from sinkscope.results.run import RunData
@@ -41,31 +50,27 @@ ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables that arms do not keep
 BEFORE = "before"
 
 
-class HiddenMean(Observable):
-    """The mean output of every layer at one position, for mean-massive."""
+class MeanAt(Observable):
+    """The mean at one position of every layer's output, for mean-massive, or of its values, for mean-sink-value."""
 
-    sites: ClassVar[tuple[str, ...]] = ("layer_out",)
+    sites = ("layer_out",)
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, of_values: bool) -> None:
         super().__init__(Settings())
         self.position = position
-        self.mean = Mean()
+        self.of_values = of_values  # not a site: `ReadValues` reads them
+        self.mean = Means()
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        self.take(layer, batch.tokens_at(reading.tensor, self.position + 1)[:, self.position])
+        if not self.of_values:
+            self.take(layer, batch.tokens_at(reading.tensor, self.position + 1)[:, self.position])
 
     def take(self, layer: int, x: torch.Tensor) -> None:
         """Add x (n,D) of the n sequences of a batch that have the position."""
-        self.mean.add(layer, upcast(x))
+        self.mean.add({"mean": upcast(x)}, layer=layer)
 
     def by_layer(self) -> dict[int, torch.Tensor]:
-        return {layer: torch.from_numpy(self.mean[layer]) for layer in self.mean}
-
-
-class ValueMean(HiddenMean):
-    """The mean output of value projections, for mean-sink-value. It is not a site: `ReadValues` reads it."""
-
-    sites: ClassVar[tuple[str, ...]] = ()
+        return {labels["layer"]: torch.from_numpy(means["mean"]) for labels, means in self.mean}
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,7 @@ class Experiment:
     parity_error: float | None = None  # for the unchanged model
     notices: dict[str, None] = field(default_factory=dict)  # notices for the user, in order
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
-    _means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # position → layer → (D,)
-    _value_means: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # likewise → (heads · d,)
-    _few: dict[str, pd.DataFrame] | None = None  # tables of the unchanged model on the first sequences
+    _means: dict[tuple[int, bool], dict[int, torch.Tensor]] = field(default_factory=dict)  # by position, of values
 
     def run(self) -> dict[str, pd.DataFrame]:
         """Measure the unchanged model, then every arm and its controls. Returns tables with the arm as `condition`.
@@ -126,8 +129,8 @@ class Experiment:
             self.chosen = replace(self.chosen, first=tuple(name for name in self.chosen.first if name != MAPS))
         if any(stack[0].measured_by == "pass" for stack in self.wanted.values()):
             self.before = self._measured_before() if self.analyzed is None else self._taken_from(self.analyzed)
-            known.tables, known.hidden_means = self.before.tables, self._hidden_mean
-            known.value_means = self._value_mean
+            known.tables, known.hidden_means = self.before.tables, self._mean
+            known.value_means = partial(self._mean, of_values=True)
         resolved = self._resolved(known)
         for number, (label, stack) in enumerate(resolved.items(), 1):
             print_part(self.console, label, number, len(resolved))
@@ -176,18 +179,9 @@ class Experiment:
 
     def _measured_before(self) -> Arm:
         check = parity_check(self.subject, self.config, self.chosen.costs)
-        asked = {at for stack in self.wanted.values() for part in stack for at in part.reads_means}
-
-        def fresh() -> list[Observable]:
-            means = [HiddenMean(position) for position in sorted(asked)]
-            return [*self._fresh(-1), *means, *check.fresh()]
-
-        done = self._pass(fresh, self._step(True), ())
-        before = self._arm(BEFORE, -1, done)
+        done = self._pass((), lambda: [*self._fresh(-1), *check.fresh()], self._step(True))
         self.parity_error = check.error
-        means = [each for each in done.observables if isinstance(each, HiddenMean)]
-        self._means |= {each.position: each.by_layer() for each in means}
-        return before
+        return self._arm(BEFORE, -1, done)
 
     def _taken_from(self, run: RunData) -> Arm:
         """Take the unchanged model's tables and loss from a run instead of measuring them."""
@@ -277,35 +271,22 @@ class Experiment:
     def _each_measured(self, stacks: Mapping[Condition, Stack], target: Target, with_loss: bool) -> list[Arm]:
         """Measure an arm and its controls together from the first layer that any of them changes, or one by one."""
         layer = min(part.begins_at(target) for stack in stacks.values() for part in stack)
-        if not self._resumes_at(layer, next(iter(stacks.values())), with_loss):
-            return [self._measured(*condition, stack, with_loss) for condition, stack in stacks.items()]
-        changes = [self._change(layer, stack, draw) for (_, draw), stack in stacks.items()]
-        done = self._passes_from(changes, self.subject, with_loss)
+        step, (subject, kernel) = self._step(with_loss), (self.subject, self.config.attn)
+        changes = [self._change(stack, partial(self._fresh, draw), layer) for (_, draw), stack in stacks.items()]
+        # layers before the first that is changed are unaffected, which is tried
+        may_resume = layer and not self.chosen.backward and self.analyzed is None and subject.family.causal
+        unchanged = self._change((), partial(self._fresh, -1))
+        if not may_resume or not resumes(subject, kernel, changes[0], unchanged, step, *self._sizes):
+            return [
+                self._arm(*condition, whole_pass(subject, change, step, *self._sizes))
+                for condition, change in zip(stacks, changes, strict=True)
+            ]
+        done = passes_over(subject, kernel, changes, step, *self._sizes)
         return [self._arm(*condition, one, layer) for condition, one in zip(stacks, done, strict=True)]
 
-    def _resumes_at(self, layer: int, stack: Stack, with_loss: bool) -> bool:
-        """Return whether arms can be measured from this layer on, because earlier layers are unaffected."""
-        # tried on the first sequences: the tables must equal the tables of a complete pass bit for bit
-        if not layer or self.chosen.backward or self.analyzed is not None or not self.subject.family.causal:
-            return False
-        few = replace(self.subject, inputs=self.subject.inputs.part(0, FEW))
-        resumed = tried(lambda changes: self._passes_from(changes, few, with_loss), self._change(layer, stack, -1))
-        if resumed is None:
-            return False
-        make, step = partial(self._fresh, -1), self._step(with_loss)
-        if self._few is None:
-            self._few = tables_of(self._pass(make, step, (), few).observables)
-        complete = self._pass(make, step, stack, few)
-        tables = completed(tables_of(resumed.observables), layer, self._few)
-        return are_the_same(tables, tables_of(complete.observables)) and torch.equal(resumed.losses, complete.losses)
-
-    def _change(self, layer: int, stack: Stack, draw: int) -> Change:
+    def _change(self, stack: Stack, make: Callable[[], list[Observable]], layer: int = 0) -> Change:
         opened = partial(open_tracer, self.subject.loaded.model, self.subject.family, self.config.attn, stack)
-        return Change(layer, opened, partial(self._fresh, draw))
-
-    def _measured(self, condition: str, draw: int, stack: Stack, with_loss: bool) -> Arm:
-        """Measure one pass with these interventions and collect its tables under `condition`."""
-        return self._arm(condition, draw, self._pass(partial(self._fresh, draw), self._step(with_loss), stack))
+        return Change(layer, opened, make)
 
     def _fresh(self, draw: int) -> list[Observable]:
         """Create the observables of an arm (draw -1) or of a control (a draw from 0 on)."""
@@ -317,7 +298,7 @@ class Experiment:
             return Tracer.forward_backward
         return Tracer.forward_with_loss if with_loss else Tracer.forward
 
-    def _arm(self, condition: str, draw: int, done: Pass[Observable], first: int = 0) -> Arm:
+    def _arm(self, condition: str, draw: int, done: Pass, first: int = 0) -> Arm:
         """Collect the tables of a pass under `condition`; layers before `first` have the unchanged model's rows."""
         self.batch_size = done.batch_size
         raw = tables_of(done.observables)
@@ -333,40 +314,22 @@ class Experiment:
         self._collect(collected, condition)
         return Arm(raw, done.loss / self.subject.inputs.num_predicted if len(done.losses) else math.nan)
 
-    def _hidden_mean(self, layer: int, position: int) -> torch.Tensor:
-        """Return the unchanged model's mean output (D,) of a layer at a position, over sequences."""
-        if position not in self._means:
-            done = self._pass(lambda: [HiddenMean(position)], Tracer.forward, ())
-            self._means[position] = done.observables[0].by_layer()
-        return self._means[position][layer]
+    def _mean(self, layer: int, position: int, of_values: bool = False) -> torch.Tensor:
+        """Return the unchanged model's mean at a position: a layer's output (D,), or its values (heads · d,)."""
+        if (position, of_values) not in self._means:
+            latest: list[MeanAt] = []  # replaced when the pass starts again with a smaller batch
 
-    def _value_mean(self, layer: int, position: int) -> torch.Tensor:
-        """Return the unchanged model's mean output (heads · d,) of a layer's value projection at a position."""
-        if position not in self._value_means:
-            latest: list[ValueMean] = []  # replaced when the pass starts again with a smaller batch
-
-            def fresh() -> list[ValueMean]:
-                latest[:] = [ValueMean(position)]
+            def fresh() -> list[Observable]:
+                latest[:] = [MeanAt(position, of_values)]
                 return list(latest)
 
-            stack = (ReadValues(positions=(position,), seen=lambda layer, x: latest[0].take(layer, x)),)
-            self._value_means[position] = self._pass(fresh, Tracer.forward, stack).observables[0].by_layer()
-        return self._value_means[position][layer]
+            read = ReadValues(positions=(position,), seen=lambda layer, x: latest[0].take(layer, x))
+            self._pass((read,) if of_values else (), fresh, Tracer.forward)
+            self._means[position, of_values] = latest[0].by_layer()
+        return self._means[position, of_values][layer]
 
-    def _pass(
-        self,
-        fresh: Callable[[], list[Kind]],
-        step: TracerStep,
-        stack: Stack,
-        subject: Subject | None = None,
-    ) -> Pass[Kind]:
-        """Run one pass over the inputs, or over the inputs of another subject with the same model."""
-        model, family, inputs = self.subject.loaded.model, self.subject.family, (subject or self.subject).inputs
-        with open_tracer(model, family, self.config.attn, stack) as tracer:
-            return pass_over(model, inputs, fresh, lambda *batch: step(tracer, *batch), *self._sizes)
-
-    def _passes_from(self, changes: Sequence[Change], subject: Subject, with_loss: bool) -> list[Pass[Observable]]:
-        return passes_over(subject, self.config.attn, changes, self._step(with_loss), *self._sizes)
+    def _pass(self, stack: Stack, make: Callable[[], list[Observable]], step: TracerStep) -> Pass:
+        return whole_pass(self.subject, self._change(stack, make), step, *self._sizes)
 
     @property
     def _sizes(self) -> tuple[int | Literal["auto"], int, Console]:

@@ -13,7 +13,7 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.interventions import Intervention, Known, Target, applied, parse_all
 from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.subject import row_or_calibrated
-from sinkscope.models.in_memory import called_uncompiled, check_called_itself, on_cpu_by_default, unwrapped
+from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, unwrapped
 
 
 @contextmanager
@@ -34,8 +34,7 @@ def intervening(model: nn.Module, *do: str | Intervention | Iterable[str | Inter
         SinkscopeError: The model's attention differs from sinkscope's computation; or, at the end of the block,
             no forward pass contained the position to change.
     """
-    check_called_itself(model)
-    network = unwrapped(model)
+    network = unwrapped(model, changed=True)
     parts = [part for given in do for part in parse_all(given)]
     family, notices = row_or_calibrated(network)
     check_beforehand(network, family, is_calibrated=bool(notices))

@@ -1,6 +1,7 @@
 """The loss of a batch and its gradient by the logits, for a few tokens at a time, without a copy of all logits."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import torch
@@ -51,6 +52,5 @@ def loss_and_gradient(logits: torch.Tensor, batch: Batch, chunk: int = CHUNK) ->
 
 def _chunks(logits: torch.Tensor, size: int) -> Iterator[tuple[int, slice]]:
     """Yield the sequence and the token slice of each chunk of logits (B,T,V)."""
-    for row in range(len(logits)):
-        for start in range(0, logits.shape[1], size):
-            yield row, slice(start, start + size)
+    for row, start in product(range(len(logits)), range(0, logits.shape[1], size)):
+        yield row, slice(start, start + size)

@@ -14,13 +14,13 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import parity_check
-from sinkscope.measuring.passes import batches_of, pass_over
+from sinkscope.measuring.passes import pass_over, tables_of
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarize
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.towers import text_tower
+from sinkscope.models.family import text_tower
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results import manifest
 from sinkscope.retrofits.retrofit import registers_before
@@ -108,8 +108,7 @@ def measure(
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
     """Measure a model on its inputs. Returns the run's tables by name, and facts about the pass.
 
-    Raises InputError if a named observable does not apply to this model, and SinkscopeError if the model gives NaN or
-    infinite numbers, or memory ran out.
+    Raises InputError if a named observable does not apply, and SinkscopeError for NaN, infinity or too little memory.
     """
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
     chosen, settings = choose(subject, config), settings_of(subject, config)
@@ -130,7 +129,7 @@ def measure(
         raw = tables_of(done.observables) | done.loss_tables(inputs)
         follow_ups = [OBSERVABLES[name].aimed(settings, raw) for name in chosen.follow_ups]
         if follow_ups:
-            tracer.forward(next(batches_of(inputs, 1)), follow_ups)
+            tracer.forward(next(inputs.batches(1)), follow_ups)
         raw |= tables_of(follow_ups)
         # targets of a layer's attention other than the text
         outside: dict[str, list[int]] = defaultdict(list)
@@ -163,10 +162,6 @@ def prepared(names: Iterable[str], settings: Settings, subject: Subject) -> list
     for observable in observables:
         observable.prepare(subject.loaded.model, subject.family, subject.inputs.num_predicted)
     return observables
-
-
-def tables_of(observables: list[Observable]) -> dict[str, pd.DataFrame]:
-    return {name: table for observable in observables for name, table in observable.tables().items()}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ texts. There are two comparisons:
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,11 @@ from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
-from sinkscope.measuring.passes import batches_of, first_size
+from sinkscope.measuring.passes import first_size
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import model_inputs
-from sinkscope.models.attention_functions import Attend, attending_by, unknown_code
-from sinkscope.models.edits import edited_input
+from sinkscope.models.edits import Attend, attending_by, edited_input, unknown_code
 from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.quantized import is_quantized
@@ -64,14 +63,17 @@ class Comparison:
 
 @contextmanager
 def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[list[Comparison]]:
-    """Compare every layer's attention with the model's own function when the model runs in the block.
+    """Compare every layer's attention with the model's own function when the caller runs the model on this batch.
 
-    The caller runs the model on this batch, which has no padding; this fills the yielded list. Layers with attention
-    code of their own are skipped, because it has no function to call twice, and so are layers changed by a retrofit.
+    The batch has no padding. Layers with attention code of their own are skipped, because it has no function to call
+    twice, and so are layers changed by a retrofit.
     """
     layers = {attention: layer for layer, attention in family.attentions(model).items()}
     batch = batch.with_registers(registers_before(model))
     found: list[Comparison] = []
+
+    def keep(seen: dict[str, torch.Tensor], name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        seen[name] = output
 
     def compared(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in layers:
@@ -90,7 +92,7 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
         seen: dict[str, torch.Tensor] = {}
         with ExitStack() as hooks:
             for name in ("query", "key", "value", "lse"):
-                hooks.enter_context(getattr(seam, name).register_forward_hook(partial(_keep, seen, name)))
+                hooks.enter_context(getattr(seam, name).register_forward_hook(partial(keep, seen, name)))
             ours = own(module, *given, **named)[0]
         read = AttentionRead(**seen, call=seam.call, batch=batch)
         seam.call = None
@@ -103,10 +105,6 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
     # `own` calls the seam if the module has one, else the model's own function
     with open_seam(model, family), attending_by(model, compared):
         yield found
-
-
-def _keep(seen: dict[str, torch.Tensor], name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
-    seen[name] = output
 
 
 def _without_seam(own: Attend, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -229,15 +227,20 @@ class Parity(Observable):
 
     sites = ("layer_out",)
 
-    def __init__(self, layer: int, bare: torch.Tensor, tolerance: float) -> None:
+    def __init__(self, layer: int, bare: torch.Tensor | None, tolerance: float = 0.0) -> None:
         super().__init__(Settings())
-        self.layer = layer
-        self.bare = bare  # (B,T,D), of the run's first sequences
-        self.tolerance = tolerance
-        self.error: float | None = None
+        self.layer = layer  # the last layer
+        self.bare = bare  # (B,T,D), of the run's first sequences; None with --skip-parity
+        self.tolerance = tolerance  # largest relative difference that is accepted
+        self.error: float | None = None  # the relative difference in the last pass, once it has begun
+
+    def fresh(self) -> list[Observable]:
+        """Return the observables for one pass: this one, or none with --skip-parity."""
+        self.error = None
+        return [] if self.bare is None else [self]
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        if layer != self.layer or self.error is not None:
+        if layer != self.layer or self.error is not None or self.bare is None:
             return
         rows, columns = (min(sizes) for sizes in zip(self.bare.shape[:2], reading.tensor.shape[:2], strict=True))
         self.error = largest_difference(
@@ -273,39 +276,19 @@ def largest_difference(found: torch.Tensor, expected: torch.Tensor, mask: torch.
     return float(((found - expected).norm(dim=-1) / sizes)[mask.bool().to(found.device)].max())
 
 
-@dataclass
-class ParityCheck:
-    """The bare model's output on the first batch, and the observables that compare a pass with it."""
-
-    layer: int  # the last layer
-    expected: torch.Tensor | None  # its output (B,T,D); None with --skip-parity
-    tolerance: float = 0.0  # largest relative difference that is accepted
-    _used: list[Parity] = field(default_factory=list)
-
-    def fresh(self) -> list[Observable]:
-        """Return the observables for one pass; an empty list with --skip-parity."""
-        self._used = [] if self.expected is None else [Parity(self.layer, self.expected, self.tolerance)]
-        return list(self._used)
-
-    @property
-    def error(self) -> float | None:
-        """The relative difference in the last pass, once it has begun."""
-        return self._used[0].error if self._used else None
-
-
-def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityCheck:
+def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> Parity:
     """Run the bare model on the first batch, compare its attention and determine the tolerance.
 
-    A padded batch is run one sequence at a time, because padding changes the output of some models. `costs`, as in
-    `pass_over`, determines the batch size. Raises SinkscopeError if a layer's attention is a different function.
+    A padded batch is run one sequence at a time, because padding changes the output of some models. Raises
+    SinkscopeError if a layer's attention is a different function.
     """
     model, family = subject.loaded.model, subject.family
     layer, size = family.last_layer(model), first_size(subject.inputs, model, config.batch_size, costs)
     if config.skip_parity or not team().is_first:  # only the first process reads the first batch
-        return ParityCheck(layer, None)
+        return Parity(layer, None)
 
-    def bare(size: int) -> ParityCheck:
-        batch = next(batches_of(subject.inputs, size))
+    def bare(size: int) -> Parity:
+        batch = next(subject.inputs.batches(size))
         starts, width = batch.start.tolist(), batch.token_ids.shape[1]
         alone = [batch]
         if batch.valid is not None:  # each sequence without its padding
@@ -320,7 +303,7 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
         if batch.valid is not None:  # zeros for padding
             padded = zip(outputs, starts, strict=True)
             outputs = [torch.cat([F.pad(x, (0, 0, start, width - start - x.shape[1])) for x, start in padded])]
-        return ParityCheck(layer, outputs[0], max(one.tolerance for one in found))
+        return Parity(layer, outputs[0], max(one.tolerance for one in found))
 
     try:
         return bare(size)
@@ -332,10 +315,9 @@ def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> ParityC
 
 @torch.no_grad()
 def check_beforehand(model: PreTrainedModel, family: Family, is_calibrated: bool = False) -> None:
-    """Compare a model with and without the seams on a few tokens, unless its attention is transformers' own code.
+    """Compare a model with and without the seams on a few tokens, for uses of a model that measure no text.
 
-    This is for uses of a model that measure no text. The tests cover transformers' own code of the known families, so
-    such a model is not run, and the user's hooks are not called, unless its row of the table `is_calibrated`. Raises
+    A model of a known family with transformers' own code is not run, and the user's hooks are not called. Raises
     SinkscopeError if the model computes something else with the seams, or does not call them.
     """
     code = unknown_code(family.attentions(model).values())

@@ -1,11 +1,12 @@
 """A pass runs all batches of a run through the tracer, in batches that fit into memory."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -15,10 +16,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.observable import Lists, Observable, accumulated, long_form, merge
+from sinkscope.attention.seam import open_seam
+from sinkscope.errors import SinkscopeError, was_interrupted
+from sinkscope.interventions.intervention import UntouchedError
+from sinkscope.measuring.observables.observable import Lists, Observable, accumulated, merge
+from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.measuring.processes import team
+from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.measuring.tracer import Tracer, model_inputs
+from sinkscope.models.edits import Beginning, beginning_at
 from sinkscope.results.tables import SEQUENCE, Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
@@ -27,7 +34,6 @@ TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384, "xpu": 16384}  # where --batch-s
 
 # returns the loss of each sequence, (B,), summed over its predicted tokens; None if the step computes none
 Step = Callable[[Batch, Sequence[Observable]], torch.Tensor | None]
-Kind = TypeVar("Kind", bound=Observable)
 
 LOSS_TABLES: dict[str, Columns] = {
     "loss_by_sequence": (
@@ -39,10 +45,10 @@ LOSS_TABLES: dict[str, Columns] = {
 
 
 @dataclass(frozen=True)
-class Pass(Generic[Kind]):
+class Pass:
     """The result of a pass over all batches."""
 
-    observables: list[Kind]
+    observables: list[Observable]
     losses: torch.Tensor  # (N,): the loss of each sequence, summed over its predicted tokens; empty without losses
     batch_size: int  # the one that fitted into memory
 
@@ -59,18 +65,18 @@ class Pass(Generic[Kind]):
         with np.errstate(invalid="ignore"):  # 0 ÷ 0 where nothing is predicted
             loss = (self.losses.numpy() / predicted).astype(np.float32)
         columns = {"predicted": predicted, "loss": loss}
-        return {"loss_by_sequence": long_form({"layer": WHOLE_MODEL, "sequence": range(len(inputs))}, columns)}
+        return {"loss_by_sequence": long_table([({"layer": WHOLE_MODEL, "sequence": range(len(inputs))}, columns)])}
 
 
 def pass_over(
     model: PreTrainedModel,
     inputs: TokenInputs,
-    fresh: Callable[[], list[Kind]],
+    fresh: Callable[[], list[Observable]],
     step: Step,
     batch_size: int | Literal["auto"],
     costs: int = 1,
     console: Console | None = None,
-) -> Pass[Kind]:
+) -> Pass:
     """Call `step` with every batch; after an out-of-memory error, start again with new observables and half the batch.
 
     Several processes share the batches. Afterwards each of them has the sums of all.
@@ -81,7 +87,7 @@ def pass_over(
     tried = 0
     members = team()
 
-    def all_batches(size: int) -> Pass[Kind]:
+    def all_batches(size: int) -> Pass:
         nonlocal tried
         tried = size
         with members.agreeing(), _progress(console, len(inputs)) as advance:
@@ -112,6 +118,10 @@ def pass_over(
         ) from None
 
 
+def tables_of(observables: Iterable[Observable]) -> dict[str, pd.DataFrame]:
+    return {name: table for observable in observables for name, table in observable.tables().items()}
+
+
 def first_size(inputs: TokenInputs, model: PreTrainedModel, batch_size: int | Literal["auto"], costs: int) -> int:
     """Return the batch size that `pass_over` tries first: small enough that every process gets a batch."""
     tokens = TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cpu"]) // costs
@@ -119,22 +129,11 @@ def first_size(inputs: TokenInputs, model: PreTrainedModel, batch_size: int | Li
     return min(size, max(1, len(inputs) // team().count))
 
 
-def batches_of(inputs: TokenInputs, batch_size: int, padding_side: str = "right") -> Iterator[Batch]:
-    first = 0
-    for ids, mask in inputs.batches(batch_size, padding_side=padding_side):
-        masked = None
-        if inputs.masked is not None:
-            hidden, labels = inputs.masked_batch(first, len(ids), padding_side)
-            masked = Batch(hidden, mask, first, labels)
-        yield Batch(ids, mask, first, masked=masked, first_predicted=inputs.first_predicted)
-        first += len(ids)
-
-
 def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
     """Yield every n-th batch for n processes. With fewer batches than processes, the others read the first batch."""
     members = team()
-    mine = islice(batches_of(inputs, batch_size), members.place, None, members.count)
-    yield next(mine, None) or next(batches_of(inputs, batch_size))
+    mine = islice(inputs.batches(batch_size), members.place, None, members.count)
+    yield next(mine, None) or next(inputs.batches(batch_size))
     yield from mine
 
 
@@ -169,3 +168,104 @@ def _progress(console: Console | None, total: int) -> Iterator[Callable[[int], N
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+# --- several changes of one model that do not affect its first layers, which run only once for each batch
+
+Tables = Mapping[str, pd.DataFrame]
+TracerStep = Callable[[Tracer, Batch, Sequence[Observable]], torch.Tensor | None]  # a method of the tracer
+
+FEW = 2  # sequences on which starting at a later layer is tried
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a change of the model is measured."""
+
+    layer: int  # the first layer that it changes, ≥ 1
+    open: Callable[[Beginning | None], AbstractContextManager[Tracer]]  # opens the changed model's tracer
+    make: Callable[[], list[Observable]] = list  # creates its observables for one pass
+
+
+def passes_over(subject: Subject, kernel: str, changes: Sequence[Change], step: TracerStep, *sizes: Any) -> list[Pass]:
+    """Measure all changes, in the order of their first layers, on each batch of one pass. Returns a pass for each.
+
+    `sizes` are the last arguments of `pass_over`. Raises UntouchedError if no batch had the positions of a change.
+    """
+    model, family = subject.loaded.model, subject.family
+    groups: list[list[Observable]] = []  # by change, like `untouched`
+    untouched: list[list[UntouchedError]] = []
+    batches = 0
+
+    def fresh() -> list[Observable]:
+        nonlocal batches
+        batches = 0
+        groups[:] = [change.make() for change in changes]
+        untouched[:] = [[] for _ in changes]
+        return [observable for group in groups for observable in group]
+
+    def measure(batch: Batch, _: Sequence[Observable]) -> torch.Tensor | None:
+        """Measure one batch. Returns the losses under each change, (B,changes), if the step computes losses."""
+        nonlocal batches
+        batches += 1
+        beginning: Beginning | None = None
+        losses: list[torch.Tensor | None] = []
+        for change, own, missed in zip(changes, groups, untouched, strict=True):
+            if beginning is None or beginning.layer < change.layer:  # run the unchanged model up to this layer
+                inputs = model_inputs(model, batch, False, family.first_position)
+                with open_seam(model, family, kernel):
+                    beginning = beginning_at(change.layer, model, family.layer_modules(model), inputs, beginning)
+            try:
+                with change.open(beginning) as tracer:
+                    losses.append(step(tracer, batch, own))
+            except UntouchedError as error:  # reported at the end, since another batch may have the position
+                missed.append(error)
+        made = [loss for loss in losses if loss is not None]
+        return torch.stack(made, dim=1) if made else None
+
+    done = pass_over(model, subject.inputs, fresh, measure, *sizes)
+    for errors in untouched:
+        if errors and len(errors) == batches:
+            raise errors[0]
+    by_change = done.losses.unbind(1) if done.losses.dim() > 1 else [done.losses] * len(changes)
+    return [Pass(group, loss, done.batch_size) for group, loss in zip(groups, by_change, strict=True)]
+
+
+def whole_pass(subject: Subject, change: Change, step: TracerStep, *sizes: Any) -> Pass:
+    """Measure a change in one pass over all layers. `sizes` are as in `passes_over`."""
+    with change.open(None) as tracer:
+        return pass_over(tracer.model, subject.inputs, change.make, partial(step, tracer), *sizes)
+
+
+def resumes(
+    subject: Subject, kernel: str, change: Change, unchanged: Change | None, step: TracerStep, *sizes: Any
+) -> bool:
+    """Return whether a change that starts at its layer has bit for bit the results of a whole pass.
+
+    It is tried on a few sequences. The change is measured twice and the second pass compared, because the first must
+    not leave a trace in the model. Tables are completed by those of the model `unchanged`, if there are tables.
+    """
+    few = replace(subject, inputs=subject.inputs.part(0, FEW))
+    try:
+        resumed = passes_over(few, kernel, [change, change], step, *sizes)[-1]
+    except Exception as error:  # for example, layers share state; a complete pass works or reports the error
+        if was_interrupted(error):
+            raise
+        return False
+    tables, whole = tables_of(resumed.observables), whole_pass(few, change, step, *sizes)
+    if unchanged is not None:
+        tables = completed(tables, change.layer, tables_of(whole_pass(few, unchanged, step, *sizes).observables))
+    return are_the_same(tables, tables_of(whole.observables)) and torch.equal(resumed.losses, whole.losses)
+
+
+def completed(tables: Tables, layer: int, unchanged: Tables) -> dict[str, pd.DataFrame]:
+    """Complete tables of the layers from `layer` on by the rows of earlier layers from the unchanged model."""
+    return {
+        name: pd.concat([unchanged[name][unchanged[name]["layer"] < layer], table], ignore_index=True)
+        for name, table in tables.items()
+    }
+
+
+def are_the_same(some: Tables, others: Tables) -> bool:
+    """Return whether the tables are equal bit for bit."""
+    return some.keys() == others.keys() and all(table.equals(others[name]) for name, table in some.items())

@@ -37,10 +37,8 @@ def was_launched() -> bool:
 
 
 def joined(cpu: bool = False) -> PartialState:
-    """Return the state of the launched processes, or of this single process; with `cpu`, without GPUs.
-
-    Must be the first call into accelerate, which otherwise does not find the other processes on a machine without GPU.
-    """
+    """Return the state of the launched processes, or of this single process; with `cpu`, without GPUs."""
+    # the first call into accelerate, which otherwise does not find the other processes on a machine without GPU
     state = PartialState(cpu=cpu or not torch.cuda.is_available(), timeout=TIMEOUT)
     atexit.register(state.destroy_process_group)  # gloo can abort if the interpreter does this at exit
     return state

@@ -24,12 +24,11 @@ from sinkscope.errors import InputError, SinkscopeError, counted
 from sinkscope.interventions import Intervention
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.losses import perplexity
+from sinkscope.measuring.observables.activation import Outlier
 from sinkscope.measuring.observables.massive import is_massive, median_magnitude
 from sinkscope.measuring.observables.observable import Observable, Settings
-from sinkscope.measuring.observables.outlier import Outlier
-from sinkscope.measuring.parity import ParityCheck, check_beforehand
-from sinkscope.measuring.passes import Pass, pass_over
-from sinkscope.measuring.resumed import FEW, Change, passes_over, tried
+from sinkscope.measuring.parity import Parity, check_beforehand
+from sinkscope.measuring.passes import Change, passes_over, resumes, whole_pass
 from sinkscope.measuring.subject import Subject, family_of
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import Beginning, first_argument
@@ -86,13 +85,33 @@ def calibrate_ranges(
 
 def measured_ranges(tracer: Tracer, sites: Sequence[Site], sequences: Iterable[Any]) -> dict[Site, Range]:
     """Measure the ranges of these sites, with an open tracer; see `calibrate_ranges`."""
-    seen: dict[Site, _RunningRange] = defaultdict(_RunningRange)
-    _read(tracer, sites, sequences, lambda site, x: seen[site].add(site, x))
-    if not seen:
+    seen: dict[Site, list[Range]] = defaultdict(list)
+    if not (sequences := list(sequences)):
         raise InputError("static ranges need at least one sequence to calibrate by")
-    for site, weight in _weights(tracer.model, sites):
-        seen[site].add(site, weight)
-    return {site: seen[site].range(site) for site in sites if site in seen}
+    _read(tracer, sites, sequences, lambda site, x: seen[site].append(_range(site, x)))
+    return {site: _together(seen[site]) for site in sites if site in seen}
+
+
+def _range(site: Site, x: torch.Tensor) -> Range:
+    """Return the range of one tensor at a site."""
+    low, high = (float(end) for end in x.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise SinkscopeError(f"{site}: the model itself gives NaN or infinite numbers; try --dtype float32")
+    median = median_magnitude(x)
+    massive = site.part not in WITHOUT_HIDDEN_STATES and bool(is_massive(median.new_tensor(max(-low, high)), median))
+    by_channel = (x.amin((0, 2), keepdim=True), x.amax((0, 2), keepdim=True)) if site.part in CACHED else None
+    return Range(low, high, float(median), massive, by_channel)  # keys and values are (B,Hkv,T,D)
+
+
+def _together(parts: Sequence[Range]) -> Range:
+    """Return the range of all tensors at a site."""
+    by_channel = None
+    if parts[0].channels is not None:
+        lows, highs = zip(*(part.channels for part in parts if part.channels is not None), strict=True)
+        by_channel = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+    low, high = min(part.low for part in parts), max(part.high for part in parts)
+    median = float(np.mean([part.median_abs for part in parts]))
+    return Range(low, high, median, any(part.is_massive for part in parts), by_channel)
 
 
 def measured_roundings(
@@ -100,9 +119,8 @@ def measured_roundings(
 ) -> dict[Site, Rounding]:
     """Measure the effect of rounding on each site separately, in the model in full precision."""
     grids = {site: precision.grid(site, known) for site, known in ranges.items()}
-    # numbers of nonzero entries and of entries that become 0, and the energies of signal and noise
-    sums: dict[Site, np.ndarray] = defaultdict(lambda: np.zeros(4))
-    steps: dict[Site, list[tuple[float, int]]] = defaultdict(list)  # mean step of some grids, and their number
+    # numbers of nonzero entries and of entries that become 0, energies of signal and noise, sum and number of steps
+    sums: dict[Site, np.ndarray] = defaultdict(lambda: np.zeros(6))
 
     def see(site: Site, x: torch.Tensor) -> None:
         grid = grids[site].of(x)
@@ -110,53 +128,24 @@ def measured_roundings(
         nonzero = x != 0
         zeroed = nonzero & (snapped == 0)
         noise = snapped.sub_(x)
-        totals = (nonzero.sum(), zeroed.sum(), x.double().square().sum(), noise.double().square().sum())
+        steps = torch.as_tensor(grid.step, dtype=torch.float64)
+        energies = x.double().square().sum(), noise.double().square().sum()
+        totals = (nonzero.sum(), zeroed.sum(), *energies, float(steps.mean()) * steps.numel(), steps.numel())
         sums[site] += np.array([float(total) for total in totals])
-        widths = torch.as_tensor(grid.step, dtype=torch.float64)
-        steps[site].append((float(widths.mean()), widths.numel()))
 
     _read(tracer, ranges, sequences, see)
-    for site, weight in _weights(tracer.model, ranges):
-        see(site, weight)
     found: dict[Site, Rounding] = {}
     for site in ranges:
-        nonzero, zeroed, signal, noise = map(float, sums[site])
+        nonzero, zeroed, signal, noise, step, count = map(float, sums[site])
         sqnr = 10 * math.log10(signal / noise) if signal and noise else math.inf
-        count = sum(grids for _, grids in steps[site])
-        step = sum(mean * grids for mean, grids in steps[site]) / count if count else math.nan
-        found[site] = Rounding(zeroed / nonzero if nonzero else 0.0, sqnr, step)
+        found[site] = Rounding(zeroed / nonzero if nonzero else 0.0, sqnr, step / count if count else math.nan)
     return found
 
 
-class _RunningRange:
-    """Running reductions of the entries of one site."""
-
-    def __init__(self) -> None:
-        self.low, self.high = math.inf, -math.inf
-        self.channels: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.medians: list[float] = []
-        self.has_massive = False
-
-    def add(self, site: Site, x: torch.Tensor) -> None:
-        low, high = (float(end) for end in x.aminmax())
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise SinkscopeError(f"{site}: the model itself gives NaN or infinite numbers; try --dtype float32")
-        median = median_magnitude(x)
-        largest = median.new_tensor(max(-low, high))
-        self.low, self.high = min(self.low, low), max(self.high, high)
-        if site.part in CACHED:  # keys or values (B,Hkv,T,D)
-            ends = x.amin((0, 2), keepdim=True), x.amax((0, 2), keepdim=True)
-            seen = self.channels or ends
-            self.channels = torch.minimum(ends[0], seen[0]), torch.maximum(ends[1], seen[1])
-        self.medians.append(float(median))
-        self.has_massive |= site.part not in WITHOUT_HIDDEN_STATES and bool(is_massive(largest, median))
-
-    def range(self, site: Site) -> Range:
-        return Range(self.low, self.high, float(np.mean(self.medians)), self.has_massive, self.channels)
-
-
 def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See) -> None:
-    """Call `see` with the tensors at these sites, in float32 or better, while the model reads the sequences."""
+    """Call `see` with the tensors at these sites, in float32 or better: while the model reads the sequences, then with
+    the weights.
+    """
     # Outputs are seen before a retrofit's hook changes them, because they are quantized before it. Scores and softmax
     # outputs are seen in row chunks.
 
@@ -188,13 +177,10 @@ def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: 
         for index, sequence in enumerate(sequences):
             ids = torch.as_tensor(np.array(sequence))[None]
             tracer.forward(Batch(ids, torch.ones_like(ids), index), [])
-
-
-def _weights(model: nn.Module, sites: Iterable[Site]) -> Iterator[tuple[Site, torch.Tensor]]:
     for site in sites:
         if site.part == WEIGHT:
-            module = model.get_submodule(site.path)
-            yield site, upcast(by_output(module, module.get_parameter("weight").detach()))
+            module = tracer.model.get_submodule(site.path)
+            see(site, upcast(by_output(module, module.get_parameter("weight").detach())))
 
 
 @dataclass(frozen=True)
@@ -220,7 +206,7 @@ class Bench:
     batch_size: int | Literal["auto"] = "auto"
     interventions: tuple[Intervention, ...] = ()
     console: Console | None = None
-    parity: ParityCheck | None = None  # for passes in full precision
+    parity: Parity | None = None  # for passes in full precision
     scheme: str = LINEAR_SCHEME
     used_batch_size: int = field(default=0, init=False)
 
@@ -241,8 +227,8 @@ class Bench:
             compared = self.parity.fresh() if self.parity and not ranges else []
             return [*([Outlier(Settings())] if outliers else []), *compared]
 
-        with self._quantized(ranges) as tracer:
-            done = pass_over(tracer.model, inputs, fresh, tracer.forward_with_loss, self._size, console=self.console)
+        subject, change = replace(self.subject, inputs=inputs), Change(0, partial(self._quantized, ranges), fresh)
+        done = whole_pass(subject, change, Tracer.forward_with_loss, *self._sizes)
         self.used_batch_size = self.used_batch_size or done.batch_size
         loss = done.loss / inputs.num_predicted
         if not outliers:
@@ -252,35 +238,21 @@ class Bench:
         return Measured(loss, float(by_site["max_inf_norm"].max()), float(kurtosis))
 
     def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
-        """Measure every setting, starting at the first layer of which it quantizes a site.
-
-        This is first tried on a few sequences at the last of these layers: if the loss does not equal the loss of a
-        complete pass bit for bit, complete passes are used.
-        """
+        """Measure every setting, starting at the first layer of which it quantizes a site if the model allows it."""
         layers = [min(site.layer for site in ranges) for ranges in settings]
-        order = sorted(range(len(settings)), key=lambda index: layers[index])
+        order = sorted(range(len(settings)), key=layers.__getitem__)
         changes = [Change(layers[index], partial(self._quantized, settings[index])) for index in order]
-        if not changes or layers[order[0]] < 1 or not self._resumes(changes[-1], settings[order[-1]], inputs):
+        how, step = (replace(self.subject, inputs=inputs), self.kernel), Tracer.forward_with_loss
+        may_resume = changes and changes[0].layer > 0 and not self.interventions and self.subject.family.causal
+        if not may_resume or not resumes(*how, changes[-1], None, step, *self._sizes):
             return [self.measure(ranges, inputs) for ranges in settings]
-        done = dict(zip(order, self._passes_from(changes, inputs), strict=True))
+        done = dict(zip(order, passes_over(*how, changes, step, *self._sizes), strict=True))
         return [Measured(done[index].loss / inputs.num_predicted) for index in range(len(settings))]
 
-    def _resumes(self, change: Change, ranges: Mapping[Site, Range], inputs: TokenInputs) -> bool:
-        if self.interventions or not self.subject.family.causal:
-            return False
-        few = inputs.part(0, FEW)
-        resumed = tried(lambda changes: self._passes_from(changes, few), change)
-        return resumed is not None and resumed.loss / few.num_predicted == self.measure(ranges, few).loss
-
-    def _passes_from(self, changes: Sequence[Change], inputs: TokenInputs) -> list[Pass[Observable]]:
-        subject = replace(self.subject, inputs=inputs)
-        done = passes_over(subject, self.kernel, changes, Tracer.forward_with_loss, self._size, 1, self.console)
-        self.used_batch_size = self.used_batch_size or done[0].batch_size
-        return done
-
     @property
-    def _size(self) -> int | Literal["auto"]:
-        return self.used_batch_size or self.batch_size  # a size that fitted is used again
+    def _sizes(self) -> tuple[int | Literal["auto"], int, Console | None]:
+        """Return the last arguments of passes. A batch size that fitted is used again."""
+        return self.used_batch_size or self.batch_size, 1, self.console
 
     @contextmanager
     def _quantized(self, ranges: Mapping[Site, Range], beginning: Beginning | None = None) -> Iterator[Tracer]:
@@ -358,16 +330,17 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 }
 
 
-@dataclass
 class Study:
     """Measures the settings of `quantize`, each of which is a row of the table `quantization`."""
 
-    inputs: TokenInputs
-    bench: Bench
-    ranges: Ranges
-    roundings: Mapping[Site, Rounding]
-    console: Console
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, bench: Bench, calibration: TokenInputs, console: Console) -> None:
+        self.bench = bench
+        self.inputs = bench.subject.inputs
+        self.probes = self.inputs.part(0, settings.PROBED)
+        self.ranges = bench.ranges(calibration)
+        self.roundings = bench.roundings(calibration, self.ranges)
+        self.console = console
+        self.rows: list[dict[str, Any]] = []
 
     def tables(self) -> dict[str, pd.DataFrame]:
         print_line(self.console, f"{self.bench.precision} on {counted(len(self.inputs), 'sequence')}")
@@ -427,10 +400,6 @@ class Study:
             cost = self._note(settings.COSTLIEST_KEPT, self._without(set(kept)), self.probes, kept=kept)
         if len(self.probes) < len(self.inputs):
             self._note(settings.COSTLIEST_KEPT, self._without(set(kept)), kept=kept)
-
-    @property
-    def probes(self) -> TokenInputs:
-        return self.inputs.part(0, settings.PROBED)
 
     def _without(self, kept: Set[Site]) -> dict[Site, Range]:
         return {site: known for site, known in self.ranges.items() if site not in kept}

@@ -1,14 +1,10 @@
 """The null model of learned weights: the same architecture with random weights, on the same input.
 
 A part of each attention or gradient sink is an effect of the causal mask: with random weights, the value gradient at
-position 0 is several times the value gradient at later positions.
-
-The factor depends on depth and on the scale of the weights. The gradient that flows through token 0's values is added
-to that of its residual stream, and every lower layer adds to it again: more if a branch is large relative to the
-residual stream, less if weights are so large that attention is far from uniform. For SmolLM2-135M (30 layers, T = 64)
-the factor is 9 with transformers' default initialization, 7 at the scale of its own weights, and 4.3 for single layers
-under uniform attention. Each tensor is therefore drawn with its own mean and standard deviation, so that nothing
-depends on the width of an initialization, which a GGUF file does not record.
+position 0 is several times that at later positions. The factor depends on depth and on the scale of the weights: for
+SmolLM2-135M (30 layers, T = 64) it is 9 with transformers' default initialization, 7 at the scale of its own weights,
+and 4.3 for single layers under uniform attention. Each tensor is therefore drawn with its own mean and standard
+deviation, so that nothing depends on the width of an initialization, which a GGUF file does not record.
 """
 
 import copy
@@ -21,8 +17,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.measuring.subject import Subject
-from sinkscope.models.in_memory import undisturbed
-from sinkscope.models.process import drawing
+from sinkscope.models.in_memory import drawing, undisturbed
 from sinkscope.models.quantized import ORDINARY, is_quantized
 from sinkscope.retrofits import new_parameters
 
@@ -33,12 +28,7 @@ QUANTIZATION = "quantization_config"  # an attribute of a model's configuration
 
 @contextmanager
 def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
-    """Yield the subject with a second model of random weights.
-
-    A retrofit is built in and has its starting parameters. Both models are on the same device; the subject's own is not
-    changed, and torch's random state is preserved. A seed gives the same weights on every device. Raises the errors of
-    `redrawn`.
-    """
+    """Yield the subject with a second model of random weights (`redrawn`); its own model is not changed."""
     try:
         network = redrawn(subject.loaded.model, seed)
     except InputError as error:
@@ -49,13 +39,12 @@ def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
 
 
 def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """Return a frozen model of the same class and configuration with random weights.
+    """Return a frozen model of the same class and configuration with random weights, the same on every device.
 
     Each learned tensor is drawn from the normal distribution with its mean and standard deviation in `model`. A
     retrofit's parameters have their starting values; tensors that are not learned (sines of positions) are copied. For
-    a model that computes on quantized weights, only the configuration is used, and the weights are those of
-    transformers' initialization. Raises InputError if the model is on several devices or its configuration does not
-    describe it, and SinkscopeError if the second model does not fit into memory.
+    a quantized model the weights are those of transformers' initialization. Raises InputError if the model is on
+    several devices or its configuration does not describe it, and SinkscopeError if memory runs out.
     """
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:

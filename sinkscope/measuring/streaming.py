@@ -52,11 +52,10 @@ def measure_streaming(
     keep: tuple[int, ...],
     batch_size: int = 1,
 ) -> dict[str, pd.DataFrame]:
-    """Measure loss and perplexity with dense attention, and with each window, with and without the first tokens.
+    """Measure loss and perplexity with dense attention and with each window, with and without `keep` first tokens.
 
-    `windows` are numbers of last tokens to cache, and `keep` numbers of first tokens to cache in addition, register
-    tokens first; 0, the plain window, is always measured. Raises InputError if streaming does not apply to the model,
-    the sequences differ in length, or a cache holds the complete text, and SinkscopeError if the losses are not finite.
+    Raises InputError if streaming does not apply to the model, the sequences differ in length, or a cache holds the
+    complete text, and SinkscopeError if the losses are not finite.
     """
     check_applies(model, family)
     lengths = {len(ids) for ids in inputs.sequences}
@@ -66,7 +65,7 @@ def measure_streaming(
     parts: dict[Method, list[torch.Tensor]] = {method: [] for method in methods}
     device = input_device(model)
     with open_seam(model, family) as seams, torch.no_grad():
-        for ids, _ in inputs.batches(batch_size):
+        for ids in (batch.token_ids for batch in inputs.batches(batch_size)):
             for method in methods:
                 limited = method.window >= 0
                 with streaming(model, family, seams, method.keep, method.window) if limited else nullcontext():
@@ -118,11 +117,5 @@ def _rows(method: Method, losses: torch.Tensor, sequences: int) -> Iterator[dict
     for bucket, part in ({-1: losses} | buckets).items():
         if len(part):
             loss = float(part.sum()) / (len(part) * sequences)
-            yield {
-                "layer": -1,
-                **method._asdict(),
-                "bucket": bucket,
-                "tokens": len(part) * sequences,
-                "loss": loss,
-                "perplexity": perplexity(loss),
-            }
+            row = {"bucket": bucket, "tokens": len(part) * sequences, "loss": loss, "perplexity": perplexity(loss)}
+            yield {"layer": -1, **method._asdict(), **row}

@@ -21,11 +21,18 @@ from sinkscope.measuring.processes import team
 from sinkscope.models import loading
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
-from sinkscope.models.family import Family, embedding_weight, input_device, number_of_positions
-from sinkscope.models.in_memory import unchanged_after, undisturbed, unwrapped
+from sinkscope.models.family import (
+    Family,
+    check_reads_text,
+    embedding_weight,
+    input_device,
+    number_of_positions,
+    placeholders,
+    tower_notice,
+    vocabulary,
+)
+from sinkscope.models.in_memory import drawing, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.process import drawing
-from sinkscope.models.towers import check_reads_text, placeholders, tower_notice, vocabulary
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import checked
 from sinkscope.retrofits.retrofit import registers_before
@@ -84,10 +91,9 @@ def check_config(config: RunConfig) -> None:
 def open_subject(
     model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig, console: Console
 ) -> Iterator[Subject]:
-    """Load the model, make its inputs and print the notices about them.
+    """Load the model, make its inputs and print the notices about them. A loaded model is restored after the block.
 
-    A model that the user has loaded is restored at the end of the block. Raises InputError if the model, its
-    architecture or the input is not usable, and SinkscopeError if the network, memory or a package fails.
+    Raises InputError if the model or the input is not usable, and SinkscopeError if network, memory or a package fails.
     """
     with spinner(console, "loading the model"):
         loaded = load_model(model, tokenizer, config)

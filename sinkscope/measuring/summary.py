@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.losses import perplexity
-from sinkscope.measuring.observables.observable import ALL_HEADS, LATER
-from sinkscope.measuring.observables.outlier import BONDARENKO_SITES
+from sinkscope.measuring.observables.activation import BONDARENKO_SITES
+from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.results.metrics import TOKEN_GROUPS
@@ -39,6 +39,7 @@ class Measured:
     outside: Collection[str]
 
 
+Metric = Callable[[Measured], pd.Series | None]  # by layer; None if it does not apply
 Metrics = tuple[dict[str, pd.Series], dict[str, float]]  # by layer, and of the whole model
 
 
@@ -52,16 +53,19 @@ def summarize(
 ) -> pd.DataFrame:
     """Compute the table `summary` (layer, with -1 for the whole model; metric; value) from the tables of one run.
 
-    `scaling` is the scale of each layer's logits. `loss` is in nats per predicted token, None if there was no backward
-    pass. `outside` names everything other than the text that takes attention weight.
+    `scaling` is that of each layer's logits, `loss` in nats per predicted token, and `outside` names everything other
+    than the text that takes attention weight.
     """
     given = Measured(tables, inputs, family, scaling, outside)
     by_layer: dict[str, pd.Series] = {}
     whole: dict[str, float] = {} if loss is None else {"loss": loss, "perplexity": perplexity(loss)}
-    for name, metrics_of in METRICS_OF.items():
-        if name in tables:
-            metrics, of_model = metrics_of(given)
-            by_layer |= metrics
+    for table, metrics in METRICS_OF.items():
+        if table in tables:
+            by_layer |= {name: series for name, of in metrics.items() if (series := of(given)) is not None}
+    for table, metrics_of in (("gradient", _gradient), ("query_bias", _query_bias)):
+        if table in tables:
+            found, of_model = metrics_of(given)
+            by_layer |= found
             whole |= of_model
     reduced = {metric: float(REDUCTIONS.get(metric, pd.Series.mean)(series)) for metric, series in by_layer.items()}
     rows = [
@@ -82,82 +86,101 @@ def clear_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
 
 
 def later_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
-    """Return `clear_sinks` without position 0."""
-    clear = clear_sinks(sinks)
-    return clear[clear["position"] > 0]
+    return clear_sinks(sinks[sinks["position"] > 0])
 
 
-def _attention(given: Measured) -> Metrics:
-    tables, inputs = given.tables, given.inputs
-    attention, sinks = tables["attention"], tables["sink_positions"]
-    first = attention_by_layer(attention)
-    heads = attention.groupby("layer")["head"].nunique()
-    pairs = later_sinks(sinks).drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
-    by_head = tables["attention_heads"].groupby("layer")
-    outside = tables.get("attention_outside")
-    rates = {} if outside is None else {"sink_rate_outside": outside.groupby("layer")["sink_rate_outside"].mean()}
-    metrics = rates | {
-        "sink_rate": first["sink_rate"],
-        "sink_rate_later": (pairs.reindex(heads.index, fill_value=0) / heads / len(inputs)),
-        "window_mass": first["window_mass"],
-        "sink_mass": first["sink_mass"],
-        "attention_entropy": by_head["attention_entropy"].mean(),
-        "missing_mass": by_head["missing_mass"].mean(),
-    }
-    return metrics, {}
+FIRST, REST = "position == 0", "position > 0"
 
 
-def _geometry(given: Measured) -> Metrics:
-    geometry, inputs = given.tables["geometry"], given.inputs
-    first = geometry[geometry["position"] == 0].groupby("layer")
-    drain = _ratio_to_others(geometry, "value_norm", ["layer", "head"])
-    metrics = {
-        "value_drain": drain.groupby("layer").mean(),
-        "sink_logit_gap": first["sink_logit_gap"].mean(),
-        "qk_cosine": first["qk_cosine"].mean(),
-    }
-    kinds = given.family.kinds_of_positions
+def _by_layer(table: str, column: str, reduction: str = "mean", where: str = "") -> Metric:
+    """Return the metric that reduces a column of a table, or of the rows `where` a condition holds, layer by layer."""
+
+    def metric(given: Measured) -> pd.Series | None:
+        if (rows := given.tables.get(table)) is None:
+            return None
+        return (rows.query(where) if where else rows).groupby("layer")[column].agg(reduction)
+
+    return metric
+
+
+def _sink_rate_later(given: Measured) -> pd.Series:
+    heads = given.tables["attention"].groupby("layer")["head"].nunique()
+    pairs = later_sinks(given.tables["sink_positions"]).drop_duplicates(["layer", "head", "sequence"])
+    return pairs.groupby("layer").size().reindex(heads.index, fill_value=0) / heads / len(given.inputs)
+
+
+def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
+    """Return the value at position 0 ÷ the mean over the other positions of the table."""
+    at_first = table["position"] == 0
+    return table[at_first].groupby(keys)[column].mean() / table[~at_first].groupby(keys)[column].mean()
+
+
+def _drain(table: str, column: str) -> Metric:
+    return lambda given: _ratio_to_others(given.tables[table], column, ["layer", "head"]).groupby("layer").mean()
+
+
+def _repeated_bound(given: Measured) -> pd.Series | None:
+    """Return the mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4)."""
+    kinds, length = given.family.kinds_of_positions, given.inputs.longest
     is_rotary = "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and given.family.mixes_by_attention_alone
-    if inputs.repeats_one_token and not given.outside and is_rotary:  # tokens stay equal (WSE propositions 1 and 4)
-        metrics["repeated_bound"] = _repeated_bound(geometry, given.scaling, inputs.longest, given.family.causal)
-    return metrics, {}
+    if not (given.inputs.repeats_one_token and not given.outside and is_rotary):
+        return None  # tokens do not stay equal (WSE propositions 1 and 4)
+    # n is the number of other keys that a query sees: 0 … T-1, or always T-1 in an encoder. All tokens are equal, so
+    # all queries and keys of a head have one norm, and |logit| ≤ ξ.
+    others = np.arange(length) if given.family.causal else np.full(length, length - 1)
+    first = given.tables["geometry"].query(FIRST)
+    xi = first["query_norm"] * first["key_norm"] * np.asarray(given.scaling)[first["layer"]]
+    bound = 1.0 / (1.0 + np.exp(-2 * xi.to_numpy())[:, None] * others)
+    return pd.Series(bound.mean(1), index=first["layer"]).groupby("layer").mean()
 
 
-def _activation(given: Measured) -> Metrics:
-    outputs = given.tables["activation"].query("site == 'layer_out'")
-    first = outputs[outputs["position"] == 0].groupby("layer")["norm_mean"].mean()
-    return {"norm_ratio": _ratio_to_others(outputs, "norm_mean", ["layer"]), "first_norm": first}, {}
+def _norm_ratio(given: Measured) -> pd.Series:
+    return _ratio_to_others(given.tables["activation"].query("site == 'layer_out'"), "norm_mean", ["layer"])
 
 
-def _massive(given: Measured) -> Metrics:
-    return {"massive_count": given.tables["massive"].groupby("layer")["is_massive"].sum() / len(given.inputs)}, {}
+def _kurtosis_with_norms(given: Measured) -> pd.Series | None:
+    table, norms = given.tables["outlier"], given.tables.get("outlier_norms")
+    if norms is None or norms.empty:  # a model may have no norms before its branches
+        return None
+    return pd.concat([table[table["site"].isin(BONDARENKO_SITES)], norms]).groupby("layer")["kurtosis"].mean()
 
 
-def _outliers(given: Measured) -> Metrics:
-    table = given.tables["outlier"]
-    by_layer, layer_out = table.groupby("layer"), table[table["site"] == "layer_out"]
-    metrics = {
-        "max_inf_norm": by_layer["max_inf_norm"].max(),
-        "layer_inf_norm": layer_out.set_index("layer")["max_inf_norm"],
-        "kurtosis": by_layer["kurtosis"].mean(),
-    }
-    norms = given.tables.get("outlier_norms")  # a model may have no norms before its branches
-    if norms is not None and not norms.empty:
-        theirs = pd.concat([table[table["site"].isin(BONDARENKO_SITES)], norms])
-        metrics["kurtosis_with_norms"] = theirs.groupby("layer")["kurtosis"].mean()
-    return metrics, {}
-
-
-def _gate(given: Measured) -> Metrics:
-    gate = given.tables["gate"]
-    first, later = (gate[at].groupby("layer")["gate"] for at in _first_and_later(gate))
-    drain = _ratio_to_others(gate, "raw_value_norm", ["layer", "head"])
-    metrics = {
-        "gate_first": first.mean(),
-        "gate_later": later.mean(),
-        "raw_value_drain": drain.groupby("layer").mean(),
-    }
-    return metrics, {}
+# table → the metrics that are computed from it (and from related tables), before those of gradients and query biases
+METRICS_OF: dict[str, dict[str, Metric]] = {
+    "attention": {
+        "sink_rate_outside": _by_layer("attention_outside", "sink_rate_outside"),
+        "sink_rate": _by_layer("attention", "sink_rate", where=FIRST),
+        "sink_rate_later": _sink_rate_later,
+        "window_mass": _by_layer("attention", "window_mass", where=FIRST),
+        "sink_mass": _by_layer("attention", "sink_mass", where=FIRST),
+        "attention_entropy": _by_layer("attention_heads", "attention_entropy"),
+        "missing_mass": _by_layer("attention_heads", "missing_mass"),
+    },
+    "geometry": {
+        "value_drain": _drain("geometry", "value_norm"),
+        "sink_logit_gap": _by_layer("geometry", "sink_logit_gap", where=FIRST),
+        "qk_cosine": _by_layer("geometry", "qk_cosine", where=FIRST),
+        "repeated_bound": _repeated_bound,
+    },
+    "gate": {
+        "gate_first": _by_layer("gate", "gate", where=FIRST),
+        "gate_later": _by_layer("gate", "gate", where=REST),
+        "raw_value_drain": _drain("gate", "raw_value_norm"),
+    },
+    "activation": {
+        "norm_ratio": _norm_ratio,
+        "first_norm": _by_layer("activation", "norm_mean", where="site == 'layer_out' and position == 0"),
+    },
+    "massive": {
+        "massive_count": lambda given: given.tables["massive"].groupby("layer")["is_massive"].sum() / len(given.inputs),
+    },
+    "outlier": {
+        "max_inf_norm": _by_layer("outlier", "max_inf_norm", "max"),
+        "layer_inf_norm": _by_layer("outlier", "max_inf_norm", "max", "site == 'layer_out'"),  # one row per layer
+        "kurtosis": _by_layer("outlier", "kurtosis"),
+        "kurtosis_with_norms": _kurtosis_with_norms,
+    },
+}
 
 
 def _gradient(given: Measured) -> Metrics:
@@ -172,7 +195,7 @@ def _query_bias(given: Measured) -> Metrics:
     tables = given.tables
     table = tables["query_bias"]
     together = table[table["head"] == ALL_HEADS]
-    first, later = (rows.groupby("layer") for rows in (together[at] for at in _first_and_later(together)))
+    first, later = (together.query(at).groupby("layer") for at in (FIRST, REST))
     metrics = {
         "delta_first": first["delta_mean"].mean(),
         "delta_later": later["delta_mean"].mean(),
@@ -194,45 +217,10 @@ def _query_bias(given: Measured) -> Metrics:
 def delta_gap(query_bias: pd.DataFrame) -> pd.Series:
     """Return (Δ_0 - mean) ÷ standard deviation of later positions' Δ, by layer, from one head's `query_bias` rows."""
     # the deviation combines the spread over sequences within positions and the spread between positions
-    at_first, at_later = _first_and_later(query_bias)
-    later = query_bias[at_later].assign(within=query_bias["delta_std"] ** 2).groupby("layer")
+    later = query_bias.query(REST).assign(within=query_bias["delta_std"] ** 2).groupby("layer")
     variance = later["within"].mean() + later["delta_mean"].var(ddof=0)
-    first = query_bias[at_first].set_index("layer")["delta_mean"]
+    first = query_bias.query(FIRST).set_index("layer")["delta_mean"]
     return (first - later["delta_mean"].mean()) / np.sqrt(variance)
-
-
-def _first_and_later(table: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    return table["position"] == 0, table["position"] > 0
-
-
-def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
-    """Return the value at position 0 ÷ the mean over the other positions of the table."""
-    at_first = table["position"] == 0
-    return table[at_first].groupby(keys)[column].mean() / table[~at_first].groupby(keys)[column].mean()
-
-
-def _repeated_bound(geometry: pd.DataFrame, scaling: tuple[float, ...], length: int, causal: bool) -> pd.Series:
-    """Return the mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4)."""
-    # n is the number of other keys that a query sees: 0 … T-1, or always T-1 in an encoder. All tokens are equal, so
-    # all queries and keys of a head have one norm, and |logit| ≤ ξ.
-    others = np.arange(length) if causal else np.full(length, length - 1)
-    first = geometry[geometry["position"] == 0]
-    xi = first["query_norm"] * first["key_norm"] * np.asarray(scaling)[first["layer"]]
-    bound = 1.0 / (1.0 + np.exp(-2 * xi.to_numpy())[:, None] * others)
-    return pd.Series(bound.mean(1), index=first["layer"]).groupby("layer").mean()
-
-
-# table → the function that computes metrics from it (and from related tables)
-METRICS_OF: dict[str, Callable[[Measured], Metrics]] = {
-    "attention": _attention,
-    "geometry": _geometry,
-    "gate": _gate,
-    "activation": _activation,
-    "massive": _massive,
-    "outlier": _outliers,
-    "gradient": _gradient,
-    "query_bias": _query_bias,
-}
 
 
 def gradient_summary(tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop) -> Metrics:
@@ -281,10 +269,7 @@ def pathway_norms(gradient: pd.DataFrame, pathway: str, by: Sequence[str] = ()) 
 
 
 def fit_points(ratios: pd.DataFrame, first: int = 0, last: int | None = None) -> pd.DataFrame:
-    """Return the points of GS figure 3 to which a line is fitted: one per layer ≥ 1 and position with a finite ratio.
-
-    Layer 0 is left out as in the paper, because it reads the bare embeddings, which all have one scale.
-    """
+    """Return the points of GS figure 3 to which a line is fitted, without layer 0, which reads the bare embeddings."""
     last = int(ratios["position"].max()) if last is None else last
     points = ratios[(ratios["layer"] >= 1) & ratios["position"].between(first, last)]
     return points[(points["compress"] > 0) & (points["input_norm"] > 0)]

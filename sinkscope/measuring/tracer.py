@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,10 +21,8 @@ from sinkscope.measuring.nnsight import NNsight, OutOfOrderError, save
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
 from sinkscope.models.edits import Beginning, begun
-from sinkscope.models.family import Block, Family, first_tensor, input_device
-from sinkscope.models.in_memory import unchanged_after
-from sinkscope.models.process import one_thread
-from sinkscope.models.towers import embedding_path
+from sinkscope.models.family import Block, Family, embedding_path, first_tensor, input_device
+from sinkscope.models.in_memory import one_thread, unchanged_after
 from sinkscope.retrofits.retrofit import RETROFIT, ValuePart, registers_before
 from sinkscope.text.batch import Batch
 
@@ -47,10 +45,7 @@ class Tracer:
         self._finite: list[tuple[int, torch.Tensor]] = []  # layer and whether it is finite, of the current pass
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
-        """Run one forward pass without logits. Every observable sees its sites as they are computed.
-
-        Raises SinkscopeError if the model gives NaN or infinite numbers, or its attention is not recognized.
-        """
+        """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized."""
         inputs = self._inputs(batch, with_logits=False)
         with torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables)
@@ -73,8 +68,8 @@ class Tracer:
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         """Run one forward and backward pass and return the summed cross-entropy of each sequence, (B,).
 
-        Parameters stay frozen: gradients flow to the embeddings, so no weight gradient is ever allocated. For an
-        encoder, only the backward observables see the masked text, which defines the loss.
+        Gradients flow to the embeddings, so no weight gradient is ever allocated. For an encoder, only the backward
+        observables see the masked text, which defines the loss.
         """
         if batch.masked is not None:
             self.forward(batch, [observable for observable in observables if not observable.backward])
@@ -117,7 +112,7 @@ class Tracer:
             for site, at in _reading_order(block, wanted, self.family.gated):
                 watching = [observable for observable in observables if site in observable.sites]
                 if site == "raw_value":
-                    (_, value), _ = self._retrofit(layer).inputs
+                    (_, value), _ = self._inside(layer, RETROFIT).inputs
                     for observable in watching:
                         observable.watch_raw_value(layer, value, batch)
                     continue
@@ -143,21 +138,16 @@ class Tracer:
                     else:
                         observable.see(layer, site, reading, batch)
 
-    def _retrofit(self, layer: int) -> Any:
-        """Return the retrofit's module that multiplies values or heads' outputs; its inputs hold the raw values."""
-        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{RETROFIT}")
-
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         """Pass values and gates to observables: a retrofit's, or the share of each head that the model's own leaves."""
         if self.family.gated:
             if not self._attended:  # no observable has read this layer's attention
-                self._attended = [getattr(self._taps(layer), name).output.detach() for name in ("value", "mix")]
+                self._attended = [getattr(self._inside(layer), name).output.detach() for name in ("value", "mix")]
             value, mix = self._attended
-            output = f"{self.family.block(layer).attention}.{self.family.output}"
-            gate = share_left(mix, _part(self._envoy(layer), output).input.detach())
+            gate = share_left(mix, self._inside(layer, self.family.output).input.detach())
             value = value.transpose(1, 2)
         else:
-            part = self._retrofit(layer)
+            part = self._inside(layer, RETROFIT)  # multiplies values or heads' outputs; its inputs hold raw values
             (_, value), _ = part.inputs
             value, gate = value.detach(), part.output.detach()
         for observable in watching:
@@ -173,13 +163,14 @@ class Tracer:
                     observable.see_attention(layer, plain, batch)
         backward = [observable for observable in watching if observable.backward]
         if backward or self.family.gated:
-            mix = self._taps(layer).mix.output
+            mix = self._inside(layer).mix.output
             self._attended = [plain.value, mix.detach()]
             for observable in backward:
                 observable.watch_attention(layer, read, mix, batch)
 
-    def _taps(self, layer: int) -> Any:
-        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{NAME}")
+    def _inside(self, layer: int, name: str = NAME) -> Any:
+        """Return a submodule of a layer's attention module, by default its taps."""
+        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{name}")
 
     def _check_finite(self) -> None:
         """Raise SinkscopeError for NaN or infinity, which in the tables would look like a head without a sink."""
@@ -193,7 +184,7 @@ class Tracer:
         return _part(self.traced, self.family.layers)[layer]
 
     def _attention(self, layer: int, batch: Batch) -> AttentionRead:
-        taps, seam = self._taps(layer), self.seams[layer]
+        taps, seam = self._inside(layer), self.seams[layer]
         unrecognized = SinkscopeError(
             f"layer {layer}: its attention is not one softmax of q·k over the whole sequence, or not in a form that "
             "sinkscope recognizes; see `sinkscope doctor`"
@@ -268,10 +259,8 @@ def logits_of(output: Any) -> torch.Tensor:
 def model_inputs(
     model: PreTrainedModel, batch: Batch, with_logits: bool = True, first_position: int | None = 0
 ) -> dict[str, Any]:
-    """Return the keyword arguments with which to call the model on a batch, for all logits or, if the model has that
-    option, only the last; `first_position` is the number of the first position in the model's family.
-    """
-    device, parameters = input_device(model), _parameters(model)
+    """Return the arguments of a call of the model on a batch, for all logits or, if it has that option, the last."""
+    device, parameters = input_device(model), inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
     if batch.valid is not None:
         inputs["attention_mask"] = batch.attention_mask.to(device)
@@ -281,10 +270,6 @@ def model_inputs(
     if not with_logits and "logits_to_keep" in parameters:
         inputs["logits_to_keep"] = 1
     return inputs
-
-
-def _parameters(model: PreTrainedModel) -> Container[str]:
-    return inspect.signature(model.forward).parameters
 
 
 def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -309,9 +294,8 @@ def open_tracer(
 ) -> Iterator[Tracer]:
     """Install the seams, apply the interventions in their order and wrap the model, until the end of the block.
 
-    Afterwards, also after an exception, the model is restored bit for bit. With a `beginning`, the input of a layer on
-    one batch, earlier layers neither run nor are read. Raises InputError if an intervention does not apply or would
-    change nothing, and SinkscopeError if a tracer is open on this model, or an intervention changed nothing.
+    Afterwards the model is restored bit for bit. With a `beginning`, earlier layers neither run nor are read. Raises
+    InputError if an intervention does not apply or would change nothing, and SinkscopeError if one is open already.
     """
     with (
         open_seam(model, family, kernel) as seams,

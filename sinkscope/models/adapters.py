@@ -35,20 +35,16 @@ class AdapterFiles:
 
     @property
     def name(self) -> str:
-        """The last part of the adapter's name, for messages."""
         return self.source if self.commit else self.folder.resolve().name
 
 
 def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
-    """Find the files of an adapter in an existing folder, or else in a hub repository.
-
-    An adapter that is missing, incomplete, damaged or pickled (without `allow_pickle`) raises InputError.
-    """
+    """Find an adapter in a folder or on the hub; InputError if it is missing, incomplete, damaged or a pickle."""
     if importlib.util.find_spec("peft") is None:
         raise SinkscopeError("--adapter needs the package PEFT, which is not installed: pip install peft")
     path, commit = user_path(adapter), None
-    if adapter and kind_of(path) is not None:
-        if kind_of(path) == "file":
+    if adapter and (kind := kind_of(path)) is not None:
+        if kind == "file":
             raise InputError(f"--adapter {adapter} is a file: name the folder that it is in")
         present = set(names_in(path))
     elif is_path(adapter):
@@ -80,10 +76,7 @@ def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
 def with_adapter(
     model: PreTrainedModel, files: AdapterFiles
 ) -> tuple[PreTrainedModel, dict[str, Any], tuple[str, ...]]:
-    """Merge the adapter into the model, or add it to quantized weights; raise InputError if it does not fit.
-
-    The result is the model, the adapter's entry in run.json, and notices for the user.
-    """
+    """Apply the adapter to the model, if it fits, and return it with its entry in run.json and notices for the user."""
     import peft  # optional, and its import takes seconds
 
     source, own = f"--adapter {files.source}", str(model.config.name_or_path)
@@ -105,8 +98,8 @@ def with_adapter(
     try:
         network = wrapped.merge_and_unload(safe_merge=True) if merging else wrapped.get_base_model()
     except Exception as error:
-        problem = f"an adapter of its kind ({method}) cannot be merged [{described(error)}]"
-        raise InputError(f"{source}: {problem}") from error
+        why = described(error)
+        raise InputError(f"{source}: an adapter of its kind ({method}) cannot be merged [{why}]") from error
     digest = hashlib.sha256((files.folder / files.weights).read_bytes()).hexdigest()
     record = {"source": files.source, "commit": files.commit, "method": method, "merged": merging, "sha256": digest}
     became = "merged into the model's weights" if merging else "not merged, because the model's weights are quantized"

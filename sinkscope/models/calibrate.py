@@ -1,35 +1,68 @@
-"""Finds how a model without a row in FAMILIES is built, by running it on a few tokens."""
+"""Finds how a model without a row in FAMILIES is built, by running it on a few tokens.
+
+The inputs and outputs of every module of a layer are kept. A branch of the layer is then a module whose output r, times
+a constant s, is the difference between two states of the residual stream (or two parallel modules, such as attention
+and a state-space model, or shared and routed experts):
+
+    sequential   mid = h + s·r_attn          h' = mid + s·r_mlp
+    post-norm    mid = h + s·r_attn          h' = norm(norm(mid) + s·r_mlp)
+    parallel     h' = h + s·r_attn + t·r_mlp
+    single       h' = h + s·r                with only one branch
+
+Sums are compared entry by entry up to round-off of the model's dtype, so that only the true sum passes.
+
+Queries, keys and values are found with sequences of one token: rotary positions leave position 0 unrotated, so the
+input of attention equals the output of a projection bit for bit, unless a norm, a convolution or a latent is between.
+Any order of heads and roles within a module is found: one projection for all three, a latent's up-projection that holds
+keys and values, or one module each. Queries and keys may be normalized head by head, because their weights can still be
+edited; values may not, because a norm would undo a scaling of them.
+"""
 
 import inspect
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from itertools import combinations, pairwise
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError, described
-from sinkscope.models.attention_modules import find_attentions, find_projections, is_gated
-from sinkscope.models.discovery import ULPS, Event, Layer, record
+from sinkscope.models.edits import MATMULS, SOFTMAXES, attending_by
 from sinkscope.models.family import (
     ATTENTION,
+    FEED_FORWARD,
     NO_POSITIONS,
     NOT_RUN,
     UNKNOWN_POSITIONS,
     Block,
     Family,
+    Outputs,
+    Role,
+    Term,
     embedding_weight,
     find_copies,
+    input_device,
 )
-from sinkscope.models.wiring import End, check_wiring, mlp_reads_attention, output_of, record_ends
+from sinkscope.models.wiring import Event, at_sites, check_wiring, mlp_reads_attention, output_of, record_ends
+
+ULPS = 8  # of the larger term: a sum of three, each rounded
+FEED_FORWARDS = (  # the modules of a feed-forward network under usual names
+    ("mlp",),
+    ("fc1", "activation_fn", "fc2"),
+    ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+)
+PROBES = 4  # sequences: two outputs that are equal in all of them are taken to be the same
+OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # usual names of the output projection
 
 
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
-    """Make a row for an architecture that has none, by the sums that add to the residual stream in every layer.
-
-    It raises InputError if the model fails on these tokens (B,T), or has a form of attention that is not measured.
-    """
+    """Make a row for an architecture that has none; InputError if it fails on these tokens (B,T)."""
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"'{name}' is an encoder–decoder, and only decoders and encoders are measured")
@@ -40,12 +73,14 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         raise InputError(f"'{name}' fails on {token_ids.numel()} tokens [{described(error)}]") from error
     layers = list(model.get_submodule(path).children())
     door, attention_paths = find_attentions(model, path, layers, inputs)
-    records = record(model, layers, inputs)
-    for layer, events in enumerate(records):  # layers that read pictures do not run
-        if events and not any(event.address == "output" for event in events):
-            raise InputError(f"'{name}': layer {layer} does not run on token ids only")
+    records = _record(model, layers, inputs)
+    for layer, events in enumerate(records):
+        if not events:  # layers that read pictures do not run
+            continue
         out = next((event.x for event in reversed(events) if event.address == "output"), None)
-        if out is not None and (not out.isfinite().all() or not out.any()):
+        if out is None:
+            raise InputError(f"'{name}': layer {layer} does not run on token ids only")
+        if not out.isfinite().all() or not out.any():
             gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
             advice = "check its weights, and whether its numbers fit into its dtype"
             raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
@@ -67,14 +102,13 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     attention_fields: dict[str, Any] = {"positions": NO_POSITIONS, "qkv": (), "output": ""}
     if attending:
         modules = list(attending.values())
-        attention_fields = {"positions": UNKNOWN_POSITIONS, **_projections(model, modules)}
+        qkv, output = _projections(model, modules)
+        attention_fields = {"positions": UNKNOWN_POSITIONS, "qkv": qkv, "output": output}
         if door == "interface":
-            attention_fields["gated"] = is_gated(model, modules[0], attention_fields["output"], inputs)
+            attention_fields["gated"] = is_gated(model, modules[0], output, inputs)
             found = find_projections(model, modules)
             attention_fields["projections"] = dict(zip(attending, found, strict=True))
-    bert = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
-    usual = (("mlp",), ("fc1", "activation_fn", "fc2"), bert)
-    feed_forward = next((paths for paths in usual if _has(layers[first], *paths)), None)
+    feed_forward = next((paths for paths in FEED_FORWARDS if _has(layers[first], *paths)), None)
     address = main.sites.get("mlp_out", "")
     return Family(
         name=name,
@@ -92,6 +126,22 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     )
 
 
+def _record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
+    """Return the float64 inputs and outputs of the residual stream's size in every layer; [] if it does not run."""
+    ends = record_ends(model, {module for layer in layers for module in layer.modules()}, inputs)
+    records: list[list[Event]] = []
+    for layer in layers:
+        own = next((event.x for event in ends.get(layer, ()) if event.end == "input"), None)
+        events = [
+            event._replace(x=event.x.double().view(own.shape), path=path)
+            for path, module in layer.named_modules()
+            for event in ends.get(module, ())
+            if own is not None and event.x.numel() == own.numel() and event.x.shape[-1] == own.shape[-1]
+        ]
+        records.append(sorted(events, key=lambda event: event.order))
+    return records
+
+
 def _blocks(
     model: Any, layers: list[nn.Module], records: list[list[Event]], attentions: list[str], inputs: dict[str, Any]
 ) -> list[Block]:
@@ -102,13 +152,13 @@ def _blocks(
     others = list(named) if len(named) == len(attentions) else ["no softmax attention"] * len(attentions)
     kinds = [ATTENTION if path else other for path, other in zip(attentions, others, strict=True)]
     parts = enumerate(zip(layers, records, attentions, kinds, strict=True))
-    views = {at: Layer(*of_layer, eps) for at, of_layer in parts if of_layer[1]}
+    views = {at: _Layer(*of_layer, eps) for at, of_layer in parts if of_layer[1]}
     found = {at: view.block() for at, view in views.items()}
     alike = {(type(layers[at]), block.attention): block for at, block in found.items() if block}
     blocks = [Block("", {}, "single", kind=NOT_RUN)] * len(layers)
     for at, view in views.items():
         block, other = found[at], alike.get((type(layers[at]), view.attention))
-        if block is None and other is not None and check_wiring(other, view.sites(other)) <= ULPS * eps:
+        if block is None and other is not None and check_wiring(other, at_sites(other, view.known)) <= ULPS * eps:
             block = other
         # the wiring is unknown: only the layer's input and output are read
         blocks[at] = block or Block(view.attention, {"layer_in": "input", "layer_out": "output"}, "unknown", view.kind)
@@ -120,29 +170,26 @@ def _blocks(
     ]
 
 
-def _projections(model: Any, attentions: list[nn.Module]) -> dict[str, Any]:
-    """Return the projections' fields of a row; `qkv` is empty if their layout is unknown or some layers share keys."""
+def _projections(model: Any, attentions: list[nn.Module]) -> tuple[tuple[str, ...], str]:
+    """Return `qkv` and `output` of a row; `qkv` is empty if its layout is unknown or some layers share keys."""
     several, attention = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value")), attentions[0]
     known = next((names for names in several if all(_has(other, *names) for other in attentions)), ())
-    output = next((name for name in ("o_proj", "out_proj", "c_proj", "dense", "wo") if _has(attention, name)), "")
+    output = next((name for name in OUTPUTS if _has(attention, name)), "")
     heads = model.config.get_text_config().num_attention_heads
     widths = [getattr(attention.get_submodule(name), "out_features", 0) for name in known]
-    if widths and all(widths):  # else a module is not a plain matrix
-        query, key, value = widths
-        taken = getattr(attention.get_submodule(output), "in_features", query) if output else query
-        is_plain = query % heads == 0 and key == value and key % (query // heads) == 0 and taken == query
-        return {"qkv": known if is_plain else (), "fused": "", "output": output}
-    return {"qkv": (), "fused": "", "output": output}
+    if not widths or not all(widths):  # a module is not a plain matrix
+        return (), output
+    query, key, value = widths
+    taken = getattr(attention.get_submodule(output), "in_features", query) if output else query
+    is_plain = query % heads == 0 and key == value and key % (query // heads) == 0 and taken == query
+    return known if is_plain else (), output
 
 
 def _has(layer: nn.Module, *paths: str) -> bool:
-    try:
-        return all(layer.get_submodule(path) is not None for path in paths)
-    except AttributeError:
-        return False
+    return set(paths) <= {path for path, _ in layer.named_modules(remove_duplicate=False)}
 
 
-Ends = dict[nn.Module, list[End]]
+# --- the list of layers
 
 
 def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> str:
@@ -167,6 +214,9 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
     return max(chains, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()))
 
 
+Ends = dict[nn.Module, list[Event]]
+
+
 def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | None) -> bool:
     """Return whether most modules run once, each on the output of the one before, and the first on the tokens."""
     # Some may not run, such as layers that read pictures. If there are no other tokens to compare with, the input of
@@ -175,14 +225,196 @@ def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | Non
     pairs = [ends[layer] for layer in ran]
     if 2 * len(ran) <= len(layers) or any(len(pair) != 2 for pair in pairs):
         return False
-    if not all(_equal(before[1], after[0]) for before, after in pairwise(pairs)):
+    if not all(_equal(before[1].x, after[0].x) for before, after in pairwise(pairs)):
         return False
-    return ends_of_others is None or not _equal(ends[ran[0]][0], ends_of_others[ran[0]][0])
+    return ends_of_others is None or not _equal(ends[ran[0]][0].x, ends_of_others[ran[0]][0].x)
 
 
-def _equal(a: End, b: End) -> bool:
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether tensors are equal bit for bit; NaN equals NaN."""
-    return a.x.shape == b.x.shape and torch.allclose(a.x, b.x, rtol=0, atol=0, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+# --- attention modules, and how they make queries, keys and values
+
+
+def find_attentions(
+    model: nn.Module, path: str, layers: list[nn.Module], inputs: Mapping[str, Any]
+) -> tuple[str, list[str]]:
+    """Find the attention module of every layer, for the list of layers at a path.
+
+    The result is the family's `door`, and the module's path by layer, "" for a layer without attention. A layer with
+    several attentions, or with a form of attention that is not measured, raises InputError.
+    """
+    seen = watch_attention(model, inputs)
+    names = {module: name for name, module in model.named_modules()}
+    ran = ([module for module, _ in seen.through_interface], seen.in_own_code, seen.in_other_form)
+    ran_paths = [[names.get(module, "") for module in modules] for modules in ran]
+    prefixes = [f"{path}.{index}." for index in range(len(layers))]
+    interface, own, other = (
+        [[at.removeprefix(prefix) for at in paths if at.startswith(prefix)] for prefix in prefixes]
+        for paths in ran_paths
+    )
+    door = "interface" if any(interface) or not any(own) else "interceptor"
+    chosen, elsewhere = (interface, own) if door == "interface" else (own, interface)
+    for index, layer in enumerate(layers):
+        unmeasured = [*elsewhere[index], *other[index]]
+        if unmeasured:
+            kind = type(layer.get_submodule(unmeasured[0])).__name__
+            raise InputError(f"layer {index}: its {kind} attends in code of its own, in a form that is not measured")
+        paths = chosen[index]
+        if len(paths) < 2:
+            continue
+        module = layer.get_submodule(paths[0])
+        if sum(any(part is module for part in other.modules()) for other in layers) > 1:
+            raise InputError("several layers share one attention module, which is not measured")
+        if len(set(paths)) > 1:
+            raise InputError(f"layer {index} has {len(paths)} attention modules, which is not measured")
+        raise InputError(
+            f"layer {index} attends {len(paths)} times and combines the results: no single softmax is its attention"
+        )
+    return door, [paths[0] if paths else "" for paths in chosen]
+
+
+@torch.no_grad()
+def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> "_Watch":
+    """Run the model, and record the modules that compute attention."""
+    watch = _Watch(inputs["input_ids"].shape[1])
+
+    def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        watch.is_off = True
+        try:
+            given = own(module, *args, **kwargs)
+        finally:
+            watch.is_off = False
+        watch.through_interface.append((module, given[0].detach().clone()))
+        return given
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if next(module.parameters(), None) is not None:  # a dropout or a softmax is not an attention module
+                stack.enter_context(module.register_forward_pre_hook(watch.enter))
+                stack.enter_context(module.register_forward_hook(watch.leave))
+        stack.enter_context(attending_by(model, listening))
+        stack.enter_context(watch)
+        model(**inputs)
+    return watch
+
+
+class _Watch(TorchFunctionMode):
+    """Records in order the modules that compute attention, by transformers' interface or by their own softmax."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.through_interface: list[tuple[nn.Module, torch.Tensor]] = []  # with their mix (B,T,H,d)
+        self.in_own_code: list[nn.Module] = []
+        self.in_other_form: list[nn.Module] = []  # modules with a softmax over keys that is not of a product
+        self.length = length  # T
+        self.running: list[nn.Module] = []
+        self.product = 0  # size of the last product of two batched tensors in the running module
+        self.is_off = False
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self.running.append(module)
+        self.product = 0
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.running.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if self.is_off or not self.running:
+            return given
+        if func in MATMULS:
+            self.product = given.numel() if given.dim() > 2 else 0
+        elif func is F.scaled_dot_product_attention and _attends_to_tokens(self.length, *args, **(kwargs or {})):
+            self.in_own_code.append(self.running[-1])
+        elif func in SOFTMAXES and given.dim() > 2 and given.shape[-2] == given.shape[-1] >= self.length:
+            is_known = given.numel() == self.product
+            (self.in_own_code if is_known else self.in_other_form).append(self.running[-1])
+        return given
+
+
+def _attends_to_tokens(length: int, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Return whether the keys of a call are the tokens, and not, for example, states of earlier layers."""
+    return query.shape[-2] == key.shape[-2] >= length
+
+
+@torch.no_grad()
+def is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: Mapping[str, Any]) -> bool:
+    """Return whether the output projection reads attention's mix times factors in (0, 1), which no module returns."""
+    if not output:
+        return False
+    events = record_ends(model, attention.modules(), inputs)
+    x = events[attention.get_submodule(output)][0].x
+    plain = next(mix for module, mix in watch_attention(model, inputs).through_interface if module is attention)
+    plain = plain.flatten(2)
+    given = [event.x for runs in events.values() for event in runs if event.end == "output"]
+    if x.shape != plain.shape or any(torch.equal(other, x) for other in given):
+        return False
+    factors = (x / plain)[plain.abs() > plain.abs().median() / 100]
+    return not torch.equal(x, plain) and bool(((factors > 0) & (factors < 1)).all())
+
+
+@torch.no_grad()
+def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[Role, Outputs], ...]:
+    """Find the outputs of each role (query, key, value) in each module that uses transformers' attention interface."""
+    states: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
+    ends: dict[nn.Module, list[Event]] = {}
+
+    def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        states[module] = tuple(x[:, :, 0].clone() for x in args[:3])  # (B,heads,d)
+        return own(module, *args, **kwargs)
+
+    modules = {module for attention in attending for module in attention.modules()}
+    linear = [module for module in modules if isinstance(module, nn.Linear | Conv1D)]
+    ids = torch.arange(3, 3 + PROBES, device=input_device(model))[:, None] % len(embedding_weight(model))
+    # some models cannot read single tokens
+    with suppress(RuntimeError, ValueError, IndexError), attending_by(model, listening):
+        ends = record_ends(model, linear, {"input_ids": ids, "use_cache": False})
+    outputs = [(module, event.x) for module, runs in ends.items() for event in runs if event.end == "output"]
+    # only those with one vector per token
+    given = {module: x.flatten(1) for module, x in outputs if x.dim() >= 3 and x[0].numel() == x.shape[-1]}
+    return tuple(_roles(attention, states.get(attention, ()), given) for attention in attending)
+
+
+def _roles(
+    attention: nn.Module, states: Iterable[torch.Tensor], given: dict[nn.Module, torch.Tensor]
+) -> dict[Role, Outputs]:
+    """Find the module and the outputs of each role for the states q, k and v (B,heads,d) of an attention module."""
+    own = {path: given[module] for path, module in attention.named_modules() if module in given}
+    columns = {path: {entry: at for at, entry in enumerate(_entries(outputs))} for path, outputs in own.items()}
+    found: dict[Role, Outputs] = {}
+    roles: tuple[Role, ...] = ("query", "key", "value")
+    for role, state in zip(roles, states, strict=False):
+        heads, width = state.shape[1:]
+        entries, in_order = _entries(state.flatten(1)), list(range(heads * width))
+        # all outputs are found by their values, which are distinct, or else by their order before a norm of each head
+        exact = [(path, [known[entry] for entry in entries if entry in known]) for path, known in columns.items()]
+        candidates = [(path, places) for path, places in exact if len(places) == len(set(places)) == len(entries)]
+        if role != "value":
+            candidates += [(path, in_order) for path, outputs in own.items() if _is_normed(state, outputs)]
+        if candidates:
+            path, places = candidates[0]
+            found[role] = Outputs(path, tuple(tuple(places[at : at + width]) for at in range(0, len(places), width)))
+    return found
+
+
+def _entries(x: torch.Tensor) -> list[bytes]:
+    return [entry.tobytes() for entry in x.double().cpu().T.contiguous().numpy()]
+
+
+def _is_normed(state: torch.Tensor, outputs: torch.Tensor) -> bool:
+    """Return whether a state is the outputs in order, times one factor for each sequence and one for each channel."""
+    if outputs.shape[1] != state[0].numel():
+        return False
+    factors = state.double() / outputs.double().view(state.shape)
+    by_sequence = factors.median(-1, keepdim=True).values
+    by_channel = (factors / by_sequence).median(0, keepdim=True).values
+    return bool(((factors - by_sequence * by_channel).abs() <= 0.05 * factors.abs()).double().mean() > 0.9)
+
+
+# --- the tokens that a token sees, and their positions
 
 
 @torch.no_grad()
@@ -199,10 +431,7 @@ def sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tensor
 
 @torch.no_grad()
 def first_position(model: nn.Module, last: nn.Module, token_ids: torch.Tensor) -> int | None:
-    """Return the number in `position_ids` of a sequence's first position; None if the model takes none.
-
-    Models like RoBERTa count from the id of their padding token plus one.
-    """
+    """Return the number in `position_ids` of a sequence's first position; None if the model takes none."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return None
     inputs = {"input_ids": token_ids, "use_cache": False}
@@ -222,3 +451,220 @@ def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     a, b = a.double(), b.double()
     # relative to each token's own norm: a massive activation would hide differences at other tokens
     return bool(((a - b).norm(dim=-1) <= eps * b.norm(dim=-1).clamp(min=1e-30)).all())
+
+
+# --- the sums in a layer
+
+
+class _Branch(NamedTuple):
+    """One or two modules whose outputs, times their scales, are added to the residual stream."""
+
+    events: tuple[Event, ...]  # in the order in which they ran
+    scales: tuple[float, ...]
+
+    @property
+    def last(self) -> Event:
+        return self.events[-1]
+
+    @property
+    def rank(self) -> tuple:
+        """Return a sort key, smaller is better: unscaled outputs first, then outer modules, then early ones."""
+        scaled = any(scale != 1.0 for scale in self.scales)
+        return (scaled, sum(event.path.count(".") for event in self.events), self.last.order)
+
+    def covers(self, path: str) -> bool:
+        """Return whether the module at this path is one of the branch's modules or part of one."""
+        return any(_within(path, event.path) for event in self.events)
+
+
+_Found = tuple[str, _Branch | None, Event | None, _Branch | None]  # wiring, attention branch, mid, MLP branch
+
+
+class _Layer:
+    """The inputs and outputs of the modules of one layer, and the search for the sums between them."""
+
+    def __init__(self, module: nn.Module, events: Sequence[Event], attention: str, kind: str, eps: float) -> None:
+        self.module = module
+        self.attention = attention  # path of the attention module; "" if the layer has none
+        self.kind = kind  # see Block
+        self.eps = eps
+        self.h = next(event for event in events if event.address == "input")
+        self.out = next(event for event in reversed(events) if event.address == "output")
+        self.inner = [event for event in events if event.path]
+        runs = Counter(event.address for event in self.inner)
+        # a hook would read only the first of several runs
+        inner = [event for event in self.inner if runs[event.address] == 1]
+        self.inputs = [event for event in inner if event.end == "input"]
+        self.outputs = [event for event in inner if event.end == "output"]
+        self.known = {event.address: event.x for event in (*inner, self.h, self.out)}
+
+    def block(self) -> Block | None:
+        """Return how this layer is built; None if none of the known sums fits."""
+        found = self._sequential() or self._single() or self._parallel()
+        if found is None:
+            return None
+        wiring, attention, mid, mlp = found
+        # a single branch needs no check: only it can contain the attention module
+        if self.attention and wiring != "single" and not self._carries_attention(attention):
+            return None
+        norm = self._norm_before(self.h, attention) if attention else None
+        mlp_norm = self._norm_before(mid or self.h, mlp) if mlp and wiring != "post-norm" else None
+        addresses = {
+            "layer_in": "input",
+            "attn_norm": norm,
+            "attn_out": attention and attention.last.address,
+            "mid": mid and mid.address,
+            "mlp_norm": None if wiring == "parallel" and mlp_norm == norm else mlp_norm,
+            "mlp_out": mlp and mlp.last.address,
+            "layer_out": "output",
+        }
+        branches = {site: branch for site, branch in (("attn_out", attention), ("mlp_out", mlp)) if branch}
+        for site, branch in branches.items():
+            if len(branch.events) > 1:
+                addresses[f"{site}, first term"] = branch.events[0].address
+        orders = {event.address: event.order for event in (*self.inputs, *self.outputs, self.h, self.out)}
+        sites = {site: address for site, address in addresses.items() if address}
+        return Block(
+            attention=self.attention,
+            sites=dict(sorted(sites.items(), key=lambda site: orders[site[1]])),
+            wiring=wiring,
+            kind=self.kind,
+            sums={
+                site: tuple(map(Term, (event.address for event in branch.events), branch.scales))
+                for site, branch in branches.items()
+                if branch.scales != (1.0,)
+            },
+        )
+
+    def _sequential(self) -> _Found | None:
+        """Find two sequential branches, where a norm that ends the layer may follow the second."""
+        for mid in self.inputs:
+            if self._is(mid.x, self.h.x):
+                continue
+            attention = self._branch(self.h.x, mid.x, before=mid.order)
+            if attention is None:
+                continue
+            mlp = self._branch(mid.x, self.out.x, after=mid.order)
+            if mlp is not None:
+                return "sequential", attention, mid, mlp
+            mlp = self._normed_branch(mid)
+            if mlp is not None:
+                return "post-norm", attention, mid, mlp
+        return None
+
+    def _normed_branch(self, mid: Event) -> _Branch | None:
+        """Find the second branch of a post-norm layer: the modules whose output is added to norm(mid)."""
+        normed = [given for taken in self.inputs if self._is(taken.x, mid.x) and (given := self._given(taken))]
+        for end in (event for event in self.inner if event.end == "input"):
+            if end.order < mid.order or self._is(end.x, mid.x):
+                continue
+            given = self._given(end)
+            if given is None or not self._is(given.x, self.out.x):  # the norm does not end the layer
+                continue
+            for stream in normed:
+                branch = self._branch(stream.x, end.x, after=stream.order, before=end.order)
+                if branch is not None:
+                    return branch
+        return None
+
+    def _given(self, taken: Event) -> Event | None:
+        """Return the output of the module that reads this input."""
+        later = (event for event in self.inner if event.path == taken.path and event.order > taken.order)
+        return next(later, None)
+
+    def _single(self) -> _Found | None:
+        single = self._terms(self.h.x, self.out.x, self.outputs, 1)
+        if single is None:
+            return None
+        return ("single", None, None, single) if self.kind in FEED_FORWARD else ("single", single, None, None)
+
+    def _parallel(self) -> _Found | None:
+        """Find two parallel branches; attention's is the one with the attention module, or else the first."""
+        both = self._terms(self.h.x, self.out.x, self.outputs, 2)
+        if both is None:
+            return None
+        attention, mlp = (_Branch((event,), (scale,)) for event, scale in zip(both.events, both.scales, strict=True))
+        if not attention.covers(self.attention) and mlp.covers(self.attention):
+            attention, mlp = mlp, attention
+        return "parallel", attention, None, mlp
+
+    def _branch(
+        self, start: torch.Tensor, end: torch.Tensor, after: int = -1, before: float = float("inf")
+    ) -> _Branch | None:
+        """Find the branch that makes the step from `start` to `end`: one module, or two children of the layer."""
+        between = [event for event in self.outputs if after < event.order < before]
+        children = [event for event in between if "." not in event.path]
+        return self._terms(start, end, between, 1) or self._terms(start, end, children, 2)
+
+    def _terms(self, start: torch.Tensor, end: torch.Tensor, events: Sequence[Event], count: int) -> _Branch | None:
+        """Find the one or two modules that make the step; neither of two contains the other."""
+        if count == 2:
+            events = [event for event in events if not self._is(event.x, start)]  # else end - start makes any step
+        found = []
+        for terms in combinations(events, count):
+            paths = [event.path for event in terms]
+            if count == 2 and (_within(*paths) or _within(*reversed(paths))):
+                continue
+            for scales in _scales(end - start, [event.x for event in terms]):
+                parts = [scale * event.x for scale, event in zip(scales, terms, strict=True)]
+                if all(scales) and self._makes(end, (start, *parts)):
+                    found.append(_Branch(terms, scales))
+                    break
+        return min(found, key=lambda branch: branch.rank, default=None)
+
+    def _makes(self, total: torch.Tensor, terms: Sequence[torch.Tensor]) -> bool:
+        """Return whether the terms sum to the total up to round-off, and no term is itself only round-off."""
+        size = torch.stack([term.abs() for term in terms]).sum(0)
+        allowed = ULPS * self.eps * (size + total.abs())
+        distance = (total - torch.stack(list(terms)).sum(0)).abs()
+        return bool((distance <= allowed).all()) and all(bool((term.abs() > allowed).any()) for term in terms[1:])
+
+    def _is(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return bool(((a - b).abs() <= ULPS * self.eps * b.abs()).all())
+
+    def _carries_attention(self, branch: _Branch | None) -> bool:
+        """Return whether a branch contains the attention module, or reads its output."""
+        if branch is None:
+            return False
+        if branch.covers(self.attention) or any(_within(event.path, self.attention) for event in branch.events):
+            return True
+        holders = [event for event in self.outputs if _within(self.attention, event.path)]
+        takers = [event for event in self.inputs if branch.covers(event.path)]
+        return any(torch.equal(holder.x, taker.x) for holder in holders for taker in takers)
+
+    def _norm_before(self, stream: Event, branch: _Branch) -> str | None:
+        """Find the norm that reads the stream for a branch: a module without a matrix that runs before the branch."""
+        elsewhere = None
+        taken_by = {event.path: event for event in self.inputs}
+        top = branch.last.path.split(".")[0]
+        for norm in self.outputs:
+            taken = taken_by.get(norm.path)
+            if norm.order >= branch.last.order or taken is None or taken.order < stream.order:
+                continue
+            if not torch.equal(taken.x, stream.x) or self._is(norm.x, stream.x):
+                continue
+            if any(parameter.dim() > 1 for parameter in self.module.get_submodule(norm.path).parameters()):
+                continue
+            takers = [event for event in self.inputs if norm.order < event.order and torch.equal(event.x, norm.x)]
+            readers = {taker.path.split(".")[0] for taker in takers}
+            if top in readers:
+                return norm.address
+            if elsewhere is None and readers - {norm.path.split(".")[0]}:
+                elsewhere = norm.address  # modules outside the branch also read the norm
+        return elsewhere
+
+
+def _within(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.")
+
+
+def _scales(step: torch.Tensor, terms: Sequence[torch.Tensor]) -> list[tuple[float, ...]]:
+    """Return the constants to try, such as those for which s·x or s·x + t·y is closest to the step."""
+    if len(terms) == 1:
+        size = float((terms[0] * terms[0]).sum())
+        return [(1.0,), (round(float((step * terms[0]).sum()) / size, 6) if size else 0.0,)]
+    pair = torch.stack([x.flatten() for x in terms], 1)
+    if not torch.isfinite(pair).all() or torch.linalg.matrix_rank(pair) < 2:
+        return []
+    closest = torch.linalg.lstsq(pair, step.flatten()[:, None]).solution.flatten().tolist()
+    return [tuple(1.0 if abs(scale - 1) < 1e-3 else round(scale, 6) for scale in closest)]

@@ -1,17 +1,28 @@
-"""Changes to a module for the length of a block: replaced parameters, wrapped forwards, edited inputs and outputs.
+"""Changes for the length of a block: replaced parameters, wrapped forwards, edited inputs and outputs, and attention.
 
 Parameters are never written to: an edited copy replaces them, and the original Parameter returns at the end. A forward
 is wrapped rather than hooked, so that nnsight, which wraps it once more, sees the changed tensors. A forward or a hook
 of the user may compute more than the module's weights say, so the checks find out in which module it was defined.
+
+Attention functions are replaced in the modules of one model. The model keeps the name of its attention implementation,
+because some models decide by it whether to make masks. The table in which functions are looked up by that name is
+global to the process, so its entries stay as they are. While a block is open, the table returns functions that first
+check whether the calling module belongs to a block: other models get the registered function, even if the user
+registers it in the meantime.
 """
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sinkscope.errors import InputError
 
@@ -50,7 +61,8 @@ def check_changes(name: str, edits: list[Edit]) -> None:
 @contextmanager
 def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of a module by around(forward, …) for the length of the block."""
-    own: Any = vars(module).get("forward")  # set by accelerate or by another edit
+    # a forward may have been set by accelerate or by another edit
+    own = {name: vars(module)[name] for name in ("forward", ACCELERATE) if name in vars(module)}
     forward, moves = module.forward, vars(module).pop(ACCELERATE, None)
     if moves is not None:
         # if accelerate's attribute is there, nnsight runs the forward of the module's class in place of `wrapped`: so
@@ -65,10 +77,7 @@ def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[N
         yield
     finally:
         del module.forward
-        if own is not None:
-            module.forward = own
-        if moves is not None:
-            vars(module)[ACCELERATE] = moves
+        vars(module).update(own)
 
 
 def _moved(module: nn.Module, moves: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,17 +104,11 @@ def first_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def edited_input(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Edit the first argument of a module for the length of the block.
-
-    The hook runs before the forward that nnsight wraps, so that nnsight reads the changed tensor as the module's input,
-    while the output of the previous module is unchanged.
-    """
+    """Edit the first argument of a module for the length of the block, before the forward that nnsight wraps."""
 
     def changed(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if args:
-            return (edit(module, args[0]), *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, kwargs | {name: edit(module, kwargs[name])}
+        edited = edit(module, first_argument(args, kwargs))
+        return ((edited, *args[1:]), kwargs) if args else (args, kwargs | {next(iter(kwargs)): edited})
 
     with module.register_forward_pre_hook(changed, with_kwargs=True):
         yield
@@ -117,8 +120,7 @@ LIBRARIES = ("sinkscope.", "transformers.", "torch.", "accelerate.", "nnsight.",
 def written_in(function: Any) -> str:
     """Return the Python module in which a function is defined; unlike names, `functools.wraps` does not copy it."""
     function = getattr(function, "__func__", function)  # unwraps a bound method
-    written: dict[str, Any] = getattr(function, "__globals__", {})
-    return str(written.get("__name__", type(function).__module__))
+    return str(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
 
 
 def name_of(function: Any) -> str:
@@ -128,9 +130,7 @@ def name_of(function: Any) -> str:
 
 def forward_of(module: Any) -> Callable[..., Any]:
     """Return the function that a call of the module runs; accelerate keeps the original when it replaces `forward`."""
-    own = vars(module)
-    forward: Callable[..., Any] = own["_old_forward"] if "_hf_hook" in own else module.forward
-    return forward
+    return module._old_forward if ACCELERATE in vars(module) else module.forward
 
 
 def check_own_map(module: nn.Module) -> None:
@@ -167,7 +167,7 @@ class Beginning(NamedTuple):
 
 
 class _Reached(Exception):
-    """Ends a forward pass as soon as the layer's output is known."""
+    """Ends a forward pass."""
 
 
 @torch.no_grad()
@@ -196,16 +196,110 @@ def beginning_at(
 
 @contextmanager
 def begun(layers: Sequence[nn.Module], beginning: Beginning) -> Iterator[None]:
-    """Skip the layers before the beginning for the length of the block: each returns the kept output.
-
-    Computations outside the layers (masks, rotary angles) are unaffected.
-    """
+    """Skip the layers before the beginning for the length of the block: each returns the kept output."""
 
     def kept(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        output = beginning.output  # a copy for the layer, because some models add to it in place
+        output = beginning.output  # copied, because some models add to it in place
         return (output[0].clone(), *output[1:]) if isinstance(output, tuple) else output.clone()
 
     with ExitStack() as stack:
         for layer in layers[: beginning.layer]:
             stack.enter_context(wrapped_forward(layer, kept))
         yield
+
+
+# --- attention functions
+
+# The functions with which a model's own code computes attention: matmul(q, kᵀ) → softmax → matmul(weights, v).
+MATMULS = frozenset({
+    torch.matmul, torch.bmm, torch.baddbmm,
+    torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm,
+})  # fmt: skip
+SOFTMAXES = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
+
+Attend = Callable[..., Any]  # (module, query, key, value, mask, …) → mix (B,T,H,d), weights or None
+
+INSTEAD = "_sinkscope_attends_by"  # module attribute: the functions to call in place of its attention function
+_lock = threading.Lock()
+# id of a table → its class, and the number of open blocks
+_watching: dict[int, tuple[type[AttentionInterface], int]] = {}
+
+
+@contextmanager
+def attending_by(model: nn.Module, instead: Callable[..., Any]) -> Iterator[None]:
+    """Call `instead(own, module, query, …)` where a module of this model would call its attention function `own`.
+
+    Blocks may overlap, on one model or several, in one thread or several: the innermost is called first.
+    """
+    modules, entry = list(model.modules()), (instead,)  # the identity of this tuple marks the block
+    files = sorted({type(module).__module__ for module in modules} & sys.modules.keys())
+    tables = [ALL_ATTENTION_FUNCTIONS, *(vars(sys.modules[file]).get("ALL_ATTENTION_FUNCTIONS") for file in files)]
+    with ExitStack() as stack:
+        for table in {id(table): table for table in tables if isinstance(table, AttentionInterface)}.values():
+            stack.enter_context(_watched(table))
+        try:
+            for module in modules:
+                vars(module)[INSTEAD] = (*vars(module).get(INSTEAD, ()), entry)
+            yield
+        finally:
+            for module in modules:
+                rest = tuple(other for other in vars(module).pop(INSTEAD, ()) if other is not entry)
+                if rest:
+                    vars(module)[INSTEAD] = rest
+
+
+class _Watched(AttentionInterface):
+    """A table of attention functions that check the calling module first, no matter when they were registered."""
+
+    def __getitem__(self, key: str) -> Attend:
+        return partial(_attend, super().__getitem__(key))
+
+    def get_interface(self, attn_implementation: str, default: Attend) -> Attend:
+        return super().get_interface(attn_implementation, partial(_attend, default))
+
+
+def _attend(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the functions of the module's open blocks in place of `own`; without a block, call `own`."""
+    for (instead,) in getattr(module, INSTEAD, ()):
+        own = partial(instead, own)
+    return own(module, *args, **kwargs)
+
+
+@contextmanager
+def _watched(table: AttentionInterface) -> Iterator[None]:
+    """Change the class of the table until the last of its blocks ends."""
+    with _lock:
+        kind, count = _watching.get(id(table), (type(table), 0))
+        _watching[id(table)] = kind, count + 1
+        table.__class__ = _watched_kind(kind)
+    try:
+        yield
+    finally:
+        with _lock:
+            kind, count = _watching.pop(id(table))
+            if count > 1:
+                _watching[id(table)] = kind, count - 1
+            else:
+                table.__class__ = kind
+
+
+@cache
+def _watched_kind(kind: type[AttentionInterface]) -> type[AttentionInterface]:
+    return type(kind.__name__, (_Watched, kind), {})
+
+
+def unknown_code(attentions: Iterable[nn.Module]) -> str | None:
+    """Return the name of the first attention function of these modules that is not transformers' own, or None."""
+    for attention in attentions:
+        functions = [forward_of(attention)]
+        config, file = vars(attention).get("config"), sys.modules.get(type(attention).__module__)
+        table = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)  # None if attention is in the module's own code
+        if isinstance(config, PreTrainedConfig) and table is not None:
+            found = table.get(config._attn_implementation, getattr(file, "eager_attention_forward", None))
+            if isinstance(found, partial) and found.func is _attend:  # while the table is watched
+                found = found.args[0]
+            functions += [] if found is None else [found]
+        for function in functions:
+            if not written_in(function).startswith(("transformers.", "sinkscope.")):
+                return name_of(function)
+    return None

@@ -5,13 +5,12 @@ row. Sandwich-norm families (Gemma 2/3, OLMo 2) are sequential here: the output 
 the residual stream.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from sinkscope.errors import InputError
-from sinkscope.models.family import Family
-from sinkscope.models.model_types import base_type
-from sinkscope.models.towers import text_tower
+from sinkscope.models.family import Family, base_type, text_tower
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 
 
@@ -30,6 +29,10 @@ def _sequential(attn_norm: str, attention: str, mlp_norm: str, mlp: str) -> dict
     )
 
 
+def _without(sites: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {site: address for site, address in sites.items() if site not in names}
+
+
 def _parallel(norm: str, attention: str, mlp: str) -> dict[str, str]:
     """Return the sites of a block whose two branches read one norm."""
     return _sites(attn_norm=f"{norm}.output", attn_out=f"{attention}.output", mlp_out=f"{mlp}.output")
@@ -38,24 +41,10 @@ def _parallel(norm: str, attention: str, mlp: str) -> dict[str, str]:
 _TWO_NORMS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _LLAMA = Family(name="llama", layers="model.layers", attention="self_attn", sites=_sequential(*_TWO_NORMS))
 _LLAMA_PARALLEL = replace(_LLAMA, wiring="parallel", sites=_parallel("input_layernorm", "self_attn", "mlp"))
-_GEMMA = replace(
-    _LLAMA,
-    name="gemma3",
-    sites=_sites(
-        attn_norm="input_layernorm.output",
-        attn_out="post_attention_layernorm.output",
-        mid="pre_feedforward_layernorm.input",
-        mlp_norm="pre_feedforward_layernorm.output",
-        mlp_out="post_feedforward_layernorm.output",
-    ),
-)
-_OLMO2 = replace(
-    _LLAMA,
-    name="olmo2",
-    sites=_sites(
-        attn_out="post_attention_layernorm.output", mid="mlp.input", mlp_out="post_feedforward_layernorm.output"
-    ),
-)
+_NORMED = {"attn_out": "post_attention_layernorm.output", "mlp_out": "post_feedforward_layernorm.output"}
+_SANDWICHED = _sequential("input_layernorm", "self_attn", "pre_feedforward_layernorm", "mlp") | _NORMED
+_GEMMA = replace(_LLAMA, name="gemma3", sites=_SANDWICHED)
+_OLMO2 = replace(_LLAMA, name="olmo2", sites=_without(_SANDWICHED, "attn_norm", "mlp_norm") | {"mid": "mlp.input"})
 _GPT2 = Family(
     name="gpt2",
     layers="transformer.h",
@@ -171,10 +160,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "gpt2": (_GPT2,),
     "gpt_neox": (
         replace(
-            _GPT_NEOX,
-            wiring="parallel",
-            when={"use_parallel_residual": True},
-            sites={site: address for site, address in _GPT_NEOX.sites.items() if site != "mid"},
+            _GPT_NEOX, wiring="parallel", when={"use_parallel_residual": True}, sites=_without(_GPT_NEOX.sites, "mid")
         ),
         _GPT_NEOX,
     ),
@@ -235,8 +221,7 @@ BUILT_AS = {
 def find_family(model: Any) -> Family:
     """Return the row of FAMILIES for a loaded model, by its type or its text tower's; raise InputError if none fits."""
 
-    def within(path: str) -> str:
-        """Return a row's path as a path in the whole model, because the tower may lack the language model's head."""
+    def within(path: str) -> str:  # the tower may lack the language model's head
         head, _, rest = path.partition(".")
         return path and f"{at}.{path if head in tower._modules else rest}"
 

@@ -13,27 +13,30 @@ Some models keep the residual stream in several copies: hyper-connections (Zhu e
 Each layer reads a mixture of the copies and writes to all of them. The residual stream that is measured is their mean:
 it has the size of one copy, these models begin with it (the embedding, repeated), and it does not depend on the order
 or the number of the copies.
+
+The text tower is the part of a model for pictures or sound that reads the token embeddings: among the nested
+transformers models that contain them, it is the outermost with the same configuration as the innermost. For a plain
+language model it is the model itself.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from sinkscope.errors import InputError
-from sinkscope.models.towers import token_embedding
-
-Layout = Literal["first", "third", "flat"]  # (S,B,T,D), (B,T,S,D), (B,T,S·D)
+from sinkscope.errors import InputError, described
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The layout of the copies of the residual stream in a layer's input and output."""
+    """The copies of the residual stream in a layer's input and output."""
 
     count: int  # S
-    layout: Layout
+    layout: Literal["first", "third", "flat"]  # (S,B,T,D), (B,T,S,D), (B,T,S·D)
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
         """Reshape a layer's input or output to (B,T,S,D)."""
@@ -60,15 +63,13 @@ def find_copies(x: torch.Tensor, tokens: torch.Size, width: int) -> Copies | Non
 # In the order of a forward pass. The sites within attention are in attention/seam.py.
 RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
 
-
 ATTENTION, NOT_RUN = "attention", "not run"  # kinds of layers; the second does not run on text
 NO_POSITIONS, UNKNOWN_POSITIONS = "none", "unknown"  # kinds of positions
 ON_LOGITS = {"alibi", "relative"}  # kinds of positions that are a bias on the logits
 FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """A module's output, multiplied before it is added to the residual stream."""
 
     address: str
@@ -78,8 +79,7 @@ class Term:
 Role = Literal["query", "key", "value"]
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """The outputs of a module that are a layer's queries, keys or values."""
 
     module: str  # path within the attention module
@@ -142,21 +142,18 @@ class Family:
     def block(self, layer: int) -> Block:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
 
-    def last_layer(self, model: nn.Module) -> int:
-        """Return the last layer that runs."""
+    def last_layer(self, model: nn.Module) -> int:  # that runs
         return max(at for at in range(len(self.layer_modules(model))) if self.block(at).kind != NOT_RUN)
 
     def positions_at(self, layer: int) -> str:
-        """Return the kind of positions of a layer with attention."""
         return self.layer_positions[layer] if self.layer_positions else self.positions
 
     @property
     def kinds_of_positions(self) -> set[str]:
-        """The kinds of positions of all layers with attention."""
         return set(self.layer_positions) - {""} or {self.positions}
 
     def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
-        """Return layer → attention module, without the layers that have no attention."""
+        """Return layer → attention module, for layers with attention."""
         layers = enumerate(self.layer_modules(model))
         return {at: layer.get_submodule(path) for at, layer in layers if (path := self.block(at).attention)}
 
@@ -220,3 +217,119 @@ def number_of_positions(model: Any, family: Family | None = None) -> int | None:
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     before = (family and family.first_position) or 0
     return next((limit - before for limit in limits if limit), None)
+
+
+# --- the text tower
+
+PREFIX = "sinkscope_"  # prefix of the model types of retrofitted models
+
+# Model types with text towers that may be of a family with a row: their retrofitted models can be loaded again
+WITH_TOWERS = (
+    *("got_ocr2", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava", "voxtral"),
+)
+
+# Arguments that a model needs so that text is read causally: model type → argument → its value for every token.
+# PaliGemma attends both ways in a prompt (0) and causally after it (1). Without the argument it attends both ways under
+# SDPA, but causally under eager or in a padded batch.
+TEXT: Mapping[str, Mapping[str, int]] = {"paligemma": {"token_type_ids": 1}}
+
+
+def base_type(model_type: str) -> str:
+    """Return `llama` for `sinkscope_llama`, and any other model type unchanged."""
+    return model_type.removeprefix(PREFIX)
+
+
+def is_retrofitted(config: Any) -> bool:
+    return str(getattr(config, "model_type", "")).startswith(PREFIX)
+
+
+def text_tower(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
+    """Return path and module of the text tower; "" and the model if the tower is the whole model."""
+    parts = embedding_path(model).split(".")
+    outer = [".".join(parts[:count]) for count in range(len(parts))]
+    modules = [(path, module) for path in outer if isinstance(module := model.get_submodule(path), PreTrainedModel)]
+    return next((path, module) for path, module in modules if module.config is modules[-1][1].config)
+
+
+def token_embedding(model: PreTrainedModel) -> nn.Module:
+    """Return the module that embeds the tokens; raise InputError if transformers cannot find it."""
+    try:
+        return model.get_input_embeddings()
+    except (NotImplementedError, AttributeError) as error:
+        raise InputError(f"{type(model).__name__} has no token embeddings that transformers knows") from error
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """Return how many token ids a model both reads and predicts; some also embed placeholders of pictures."""
+    tables: Any = (token_embedding(model), model.get_output_embeddings())
+    return min(len(table.weight) for table in tables if table is not None and hasattr(table, "weight"))
+
+
+def placeholders(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the ids of placeholders or marks of pictures or sound, which are not text."""
+    if not text_tower(model)[0]:
+        return ()
+    entries = model.config.to_dict().items()
+    return tuple(x for name, x in entries if name.endswith(("_token_id", "_token_index")) and isinstance(x, int))
+
+
+def embedding_path(model: PreTrainedModel) -> str:
+    """Return the path of the token embeddings; raise InputError if transformers cannot find them."""
+    embedding = token_embedding(model)
+    path = next((path for path, module in model.named_modules() if module is embedding), None)
+    if path is None:
+        raise InputError(f"{type(model).__name__} has no module that embeds its tokens")
+    return path
+
+
+def tower_notice(model: PreTrainedModel) -> tuple[str, ...]:
+    path, tower = text_tower(model)
+    kind, part = type(model).__name__, type(tower).__name__
+    return (f"{kind}: its text tower is measured ({part} at '{path}'), on text only",) if path else ()
+
+
+@torch.no_grad()
+def read_a_token(model: PreTrainedModel) -> tuple[set[str], Any]:
+    """Run the model on one token of text, and return the paths of the modules that run, and the model's output."""
+    reached: set[str] = set()
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(lambda module, args, path=path: reached.add(path)))
+        output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    return reached, output
+
+
+def check_reads_text(model: PreTrainedModel, layers: str) -> None:
+    """Raise InputError unless text alone runs through the text tower's layers, and the model predicts next tokens."""
+    if not text_tower(model)[0]:
+        return
+    try:
+        reached, output = read_a_token(model)
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        raise InputError(f"{type(model).__name__} does not read text alone [{described(error)}]") from error
+    if not any(path.startswith(f"{layers}.") for path in reached):
+        raise InputError(f"{type(model).__name__}: text does not pass the layers at '{layers}'")
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.shape[:2] != (1, 1):
+        raise InputError(f"{type(model).__name__} does not predict the token after each that it reads")
+
+
+def text_arguments(model: nn.Module) -> Mapping[str, int]:
+    """Return this model's entry of TEXT, or {}, as for most models."""
+    return TEXT.get(base_type(str(getattr(getattr(model, "config", None), "model_type", ""))), {})
+
+
+@contextmanager
+def reading_text(model: nn.Module) -> Iterator[None]:
+    """Add the arguments of TEXT to calls of the model that lack them, for the length of the block."""
+    arguments = text_arguments(model)
+
+    def add_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None:
+            return args, kwargs
+        return args, {name: torch.full_like(ids, value) for name, value in arguments.items()} | kwargs
+
+    with model.register_forward_pre_hook(add_arguments, with_kwargs=True) if arguments else nullcontext():
+        yield

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
-from sinkscope.models.process import one_thread
+from sinkscope.models.in_memory import one_thread
 from sinkscope.models.quantized import check_packages, stored_as
 from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
 
@@ -110,18 +110,15 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
 
 
 def find_settings(model: str | None, revision: str | None, gguf_file: str | None) -> ModelFiles:
-    """Find the files as `find_files` does, but download only the config.json of a hub repository.
-
-    The settings of a GGUF file on the hub are inside the file, so it raises InputError.
-    """
+    """Find the files as `find_files` does, but download only a config.json; InputError for a GGUF file on the hub."""
     if model in DEMO_NAMES and kind_of(user_path(model)) is None:
         model = None
     is_here = kind_of(user_path(model)) is not None if model else importlib.util.find_spec(DEMO_PACKAGE) is not None
     if is_here or (model is not None and is_path(model)):
         return find_files(model, revision, gguf_file, allow_pickle=True)
+    repo = model or DEMO_REPO
     if gguf_file is not None:
         raise InputError("the settings of a GGUF file are in it, and it is downloaded when it is measured")
-    repo = model or DEMO_REPO
     folder, present = fetch(repo, revision, ["config.json"])
     if "config.json" not in present:
         raise InputError(f"{repo} has no config.json")
@@ -129,19 +126,16 @@ def find_settings(model: str | None, revision: str | None, gguf_file: str | None
 
 
 def is_demo(source: str) -> bool:
-    """Return whether a run's `source` is the demo model, the default."""
     return source == DEMO_REPO or Path(source).name == DEMO_FILE
 
 
 def is_on_hub(model: str | None) -> bool:
-    """Return whether a name is that of a hub repository, rather than a path or the demo model."""
     return model is not None and model not in DEMO_NAMES and not is_path(model) and kind_of(user_path(model)) is None
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name must be a path, because it cannot be a hub id."""
-    of_windows = re.search(r"^[A-Za-z]:|\\", name) is not None
-    return of_windows or name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
+    """Return whether a name cannot be a hub id; Windows has drives and backslashes."""
+    return re.search(r"^([A-Za-z]:|[./~])|\\|\.gguf\Z", name) is not None or name.count("/") > 1
 
 
 def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
@@ -151,8 +145,7 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
     package = importlib.util.find_spec(DEMO_PACKAGE)
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder) / DEMO_FILE
-        if path.is_file():
-            # where the package is installed, the source is its name instead of the path
+        if path.is_file():  # its source is the same wherever the package is installed
             return replace(_from_disk(path, None, allow_pickle=False), source=f"{DEMO_PACKAGE}/{DEMO_FILE}")
     notice = f"package {DEMO_PACKAGE} of the demo model is not installed: using {DEMO_REPO} from the hub"
     return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
@@ -178,7 +171,7 @@ def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFi
 
 
 def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    """Download only the files that the model needs, because repositories often hold the weights in several formats."""
+    """Download only the files that the model needs: repositories often hold the weights in several formats."""
     folder, present = fetch(repo, revision, FIRST_FILES)
     notices: tuple[str, ...] = ()
     if gguf_file is None and _is_original_llama(present):
@@ -203,33 +196,25 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
 
 
 def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, set[str]]:
-    """Return the folder of the cached snapshot, with all files that match, and the names of all files of the
-    repository.
+    """Return the folder of a cached snapshot, with all files that match, and the names of all the repository's files.
 
-    Errors of the hub itself (500 to 599) are retried, and files that have arrived are kept; huggingface_hub only
-    retries if a connection breaks. A missing or gated repository raises InputError; a hub that cannot be reached raises
-    SinkscopeError, unless the cache has the files.
+    A missing or gated repository is an InputError; a hub that cannot be
+    reached is a SinkscopeError, unless the cache has the files.
     """
     for wait in (*PAUSES, None):
         try:
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
             break
         except Exception as error:
-            if wait is None or not _is_server_error(error):
+            causes = (error, error.__cause__)
+            responses = [cause.response for cause in causes if isinstance(cause, errors.HfHubHTTPError)]
+            if wait is None or not any(response.status_code >= 500 for response in responses):
                 raise _hub_error(repo, revision, error) from error
             time.sleep(wait)
     try:
         return folder, {file.path for file in get_cached_repo_tree(repo, revision=folder.name)}
     except errors.CachedRepoTreeNotFoundError:  # offline, and other software filled the cache: use the files in it
         return folder, {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-
-
-def _is_server_error(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code >= 500:
-            return True
-        error = error.__cause__
-    return False
 
 
 def _hub_error(repo: str, revision: str | None, error: Exception) -> SinkscopeError:
@@ -271,9 +256,9 @@ def _choose_weights(
     check_packages(label, read_settings(folder / "config.json"))
     forms = (name for single in SINGLE_FILES for name in (single, f"{single}.index.json") if name in present)
     form = next(forms, None)
-    if form is None and ADAPTER_CONFIG in present:
-        raise InputError(f"{label} has no weights of a whole model: {_what_else(folder, present, ggufs)}")
     if form is None:
+        if ADAPTER_CONFIG in present:
+            raise InputError(f"{label} has no weights of a whole model: {_what_else(folder, present, ggufs)}")
         raise InputError(f"{label} has no weights to read: neither model.safetensors nor an index of shards")
     weights: tuple[str, ...] = (form,)
     if form not in SINGLE_FILES:
@@ -338,9 +323,6 @@ def check_safetensors(source: str, path: Path) -> set[str]:
         raise InputError(f"{source}: {path.name} {damage} [{described(error)}]") from error
 
 
-# --- the hub's cache
-
-
 def free_room() -> int:
     """Return the free bytes on the disk of the hub's cache."""
     cache = Path(constants.HF_HUB_CACHE).absolute()
@@ -384,17 +366,12 @@ def evict(repo: str, revision: str | None) -> int:
     return freed
 
 
-# --- settings
-
 Layers = Annotated[int, Field(ge=1, le=1000)]
 TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # some checkpoints have -1 for padding
 
 
 class _Settings(BaseModel):
-    """The entries of a config.json that are checked before transformers reads it."""
-
-    # transformers checks most entries when it builds the model, except for sizes that would take hours to build, names
-    # of classes, and entries that are only used to read text.
+    """The entries of a config.json that transformers does not check: sizes that would take hours to build, …"""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 

@@ -1,9 +1,10 @@
-"""Models that the caller has already loaded: they are unwrapped, measured, and restored."""
+"""Models that the caller has already loaded are unwrapped, measured and restored, and so is torch's global state."""
 
 import copy
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -14,13 +15,23 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinkscope.errors import InputError
+from sinkscope.models.family import reading_text
 from sinkscope.models.quantized import is_packed
-from sinkscope.models.towers import reading_text
 
 WRAPPERS = ("torch.compile", "DataParallel", "DistributedDataParallel", "PEFT")
 COMPILED = "_compiled_call_impl"  # module attribute of the `__call__` that `module.compile()` makes
 BEFORE_COMPILING = "_torchdynamo_orig_callable"  # attribute of a compiled function: the original
 ADAPTION_PROMPT = "peft.tuners.adaption_prompt"
+
+one_thread = threading.RLock()  # for state that is global to the process, such as torch's random numbers
+
+
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Let torch draw random numbers from the seed for the length of the block, and restore its state afterwards."""
+    with one_thread, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 def text_of(name: Any) -> str:
@@ -30,14 +41,14 @@ def text_of(name: Any) -> str:
     return os.fspath(name)
 
 
-def unwrapped(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside an object of the caller.
-
-    An object that is not a model of transformers, plain or wrapped by torch.compile, DataParallel or PEFT, raises
-    InputError, and so do weights that were made in inference mode or are unpacked in the model's first run.
-    """
+def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
+    """Return the transformers model in an object of the caller; InputError if it cannot be measured or `changed`."""
     kind = _kind(model)
     while not isinstance(model, PreTrainedModel):
+        if changed and isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            raise InputError(
+                "DataParallel on several devices calls copies of the model, which cannot be changed: pass its `module`"
+            )
         model = _inner(model)
         if model is None:
             raise InputError(
@@ -71,16 +82,6 @@ def _inner(model: Any) -> Any:
     return getattr(model, "_orig_mod", None) if isinstance(model, nn.Module) else None
 
 
-def check_called_itself(model: Any) -> None:
-    """Raise InputError if a wrapper calls copies of the model, because changes to the model do not reach them."""
-    while model is not None and not isinstance(model, PreTrainedModel):
-        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-            raise InputError(
-                "DataParallel on several devices calls copies of the model, which cannot be changed: pass its `module`"
-            )
-        model = _inner(model)
-
-
 def weight_in_memory(module: Any) -> torch.Tensor:
     """Return the weight of a module, or a copy of it if accelerate has offloaded it."""
     if not module.weight.is_meta:
@@ -101,12 +102,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             module.training = False
             vars(module).update(_uncompiled(module), **{COMPILED: None})
-        configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-        if not all(config.return_dict for config in configs):
+        networks = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if not all(network.config.return_dict for network in networks):
             stack.enter_context(own_configurations(model))
-            for module in model.modules():
-                if isinstance(module, PreTrainedModel):
-                    module.config.return_dict = True
+            for network in networks:
+                network.config.return_dict = True
         stack.enter_context(reading_text(model))
         stack.enter_context(torch.inference_mode(False))
         for device in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
@@ -140,20 +140,16 @@ def own_configurations(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def called_uncompiled(model: PreTrainedModel) -> Iterator[None]:
-    """Let every call of the model, compiled or not, run its Python code for the length of the block.
-
-    Compiled code would ignore some of the changes that are made to the model within the block.
-    """
+    """Let every call of the model run its Python code in the block: compiled code would ignore some of its changes."""
     with ExitStack() as stack:
         for module in model.modules():
             changed = _uncompiled(module)
             if isinstance(module, PreTrainedModel) or vars(module).get(COMPILED) is not None:
                 changed[COMPILED] = torch.compiler.disable(module._call_impl)
-            for name, value in changed.items():
-                before = {name: vars(module)[name]} if name in vars(module) else {}
-                stack.callback(vars(module).update, before)
+            stack.callback(vars(module).update, {name: vars(module)[name] for name in changed.keys() & vars(module)})
+            for name in changed:
                 stack.callback(vars(module).pop, name, None)
-                vars(module)[name] = value
+            vars(module).update(changed)
         yield
 
 
@@ -165,10 +161,7 @@ def _uncompiled(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def unchanged_after(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of every module at the end of the block, also after an exception.
-
-    Weights are not copied: code that changes their values has to restore them.
-    """
+    """Restore the attributes of every module at the end of the block; the values of weights are not copied."""
     # name, value, and a copy if it is a dict, such as hooks and parameters; most of the thousands of dicts are empty
     # and need no copy
     before = [
@@ -192,10 +185,7 @@ NOT_DECISIVE = {"_name_or_path", "transformers_version"}  # entries of a configu
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256, in hexadecimal, of a model's configuration, parameters and buffers: equal for equal models.
-
-    Offloaded parameters enter by name and shape only, all others with their values.
-    """
+    """Return the SHA-256 of a model's configuration, parameters (of offloaded ones only name and shape) and buffers."""
     settings = model.config.to_dict()  # type: ignore[union-attr,operator]
     decisive = {name: value for name, value in settings.items() if name not in NOT_DECISIVE}
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())

@@ -122,11 +122,10 @@ def load(
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """Load only the tokenizer of a folder or a hub repository, without running Python code that comes with it."""
     folder = user_path(source)
-    is_folder = bool(source) and kind_of(folder) == "folder"
-    if not is_folder and is_path(source):
-        raise InputError(f"{source}: no such folder (and a hub id looks like org/name)")
     with quiet():
-        if not is_folder:
+        if not source or kind_of(folder) != "folder":
+            if is_path(source):
+                raise InputError(f"{source}: no such folder (and a hub id looks like org/name)")
             folder, _ = model_files.fetch(source, None, [f"*{ending}" for ending in model_files.SMALL_FILES])
         if not _has_tokenizer(folder):
             raise InputError(f"{source} has no tokenizer")
@@ -174,8 +173,7 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
-    """Raise InputError if a configuration has more parameters than the files have bits."""
-    # transformers would allocate all parameters, and only then report the missing ones
+    """Raise InputError for more parameters than the files have bits: transformers would allocate all of them."""
     bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
     try:
         count = count_parameters(config)
@@ -209,8 +207,7 @@ def _asks_for_trust(error: Exception) -> bool:
 def _build(
     files: ModelFiles, config: PreTrainedConfig, dtype: str | None, device_map: str | None, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Let transformers build the model; return it with notices on its weights."""
-    # raises InputError for missing weights: transformers would only warn, and initialize them at random
+    """Let transformers build the model, and return it with notices; missing weights, which it makes up, are errors."""
     on_cpu = stays_on_cpu(device_map)
     if dtype is None:
         dtype = "float32" if on_cpu or files.gguf else "auto"  # a GGUF file is unpacked to float32 anyway
@@ -271,9 +268,9 @@ def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:
         return InputError(f"{source}: {error}")
     if is_out_of_memory(error):
         return SinkscopeError(f"{source} does not fit into memory here; try --dtype bfloat16 or --device-map auto")
-    if files.gguf and "not supported" in str(error):
-        return InputError(f"{source}: transformers cannot read GGUF files of this kind [{why}]")
     if files.gguf:
+        if "not supported" in str(error):
+            return InputError(f"{source}: transformers cannot read GGUF files of this kind [{why}]")
         return InputError(f"{source} is damaged or cut short; download it again [{why}]")
     if "conversion of the weights" in str(error):  # the details are on stderr only
         return SinkscopeError(
@@ -288,7 +285,6 @@ def _some(names: list[str]) -> str:
 
 
 def _check_values(files: ModelFiles, model: PreTrainedModel) -> None:
-    """Raise InputError if a parameter has a NaN or an infinity, or if all matrices are zero."""
     is_zero = True
     for name, parameter in model.named_parameters():
         if not is_ordinary(parameter) or parameter.is_meta or parameter.numel() == 0:
@@ -336,7 +332,7 @@ def _tokenizer_in(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
 
 
 # The classes of transformers in the order in which a configuration is looked up, unless it names a class or is that of
-# an encoder. Models of the last two also read pictures or sound; their text tower is measured (towers.py).
+# an encoder. Models of the last two also read pictures or sound; their text tower is measured (family.py).
 AUTO_CLASSES: tuple[Any, ...] = (
     transformers.AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -346,14 +342,11 @@ AUTO_CLASSES: tuple[Any, ...] = (
 
 
 def class_for(config: PreTrainedConfig, name: str) -> Any:
-    """Return the class in AUTO_CLASSES for a configuration; `name` begins the error's message.
+    """Return the class in AUTO_CLASSES for a configuration; InputError if it has none, or is an encoder–decoder's.
 
     For an encoder it is AutoModelForMaskedLM: BERT and similar models also have a causal class, which is for
     configurations with `is_decoder`. Otherwise it is the class whose model the configuration names in `architectures`,
     else the first that supports the configuration, or, for code that comes with a model, the first in its `auto_map`.
-
-    Raises:
-        InputError: there is no such class, or it is an encoder–decoder.
     """
     kind, refused = type(config), f"{name} ({config.model_type}) is neither a causal language model nor an encoder"
     parts = (getattr(config, name, None) for name in config.sub_configs)
@@ -415,8 +408,7 @@ class _Reader(gguf.GGUFReader):
 def read_once() -> Iterator[None]:
     """Let transformers share one reader per GGUF file, and one table of names, within the block.
 
-    It would otherwise read the file three times, for configuration, weights and tokenizer, and spend half of the time
-    on making the table of names again for every module.
+    Loading takes six times as long if the file is read and the table is made again for each part of the model.
     """
     reader, names = cache(_Reader), cache(gguf.get_tensor_name_map)
     patched = {"GGUFReader": lambda path: reader(Path(path)), "get_tensor_name_map": names}

@@ -1,7 +1,9 @@
-"""Query, key and value projections of an attention layer, in one form for all families.
+"""Weights of any family in one form: query, key and value projections of an attention layer, and learned positions.
 
-They may be separate modules or one, with weights stored as (out, in), or as (in, out) in GPT-2, and with fewer
+Projections may be separate modules or one, with weights stored as (out, in), or as (in, out) in GPT-2, and with fewer
 key/value heads than query heads: each is represented as outputs of a module, head by head.
+
+NU is "Attention Sink Mechanisms Are Not Universal".
 """
 
 from collections.abc import Iterable
@@ -16,7 +18,13 @@ from transformers.pytorch_utils import Conv1D
 from sinkscope.errors import InputError
 from sinkscope.models.edits import check_own_map
 from sinkscope.models.family import Family, Role
+from sinkscope.models.in_memory import weight_in_memory
 from sinkscope.models.quantized import is_ordinary
+
+# Massive coordinates (NU appendix C): the gap is searched for among this many of the largest entries …
+FIRST_PLACES = 16
+GAP = 2.0  # … the last massive one is at least this times the next one …
+OUTLYING = 10.0  # … and this times the median
 
 ROLES: tuple[Role, ...] = ("query", "key", "value")
 
@@ -146,3 +154,48 @@ def _outputs(module: Any) -> int:
     if not isinstance(count, int):
         raise InputError(f"it projects by a {type(module).__name__}, which does not say how many outputs it has")
     return count
+
+
+# --- learned positions
+
+
+def known_positions(model: PreTrainedModel, family: Family) -> int | None:
+    """Return the number of positions that have a learned vector; None if positions are not learned."""
+    if not family.position_embedding:
+        return None
+    return len(weight_in_memory(model.get_submodule(family.position_embedding))) - family.position_offset
+
+
+def position_vectors(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
+    """Return learned absolute positions p_0 … p_{count-1}, (count, D); raise InputError if there are none, or fewer."""
+    if not family.position_embedding:
+        raise InputError(f"'{family.name}' has no learned positions (its positions: {family.positions})")
+    vectors = weight_in_memory(model.get_submodule(family.position_embedding))[family.position_offset :]
+    if count > len(vectors):
+        raise InputError(f"the model has {len(vectors)} positions, and {count} were requested")
+    return vectors[:count]
+
+
+@torch.no_grad()
+def effective_positions(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
+    """Return effective positional encodings MLP⁽¹⁾(p_i) + p_i, (count, D), with the first layer's MLP (NU §3.2.1)."""
+    vectors = hidden = position_vectors(model, family, count)
+    for name in family.mlp:
+        hidden = family.layer_modules(model)[0].get_submodule(name)(hidden)
+    return vectors + hidden
+
+
+def massive_coordinates(vector: torch.Tensor) -> list[int]:
+    """Return the coordinates of entries that a gap separates from the rest, ascending; [] without a gap.
+
+    NU appendix C: sort |entries| in descending order; the gap is the largest ratio of an entry to the next among the
+    first FIRST_PLACES. The entries before it are massive if the gap is at least GAP and the smallest of them is at
+    least OUTLYING times the median.
+    """
+    magnitude, coordinates = vector.double().abs().sort(descending=True, stable=True)
+    ratios = magnitude[:-1][:FIRST_PLACES] / magnitude[1:][:FIRST_PLACES]
+    ratios = ratios.nan_to_num(nan=1.0)  # 0 ÷ 0
+    last = int(ratios.argmax())
+    if ratios[last] < GAP or magnitude[last] < OUTLYING * magnitude.median():
+        return []
+    return sorted(coordinates[: last + 1].tolist())

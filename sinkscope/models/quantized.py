@@ -39,7 +39,7 @@ AGREEING = 0.1  # largest relative error of a linear layer's gradient
 
 
 def method_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the quantization method that a config.json names; None if the weights are not quantized."""
+    """Return the quantization method that a config.json names, if any."""
     given = settings.get("quantization_config")
     if not isinstance(given, dict):
         return None
@@ -48,10 +48,7 @@ def method_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def check_packages(source: str, settings: Mapping[str, Any]) -> None:
-    """Raise an error if a quantized checkpoint cannot be loaded here, before anything is downloaded.
-
-    An unknown or refused method in the settings (config.json) is an InputError, a missing package a SinkscopeError.
-    """
+    """Raise InputError or, for a missing package, SinkscopeError if a quantized checkpoint cannot be loaded here."""
     method = method_of(settings)
     if method is None:
         return
@@ -83,9 +80,9 @@ def stored_as(settings: Mapping[str, Any]) -> str | None:
     method = method_of(settings)
     if method is None:
         return None
-    bits, given = BITS.get(method), settings["quantization_config"]
-    if not bits and (given.get("load_in_4bit") or given.get("load_in_8bit")):
-        bits = 4 if given.get("load_in_4bit") else 8
+    given = settings["quantization_config"]
+    in_4, in_8 = (given.get(f"load_in_{bits}bit") for bits in (4, 8))
+    bits = BITS.get(method) or (4 if in_4 else 8 if in_8 else None)
     if not bits:
         groups = given.get("config_groups")
         parts = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else [given]
@@ -107,10 +104,8 @@ def is_ordinary(weight: Any) -> bool:
 
 def is_quantized(model: PreTrainedModel) -> bool:
     """Return whether a model computes on quantized weights, according to transformers or to a linear layer."""
-    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
-    return bool(getattr(model, "is_quantized", False)) or not all(
-        is_ordinary(getattr(module, "weight", None)) for module in linear
-    )
+    weights = (getattr(module, "weight", None) for module in model.modules() if isinstance(module, nn.Linear))
+    return bool(getattr(model, "is_quantized", False)) or not all(map(is_ordinary, weights))
 
 
 def is_packed(model: PreTrainedModel) -> bool:

@@ -11,7 +11,7 @@ from sinkscope.errors import InputError, unknown
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One step of a training, and the model that `analyze` loads for it."""
+    """One step of a training."""
 
     step: int
     name: str  # name of the revision or the subfolder
@@ -31,7 +31,8 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
     folder = Path(model).expanduser()
     if folder.is_file():
         raise InputError(f"{model} is one file, so it has no steps: name a folder of checkpoints, or a hub id")
-    if folder.is_dir():
+    is_folder = folder.is_dir()
+    if is_folder:
         names = _subfolders(model, folder, names)
     elif len(names) < 2:
         single = f" (for {names[0]} only, leave out the comma)" if names else ""
@@ -42,17 +43,14 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
             raise InputError(f"'{first}' is named twice: name each step once")
         if steps[first] == steps[second]:
             raise InputError(f"'{first}' and '{second}' are both step {steps[first]}: name each step once")
-    names.sort(key=steps.__getitem__)
-    if folder.is_dir():
-        return [Checkpoint(steps[name], name, str(Path(model) / name), None) for name in names]
-    return [Checkpoint(steps[name], name, model, name) for name in names]
+    return [
+        Checkpoint(steps[name], name, *((str(Path(model) / name), None) if is_folder else (model, name)))
+        for name in sorted(names, key=steps.__getitem__)
+    ]
 
 
 def step_of(name: str, among: Iterable[str] = ()) -> int:
-    """Return the number after `step`, or else the one at the end of the name: 1000 for OLMo's step1000-tokens4B.
-
-    Without a number it raises InputError, which lists the names in `among` that have one.
-    """
+    """Return the number after `step`, or else at the end of the name; the error lists those in `among` with one."""
     found = _step(name)
     if found is None:
         others = [other for other in among if _step(other) is not None]
@@ -74,10 +72,9 @@ def _subfolders(model: str, folder: Path, names: list[str]) -> list[str]:
     for name in names:
         if not (folder / name).is_dir():
             raise InputError(f"{model} has no such folder: {unknown(name, there)}")
-    found = [name for name in there if name.startswith("checkpoint-")]
-    if not names and not found:
+    names = names or [name for name in there if name.startswith("checkpoint-")]
+    if not names:
         raise InputError(f"{model} holds no steps: no folder in it is called checkpoint-…")
-    names = names or found
     if len(names) == 1:
         raise InputError(f"{model}: only {names[0]} was found or named; to analyze it alone, name {folder / names[0]}")
     for name in names:

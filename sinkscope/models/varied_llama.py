@@ -366,28 +366,20 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         positions = past + torch.arange(x.shape[1], device=x.device)
         position_ids = positions[None] if position_ids is None else position_ids
-        mask = self._mask(x, attention_mask, past_key_values, position_ids, positions)
+        inputs = {"config": self.config, "inputs_embeds": x, "position_ids": position_ids}
+        mask = self._mask(positions, attention_mask=attention_mask, past_key_values=past_key_values, **inputs)
         rotation, added = self.positions.rotation(x, position_ids), self.positions.added(x, position_ids)
         x = x if added is None else x + added
         for layer in self.layers:
             x = layer(x, attention_mask=mask, position_embeddings=rotation, past_key_values=past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
-    def _mask(
-        self,
-        x: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: Any,
-        position_ids: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Return the mask, with the scheme's bias on the logits; `positions` (T,) are the positions of the queries."""
-        inputs: dict[str, Any] = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
-        inputs |= {"past_key_values": cache, "position_ids": position_ids}
+    def _mask(self, positions: torch.Tensor, **inputs: Any) -> torch.Tensor | None:
+        """Return the mask of queries at positions (T,), with the scheme's bias on the logits."""
+        x, cache, attention_mask = (inputs[name] for name in ("inputs_embeds", "past_key_values", "attention_mask"))
         keys, first = cache.get_mask_sizes(len(positions), 0) if cache is not None else (len(positions), 0)
         bias = self.positions.bias(positions[:, None] - first - torch.arange(keys, device=x.device))
-        prefix = self.config.prefix_length
-        if prefix:
+        if prefix := self.config.prefix_length:
             start = None if attention_mask is None or attention_mask.dim() != 2 else attention_mask.int().argmax(1)
             past = int(positions[0]) - (0 if start is None else int(start.max()))
             if 0 < past < prefix:

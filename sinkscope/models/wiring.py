@@ -8,33 +8,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sinkscope.models.edits import edited_output
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 
 
-class End(NamedTuple):
+class Event(NamedTuple):
     """An input or output of a module in one of its runs."""
 
     order: int  # counts all inputs and outputs in the order in which they appear
     end: str  # input or output
     x: torch.Tensor  # its first floating-point tensor
+    path: str = ""  # the module's, if it is known
+
+    @property
+    def address(self) -> str:
+        return f"{self.path}.{self.end}" if self.path else self.end
 
 
 @torch.no_grad()
 def record_ends(
     model: nn.Module, modules: Iterable[nn.Module], inputs: Mapping[str, Any]
-) -> dict[nn.Module, list[End]]:
-    """Run the model, and return copies of the inputs and outputs of these modules, without the modules that do not run.
-
-    torch's forward hooks read them, without nnsight.
-    """
-    ends: dict[nn.Module, list[End]] = {}
+) -> dict[nn.Module, list[Event]]:
+    """Run the model, and return copies of the inputs and outputs of those of these modules that run."""
+    ends: dict[nn.Module, list[Event]] = {}
     order = count()
 
     def keep(module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
         x = first_floats(output[0] if output else (*args, *kwargs.values()))
         if x is not None:
             # a clone, because Falcon adds to its MLP's output in place
-            ends.setdefault(module, []).append(End(next(order), "output" if output else "input", x.detach().clone()))
+            ends.setdefault(module, []).append(Event(next(order), "output" if output else "input", x.detach().clone()))
 
     with ExitStack() as hooks:
         for module in set(modules):
@@ -65,32 +68,32 @@ def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> lis
     ends = record_ends(model, modules, {"input_ids": token_ids, "use_cache": False})
     read: list[dict[str, torch.Tensor]] = []
     for at, addresses in enumerate(layers):
-        block, sites = family.block(at), {}
         found = {
-            address: end.x
+            address: family.stream(end.x)
             for address, module in addresses.items()
             for end in ends.get(module, ())
             if address.endswith(end.end)
         }
-        for site in (site for site in RESIDUAL_SITES if site in block.sites):  # none if the layer does not run
-            shape = family.stream(found["input"]).shape
-            parts = [(term.scale, family.stream(found[term.address]).view(shape)) for term in block.terms(site)]
-            rest = (x if scale == 1.0 else scale * x for scale, x in parts[1:])
-            sites[site] = sum(rest, start=parts[0][0] * parts[0][1])
-        read.append(sites)
+        read.append(at_sites(family.block(at), {address: x.view(found["input"].shape) for address, x in found.items()}))
     return read
+
+
+def at_sites(block: Block, known: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors at a layer's sites, from those at its addresses; sites that are not known are left out."""
+    terms = {site: block.terms(site) for site in RESIDUAL_SITES if site in block.sites}
+    return {
+        site: torch.stack([term.scale * known[term.address] for term in parts]).sum(0)
+        for site, parts in terms.items()
+        if all(term.address in known for term in parts)
+    }
 
 
 @torch.no_grad()
 def mlp_reads_attention(model: nn.Module, layer: nn.Module, block: Block, inputs: Mapping[str, Any]) -> bool:
     """Return whether the output of a layer's MLP branch changes with that of its attention branch."""
-
-    def doubled(module: nn.Module, args: tuple, output: Any) -> Any:
-        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
-
     attention, mlp = (layer.get_submodule(block.sites[site].rpartition(".")[0]) for site in ("attn_out", "mlp_out"))
     before = output_of(mlp, model, inputs)
-    with attention.register_forward_hook(doubled):
+    with edited_output(attention, lambda module, output: 2 * output):
         after = output_of(mlp, model, inputs)
     return bool((after - before).abs().max() > 1e-3 * before.abs().max())
 

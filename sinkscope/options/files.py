@@ -8,7 +8,8 @@ of their own.
 import json
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -121,6 +122,15 @@ def check_depth(path: Path, content: Any) -> None:
         if not level:
             return
     raise InputError(f"{one_line(path)} is nested too deeply: more than {DEEPEST} levels")
+
+
+@contextmanager
+def named_file(path: Path, part: str = "") -> Iterator[None]:
+    """Put the name of the file, and of a part of it, in front of the message of an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {part}{error}") from None
 
 
 # ------------------------------------------------------------------------------------------------------------- YAML

@@ -112,7 +112,7 @@ class TextOptions(Options):
         "(.npy).",
         metavar="IN",
     )
-    seq_len: int = option(64, "Input", "Tokens in each sequence, the BOS included.", metavar="T", ge=2)
+    seq_len: int = option(SEQ_LEN, "Input", "Tokens in each sequence, the BOS included.", metavar="T", ge=2)
     bos: Literal["auto", "always", "never"] = option(
         "auto",
         "Input",
@@ -184,27 +184,15 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
         False, "Measuring", "Measure even if the first batch differs from the output of the unpatched model."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fit_defaults(cls, options: Any) -> Any:
-        """Limit defaults, but not values that the user gave, to the length of the sequences."""
-        if not isinstance(options, dict):
-            return options
-        try:
-            length = int(options.get("seq_len", cls.model_fields["seq_len"].default))
-        except (TypeError, ValueError, OverflowError):
-            length = 0
-        if length < 2:
-            return options  # the validation of the field gives a better message
-        return {name: min(cls.model_fields[name].default, length) for name in ("positions", "window")} | options
-
     @model_validator(mode="after")
-    def _check_lengths(self) -> "RunConfig":
+    def _fit_to_length(self) -> Self:
+        """Limit defaults to the length of the sequences, and refuse larger values that the user gave."""
         length = self.seq_len
         for name, value in (("positions", self.positions), ("window", self.window)):
-            if value > length:
+            if value > length and name in self.model_fields_set:
                 beyond = f"--{name} {value} is beyond the sequence of {length} tokens"
                 raise ValueError(f"{beyond}: take at most {length}, or a larger --seq-len")
+            self.__dict__[name] = min(value, length)
         return self
 
     @property
@@ -365,7 +353,7 @@ def make_config(**options: Any) -> RunConfig:
 
 
 class ClaimsOptions(ControlOptions, RunConfig):
-    about: ClassVar[str] = """Test the claims of five papers on a model: a scorecard with intervals.
+    about: ClassVar[str] = """Test the claims of papers on a model: a scorecard with intervals.
 
     Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
     architecture, interventions), and judges each by its 95 % interval. After an interruption, the same command resumes.

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options import COMMANDS
-from sinkscope.options.files import ENDINGS, kind_of, names_in, read_yaml, user_path
+from sinkscope.options.files import ENDINGS, kind_of, named_file, names_in, read_yaml, user_path
 from sinkscope.options.measuring import PERMISSIONS, check_tasks_of_a_file
 from sinkscope.options.option import Options, checked, flag, split_names
 
@@ -114,7 +114,7 @@ class Recipe:
         # `run` has the option --input also for commands that train, where the field is called `text`
         renames = {"input": "text"} if "text" in kind.model_fields else {}
         replaced = {renames.get(name, name): value for name, value in given.items()}
-        try:
+        with named_file(self.path):
             if content.runs and not kind.in_memory:
                 raise InputError(f"`runs` are for commands that measure one run, and `{content.command}` does not")
             shared = own | named(content.options)
@@ -126,8 +126,6 @@ class Recipe:
             for run in found.values():
                 check_tasks_of_a_file(run)
             return found
-        except InputError as error:
-            raise InputError(f"{self.path}: {error}") from None
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from sinkscope.errors import InputError, one_line, unknown
 from sinkscope.options import COMMANDS
-from sinkscope.options.files import kind_of, read_yaml, user_path
+from sinkscope.options.files import kind_of, named_file, read_yaml, user_path
 from sinkscope.options.measuring import DEMO_NAME, PERMISSIONS, check_tasks_of_a_file
 from sinkscope.options.option import as_folder_name, checked
 from sinkscope.options.recipe import find_recipe, named
@@ -225,25 +225,25 @@ def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Swee
     path = find_recipe(file, "sweep")
     options = {name for command in CELLS for name in COMMANDS[command].model_fields}
     content = read_yaml(path, SweepContent, "sweep", options)
-    if quick and not content.quick:
-        raise InputError(f"{path}: it has no small form for --quick")
-    given = (named_in(path, content.quick) if quick else {}) | dict(given)
     found: dict[str, Cell] = {}
-    for cell in _cells(path, content, given):
-        checksum = cell.name[-CHECKSUM:]
-        if checksum in found:
-            if quick:  # cells that differed only in a replaced option
-                continue
-            raise InputError(f"{path}: {cell.told} occurs twice, also as {found[checksum].told}")
-        found[checksum] = cell
-        if len(found) > MOST_CELLS:
-            raise InputError(f"{path}: more than {MOST_CELLS} combinations")
-    if not found:
-        raise InputError(f"{path}: it has no combinations: every input is left out")
+    with named_file(path):
+        if quick and not content.quick:
+            raise InputError("it has no small form for --quick")
+        given = (named(content.quick) if quick else {}) | dict(given)
+        for cell in _cells(content, given):
+            checksum = cell.name[-CHECKSUM:]
+            if checksum not in found:
+                found[checksum] = cell
+            elif not quick:  # with it, cells may have differed only in a replaced option
+                raise InputError(f"{cell.told} occurs twice, also as {found[checksum].told}")
+            if len(found) > MOST_CELLS:
+                raise InputError(f"more than {MOST_CELLS} combinations")
+        if not found:
+            raise InputError("it has no combinations: every input is left out")
     return Sweep(path, content, given, tuple(found.values()))
 
 
-def _cells(path: Path, content: SweepContent, given: Mapping[str, Any]) -> Iterator[Cell]:
+def _cells(content: SweepContent, given: Mapping[str, Any]) -> Iterator[Cell]:
     """Yield the cells model by model, and then the cells of `train`, which need no model."""
     models = [(entry, revision) for entry in content.models for revision in entry.revisions or (None,)]
     for entry, revision in (*models, (None, None)):
@@ -258,15 +258,14 @@ def _cells(path: Path, content: SweepContent, given: Mapping[str, Any]) -> Itera
                 settings = content.settings if asked.settings is None else asked.settings
             for option, listed in settings.items():
                 if not listed:
-                    raise InputError(f"{path}: `settings.{option}`: it has no values")
+                    raise InputError(f"`settings.{option}`: it has no values")
             for name, values in product(names, product(*settings.values())):
                 if name is not None:
                     setting = dict(zip(settings, values, strict=True))
-                    yield _cell(path, content, entry, revision, command, name, setting, given)
+                    yield _cell(content, entry, revision, command, name, setting, given)
 
 
 def _cell(
-    path: Path,
     content: SweepContent,
     entry: ModelEntry | None,
     revision: str | None,
@@ -279,7 +278,7 @@ def _cell(
     kind, own = COMMANDS[command], entry or ModelEntry()
     known = kind.model_fields.keys() - kind.refused.keys()
     reads = (content.inputs.get(name) or {}) if command in MEASURING else {}
-    if command in MEASURING and not {"input", "dataset", "prompt"} & named_in(path, reads).keys():
+    if command in MEASURING and not {"input", "dataset", "prompt"} & named(reads).keys():
         reads = {"input": name, **reads}
 
     options: Named = {}
@@ -292,9 +291,9 @@ def _cell(
         (content.options, True), (content.commands[command].options, False), (own.options, True), (reads, False),
         (setting, False),
     ):  # fmt: skip
-        found = named_in(path, part)
+        found = named(part)
         options |= {key: value for key, value in found.items() if key in known} if of_all and is_shared else found
-    if command in MEASURING and "seq_len" in named_in(path, setting):
+    if command in MEASURING and "seq_len" in named(setting):
         options.setdefault("window", options["seq_len"])  # WSE figure 3
     options |= {key: value for key, value in given.items() if key in known or not of_all}
 
@@ -305,18 +304,10 @@ def _cell(
         resolved: Any = checked(kind, options)
         check_tasks_of_a_file(resolved)
     except InputError as error:
-        raise InputError(f"{path}: {draft.told}: {error}") from None
+        raise InputError(f"{draft.told}: {error}") from None
     if entry is None:
         draft = replace(draft, entry=ModelEntry(name=resolved.shape_name))
     significant = resolved.model_dump(mode="json", exclude_defaults=True, exclude=set(PERMISSIONS))
     checksum = sha256(json.dumps([command, significant], sort_keys=True).encode()).hexdigest()[:CHECKSUM]
     readable = as_folder_name(draft.model, revision, name, label, None if command == "analyze" else command)
     return replace(draft, name=f"{readable[:LONGEST_NAME]}-{checksum}", options=resolved)
-
-
-def named_in(path: Path, options: Mapping[str, Any]) -> Named:
-    """Return options with the names of their fields. Raises InputError for options that a file must not set."""
-    try:
-        return named(options)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None

@@ -87,10 +87,7 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
         metavar="N", ge=1,
     )  # fmt: skip
     method: Annotated[tuple[str, ...] | dict[str, str], text_as_tuple] = option(
-        (),
-        "Training",
-        "Methods to build in, each in its own arm; none is the plain model.",
-        metavar="NAME[:K=V],…",
+        (), "Training", "Methods to build in, each in its own arm; none is the plain model.", metavar="NAME[:K=V],…"
     )
     text: Annotated[str, path_as_text] = option(
         "natural",
@@ -101,13 +98,7 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     )
 
     tokens: int | None = option(
-        None,
-        "Training",
-        "Train on at most N tokens of the text, repeatedly.",
-        metavar="N",
-        shown="all",
-        ge=1,
-        le=MOST,
+        None, "Training", "Train on at most N tokens of the text, repeatedly.", metavar="N", shown="all", ge=1, le=MOST
     )
     bos: Literal["auto", "never"] = option(
         "auto", "Training", "BOS before each block: never, or where the tokenizer puts one.", metavar="B"

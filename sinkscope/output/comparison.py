@@ -3,8 +3,7 @@
 import html
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -12,7 +11,6 @@ import pandas as pd
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_RUNS
 from sinkscope.figures.labels import labels
-from sinkscope.html_page import Contents
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
@@ -39,39 +37,39 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison(Result):
     """Runs of `analyze` side by side. Settings in which the runs differ make their numbers hard to compare."""
 
     runs: tuple[Run, ...]
-    # metrics of the whole model by run; for two runs also `difference` (second − first) and `ratio` (second ÷ first)
-    table: pd.DataFrame
-    by_layer: pd.DataFrame = field(repr=False)  # model, condition, layer, run, metric, value
     differing: pd.DataFrame  # settings in which the runs differ, a column for each run
-    manifest: dict[str, Any] = field(repr=False)  # the content of run.json
-    folder: Path | None = None  # None if it is in memory only
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """Metrics of the whole model by run; for two runs also `difference` (second − first) and `ratio`."""
+        return self.tables["comparison"].set_index("metric")
+
+    @property
+    def by_layer(self) -> pd.DataFrame:
+        """The metrics by layer: model, condition, layer, run, metric, value."""
+        return self.tables["comparison_by_layer"]
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
-        return {"": self.table.reset_index()}
-
-    @property
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {"comparison": self.table.reset_index(), "comparison_by_layer": self.by_layer}
+        return {"": self.tables["comparison"]}
 
     @property
     def drawings(self) -> Drawings:
         return drawings_of(OF_RUNS, self.runs)
 
     @property
-    def contents(self) -> Contents:
-        parts = dict(zip(labels(self.runs)[0], self.runs, strict=True))
-        return Contents(self.manifest, self.tables, parts, folder=self.folder)
+    def parts(self) -> dict[str, Run]:
+        return dict(zip(labels(self.runs)[0], self.runs, strict=True))
 
     @property
     def warnings(self) -> list[str]:
         """A line for each setting in which the runs differ."""
-        return differing_lines(self.differing.to_dict(orient="index"))
+        return differing_lines(self.manifest["differing"])
 
     def _repr_html_(self) -> str:  # for notebooks
         warned = "".join(f"<li>{html.escape(line)}</li>" for line in self.warnings)
@@ -98,26 +96,25 @@ def compared(given: Sequence[Run | str | os.PathLike[str]], start: float) -> Com
         first, second = table.iloc[:, 0], table.iloc[:, 1]
         table["difference"] = second - first
         table["ratio"] = second / first.where(first != 0)
-    by_layer = pd.concat(layers, ignore_index=True)[["model", "condition", "layer", "run", "metric", "value"]]
-    facts = [{"model": run.model, "condition": run.condition} for run in runs]
-    tables = ("comparison", "comparison_by_layer")
-    manifest = comparison_manifest(start, tables, names, [run.folder for run in runs], differing, facts)
-    return Comparison(runs, table, by_layer, differing, manifest)
+    columns = ["model", "condition", "layer", "run", "metric", "value"]
+    tables = {
+        "comparison": table.reset_index(),
+        "comparison_by_layer": pd.concat(layers, ignore_index=True)[columns],
+    }
+    facts = [
+        {"label": name, "folder": run.folder, "model": run.model, "condition": run.condition}
+        for name, run in zip(names, runs, strict=True)
+    ]
+    return Comparison(comparison_manifest(start, tables, facts, differing), tables, runs=runs, differing=differing)
 
 
 def comparison_manifest(
-    start: float,
-    tables: Iterable[str],
-    names: Sequence[str],
-    folders: Sequence[Path | None],
-    differing: pd.DataFrame,
-    facts: Sequence[Mapping[str, str]] = (),
+    start: float, tables: Iterable[str], runs: Iterable[Mapping[str, Any]], differing: pd.DataFrame
 ) -> dict[str, Any]:
-    """Return the manifest of a comparison; `facts` are further entries of each run."""
-    runs = [{"label": name, "folder": folder and str(folder)} for name, folder in zip(names, folders, strict=True)]
-    runs = [run | dict(fact) for run, fact in zip(runs, facts or [{}] * len(runs), strict=True)]
-    config = {"runs": [run["folder"] for run in runs]}
-    return make_manifest("compare", config, start, tables, runs=runs, differing=differing.to_dict(orient="index"))
+    """Return the manifest of a comparison of runs, each with its label, its folder and further entries."""
+    recorded = [{**run, "folder": run["folder"] and str(run["folder"])} for run in runs]
+    config = {"runs": [run["folder"] for run in recorded]}
+    return make_manifest("compare", config, start, tables, runs=recorded, differing=differing.to_dict(orient="index"))
 
 
 def differing_settings(manifests: Sequence[dict[str, Any]], names: Sequence[str]) -> pd.DataFrame:

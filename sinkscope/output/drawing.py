@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from sinkscope.errors import described, was_interrupted
 from sinkscope.figures.spec import FigureSpec
@@ -15,12 +15,8 @@ from sinkscope.figures.style import Figure
 
 Drawings = Mapping[str, Callable[[], Figure]]  # name → draws the figure
 
-FEWEST = 4  # pieces of work from which on a second process is started
+FEWEST = 4  # figures from which on a second process is started
 PATIENCE = 20.0  # seconds that it may take in addition to four times the duration of this process's half
-
-
-class _FailedFigure(Exception):
-    """A figure could not be drawn; the message says why."""
 
 
 def drawings_of(specs: Mapping[str, FigureSpec[Any]], data: Any) -> Drawings:
@@ -29,24 +25,38 @@ def drawings_of(specs: Mapping[str, FigureSpec[Any]], data: Any) -> Drawings:
 
 
 def save_figures(drawings: Drawings, folder: Path) -> dict[str, str]:
-    """Draw figures, save them as NAME.png and NAME.pdf, and return why some failed; OSError if writing fails."""
+    """Draw figures, save them as NAME.png and NAME.pdf, and return why some failed; OSError if writing fails.
+
+    A fork of this process draws every other figure, which saves 3 of the 7 seconds of a run. Where it fails or takes
+    too long (a library's lock that another thread held at the fork is never released there), they are drawn here.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    failed: dict[str, str] = {}
-    here = os.getpid()
+    names, failed = list(drawings), dict[str, str]()
 
-    def save(name: str) -> None:
+    def save(names: Sequence[str]) -> None:
+        for name in names:
+            failed.update(_save(name, drawings[name], folder))
+
+    if len(names) < FEWEST or not _has_second_core():
+        save(names)
+    else:
+        there = (drawings, names[1::2], folder, os.getpid())
+        second = get_context("fork").Process(target=_save_there, args=there, daemon=True)
+        second.start()
         try:
-            _save(name, drawings[name], folder)
-        except _FailedFigure as error:
-            if os.getpid() != here:  # this process draws the figure again and records the reason
-                raise
-            failed[name] = str(error)
-
-    shared_out(save, list(drawings))
+            began = time.monotonic()
+            save(names[::2])
+            second.join(PATIENCE + 4 * (time.monotonic() - began))
+        finally:
+            second.kill()
+            second.join()
+        if second.exitcode:
+            save(names[1::2])
     return dict(sorted(failed.items()))
 
 
-def _save(name: str, draw: Callable[[], Figure], folder: Path) -> None:
+def _save(name: str, draw: Callable[[], Figure], folder: Path) -> dict[str, str]:
+    """Draw and save one figure. Return its name and the reason if it failed, else nothing."""
     paths = [folder / f"{name}.{kind}" for kind in ("png", "pdf")]
     drawn = False
     try:
@@ -60,34 +70,10 @@ def _save(name: str, draw: Callable[[], Figure], folder: Path) -> None:
             raise
         for path in paths:
             path.unlink(missing_ok=True)
-        raise (KeyboardInterrupt() if was_interrupted(error) else _FailedFigure(described(error))) from error
-
-
-def shared_out(work: Callable[[str], object], names: Sequence[str]) -> None:
-    """Call work(name) for every name, for every other one in a second process, a fork of this one.
-
-    The work there may only write files, and compute nothing with torch, whose threads a fork lacks. Where it fails or
-    takes too long (a library's lock that another thread held at the fork is never released there), this process does
-    it again, and raises its errors.
-    """
-    if len(names) < FEWEST or not _has_second_core():
-        for name in names:
-            work(name)
-        return
-    mine, others = names[::2], names[1::2]
-    second = get_context("fork").Process(target=_work_and_exit, args=(work, others, os.getpid()), daemon=True)
-    second.start()
-    try:
-        began = time.monotonic()
-        for name in mine:
-            work(name)
-        second.join(PATIENCE + 4 * (time.monotonic() - began))
-    finally:
-        second.kill()
-        second.join()
-    if second.exitcode:
-        for name in others:
-            work(name)
+        if was_interrupted(error):
+            raise KeyboardInterrupt from error
+        return {name: described(error)}
+    return {}
 
 
 def _has_second_core() -> bool:
@@ -95,13 +81,10 @@ def _has_second_core() -> bool:
     return sys.platform == "linux" and (os.cpu_count() or 1) > 1 and not current_process().daemon
 
 
-def _work_and_exit(work: Callable[[str], object], names: Sequence[str], parent: int) -> NoReturn:
-    """Do the work silently, and exit if the parent process has ended."""
+def _save_there(drawings: Drawings, names: Sequence[str], folder: Path, parent: int) -> None:
+    """Save figures silently, until one fails or the parent process has ended."""
+    status = 1
     try:
-        for name in names:
-            if os.getppid() != parent:
-                break
-            work(name)
-        os._exit(0)
-    except BaseException:
-        os._exit(1)
+        status = int(any(os.getppid() != parent or _save(name, drawings[name], folder) for name in names))
+    finally:
+        os._exit(status)

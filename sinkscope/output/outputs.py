@@ -22,24 +22,20 @@ from sinkscope.verdict.quantization import write_spared
 from sinkscope.verdict.table_formats import as_markdown
 
 
-def _tables(run: Run, folder: Path) -> None:
-    write_tables(run.tables, folder)
-
-
 def _paper_tables(run: Run, folder: Path) -> None:
     for name, table in paper_tables(run).items():
-        (folder / "tables" / f"{name}.md").write_text(as_markdown(table) + "\n", encoding="utf-8")
+        _write_text(as_markdown(table), folder / "tables" / f"{name}.md")
 
 
-def _verdict(run: Run, folder: Path) -> None:
-    (folder / "verdict.md").write_text(run.verdict + "\n", encoding="utf-8")
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 # in the order in which they are written; run.json follows, then figures and the page
 OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
-    "tables": _tables,
+    "tables": lambda run, folder: write_tables(run.tables, folder),
     "paper tables": _paper_tables,
-    "verdict": _verdict,
+    "verdict": lambda run, folder: _write_text(run.verdict, folder / "verdict.md"),
     "sites to spare": write_spared,
 }
 

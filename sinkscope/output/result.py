@@ -6,43 +6,42 @@ run.json has `"drawn": false`.
 """
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pandas as pd
 
 from sinkscope.errors import Known, SinkscopeError, counted, described, one_line, was_interrupted
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import PAGE, Contents, Paged, page_of
+from sinkscope.html_page.contents import RUN
 from sinkscope.output.drawing import Drawings, save_figures
+from sinkscope.results.findings import Finding
 from sinkscope.results.folders import FileList, new_folder
 from sinkscope.results.manifest import read_manifest, write_manifest
+from sinkscope.results.run import RunData
 from sinkscope.results.swap import new_file, remove
-from sinkscope.results.tables import write_tables
+from sinkscope.results.tables import Column, write_tables
 from sinkscope.verdict.table_formats import Tabular
 
 FIGURES = "figures"
 Kind = TypeVar("Kind", bound="Result")
 
 
+@dataclass(frozen=True)
 class Result(Paged, Tabular):
-    """A manifest and tables, in memory or in a folder, with its texts, figures and page."""
+    """A manifest and tables, in memory or in a folder, with texts, figures and a page."""
 
-    if TYPE_CHECKING:  # fields or properties of each kind of result
+    named_by: ClassVar[Column] = RUN  # what the runs that the page shows side by side differ in
 
-        @property
-        def manifest(self) -> dict[str, Any]:
-            """The content of run.json."""
+    manifest: dict[str, Any] = field(repr=False)  # the content of run.json
+    tables: Mapping[str, pd.DataFrame] = field(repr=False)  # by name, as its folder has them
+    folder: Path | None = None  # None if it is in memory only
 
-        @property
-        def tables(self) -> Mapping[str, pd.DataFrame]:
-            """Name → table, as its folder has them."""
-
-        @property
-        def folder(self) -> Path | None:
-            """Where it is written; None if it is in memory only."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", Known("table", self.tables))
 
     @property
     def texts(self) -> Mapping[str, str]:
@@ -51,16 +50,24 @@ class Result(Paged, Tabular):
 
     @property
     def drawings(self) -> Drawings:
-        """Name of each figure → the function that draws it."""
         return {}
+
+    @property
+    def parts(self) -> Mapping[Any, RunData]:
+        """The runs that the page shows side by side, by name."""
+        return {}
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        return ()
+
+    @property
+    def contents(self) -> Contents:
+        return Contents(self.manifest, self.tables, self.parts, self.findings, self.folder, named_by=self.named_by)
 
     def figures(self) -> dict[str, Figure]:
         """Draw all figures, by name."""
         return Known("figure", {name: draw() for name, draw in self.drawings.items()})
-
-    @property
-    def contents(self) -> Contents:
-        return Contents(self.manifest, self.tables, folder=self.folder)
 
     def write_files(self, folder: Path) -> None:
         """Write tables and texts into a folder."""
@@ -86,17 +93,10 @@ def written(result: Kind, page: bool = True) -> Kind:
 
 
 def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, files: FileList | None = None) -> Kind:
-    """Draw figures and the page into the folder that `write_data` has finished.
+    """Draw figures (None: all; empty: they are left as they are) and the page into the folder of `write_data`.
 
-    The manifest of the returned result, and a warning, name the figures that could not be drawn, with the reasons.
-
-    Args:
-        drawings: The figures; None: all that the result has; empty: figures are left as they are.
-        files: The list of the folder's files, if it was written step by step.
-
-    Raises:
-        SinkscopeError: Writing failed. The tables are complete.
-        KeyboardInterrupt: Drawing was interrupted; the message says that the tables are complete.
+    A warning and the manifest of the returned result name the figures that could not be drawn. `files` is the list of
+    a folder that is written step by step. SinkscopeError and KeyboardInterrupt say that the tables are complete.
     """
     folder = result.folder
     assert folder is not None
@@ -122,7 +122,7 @@ def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, file
         raise SinkscopeError(f"writing {folder} failed, but {kept}: {one_line(error)}") from error
     if failed:
         warnings.warn(figure_failure(manifest), stacklevel=2)
-    return replace(result, manifest=manifest)  # type: ignore[type-var]  # every kind of result is a dataclass
+    return replace(result, manifest=manifest)
 
 
 def _write_page(result: Result, files: FileList, wanted: bool) -> dict[str, str]:

@@ -10,10 +10,10 @@ import pandas as pd
 from sinkscope import figures
 from sinkscope.errors import Known
 from sinkscope.figures.style import Figure
-from sinkscope.html_page import Contents
 from sinkscope.measuring.tables import all_tables
 from sinkscope.output.drawing import Drawings
 from sinkscope.output.result import Result
+from sinkscope.results.findings import Finding
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import Columns
@@ -65,8 +65,8 @@ class Run(RunData, Result):
         return "\n\n".join(parts)
 
     @property
-    def contents(self) -> Contents:
-        return Contents(self.manifest, self.tables, findings=self.report.findings, folder=self.folder)
+    def findings(self) -> Sequence[Finding]:
+        return self.report.findings
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:

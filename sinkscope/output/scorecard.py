@@ -7,7 +7,7 @@ import pandas as pd
 from sinkscope.figures import OF_CLAIMS, OF_ROUTES
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
-from sinkscope.results.scores import TABLE, Scores
+from sinkscope.results.scores import TABLE, main_scores
 from sinkscope.verdict.scorecard import LEGEND, Scorecard
 
 
@@ -31,12 +31,18 @@ def scorecard_drawings(card: Scorecard) -> Drawings:
     return {**drawings_of(OF_CLAIMS, card), **drawings_of(OF_ROUTES, card.routes)}
 
 
-class DrawnScores(Scores, Result):
-    """Scores that can be written."""
+class Scores(Result):
+    """The result of `benchmark`."""
 
     @property
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {TABLE: self.table}
+    def table(self) -> pd.DataFrame:
+        """A row for each task (its `condition`), metric and filter."""
+        return self.tables[TABLE]
+
+    @property
+    def main(self) -> pd.DataFrame:
+        """One row for each task that was named."""
+        return main_scores(self.table)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:

@@ -10,14 +10,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import pandas as pd
 
 from sinkscope.errors import InputError, Known, one_line
 from sinkscope.figures import OF_STEPS
 from sinkscope.figures.style import Figure
-from sinkscope.html_page import STEP, Contents
+from sinkscope.html_page import STEP
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import Checkpoint
 from sinkscope.options.option import Options
@@ -29,28 +29,22 @@ from sinkscope.results.manifest import folder_of, format_of, make_manifest, read
 from sinkscope.results.tables import LEADING_COLUMNS, METRIC, VALUE, Column, read_table
 
 COMMAND = "analyze_steps"  # in the manifest
+TABLE = "series"
 COLUMNS = ["model", "condition", "step", "layer", "metric", "value"]
 _SCHEMA = (*LEADING_COLUMNS, Column("step", "of the training", kind="whole"), METRIC, VALUE)
 HEADLINES = ("sink_rate", "value_drain", "norm_ratio", "massive_count", "value_gradient_ratio", "loss")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Series(Result):
-    """One model at several steps of its training, in their order.
+    """One model at several steps of its training: `runs` has the run of each step, in their order."""
 
-    Attributes:
-        manifest: The content of run.json.
-        runs: step → Run.
-        table: The runs' summaries: model, condition, step, layer (−1: the whole model), metric, value.
-        folder: Where it is written; None if it is in memory only.
-    """
+    named_by: ClassVar[Column] = STEP
 
-    manifest: dict[str, Any]
-    runs: Mapping[int, Run]
-    table: pd.DataFrame = field(repr=False)
-    folder: Path | None = None
+    runs: Mapping[int, Run] = field(repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "runs", Known("step", self.runs))
 
     @classmethod
@@ -66,12 +60,12 @@ class Series(Result):
             COMMAND,
             options.model_dump(mode="json") | {"model": model, "revision": revisions},
             start,
-            tables=["series"],
+            tables=[TABLE],
             model=name,
             condition=runs[checkpoints[0].step].condition,
             steps=[{"step": at.step, "name": at.name, "folder": at.folder} for at in checkpoints],
         )
-        return cls(manifest, runs, pd.concat(parts, ignore_index=True)[COLUMNS])
+        return cls(manifest, {TABLE: pd.concat(parts, ignore_index=True)[COLUMNS]}, runs=runs)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Series":
@@ -80,22 +74,27 @@ class Series(Result):
         manifest = read_manifest(folder, (COMMAND,))
         try:
             runs = {int(at["step"]): Run.open(folder / at["folder"]) for at in manifest["steps"]}
-            table = read_table(folder / "tables" / "series.parquet", _SCHEMA, format_of(manifest))
+            table = read_table(folder / "tables" / f"{TABLE}.parquet", _SCHEMA, format_of(manifest))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{folder} is damaged: {one_line(error)}") from error
-        return cls(manifest, runs, table, folder)
+        return cls(manifest, {TABLE: table}, folder, runs=runs)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The runs' summaries: model, condition, step, layer (−1: the whole model), metric, value."""
+        return self.tables[TABLE]
 
     def figure(self, name: str) -> Figure:
         """Draw one figure; InputError if it is unknown."""
         return self.figures()[name]
 
     @property
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {"series": self.table}
-
-    @property
     def drawings(self) -> Drawings:
         return drawings_of(OF_STEPS, list(self.runs.items()))
+
+    @property
+    def parts(self) -> Mapping[int, Run]:
+        return self.runs
 
     @property
     def headlines(self) -> pd.DataFrame:
@@ -107,10 +106,6 @@ class Series(Result):
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
         return {"": self.headlines.rename_axis(columns=None).reset_index()}
-
-    @property
-    def contents(self) -> Contents:
-        return Contents(self.manifest, self.tables, self.runs, folder=self.folder, named_by=STEP)
 
     @property
     def warnings(self) -> list[str]:

@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +42,20 @@ Given = Run | Scorecard | str | os.PathLike[str]
 OF_SCORECARDS = ("input", "dataset", "num_seqs", "seq_len", "window", "epsilon", "dtype", "bos", "seed", "draws")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Routes(Result):
     """Interventions on several models side by side."""
 
-    manifest: dict[str, Any]  # the content of run.json
-    table: pd.DataFrame = field(repr=False)  # a row for each route of a model (`paper_claims/routes.py`)
     differing: pd.DataFrame  # settings in which the runs differ, a column for each run
-    folder: Path | None = None  # None if it is in memory only
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each route of a model (`paper_claims/routes.py`)."""
+        return self.tables[ROUTE]
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
         return {ROUTES_TITLE: routes_text(self.table)}
-
-    @property
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {ROUTE: self.table}
 
     @property
     def texts(self) -> Mapping[str, str]:
@@ -125,10 +123,10 @@ def _routes(given: Sequence[Any], start: float) -> Routes:
     runs = [one if isinstance(one, Run) else Run.open(one) for one in given]
     models = models_of(runs)
     table = routes_of_models({model: Evidence.of(own, ROLES, model) for model, own in models.items()})
-    folders = [run.folder for run in runs]
-    names = _distinct([run.model for run in runs], folders)
+    names = _distinct([(run.model, run.folder) for run in runs])
     differing = differing_settings([run.manifest for run in runs], names)
-    return Routes(comparison_manifest(start, [ROUTE], names, folders, differing), table, differing)
+    facts = [{"label": name, "folder": run.folder} for name, run in zip(names, runs, strict=True)]
+    return Routes(comparison_manifest(start, [ROUTE], facts, differing), {ROUTE: table}, differing=differing)
 
 
 def _scorecards(given: Sequence[Any], start: float) -> DrawnScorecard:
@@ -136,8 +134,7 @@ def _scorecards(given: Sequence[Any], start: float) -> DrawnScorecard:
     cards = [one if isinstance(one, Scorecard) else Scorecard.open(one) for one in given]
     if empty := [card.folder for card in cards if not card.models]:
         raise InputError(f"{empty[0]} has no claims to compare")
-    models = [(model, card.folder) for card in cards for model in card.models]
-    names = iter(_distinct([model for model, _ in models], [folder for _, folder in models]))
+    names = iter(_distinct([(model, card.folder) for card in cards for model in card.models]))
     renamed = [(card, {model: next(names) for model in card.models}) for card in cards]
     table, routes = (
         pd.concat([getattr(card, name).replace({"model": own}) for card, own in renamed], ignore_index=True)
@@ -152,17 +149,15 @@ def _scorecards(given: Sequence[Any], start: float) -> DrawnScorecard:
     }
     rows = {name: values for name, values in rows.items() if len(set(values)) > 1}
     differing = pd.DataFrame.from_dict(rows, orient="index", columns=labels)
-    return DrawnScorecard(
-        comparison_manifest(start, TABLES, labels, [card.folder for card in cards], differing), table, routes
-    )
+    facts = [{"label": label, "folder": card.folder} for label, card in zip(labels, cards, strict=True)]
+    return DrawnScorecard(comparison_manifest(start, TABLES, facts, differing), table, routes)
 
 
-def _distinct(models: Sequence[str], folders: Sequence[Path | None]) -> list[str]:
+def _distinct(models: Sequence[tuple[str, Path | None]]) -> list[str]:
     """Return the names of the models; a repeated name gets the name of its folder, or a number."""
-    counts = Counter(models)
+    counts = Counter(model for model, _ in models)
     names = [
-        f"{model} ({folder.name})" if counts[model] > 1 and folder is not None else model
-        for model, folder in zip(models, folders, strict=True)
+        f"{model} ({folder.name})" if counts[model] > 1 and folder is not None else model for model, folder in models
     ]
     again = Counter(names)
     return [f"{name} ({place})" if again[name] > 1 else name for place, name in enumerate(names, 1)]

@@ -51,23 +51,18 @@ TOTAL_WEIGHT = (
 MARKED = f" {TRANSCRIBED}: from a transcription of the paper."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SweepComparison(Result):
     """All cells of a sweep that are done."""
 
-    manifest: dict[str, Any]  # the content of run.json
     compared: SweepTables
-    folder: Path | None = None
 
     @classmethod
     def of(cls, tables: SweepTables, record: Mapping[str, Any], start: float, folder: Path) -> "SweepComparison":
         """Return the comparison of a sweep; `record` is the content of its file, and `start` when it began."""
         cells = list(dict.fromkeys(cell for table in tables.tables.values() for cell in table["cell"]))
-        return cls(make_manifest(COMMAND, record, start, tables.tables, cells=cells), tables, folder)
-
-    @property
-    def tables(self) -> Mapping[str, pd.DataFrame]:
-        return self.compared.tables
+        manifest = make_manifest(COMMAND, record, start, tables.tables, cells=cells)
+        return cls(manifest, tables.tables, folder, compared=tables)
 
     @property
     def texts(self) -> Mapping[str, str]:

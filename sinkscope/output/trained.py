@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from accelerate import PartialState
 
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.figures import OF_ARMS
 from sinkscope.figures.training import Arms
-from sinkscope.html_page import Contents
 from sinkscope.measuring.tables import all_tables
 from sinkscope.output.comparison import Comparison
 from sinkscope.output.drawing import Drawings, drawings_of
@@ -28,20 +26,17 @@ from sinkscope.verdict.analysis import quantized_source
 COMMANDS = ("retrofit", "train")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Trained(Result):
-    """The result of `retrofit` or `train`."""
+    """The result of `retrofit` or `train`: the tables have all arms, a task adds its own."""
 
     folder: Path
-    manifest: dict[str, Any]  # the complete configuration, and the arms
-    runs: dict[str, Run] = field(repr=False)  # arm → run on held-out text; with `retrofit` also "untouched"
-    comparison: Comparison | None  # of the runs of the first seed; None if there is only one
-    # `training`, `gates` and `retrofit`, whose condition is the method; a task adds its own
-    tables: Mapping[str, pd.DataFrame] = field(repr=False)
+    runs: Mapping[str, Run] = field(repr=False)  # arm → run on held-out text; with `retrofit` also "untouched"
+    comparison: Comparison | None = None  # of the runs of the first seed, unless there is only one
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "runs", Known("arm", self.runs))
-        object.__setattr__(self, "tables", Known("table", self.tables))
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Trained":
@@ -52,7 +47,7 @@ class Trained(Result):
         if not set(labels) & manifest["arms"].keys():
             raise InputError(f"{folder} is damaged: it has no arm with a run")
         runs = {label: Run.open(folder / label / "run") for label in labels}
-        return cls(folder, manifest, runs, None, tables)
+        return cls(manifest, tables, folder=folder, runs=runs)
 
     @property
     def verdict(self) -> str:
@@ -75,8 +70,8 @@ class Trained(Result):
         return words.gates_moved(self.tables["gates"])
 
     @property
-    def contents(self) -> Contents:
-        return Contents(self.manifest, self.tables, self.runs, self.findings, self.folder)
+    def parts(self) -> Mapping[str, Run]:
+        return self.runs
 
     @property
     def texts(self) -> Mapping[str, str]:
@@ -84,7 +79,7 @@ class Trained(Result):
 
     @property
     def drawings(self) -> Drawings:
-        return drawings_of(OF_ARMS, self._of_first_seed)
+        return drawings_of(OF_ARMS, Arms(self.tables, first_runs(self.manifest, self.runs)))
 
     @property
     def failure(self) -> str:
@@ -96,15 +91,6 @@ class Trained(Result):
     def notes(self) -> list[str]:
         """A line for each finding, and for each setting in which the runs differ."""
         return [finding.sentence for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
-
-    @property
-    def _of_first_seed(self) -> Arms:
-        return Arms(self.tables, first_runs(self.manifest, self.runs))
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process prints; only one of several does."""
-        return PartialState().is_main_process
 
     def model(self, label: str) -> Path:
         """Return the folder of a trained model; InputError for an unknown arm."""

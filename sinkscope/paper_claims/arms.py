@@ -8,7 +8,7 @@ from sinkscope.measuring.estimates import sink_rates
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.paper_claims.claim import Part
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.need import Need
+from sinkscope.paper_claims.studies import Need
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, above, below
 from sinkscope.results.run import RunData
@@ -20,15 +20,11 @@ LARGE_NORM = 2.0  # ratio to the norm at later positions
 
 
 def before_and_after(evidence: Evidence, role: Need, position: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(R,) each: the sink rate at position 0 without the intervention, and the rate of the arm at `position`.
-
-    Both use the same resamplings, because an arm reads the same sequences.
-    """
+    """(R,) each: the sink rate at position 0 without the intervention, and the rate of the arm at `position`."""
     return sink_rates(evidence.sequences(role, BEFORE)), sink_rates(evidence.sequences(role), position)
 
 
 def controls(evidence: Evidence, role: Need) -> np.ndarray:
-    """(draws,): the sink rate at position 0 under each of an arm's random controls."""
     return np.array([sink_rates(evidence.sequences(role, condition))[0] for condition in evidence.controls(role)])
 
 
@@ -55,7 +51,6 @@ def had_a_sink(role: Need) -> Part:
 
 
 def falls(role: Need) -> Part:
-    """Return a part that requires that an arm reduces the sink more than random changes of the same kind."""
     quantity = "change of the sink rate at position 0, in points, beyond a random control's"
     return Part(quantity, lambda evidence: beyond_controls(evidence, role), below(0.0))
 
@@ -66,7 +61,7 @@ def perplexity_ratio(evidence: Evidence, role: Need) -> Estimate:
 
 
 def perplexity_of_controls(evidence: Evidence, role: Need) -> Estimate:
-    """Return perplexity under random controls ÷ without, their mean and spread. Raises NotDefined without controls."""
+    """Return perplexity under random controls ÷ without, their mean and spread."""
     draws = evidence.controls(role)
     if not draws:
         raise NotDefined("the intervention has no random control on this model")
@@ -76,16 +71,11 @@ def perplexity_of_controls(evidence: Evidence, role: Need) -> Estimate:
 
 # --- the steps of a training
 
-Course = Mapping[int, RunData]  # step → run
 
-
-def rates_over_steps(runs: Course) -> tuple[list[int], np.ndarray]:
+def rates_over_steps(runs: Mapping[int, RunData]) -> tuple[list[int], np.ndarray]:
     """Return steps, and (R, steps): the sink rate at position 0 in percent, from the same sequences at every step."""
-    columns = [sink_rates(Sequences(run)) for run in runs.values()]
-    return list(runs), np.stack(columns, axis=1)
+    return list(runs), np.stack([sink_rates(Sequences(run)) for run in runs.values()], axis=1)
 
 
 def onset(rates: np.ndarray) -> int | None:
-    """Return the index of the first step with a sink."""
-    found = np.flatnonzero(rates[0] > SINK)
-    return int(found[0]) if len(found) else None
+    return next(iter(np.flatnonzero(rates[0] > SINK).tolist()), None)

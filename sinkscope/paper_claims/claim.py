@@ -1,8 +1,9 @@
 """Claims of papers, and their judgment from the runs of a model and the runs of a null."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from math import isnan, nan
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy as np
 from sinkscope.measuring.estimates import HAS_SINK_HEADS as SINK_HEADS_OF_RUN
 from sinkscope.measuring.estimates import RUN_CLAIMS, in_sink_heads
 from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.need import ARMS, Need
-from sinkscope.paper_claims.studies import PLAIN, Study
+from sinkscope.paper_claims.scopes import Scope
+from sinkscope.paper_claims.studies import ARMS, PLAIN, Need
 from sinkscope.results.findings import Published
 from sinkscope.results.judgment import NotDefined, Number, Outcome, Test, estimated
 from sinkscope.results.papers import paper_of
@@ -31,15 +32,6 @@ class Null(StrEnum):
     NONE = "none"  # no measured data could take the place
 
 
-def usual_null(needs: Collection[Need]) -> Null:
-    """Return the null of a claim that needs these runs."""
-    if any(need.has_controls for need in needs):
-        return Null.CONTROLS
-    if any(need.is_study for need in needs):
-        return Null.PLAIN if all(need.kind in ARMS for need in needs) else Null.NONE
-    return Null.NONE if any(need.is_intervention for need in needs) else Null.RANDOM_WEIGHTS
-
-
 def draws_of(null: Null, needs: Collection[Need], evidence: Evidence) -> list[Evidence]:
     """Return, for each measured draw of a null, the evidence in which it replaces the subject of the claim."""
     if null == Null.RANDOM_WEIGHTS:
@@ -47,33 +39,26 @@ def draws_of(null: Null, needs: Collection[Need], evidence: Evidence) -> list[Ev
     if null == Null.CONTROLS:
         counts = [len(evidence.controls(need)) for need in needs if need.has_controls and evidence.has(need)]
         return [replace(evidence, control=draw) for draw in range(min(counts, default=0))]
-    if null == Null.PLAIN:
-        studies = {need: all_plain for need in needs if (all_plain := _all_plain(evidence.studies.get(need)))}
-        if set(needs) <= studies.keys():
-            return [replace(evidence, studies=studies)]
-    return []
+    if null != Null.PLAIN:
+        return []
+    studies = {}
+    for need in needs:
+        by_seed = evidence.studies[need].by_seed if need in evidence.studies else ()
+        if len(by_seed) < 2 or any(PLAIN not in arms for arms in by_seed):
+            return []
+        exchanged = [  # each method's arm for the plain arm of the next seed
+            {name: arm if arm.method in (PLAIN, UNTOUCHED) else after[PLAIN] for name, arm in arms.items()}
+            for arms, after in zip(by_seed, (*by_seed[1:], by_seed[0]), strict=True)
+        ]
+        studies[need] = replace(evidence.studies[need], by_seed=tuple(exchanged))
+    return [replace(evidence, studies=studies)]
 
 
-def _all_plain(study: Study | None) -> Study | None:
-    """Replace each method's arm by the plain arm of the next seed; None without another seed or without a plain arm."""
-    if study is None or len(study.by_seed) < 2 or any(PLAIN not in arms for arms in study.by_seed):
-        return None
-    following = (*study.by_seed[1:], study.by_seed[0])
-    exchanged = [
-        {name: arm if arm.method in (PLAIN, UNTOUCHED) else after[PLAIN] for name, arm in arms.items()}
-        for arms, after in zip(study.by_seed, following, strict=True)
-    ]
-    return replace(study, by_seed=tuple(exchanged))
-
-
-Scope = Callable[[Evidence], str | None]  # returns the reason why a claim does not apply to a model, or None
 Part = Number[Evidence]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of a paper, and the numbers that decide it."""
-
     id: str  # paper and number, such as GS-6
     reference: str  # section, figure or table of the paper
     statement: str
@@ -83,16 +68,21 @@ class Claim:
     published: tuple[Published, ...] = ()
     is_ours: bool = True  # whether the thresholds are ours rather than the paper's
     also_reads: tuple[Need, ...] = ()  # further runs that the parts read if they exist
-    set_against: Null | None = None  # the null; by default `usual_null(needs)`
+    set_against: Null | None = None  # the null; by default that of the kinds in `needs`
 
     @property
     def reads(self) -> tuple[Need, ...]:
-        """All runs that the parts read."""
         return (*self.needs, *self.also_reads)
 
     @property
     def null(self) -> Null:
-        return self.set_against or usual_null(self.needs)
+        if self.set_against:
+            return self.set_against
+        if any(need.has_controls for need in self.needs):
+            return Null.CONTROLS
+        if any(need.is_study for need in self.needs):
+            return Null.PLAIN if all(need.kind in ARMS for need in self.needs) else Null.NONE
+        return Null.NONE if any(need.is_intervention for need in self.needs) else Null.RANDOM_WEIGHTS
 
     @property
     def paper(self) -> str:
@@ -100,7 +90,6 @@ class Claim:
 
 
 def of_run(part: Number[Sequences], role: Need = MAIN) -> Part:
-    """Return a part of a claim, made from a number of one run."""
     return Part(part.quantity, lambda evidence: part.measure(evidence.sequences(role)), part.test, part.form)
 
 
@@ -122,8 +111,6 @@ def run_claim(id: str, *more: Part, role: Need = MAIN, **others: Any) -> Claim:
 
 @dataclass(frozen=True)
 class Judgment:
-    """The judgment of one claim on one model."""
-
     claim: Claim
     outcome: Outcome  # of all parts together
     estimates: tuple[Estimate, ...] = ()  # one for each part; empty if nothing was measured
@@ -147,20 +134,15 @@ class Judgment:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """The outcome of each part."""
         parts = zip(self.claim.parts, self.estimates, strict=False)
         return tuple(part.test.outcome(estimate) for part, estimate in parts)
 
 
 def judge(claim: Claim, evidence: Evidence) -> Judgment:
-    """Judge one claim from the runs of a model."""
-    for scope in claim.scope:
-        if reason := scope(evidence):
-            return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=reason)
     missing = [need for need in claim.needs if not evidence.has(need)]
-    for need in missing:
-        if reason := evidence.inapplicable(need):
-            return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=reason)
+    reasons = chain((scope(evidence.any_run) for scope in claim.scope), map(evidence.inapplicable, missing))
+    if reason := next(filter(None, reasons), None):
+        return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=reason)
     if missing:
         return Judgment(claim, Outcome.NOT_MEASURED, reason=evidence.command(missing[0]))
     try:
@@ -173,21 +155,20 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
     draws = draws_of(claim.null, claim.needs, evidence)
     values = np.full((len(draws), len(claim.parts)), nan)
     passed = [_passes(claim, draw, row) for draw, row in zip(draws, values, strict=True)]
-    known = [each for each in passed if each is not None]
+    known = [holds for holds in passed if holds is not None]
     for at, of_null in enumerate(values.T):
         finite = of_null[np.isfinite(of_null)]
         if len(finite):
             null, low, high = (float(each) for each in (finite.mean(), finite.min(), finite.max()))
             estimates[at] = replace(estimates[at], null=null, null_low=low, null_high=high)
-    outcomes = {part.test.outcome(estimate) for part, estimate in zip(claim.parts, estimates, strict=True)}
+    found = Judgment(claim, Outcome.HOLDS, tuple(estimates), null_passes=float(np.mean(known)) if known else nan)
     worst = (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS)  # all parts have to pass
-    outcome = next((each for each in worst if each in outcomes), Outcome.HOLDS)
-    return Judgment(claim, outcome, tuple(estimates), null_passes=float(np.mean(known)) if known else nan)
+    return replace(found, outcome=next((each for each in worst if each in found.outcomes), Outcome.HOLDS))
 
 
 def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
     """Return whether a claim holds for a draw of its null; None if data are missing and no part fails."""
-    if any(scope(draw) for scope in claim.scope):
+    if any(scope(draw.any_run) for scope in claim.scope):
         return False
     outcomes = set()
     for at, part in enumerate(claim.parts):

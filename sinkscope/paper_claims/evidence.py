@@ -2,24 +2,21 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
 
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
-from sinkscope.paper_claims.need import Kind, Need
-from sinkscope.paper_claims.studies import Study
+from sinkscope.paper_claims.studies import Kind, Need, Study
 from sinkscope.results.run import BOS_OPTIONS, WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 
 NATURAL = "natural"  # the text that a model is measured on
 MAIN, NULL = Need("natural"), Need("null")  # unchanged model; random weights (further draws: null_need)
-LONG = 256  # tokens of a text that is streamed
+LONG = 256  # tokens of a text that is streamed, so that the first leave the window
 RANDOM, REPEATED = OTHER_INPUTS = ("random", "repeated")
 POLICIES: dict[str, Kind] = {WITH: "with-bos", WITHOUT: "without-bos"}
 
 
 def null_need(draw: int) -> Need:
-    """Return the need for one draw of random weights."""
     return Need("null", str(draw) if draw else "")
 
 
@@ -39,13 +36,11 @@ def _of_length(run: RunData, length: str) -> bool:
     return _analyzed(run) and config["seq_len"] == config["window"] == int(length)
 
 
-def _streamed(run: RunData) -> bool:
-    """Return whether a run streamed texts that are long enough for the first tokens to leave the window."""
+def _streamed(run: RunData, _: str) -> bool:
     return run.command == "intervene" and "streaming" in run.tables and run.manifest["input"]["longest"] >= LONG
 
 
 def _has_arm(run: RunData, name: str, table: str = "", repeated: bool = False) -> bool:
-    """Return whether a run of `intervene` has an intervention as an arm, and a table."""
     if run.command != "intervene" or (table and table not in run.tables):
         return False
     reads = (run.condition == REPEATED) == repeated and not (repeated and run.bos == WITH)
@@ -59,38 +54,30 @@ def label_of(run: RunData, name: str) -> str | None:
     return next((label for label, arm in arms if arm.get("asked", [label]) == [name]), None)
 
 
-class Role(NamedTuple):
-    """A kind of run: whether a run is one for `Need.of`, and the command that makes it, with {of} for `Need.of`."""
-
-    fits: Callable[[RunData, str], bool]
-    command: str
-
-
 _INPUT, _DO = "sinkscope analyze {model}{input}", "sinkscope intervene {model} --do {of}"
-_WITH_LOSS = Role(lambda run, of: _has_arm(run, of, "loss_by_sequence"), _DO)
-_WITH_GRADIENT = Role(lambda run, of: _has_arm(run, of, "gradient"), f"{_DO} --observables gradient")
+_WITH_LOSS = partial(_has_arm, table="loss_by_sequence"), _DO
+_WITH_GRADIENT = partial(_has_arm, table="gradient"), f"{_DO} --observables gradient"
 
-KINDS: dict[Kind, Role] = {
-    "natural": Role(lambda run, _: _analyzed(run), "sinkscope analyze {model}"),
-    "null": Role(lambda run, _: _analyzed(run, at_random=True), "sinkscope claims {model}"),
-    "streaming": Role(lambda run, _: _streamed(run), "sinkscope run streaming-perplexity --model {model}"),
-    "do": Role(_has_arm, _DO),
+# kind → whether a run is one for `Need.of`, and the command that makes it, with {of} for `Need.of`
+KINDS: dict[Kind, tuple[Callable[[RunData, str], bool], str]] = {
+    "natural": (lambda run, _: _analyzed(run), "sinkscope analyze {model}"),
+    "null": (lambda run, _: _analyzed(run, at_random=True), "sinkscope claims {model}"),
+    "streaming": (_streamed, "sinkscope run streaming-perplexity --model {model}"),
+    "do": (_has_arm, _DO),
     "loss-do": _WITH_LOSS,
     "loss-do-alone": _WITH_LOSS,
     "gradient-do": _WITH_GRADIENT,
     "gradient-do-alone": _WITH_GRADIENT,
-    "repeated-do": Role(lambda run, of: _has_arm(run, of, repeated=True), f"{_DO} --input repeated --bos never"),
-    "with-bos": Role(lambda run, of: _analyzed(run, of, bos=WITH), f"{_INPUT} --bos {BOS_OPTIONS[WITH]}"),
-    "without-bos": Role(lambda run, of: _analyzed(run, of, bos=WITHOUT), f"{_INPUT} --bos {BOS_OPTIONS[WITHOUT]}"),
-    "length": Role(_of_length, "sinkscope analyze {model} --seq-len {of} --window {of} --observables attention"),
-    "domain": Role(_analyzed, "sinkscope claims {model}"),
+    "repeated-do": (partial(_has_arm, repeated=True), f"{_DO} --input repeated --bos never"),
+    "with-bos": (partial(_analyzed, bos=WITH), f"{_INPUT} --bos {BOS_OPTIONS[WITH]}"),
+    "without-bos": (partial(_analyzed, bos=WITHOUT), f"{_INPUT} --bos {BOS_OPTIONS[WITHOUT]}"),
+    "length": (_of_length, "sinkscope analyze {model} --seq-len {of} --window {of} --observables attention"),
+    "domain": (_analyzed, "sinkscope claims {model}"),
 }
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All measurements of one model."""
-
     runs: dict[Need, RunData]
     skipped: dict[str, str] = field(default_factory=dict)  # role's name → why it does not apply to this model
     failed: dict[str, str] = field(default_factory=dict)  # role's name → the error of its run
@@ -111,23 +98,22 @@ class Evidence:
         for need in dict.fromkeys(needs):
             if need.is_study:
                 continue
-            fitting = [run for run in runs if KINDS[need.kind].fits(run, need.of)]
+            fits, _ = KINDS[need.kind]
+            fitting = [run for run in runs if fits(run, need.of)]
             if need == NULL:
                 by_draw = {null_need(run.manifest.get("draw", 0)): run for run in fitting}
                 found |= dict(sorted(by_draw.items(), key=lambda item: item[0].name))
             elif fitting:
                 found[need] = max(fitting, key=lambda run: len(run.tables))
-            elif reasons := [
-                run.manifest["skipped"][need.of] for run in runs if need.of in run.manifest.get("skipped", {})
-            ]:
-                skipped[need.name] = reasons[-1]
+            for run in () if fitting else runs:
+                if need.of in run.manifest.get("skipped", {}):
+                    skipped[need.name] = run.manifest["skipped"][need.of]
         return cls(found, skipped, model=model, others=tuple(runs))
 
     def has(self, role: Need) -> bool:
         return role in self.runs or role in self.studies
 
     def inapplicable(self, role: Need) -> str | None:
-        """Return the reason why the model cannot have this run, or None."""
         return self.skipped.get(role.name)
 
     def command(self, role: Need) -> str:
@@ -137,7 +123,7 @@ class Evidence:
         command = self.commands.get(role)
         if command is None:
             given = "" if role.of == NATURAL else f" --input {role.of}"
-            command = KINDS[role.kind].command.replace("{input}", given).replace("{of}", role.of)
+            command = KINDS[role.kind][1].replace("{input}", given).replace("{of}", role.of)
         return command.replace("{model}", self.model)
 
     def run(self, role: Need) -> RunData:
@@ -148,13 +134,12 @@ class Evidence:
 
     @property
     def natural(self) -> Sequences:
-        """The tables of the unchanged model."""
         return self.sequences(MAIN)
 
     def sequences(self, role: Need, condition: str | None = None) -> Sequences:
         """Return the tables of a run; for an intervention, the tables of its arm or of another `condition`."""
         label = self.label(role)
-        key = role, (condition or label) if label else None
+        key = role, label and (condition or label)
         if key not in self._sequences:
             self._sequences[key] = Sequences(self.run(role), key[1])
         return self._sequences[key]

@@ -6,6 +6,7 @@ With a single seed the spread is not known, so that a claim has not enough seeds
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from math import exp, nan
 
@@ -13,8 +14,7 @@ import numpy as np
 from scipy import stats
 
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.need import Need
-from sinkscope.paper_claims.studies import PLAIN, Arm, Level, Study
+from sinkscope.paper_claims.studies import PLAIN, Arm, Level, Need, Study
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.sequences import Lacks
@@ -31,10 +31,6 @@ def mean_over_seeds(values: np.ndarray, ends: Ends | None = None) -> Estimate:
     return mean_of_runs(values) if ends is None else mean_of_rates(values, *ends)
 
 
-def mean_of_percent(rates: np.ndarray) -> Estimate:
-    return mean_of_rates(rates, *PERCENT)
-
-
 def mean_of_ratios(ratios: np.ndarray) -> Estimate:
     """Return the geometric mean of positive numbers with Student's interval of their logarithms."""
     if not (ratios > 0).all():
@@ -45,14 +41,12 @@ def mean_of_ratios(ratios: np.ndarray) -> Estimate:
 
 
 def words_for(seeds: int, scale: str = "") -> str:
-    """Return how an interval was made: «3 seeds, Student's t»."""
     if seeds == 1:
         return "one seed, so that the spread over seeds is not known: train with --seeds 3"
     return f"{seeds} seeds, Student's t{scale}"
 
 
 def with_setting(study: Study, words: str) -> str:
-    """Prefix the setting that is read, if there are several."""
     return f"{study.setting}; {words}" if study.setting else words
 
 
@@ -95,11 +89,8 @@ def together(role: Need, of: Callable[[Mapping[str, Arm]], float], *methods: str
 def of_one(
     role: Need, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None, where: Where | None = None
 ) -> Measure:
-    """Return the mean over seeds of one arm's number, with the mean of a null arm.
-
-    Raises NotDefined if plain training lacks what the arm removes or moves: `where` gives its name, its number, and the
-    number to be exceeded.
-    """
+    """Return the mean over seeds of one arm's number, with the mean of a null arm."""
+    # `where`: name, number, and least number of what plain training must have, so that the arm can remove or move it
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[role]
@@ -124,17 +115,9 @@ def ranked(role: Need, of: OfArm, levels: Mapping[float, str]) -> Measure:
     return together(role, found, *levels.values(), ends=CORRELATION)
 
 
-def difference(role: Need, of: OfArm, method: str, against: str = PLAIN) -> Measure:
-    """Return the mean over seeds of one arm's number − another's of the same seed."""
-    return _compared(role, of, method, against, as_ratio=False)
+def difference(role: Need, of: OfArm, method: str, against: str = PLAIN, as_ratio: bool = False) -> Measure:
+    """Return the mean over seeds of one arm's number − another's of the same seed, or the geometric mean of ratios."""
 
-
-def ratio(role: Need, of: OfArm, method: str, against: str = PLAIN) -> Measure:
-    """Return the geometric mean over seeds of one arm's number ÷ another's of the same seed."""
-    return _compared(role, of, method, against, as_ratio=True)
-
-
-def _compared(role: Need, of: OfArm, method: str, against: str, as_ratio: bool) -> Measure:
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[role]
         first, second = (_values(study, of, name) for name in (method, against))
@@ -148,11 +131,13 @@ def _compared(role: Need, of: OfArm, method: str, against: str, as_ratio: bool) 
     return measure
 
 
+ratio = partial(difference, as_ratio=True)
+
+
 # --- plain trainings that differ in one setting
 
 
 def common_seeds(study: Study) -> list[int]:
-    """Return the seeds that all levels have. Raises Lacks if there are none."""
     seeds = sorted(set.intersection(*(set(runs) for runs in study.by_level.values())))
     if not seeds:
         raise Lacks("these trainings have no --seed in common")
@@ -160,7 +145,7 @@ def common_seeds(study: Study) -> list[int]:
 
 
 def sink_rates(study: Study) -> np.ndarray:
-    """(seeds, levels): the sink rate at position 0 in percent, for the seeds that all levels have. Raises Lacks."""
+    """(seeds, levels): the sink rate at position 0 in percent, for the seeds that all levels have."""
     seeds = common_seeds(study)
     return np.array([[100 * runs[seed].metric("sink_rate") for runs in study.by_level.values()] for seed in seeds])
 
@@ -186,12 +171,10 @@ def over_levels(
 
 
 def largest_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
-    """Return the sink rate of the level with the largest rate, from (seeds, levels) in percent."""
-    return largest_of([mean_of_percent(each) for each in rates.T])
+    return largest_of([mean_over_seeds(each, PERCENT) for each in rates.T])
 
 
 def range_of_rates(levels: np.ndarray, rates: np.ndarray) -> Estimate:
-    """Return the largest difference of two levels, in points. Raises NotDefined if no level has a sink."""
     with_a_sink(rates)
     return range_of([mean_of_runs(first - second) for first, second in combinations(rates.T, 2)])
 
@@ -204,7 +187,6 @@ def by_level(study: Study, levels: Iterable[Level], rates: np.ndarray) -> str:
 
 
 def with_a_sink(rates: np.ndarray) -> np.ndarray:
-    """Return rates in percent (seeds, levels) unchanged. Raises NotDefined if no level has a sink, on average."""
     if rates.mean(0).max() <= SINK:
         raise NotDefined(f"no sink rate is above {SINK:g} %")
     return rates

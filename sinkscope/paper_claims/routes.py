@@ -10,7 +10,7 @@ import pandas as pd
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.paper_claims.arms import before_and_after, beyond_controls, controls, share_left
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.need import Need
+from sinkscope.paper_claims.studies import Need
 from sinkscope.results.findings import HALF, SINK
 from sinkscope.results.scorecard import ROUTE_COLUMNS
 from sinkscope.results.sequences import Lacks
@@ -21,8 +21,6 @@ PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
 
 
 class Effect(StrEnum):
-    """The effect of cutting a route on the sink."""
-
     GOES = "goes"  # the sink falls, and less than half of it is left
     FALLS = "falls"  # the sink falls more than under one further random control
     RISES = "rises"
@@ -59,7 +57,6 @@ ROLES = tuple(route.role for route in ROUTES)
 
 
 def routes_of(evidence: Evidence) -> pd.DataFrame:
-    """Return the table `route` of one model: a row for each route."""
     table = pd.DataFrame([_row(route, evidence) for route in ROUTES]).reindex(columns=names_of(ROUTE_COLUMNS))
     table = table.astype({"draws": int} | {column.name: float for column in ROUTE_COLUMNS if column.kind == "number"})
     run = evidence.any_run
@@ -69,7 +66,6 @@ def routes_of(evidence: Evidence) -> pd.DataFrame:
 
 
 def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:
-    """Return the table `route` of several models, given by name."""
     return pd.concat([routes_of(one).assign(model=name) for name, one in evidence.items()], ignore_index=True)
 
 
@@ -108,7 +104,6 @@ ROUTES_TITLE = "Which route carries the sink (sink rate at position 0 in % [95 %
 
 
 def routes_text(table: pd.DataFrame) -> pd.DataFrame:
-    """Return models × routes as texts; NU's own model is the first row."""
     published = {route.name: route.published or "not tested" for route in ROUTES}
     rows = [{"model": PAPER} | published]
     for model, own in table.groupby("model", sort=False):
@@ -121,17 +116,13 @@ def _text(row: Any) -> str:
     """Return «falls: 42.5 [41.3, 43.8] → 30.5 [29.1, 31.8], random controls 40.8 to 43.2»."""
     if row.effect in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
         return f"{row.effect}: {row.note}"
-    before, after = (
-        f"{getattr(row, name):.1f} [{getattr(row, f'{name}_low'):.1f}, {getattr(row, f'{name}_high'):.1f}]"
-        for name in ("before", "after")
-    )
-    control = f", random controls {row.control:.1f}" if row.draws else ", no random controls"
-    if row.draws > 1:
-        control += f" [{row.control_low:.1f}, {row.control_high:.1f}]"
-    return f"{row.effect}: {before} → {after}{control}"
+    before = f"{row.before:.1f} [{row.before_low:.1f}, {row.before_high:.1f}]"
+    after = f"{row.after:.1f} [{row.after_low:.1f}, {row.after_high:.1f}]"
+    control = f"random controls {row.control:.1f}" if row.draws else "no random controls"
+    control += f" [{row.control_low:.1f}, {row.control_high:.1f}]" if row.draws > 1 else ""
+    return f"{row.effect}: {before} → {after}, {control}"
 
 
 def measured_models(table: pd.DataFrame) -> list[str]:
-    """Return the models for which at least one route was cut or does not exist."""
     known = table[table["effect"] != Effect.NOT_MEASURED]
     return list(dict.fromkeys(known["model"]))

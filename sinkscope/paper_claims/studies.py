@@ -1,9 +1,4 @@
-"""Studies: several runs that a claim reads together.
-
-- arms of a training against each other, over its seeds;
-- trainings, plain ones or those of one arm, that differ in one setting, over their seeds;
-- the steps of a training, as they were measured or as the training logged them;
-- models of one family in several sizes, and a chat model with its base.
+"""Needs of claims, and studies: several runs that a claim reads together, such as the arms or steps of a training.
 
 Each is searched for among all given folders; if it is missing, the command that makes it is named. Arms and
 steps belong to trainings with the same settings; if several settings were trained, claims read one and name it.
@@ -12,12 +7,14 @@ steps belong to trainings with the same settings; if several settings were train
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from math import inf
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import pandas as pd
@@ -25,12 +22,47 @@ import pandas as pd
 from sinkscope.options.option import Options, flag
 from sinkscope.options.spec import parse_spec
 from sinkscope.options.training import RetrofitOptions, TrainOptions, tokens_a_step
-from sinkscope.paper_claims.need import Kind as NeedKind
-from sinkscope.paper_claims.need import Need
 from sinkscope.results.run import RunData
-from sinkscope.results.scores import Scores
+from sinkscope.results.scores import TABLE as SCORES
+from sinkscope.results.scores import main_scores
 from sinkscope.retrofits import make_retrofit
 from sinkscope.training.tables import UNTOUCHED, sinking_layer
+
+# --- needs of claims: a run of the model, or a study
+
+Analysis = Literal["natural", "null", "with-bos", "without-bos", "length", "domain"]
+Controlled = Literal["do", "loss-do", "gradient-do", "repeated-do"]  # interventions with random controls
+Alone = Literal["loss-do-alone", "gradient-do-alone"]  # interventions without random controls
+Arms = Literal["arms", "retrofit", "train", "backcopy"]  # arms of trainings, over seeds
+OtherStudy = Literal["factor", "steps", "course", "sizes", "base", "scores"]
+Kind = Analysis | Controlled | Alone | Literal["streaming"] | Arms | OtherStudy
+
+ARMS, STUDIES = get_args(Arms), (*get_args(Arms), *get_args(OtherStudy))
+CONTROLLED, ALONE = get_args(Controlled), get_args(Alone)
+
+
+@dataclass(frozen=True)
+class Need:
+    kind: Kind  # how it is measured or found (`KINDS` in `evidence.py` and `studies.py`)
+    of: str = ""  # the intervention, input, number of tokens, draw, methods or factor; "" for a kind without a choice
+
+    @property
+    def name(self) -> str:
+        """The name of the role in run.json; in the name of a folder, the colon becomes a hyphen."""
+        return f"{self.kind}:{self.of}" if self.of else self.kind
+
+    @property
+    def is_study(self) -> bool:
+        return self.kind in STUDIES
+
+    @property
+    def has_controls(self) -> bool:
+        return self.kind in CONTROLLED
+
+    @property
+    def is_intervention(self) -> bool:
+        return self.kind in (*CONTROLLED, *ALONE)
+
 
 # --- trainings, their arms and their steps
 
@@ -43,8 +75,6 @@ START_PARAMETERS = {"deviation"}  # parameters of methods that affect only the s
 
 @dataclass(frozen=True)
 class Training:
-    """The folder of a `retrofit` or `train`."""
-
     manifest: Mapping[str, Any]
     runs: Mapping[str, RunData] = field(repr=False)  # arm → its run on held-out text
     tables: Mapping[str, pd.DataFrame] = field(repr=False)  # `training` and `retrofit`, of all arms
@@ -68,7 +98,6 @@ class Training:
 
     @cached_property
     def arms(self) -> tuple["Arm", ...]:
-        """The arms that were trained and measured, in their order."""
         return tuple(
             Arm(self, record["label"], record["seed"], self.runs[name], record["method"], record["parameters"])
             for name, record in self.manifest["arms"].items()
@@ -94,10 +123,8 @@ class Training:
         default = kind().model_dump(mode="json")
         given = {name: value for name, value in self.manifest["config"].items() if value != default.get(name)}
         given = {name: value for name, value in (given | dict(changed)).items() if name in kind.model_fields}
-        if into is not None:
-            given["out"] = str(into)
         words = ["sinkscope", self.command]
-        for name, value in given.items():
+        for name, value in (given if into is None else given | {"out": str(into)}).items():
             if value is None or value is False:
                 continue
             if name not in kind.arguments:
@@ -109,8 +136,6 @@ class Training:
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm of a training: one method, trained with one seed."""
-
     training: Training = field(repr=False)
     label: str
     seed: int
@@ -129,7 +154,6 @@ class Arm:
         return self.run.metric(name) if value is None else float(value)
 
     def by_step(self, metric: str, layer: int = -1) -> pd.Series:
-        """Return step → a metric that was recorded in training."""
         table = self.training.tables["training"]
         rows = table[(table["condition"] == self.label) & (table["seed"] == self.seed)]
         rows = rows[(rows["metric"] == metric) & (rows["layer"] == layer)]
@@ -138,9 +162,7 @@ class Arm:
     def is_wanted(self, typed: str, meant: Mapping[str, str]) -> bool:
         """Return whether a claim refers to this arm; parameters for the start of a training are ignored.
 
-        Args:
-            typed: The method, alone or with parameters; if there are any, all others must have their defaults.
-            meant: Method → the wanted variant if `typed` has no parameters.
+        All parameters that `typed` lacks must have their defaults; if it has none, `meant` gives the method's variant.
         """
         method, parameters = parse_spec(typed, "--method")
         if self.method != method:
@@ -161,7 +183,6 @@ class Steps:
 
     @property
     def of(self) -> Path:
-        """The model or the folder of checkpoints, as given."""
         return Path(self.manifest["config"]["model"])
 
 
@@ -174,31 +195,22 @@ def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
 
 
 def wanted_arms(text: str) -> list[str]:
-    """Split a list of arms such as `none,key-bias:value=axis,norm=5`."""
-    found: list[str] = []
-    for part in text.split(","):
-        if "=" in part and ":" not in part:  # a further parameter of the last arm
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
-    return found
+    """Split a list of arms such as `none,key-bias:value=axis,norm=5` before each name of a method."""
+    return re.split(r",(?![^,:]*=)", text)
 
 
 def arms_by_seed(
-    trainings: Iterable[Training], wanted: Iterable[str], meant: Mapping[str, str] | None = None
+    trainings: Iterable[Training], wanted: Collection[str], meant: Mapping[str, str] | None = None
 ) -> list[dict[str, Arm]]:
     """Return method → arm for each seed that has all wanted arms, from a single folder if it has all of them."""
-    # `trainings` have the same settings. `wanted` may include "untouched", the model from which all arms of a
-    # `retrofit` began; without `meant`, methods other than plain training need parameters (`Arm.is_wanted`).
-    wanted = list(wanted)
+    # `wanted` may include "untouched", the model from which all arms of a `retrofit` began
     of_one_folder: dict[int, dict[str, Arm]] = {}
     of_several: dict[int, dict[str, Arm]] = {}
     for training in trainings:
         by_seed: dict[int, dict[str, Arm]] = {}
-        for arm in training.arms:
-            for typed in wanted:
-                if arm.is_wanted(typed, meant or {}):
-                    by_seed.setdefault(arm.seed, {}).setdefault(typed, arm)
+        for arm, typed in product(training.arms, wanted):
+            if arm.is_wanted(typed, meant or {}):
+                by_seed.setdefault(arm.seed, {}).setdefault(typed, arm)
         for seed, arms in by_seed.items():
             if UNTOUCHED in training.runs:
                 arms[UNTOUCHED] = Arm(training, UNTOUCHED, seed, training.runs[UNTOUCHED])
@@ -215,22 +227,13 @@ Level = float | str
 
 
 class Factor(NamedTuple):
-    """A setting in which plain trainings differ."""
-
     settings: tuple[str, ...]  # entries of `Training.settings` that may differ; the first that is set is the level
     options: str  # options to give to `train`, as typed
     level: Callable[[Training], Level | None] | None = None  # for other levels; returns None if not recorded
     fixed: Callable[[Training], Any] = lambda training: None  # a further value that has to be equal
 
-    def level_of(self, training: Training) -> Level | None:
-        if self.level is not None:
-            return self.level(training)
-        settings = training.settings
-        return next((settings[name] for name in self.settings if settings.get(name) is not None), None)
-
 
 def _tokens(training: Training) -> Level | None:
-    """Return the number of tokens of the training text, each counted once."""
     blocks = training.manifest.get("text_blocks")
     return None if blocks is None else blocks * training.settings["block_length"]
 
@@ -283,20 +286,12 @@ class Study:
 
 @dataclass(frozen=True)
 class Given:
-    """All given data, and the model to judge."""
-
     name: str
     trainings: tuple[Training, ...] = ()  # of all models
     series: tuple[Steps, ...] = ()  # the measured steps of this model's trainings
     naturals: Mapping[str, RunData] = field(default_factory=dict)  # model → its run on text, for all models
     variant: int = 0  # the index of the arm to read, if a method has several
-    scores: tuple[Scores, ...] = ()
-
-    @cached_property
-    def meant(self) -> dict[str, str]:
-        """Method → the variant to read, for methods with enough variants."""
-        known = variants(self.own).items()
-        return {method: kinds[self.variant] for method, kinds in known if self.variant < len(kinds)}
+    scores: tuple[RunData, ...] = ()
 
     @property
     def own(self) -> list[Training]:
@@ -304,7 +299,6 @@ class Given:
 
     @property
     def own_fresh(self) -> list[Training]:
-        """This model's trainings from random weights."""
         return [training for training in self.own if training.command == "train"]
 
 
@@ -325,12 +319,10 @@ def _alike(
 def _with_most(
     groups: Iterable[tuple[list[Training], Found]], but: Iterable[str] = ()
 ) -> tuple[list[Training], Found, str] | None:
-    """Choose a group of trainings: return the group, the items that were found in it, and its setting.
+    """Return the group with the most items, these items, and in words its setting; "" if there is only one.
 
-    `groups` have equal settings, except for the settings in `but`. Among the groups with the most items, it is the
-    group whose plain models end with the most sinks, because effects on sinks are visible only if there are some.
-    Fine-tuned models had their sinks before: for them it is the first group. The setting is in words,
-    «learning_rate=0.002, of 2 settings the one with most plain sinks: 0.0, 59.4 %», or empty if there is only one.
+    Among several, it is the group whose plain models end with the most sinks, because effects on sinks are visible only
+    if there are some. Fine-tuned models had their sinks before: for them it is the first group.
     """
     found = [(group, own) for group, own in groups if len(own)]
     if not found:
@@ -357,9 +349,8 @@ def _with_most(
 
 def _plain_sinks(trainings: Iterable[Training]) -> float:
     """Return the mean sink rate of plain models trained from random weights; 0 if it was not measured."""
-    fresh = [training for training in trainings if training.command == "train"]
-    rates = [arm.metric("sink_rate") for training in fresh for arm in training.arms if arm.method == PLAIN]
-    return float(np.nan_to_num(np.mean(rates))) if rates else 0.0
+    arms = (arm for training in trainings if training.command == "train" for arm in training.arms)
+    return float(np.nan_to_num(np.mean([arm.metric("sink_rate") for arm in arms if arm.method == PLAIN] or 0.0)))
 
 
 def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
@@ -368,7 +359,7 @@ def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
 
 # --- arms
 
-OF_ARMS: dict[NeedKind, tuple[str, str]] = {  # kind → command and text of the trainings; "" for any
+OF_ARMS: dict[Kind, tuple[str, str]] = {  # kind → command and text of the trainings; "" for any
     "arms": ("", ""),
     "retrofit": ("retrofit", ""),
     "train": ("train", ""),
@@ -382,8 +373,9 @@ def _with_arms(given: Given, need: Need) -> list[Training]:
 
 
 def _find_arms(given: Given, need: Need) -> Study | None:
-    wanted = wanted_arms(need.of)
-    found = _with_most((group, arms_by_seed(group, wanted, given.meant)) for group in _alike(_with_arms(given, need)))
+    wanted, known = wanted_arms(need.of), variants(given.own).items()
+    meant = {method: kinds[given.variant] for method, kinds in known if given.variant < len(kinds)}
+    found = _with_most((group, arms_by_seed(group, wanted, meant)) for group in _alike(_with_arms(given, need)))
     if found is None:
         return None
     _, by_seed, setting = found
@@ -399,10 +391,8 @@ def _train_arms(given: Given, need: Need) -> str:
             return known[0].again({"method": methods}, known[0].folder)
         return known[0].again({"method": methods, "seeds": SEEDS})
     command, text = OF_ARMS[need.kind]
-    if text:
-        return f"sinkscope run {text}"
     words = "sinkscope train" if command == "train" else "sinkscope retrofit {model}"
-    return f"{words} --method {methods} --seeds {SEEDS}"
+    return f"sinkscope run {text}" if text else f"{words} --method {methods} --seeds {SEEDS}"
 
 
 # --- plain trainings that differ in one setting
@@ -415,7 +405,6 @@ def _factor_and_arm(need: Need) -> tuple[Factor, str]:
 
 
 def _find_factor(given: Given, need: Need) -> Study | None:
-    """Find the group with the most levels that includes this model."""
     factor, arm = _factor_and_arm(need)
     fresh = [training for training in given.trainings if training.command == "train"]
     groups = []
@@ -423,7 +412,8 @@ def _find_factor(given: Given, need: Need) -> Study | None:
         by_level: dict[Level, dict[int, RunData]] = {}
         for training in group:
             runs = {arms[arm].seed: arms[arm].run for arms in arms_by_seed([training], [arm])}
-            level = factor.level_of(training)
+            known = (training.settings.get(name) for name in factor.settings)
+            level = factor.level(training) if factor.level else next((x for x in known if x is not None), None)
             if runs and level is not None:
                 by_level[level] = runs | by_level.get(level, {})
         if len(by_level) > 1 and given.name in {training.model for training in group}:
@@ -437,12 +427,11 @@ def _find_factor(given: Given, need: Need) -> Study | None:
 
 def _vary(given: Given, need: Need) -> str:
     factor, arm = _factor_and_arm(need)
-    words = f"sinkscope train --method {arm} --seeds {SEEDS}"
-    if given.own_fresh:
-        config = {"config": None} if "--config" in factor.options else {}
-        changed = {"method": arm, "seeds": SEEDS} | config | dict.fromkeys(factor.settings)
-        words = given.own_fresh[0].again(changed)
-    return f"{words} {factor.options}"
+    if not given.own_fresh:
+        return f"sinkscope train --method {arm} --seeds {SEEDS} {factor.options}"
+    config = {"config": None} if "--config" in factor.options else {}
+    changed = {"method": arm, "seeds": SEEDS} | config | dict.fromkeys(factor.settings)
+    return f"{given.own_fresh[0].again(changed)} {factor.options}"
 
 
 # --- steps
@@ -477,14 +466,12 @@ _CHAT = re.compile(r"[-_](chat|instruct|it|sft|dpo)(?=$|[-_.])", re.IGNORECASE)
 
 
 def family_of(name: str) -> str:
-    """Return the name of a model without its size."""
     return _SIZE_IN_WORDS.sub("", _SIZE.sub("…", name))
 
 
 def base_of(name: str) -> str | None:
     """Return the name of the base of a chat model; None if the name does not say that the model was tuned."""
-    base = _CHAT.sub("", name)
-    return base if base != name else None
+    return _CHAT.sub("", name) if _CHAT.search(name) else None
 
 
 def parameters(run: RunData) -> int:
@@ -499,70 +486,60 @@ def _measured_alike(first: RunData, second: RunData) -> bool:
 def _find_sizes(given: Given, need: Need) -> Study | None:
     """Find the models of a family that were measured alike, by increasing size; for `scores`, models with a score."""
     scores = {}
-    if need.kind == "scores":
-        for one in given.scores:
-            rows = one.main[one.main["condition"] == need.of]
-            if len(rows):
-                scores[str(one.manifest["model"]["name"])] = (one.folder, float(rows["score"].iloc[0]))
+    for one in given.scores if need.kind == "scores" else ():
+        for score in main_scores(one.tables[SCORES]).query("condition == @need.of")["score"].head(1):
+            scores[str(one.manifest["model"]["name"])] = (one.folder, float(score))
     known = {name: run for name, run in given.naturals.items() if need.kind == "sizes" or name in scores}
     if given.name not in known:
         return None
-    alike = {
-        name: run
+    family = [
+        (parameters(run), name)
         for name, run in known.items()
         if family_of(name) == family_of(given.name)
         and _measured_alike(run, known[given.name])
         and run.manifest["model"].get("parameters")
-    }
-    runs = dict(sorted(alike.items(), key=lambda item: parameters(item[1])))
-    if len(set(map(parameters, runs.values()))) < FEWEST:
+    ]
+    if len({count for count, _ in family}) < FEWEST:
         return None
+    runs = {name: known[name] for _, name in sorted(family, key=itemgetter(0))}
     folders = (*(run.folder for run in runs.values()), *(scores[name][0] for name in runs if name in scores))
     return Study(folders, runs=runs, scores={name: scores[name][1] for name in runs if name in scores})
 
 
 def _find_base(given: Given, need: Need) -> Study | None:
     """Find the base of a chat model and the chat model, in this order, if both were measured alike."""
-    base, naturals = base_of(given.name), given.naturals
-    if base not in naturals or given.name not in naturals:
+    names = (base_of(given.name) or "", given.name)
+    runs = {name: given.naturals[name] for name in names if name in given.naturals}
+    if len(runs) < 2 or not _measured_alike(*runs.values()):
         return None
-    runs = {name: naturals[name] for name in (str(base), given.name)}
-    return Study(tuple(run.folder for run in runs.values()), runs=runs) if _measured_alike(*runs.values()) else None
+    return Study(tuple(run.folder for run in runs.values()), runs=runs)
 
 
 def _analyze_base(given: Given, need: Need) -> str:
-    """Return the command for the base, named as on the hub: the name of a file does not give the path of its base."""
     base = base_of(given.name)
-    return f"sinkscope analyze {base}" if base and "/" in base else f"sinkscope analyze BASE, its base model {base}"
+    is_on_the_hub = base and "/" in base  # the name of a file does not give the path of its base
+    return f"sinkscope analyze {base}" if is_on_the_hub else f"sinkscope analyze BASE, its base model {base}"
 
 
 def _measure_sizes(given: Given, need: Need) -> str:
+    words = f"with runs of {FEWEST} or more sizes of its family"
     if need.kind == "sizes":
-        return f"sinkscope claims --from RUN --from RUN …, with runs of {FEWEST} or more sizes of its family"
-    return (
-        f"sinkscope claims --from RUN … --from SCORES …, with runs of {FEWEST} or more sizes of its family and "
-        f"the results of sinkscope benchmark --tasks {need.of} for each"
-    )
+        return f"sinkscope claims --from RUN --from RUN …, {words}"
+    of_task = f"the results of sinkscope benchmark --tasks {need.of} for each"
+    return f"sinkscope claims --from RUN … --from SCORES …, {words} and {of_task}"
 
 
 # --- all kinds
 
-
-class Kind(NamedTuple):
-    """How studies of a kind are found, and the command that makes a study."""
-
-    find: Callable[[Given, Need], Study | None]
-    command: Callable[[Given, Need], str]
-
-
-KINDS: dict[NeedKind, Kind] = {
-    **dict.fromkeys(OF_ARMS, Kind(_find_arms, _train_arms)),  # arms:none,vga
-    "factor": Kind(_find_factor, _vary),  # factor:weight-decay
-    "steps": Kind(_find_steps, _analyze_steps),
-    "course": Kind(_find_steps, _analyze_steps),  # only the sink rate, which trainings log
-    "sizes": Kind(_find_sizes, _measure_sizes),
-    "scores": Kind(_find_sizes, _measure_sizes),  # scores:hellaswag
-    "base": Kind(_find_base, _analyze_base),
+# kind → how its studies are found, and the command that makes one
+KINDS: dict[Kind, tuple[Callable[[Given, Need], Study | None], Callable[[Given, Need], str]]] = {
+    **dict.fromkeys(OF_ARMS, (_find_arms, _train_arms)),  # arms:none,vga
+    "factor": (_find_factor, _vary),  # factor:weight-decay
+    "steps": (_find_steps, _analyze_steps),
+    "course": (_find_steps, _analyze_steps),  # only the sink rate, which trainings log
+    "sizes": (_find_sizes, _measure_sizes),
+    "scores": (_find_sizes, _measure_sizes),  # scores:hellaswag
+    "base": (_find_base, _analyze_base),
 }
 
 
@@ -573,9 +550,9 @@ def studies_of(given: Given, needs: Iterable[Need]) -> tuple[dict[Need, Study], 
     for need in dict.fromkeys(need for need in needs if need.is_study):
         typed = wanted_arms(need.of) if need.kind in OF_ARMS else []
         has_variants = any(":" not in arm and arm not in (PLAIN, UNTOUCHED) for arm in typed)
-        study = KINDS[need.kind].find(given, need) if given.variant == 0 or has_variants else None
-        if study is None:
-            commands[need] = KINDS[need.kind].command(given, need)
-        else:
+        find, command = KINDS[need.kind]
+        if (given.variant == 0 or has_variants) and (study := find(given, need)):
             found[need] = study
+        else:
+            commands[need] = command(given, need)
     return found, commands

@@ -35,13 +35,11 @@ def evidence_of(
 
 
 def with_studies(evidence: Evidence, given: Given) -> Evidence:
-    """Add the studies that were found among the given data, and the commands that make the missing studies."""
     studies, commands = studies_of(given, NEEDS)
     return replace(evidence, studies=studies, commands=commands)
 
 
 def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
-    """Return the table `claim` of one model, by default under the name in its run."""
     run = evidence.any_run
     rows = []
     for claim in CLAIMS.values():

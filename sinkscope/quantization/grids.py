@@ -36,8 +36,7 @@ class Grid:
     highest: int | torch.Tensor
 
     def of(self, x: torch.Tensor) -> "Grid":
-        """Return the grid itself, because it is static."""
-        return self
+        return self  # it is static
 
     def snap(self, x: torch.Tensor) -> torch.Tensor:
         """Round x (any shape) to the nearest numbers of the grid, in float32 or better; returns x's dtype.
@@ -79,8 +78,10 @@ def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
 
 
 def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
-    """Return the grid for low … high, widened to hold 0: 2^bits - 1 steps, of which round(-low ÷ step) are below 0."""
-    # for two tensors instead of numbers, there is a grid for each entry
+    """Return the grid for low … high, widened to hold 0: 2^bits - 1 steps, of which round(-low ÷ step) are below 0.
+
+    For two tensors instead of numbers, there is a grid for each entry.
+    """
     check_bits(bits)
     most = 2**bits - 1
     if isinstance(low, torch.Tensor):
@@ -102,14 +103,9 @@ def _step(width: Any, steps: int) -> Any:
     return max(width / steps, TINY) if width > 0 else 0.0
 
 
-def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round x (any shape), such as a weight, to one grid for its own largest entry."""
-    return symmetric_grid(float(x.abs().max()) if x.numel() else 0.0, bits).snap(x)
-
-
-def check_bits(bits: int, what: str = "bits") -> None:
+def check_bits(bits: int) -> None:
     if isinstance(bits, bool) or not isinstance(bits, int) or not FEWEST_BITS <= bits <= MOST_BITS:
-        raise InputError(f"{what} {bits}: it must be a whole number from {FEWEST_BITS} to {MOST_BITS}")
+        raise InputError(f"bits {bits}: it must be a whole number from {FEWEST_BITS} to {MOST_BITS}")
 
 
 TENSOR, CHANNEL, TOKEN = "tensor", "channel", "token"  # units with a grid of their own

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import (
     ROW_CHUNK,
     AttentionCall,
-    Kernel,
     grouped_matmul,
     masked,
     raw_logits,
@@ -21,9 +20,9 @@ from sinkscope.attention.kernels import (
 )
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
-from sinkscope.models.edits import Edit, edited_output, first_argument, replaced, wrapped_forward
+from sinkscope.models.edits import edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.families import find_family
-from sinkscope.models.in_memory import called_uncompiled, check_called_itself, on_cpu_by_default, unwrapped
+from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, unwrapped
 from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
 from sinkscope.quantization.grids import Grid, Precision, Range, RowGrids
 from sinkscope.quantization.sites import (
@@ -45,13 +44,16 @@ from sinkscope.quantization.sites import (
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-def changed_attention(change: Change) -> Kernel:
-    """Return a kernel that passes keys, values, scores and attention weights through `change`, in row chunks."""
-    # Scores include the softcap, but no mask. A learned sink logit enters the softmax unchanged. No T × T matrix larger
-    # than one row chunk is kept.
+@contextmanager
+def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> Iterator[None]:
+    """Pass keys, values, scores and attention weights of these layers through their change until the end of the block.
 
-    def kernel(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    Scores include the softcap, but no mask. A learned sink logit enters the softmax unchanged. No T × T matrix larger
+    than one row chunk is kept.
+    """
+
+    def attend(
+        change: Change, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = change(KEYS, key), change(VALUES, value)
         mixes, lses = [], []
@@ -64,20 +66,11 @@ def changed_attention(change: Change) -> Kernel:
             lses.append(lse)
         return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
 
-    return kernel
-
-
-@contextmanager
-def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> Iterator[None]:
-    """Use `changed_attention` in these layers until the end of the block."""
-    before = {layer: seams[layer].kernel for layer in changes}
-    try:
+    with ExitStack() as stack:
         for layer, change in changes.items():
-            seams[layer].kernel = changed_attention(change)
+            stack.callback(setattr, seams[layer], "kernel", seams[layer].kernel)
+            seams[layer].kernel = partial(attend, change)
         yield
-    finally:
-        for layer, kernel in before.items():
-            seams[layer].kernel = kernel
 
 
 Grids = Grid | RowGrids
@@ -109,8 +102,7 @@ def quantized(
     Raises:
         InputError: A site or a grid does not exist, or a number of bits is out of range.
     """
-    check_called_itself(model)
-    model = unwrapped(model)
+    model = unwrapped(model, changed=True)
     kept = chosen_sites(ranges.keys(), except_sites)
     rest = {site: known for site, known in ranges.items() if site not in kept}
     precision = Precision(bits_weights, bits_activations, bits_kv_cache, weights_per, activations_per, kv_cache_per)
@@ -134,6 +126,9 @@ def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precis
         output = forward(x if before is None else before.snap(x), *args, **kw)
         return output if after is None else after.snap(output)
 
+    def snapped(grid: Grids, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return grid.snap(x)
+
     def snap_in_place(grid: Grids, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         x = first_argument(args, kwargs)
         x.copy_(grid.snap(x))  # the residual stream continues with the same tensor
@@ -141,10 +136,12 @@ def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precis
     grids: dict[str, dict[str, Grids]] = defaultdict(dict)
     for site, known in ranges.items():
         grids[site.path][site.part] = precision.grid(site, known)
-    weights = {path: mine[WEIGHT] for path, mine in grids.items() if WEIGHT in mine}
     with ExitStack() as stack:
-        stack.enter_context(replaced(_weight_edits(model, weights)))
         for path, mine in grids.items():
+            if WEIGHT in mine:
+                module = model.get_submodule(path)
+                weight = by_output(module, module.get_parameter("weight").detach())
+                stack.enter_context(replaced([(module, "weight", by_output(module, mine[WEIGHT].snap(weight)))]))
             if INPUT in mine or OUTPUT in mine:
                 around = partial(snap_ends, mine.get(INPUT), mine.get(OUTPUT))
                 stack.enter_context(wrapped_forward(model.get_submodule(path), around))
@@ -152,22 +149,11 @@ def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precis
                 grid, (owner, _, end) = mine[SUM], path.rpartition(".")
                 module = model.get_submodule(owner)
                 if end == "output":
-                    stack.enter_context(edited_output(module, partial(_snapped, grid)))
+                    stack.enter_context(edited_output(module, partial(snapped, grid)))
                 else:
                     hook = partial(snap_in_place, grid)
                     stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
-
-
-def _weight_edits(model: PreTrainedModel, grids: Mapping[str, Grids]) -> Iterator[Edit]:
-    for path, grid in grids.items():
-        module = model.get_submodule(path)
-        snapped = grid.snap(by_output(module, module.get_parameter("weight").detach()))
-        yield module, "weight", by_output(module, snapped)
-
-
-def _snapped(grid: Grids, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return grid.snap(x)
 
 
 def quantized_attention(

@@ -21,9 +21,8 @@ from transformers.pytorch_utils import Conv1D
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.edits import check_own_map, check_parameters
-from sinkscope.models.family import NOT_RUN, Family
+from sinkscope.models.family import NOT_RUN, Family, read_a_token
 from sinkscope.models.quantized import check_not_quantized
-from sinkscope.models.towers import reached_by_text
 
 LINEAR = (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer, with its weight stored as (in, out)
 LINEAR_SCHEME, FULL_SCHEME = SCHEMES = ("linear", "full")
@@ -61,11 +60,7 @@ class Site:
 def sites_of(
     model: PreTrainedModel, family: Family, scheme: str = LINEAR_SCHEME, has_cache: bool = False
 ) -> list[Site]:
-    """Return the sites of a model: linear layers, then the sites that only scheme `full` has, then keys and values.
-
-    Raises InputError if there are no sites, weights are offloaded or already quantized, the model has an adapter, or
-    the scheme is unknown or does not apply.
-    """
+    """Return the sites of a model: linear layers, then the sites that only scheme `full` has, then keys and values."""
     if scheme not in SCHEMES:
         raise InputError(f"scheme {unknown(scheme, SCHEMES)}")
     check_not_quantized(model, "simulated quantization")
@@ -74,7 +69,7 @@ def sites_of(
     found = dict(linear_modules(model))
     layers = {path: _layer_and_kind(path, family)[0] for path in found}
     passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
-    reached = reached_by_text(model) if len(passed) < len(found) or scheme == FULL_SCHEME else set()
+    reached = read_a_token(model)[0] if len(passed) < len(found) or scheme == FULL_SCHEME else set()
     sites = []
     for path, module in found.items():
         if path not in passed and path not in reached:

@@ -10,34 +10,29 @@ different cells at once; files that all of them write are written under the lock
 """
 
 import json
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.options.files import read_json
 from sinkscope.options.recipe import COMPARISON
 from sinkscope.results.folders import alone_in, check_no_link, check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, read_manifest, write_manifest
-from sinkscope.results.swap import LOCK, NEW, OLD, PREFIX, beside, locked, new_file, put_right, remove
+from sinkscope.results.swap import PREFIX, locked, new_file, parts_of, put_right, remove
 
 COMMAND = "sweep"  # in the manifests
 CELLS, FAILED = "cells", "failed"
 PATIENCE = 60.0  # seconds that one process waits for another to finish a short piece of writing
 MOMENT = 2.0  # seconds that the workers of a killed sweep take to end
-PAUSE = 0.1  # between two attempts
 
 
 class Failure(BaseModel):
     """The error of a cell that has no run folder."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     error: str
     attempts: int = 1
@@ -78,39 +73,33 @@ class CellFolders:
                     read_manifest(self.folder, (COMMAND,))
                     check_no_link(self.folder)
                 try:
-                    stack.enter_context(_patiently(partial(locked, own_part), MOMENT))
+                    stack.enter_context(locked(own_part, MOMENT))
                 except BlockingIOError:
                     raise InputError(
                         f"--out {self.folder} is being written by another process: wait for it, or name another folder"
                     ) from None
                 try:
-                    if is_new:
-                        with new_folder(self.folder) as fresh:
-                            write_manifest(fresh, listed)
-                    else:
-                        remove(beside(self.folder / MANIFEST, NEW))
-                        write_manifest(self.folder, listed)
+                    with new_folder(self.folder) if is_new else nullcontext(self.folder) as folder:
+                        write_manifest(folder, listed)
                     for name in (CELLS, FAILED):
                         (self.folder / name).mkdir(exist_ok=True)
                 except OSError as error:
                     raise SinkscopeError(f"writing {self.folder} failed: {one_line(error)}") from error
             yield
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> AbstractContextManager[Path]:
         """Lock the complete folder for a moment. Raises InputError if another process keeps the lock."""
-        with _patiently(partial(alone_in, self.folder)):
-            yield
+        return alone_in(self.folder, patience=PATIENCE)
 
     def put_right(self, names: Collection[str]) -> None:
         """Finish or undo the half-written files of these cells after the last worker of a killed sweep has ended."""
         for path in list((self.folder / CELLS).glob(f"{PREFIX}*")):
-            name, _, what = path.name.removeprefix(PREFIX).rpartition("-")
-            if name in names and what in (NEW, OLD, LOCK):
-                with _patiently(partial(locked, self.run(name))):
+            name, _ = parts_of(path)
+            if name in names:
+                with locked(self.run(name), PATIENCE):
                     put_right(self.run(name))
         for path in list((self.folder / FAILED).glob(f"{PREFIX}*")):
-            if path.name.removeprefix(PREFIX).removesuffix(f".json-{NEW}") in names:
+            if parts_of(path)[0].removesuffix(".json") in names:
                 remove(path)
 
     def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
@@ -146,20 +135,3 @@ class CellFolders:
     def forget(self, name: str) -> None:
         """Delete the record of a failure, because the cell is done or is tried again."""
         remove(self.failure_file(name))
-
-
-@contextmanager
-def _patiently(lock: Callable[[], AbstractContextManager], seconds: float = PATIENCE) -> Iterator[None]:
-    """Enter a lock, and wait if another process holds it for a short time."""
-    until = time.monotonic() + seconds
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(lock())
-                break
-            except (BlockingIOError, InputError) as error:
-                is_taken = isinstance(error, BlockingIOError) or isinstance(error.__context__, BlockingIOError)
-                if not is_taken or time.monotonic() > until:
-                    raise
-            time.sleep(PAUSE)
-        yield

@@ -14,7 +14,7 @@ from typing import Any
 
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.results.manifest import MANIFEST, RUNS, files_in, read_manifest, strangers, write_manifest
-from sinkscope.results.swap import NEW, beside, locked, put_in_place, put_right, put_right_within, remove
+from sinkscope.results.swap import MOMENT, NEW, OLD, beside, locked, put_right, put_right_within, remove
 
 Sources = Iterable[str | os.PathLike[str] | None]
 
@@ -33,11 +33,11 @@ def own_folder(
 
 
 @contextmanager
-def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[Path]:
+def alone_in(folder: str | os.PathLike[str], option: str = "--out", patience: float = MOMENT) -> Iterator[Path]:
     """Lock a folder, which need not exist, against other processes, and repair it after a killed process.
 
     `option` is the option that names another folder, or "" if the command can write only this one. Raises InputError if
-    another process writes the folder, a file is in the way, or the folder cannot be written.
+    another process writes the folder for `patience` seconds, a file is in the way, or the folder cannot be written.
     """
     path = Path(folder)
     named, instead = (f"{option} {path}", ", or name another folder") if option else (str(path), "")
@@ -53,11 +53,12 @@ def alone_in(folder: str | os.PathLike[str], option: str = "--out") -> Iterator[
         raise InputError(f"--out {path}: the file {in_the_way} is in the way")
     if not real.name:
         raise _not_replaceable(path)
+    missing = [place for place in real.parents if not place.exists()]  # the innermost first
     with ExitStack() as stack:
-        stack.callback(_remove_empty, _missing_parents(real))
+        stack.callback(_remove_empty, missing)
         try:
             real.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(real))
+            stack.enter_context(locked(real, patience))
             put_right(real)
         except BlockingIOError:
             raise InputError(f"{named} is being written by another process: wait for it{instead}") from None
@@ -72,11 +73,6 @@ def _not_replaceable(folder: Path) -> InputError:
     return InputError(f"--out {folder} cannot be replaced: name a new folder in it, such as {folder / 'run'}")
 
 
-def _missing_parents(folder: Path) -> list[Path]:
-    """Return the parents that do not exist, innermost first."""
-    return [path for path in folder.parents if not path.exists()]
-
-
 def _remove_empty(folders: Iterable[Path]) -> None:
     with suppress(OSError):  # not empty: a file was written, or another run is there
         for path in folders:
@@ -84,16 +80,10 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def check_output(folder: Path, overwrite: bool, commands: Collection[str] = RUNS, reads: Sources = ()) -> None:
-    """Check, before anything is computed, that a command can write its folder.
+    """Raise InputError, before anything is computed, if a command cannot write its folder.
 
-    Args:
-        folder: the folder to write.
-        overwrite: whether an earlier result there may be replaced.
-        commands: the commands whose earlier result may be replaced; results of other commands are never replaced.
-        reads: names of a model, an input, …: a folder that contains one of them is not replaced.
-
-    Raises:
-        InputError: the folder contains other files or a link, or cannot be replaced.
+    With `overwrite`, a result of one of `commands` is replaced if the folder has no other file, no link, and none of
+    the files that are read: `reads` are names of a model, an input, ….
     """
     real = folder.resolve()
     try:
@@ -123,43 +113,39 @@ def check_no_link(folder: Path) -> None:
 
 def _check_replaceable(folder: Path, commands: Collection[str], reads: Sources) -> None:
     """Raise InputError unless the folder contains only files of one of `commands`: a run may have taken days."""
+    kept = f"--out {folder} is not replaced"
     try:
         by = read_manifest(folder, None)["command"]
         stranger = next(strangers(folder), None) if by in commands else None
     except InputError as error:
-        raise InputError(f"--out {folder} is not replaced: {error}; delete it, or name another folder") from None
+        raise InputError(f"{kept}: {error}; delete it, or name another folder") from None
     if by not in commands:
         raise InputError(f"--out {folder} holds what `{by}` wrote, and is not replaced: name another folder")
     if stranger is not None:
-        raise InputError(
-            f"--out {folder} is not replaced: it holds {stranger.relative_to(folder)}, which no run wrote; "
-            "move that away, or name another folder"
-        )
+        what = stranger.relative_to(folder)
+        raise InputError(f"{kept}: it holds {what}, which no run wrote; move that away, or name another folder")
     for source in reads:  # a source equal to the folder is a word such as `natural`; `strangers` finds a model in it
         with suppress(OSError, RuntimeError, ValueError):  # not a path
             if source is not None and folder.resolve() in Path(source).expanduser().resolve().parents:
-                raise InputError(
-                    f"--out {folder} is not replaced: it holds {source}, which is read; name another folder"
-                )
+                raise InputError(f"{kept}: it holds {source}, which is read; name another folder")
 
 
 @contextmanager
-def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = None) -> Iterator[Path]:
+def new_folder(folder: Path, inside: Path | None = None) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` when the block succeeds, and is removed when it fails.
 
     `own_folder` prevents other commands from writing `folder` in the meantime. Files of other origin in it are kept:
-    the files that `others` finds at the end, by default all files that run.json does not list. Raises SinkscopeError if
-    the disk cannot be written.
+    those that run.json of the folder (of `inside`, a folder above it) does not list at the end. Raises SinkscopeError
+    if the disk cannot be written.
     """
     real = folder.resolve()
     try:
-        missing = _missing_parents(real)
+        put_right(real)
+        fresh = beside(real, NEW)
+        fresh.mkdir(parents=True)
         try:
-            put_right(real)
-            fresh = beside(real, NEW)
-            fresh.mkdir(parents=True)
             yield fresh
-            for path in (others or _added_meanwhile)(real):
+            for path in _others(real, (inside or folder).resolve()):
                 target = fresh / path.relative_to(real)
                 if target.exists():
                     raise SinkscopeError(
@@ -167,20 +153,22 @@ def new_folder(folder: Path, others: Callable[[Path], Iterable[Path]] | None = N
                     )
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, target, follow_symlinks=False)
-            put_in_place(real)
-        except BaseException:
+            if real.exists():
+                os.replace(real, beside(real, OLD))
+            os.replace(fresh, real)
+        finally:
             put_right(real)
-            _remove_empty(missing)
-            raise
     except OSError as error:
         raise SinkscopeError(f"writing {folder} failed, and nothing of it is left: {one_line(error)}") from error
 
 
-def _added_meanwhile(folder: Path) -> list[Path]:
-    """Return the files that were added to the folder since it was checked."""
-    if (folder / MANIFEST).exists():
-        return list(strangers(folder))
-    return [path for path in folder.rglob("*") if not path.is_dir()]
+def _others(folder: Path, root: Path) -> list[Path]:
+    """Return the files in a folder that run.json in `root` does not list; all files if there is none."""
+    if not (root / MANIFEST).exists():
+        return [path for path in folder.rglob("*") if not path.is_dir()]
+    if root != folder and read_manifest(root, None).get("files") is None:  # of an older version
+        return []
+    return [path for path in strangers(root) if path.is_relative_to(folder)]
 
 
 # --------------------------------------------------------------------------------------------------------- resuming
@@ -191,23 +179,14 @@ def resumable(
 ) -> dict[str, Any] | None:
     """Return the manifest of an interrupted folder that can be resumed; None if the folder has no manifest yet.
 
-    Args:
-        folder: the folder to resume.
-        command: the command, as in the manifest.
-        options: entries of the manifest that must be equal, single values or mappings of names to values, without
-            the options that may differ between two sessions.
-        defaults: values for entries that the manifest of an older version lacks.
-
-    Raises:
-        InputError: the folder belongs to another command, its manifest is damaged, or the options differ.
+    `options` are the entries of the manifest, single values or mappings of names to values, that must be equal;
+    `defaults` are values for entries that an older version did not write. Raises InputError if the folder belongs to
+    another command, its manifest is damaged, or the options differ.
     """
     if not (folder / MANIFEST).exists():
         return None
     found = read_manifest(folder, (command,))
     recorded = {name: found[name] for name in options if name in found}
-    for name, value in options.items():
-        if isinstance(value, dict) and not isinstance(recorded.get(name, {}), dict | None):
-            raise InputError(f"{folder / MANIFEST} is damaged ({name}): delete {folder}, or name another folder")
     before, after = _flat(defaults or {}) | _flat(recorded), _flat(json.loads(json.dumps(options)))
     differing = [
         f"{key[-1]} was {one_line(before.get(key), 40)}, now {one_line(after.get(key), 40)}"
@@ -222,15 +201,10 @@ def resumable(
     return found
 
 
-def _flat(options: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Flatten options: (entry, name) → value for options in a mapping, (entry,) → value for others."""
-    flat: dict[tuple[str, ...], Any] = {}
-    for entry, value in options.items():
-        if isinstance(value, dict):
-            flat |= {(entry, name): part for name, part in value.items()}
-        else:
-            flat[entry,] = value
-    return flat
+def _flat(options: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """Return (entry, name) → value for the values of an entry; a single value has the entry's own name."""
+    nested = {entry: value if isinstance(value, dict) else {entry: value} for entry, value in options.items()}
+    return {(entry, name): value for entry, values in nested.items() for name, value in values.items()}
 
 
 def check_resumable(
@@ -292,13 +266,7 @@ class FileList:
     @contextmanager
     def new_folder(self, target: Path) -> Iterator[Path]:
         """Yield a temporary folder, as the function `new_folder` does, for a folder in this one, and list its files."""
-
-        def others(real: Path) -> list[Path]:
-            if self.names is None or not (self.folder / MANIFEST).exists():
-                return []
-            return [path for path in strangers(self.folder.resolve()) if path.is_relative_to(real)]
-
-        with new_folder(target, others) as fresh:
+        with new_folder(target, inside=self.folder) as fresh:
             yield fresh
             within = [MANIFEST] if (fresh / MANIFEST).exists() else files_in(fresh)
             self.add(*((target / name).relative_to(self.folder).as_posix() for name in within))

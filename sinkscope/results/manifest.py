@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache
@@ -54,13 +54,9 @@ def noting(**facts: Any) -> Iterator[None]:
 def make_manifest(
     command: str, config: Mapping[str, Any], start: float, tables: Iterable[str] = (), **facts: Any
 ) -> dict[str, Any]:
-    """Return the content of run.json, with `facts` as further entries.
+    """Return the content of run.json of a command that began at `start`, with `facts` as further entries.
 
-    Args:
-        command: the command that writes the folder, named as its function in Python.
-        config: its options, as in JSON.
-        start: the time at which it began, in seconds since the epoch.
-        tables: names of the tables in the folder.
+    The command is named as its function in Python; `config` has its options, as in JSON, and `tables` the names.
     """
     return {
         "sinkscope": version("sinkscope"),
@@ -83,13 +79,11 @@ def make_manifest(
 def _git_commit() -> str | None:
     """Return the commit of the running sinkscope if it runs from a checkout."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        answer = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return answer.stdout.strip()
+    with suppress(OSError, subprocess.CalledProcessError):
+        if (root / ".git").exists():
+            head = ["git", "-C", str(root), "rev-parse", "HEAD"]
+            return subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    return None
 
 
 def _peak_memory_mb() -> float:
@@ -185,16 +179,10 @@ def tables_folder(folder: Path) -> Path:
 
 
 def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict[str, Any]:
-    """Read FOLDER/run.json.
+    """Read FOLDER/run.json of one of the commands (None: of any).
 
-    Args:
-        folder: any folder that sinkscope wrote.
-        commands: commands that may have written it, by default the commands whose folder is one run; None: any
-            command.
-
-    Raises:
-        InputError: run.json is missing, unreadable, another file, of another command, or of a newer format; or it
-            has an older format and lacks what is needed.
+    Raises InputError if it is missing, unreadable, another file, of another command, of a newer format, or of an older
+    format without what is needed.
     """
     path = folder / MANIFEST
     if kind_of(path) is None and not find_again(folder):
@@ -228,18 +216,16 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
 
 def _completed(manifest: Any) -> Any:
     """Add the lengths of the sequences to a manifest of format 1 if they follow from its number of tokens."""
-    try:
+    with suppress(KeyError, TypeError):
         read, length = manifest["input"], manifest["config"]["seq_len"]
-        if "format" in manifest or read["tokens"] != read["sequences"] * length:
-            return manifest
-        return {**manifest, "input": {"shortest": length, "longest": length, **read}}
-    except (KeyError, TypeError):
-        return manifest
+        if "format" not in manifest and read["tokens"] == read["sequences"] * length:
+            return {**manifest, "input": {"shortest": length, "longest": length, **read}}
+    return manifest
 
 
 def _runs_inside(folder: Path) -> str:
-    runs = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
-    return f", but holds runs: name one of them, such as {runs[0]}" if runs else ""
+    run = min((str(path.parent) for path in folder.glob(f"*/{MANIFEST}")), default="")
+    return f", but holds runs: name one of them, such as {run}" if run else ""
 
 
 def format_of(manifest: Mapping[str, Any]) -> int:
@@ -248,7 +234,6 @@ def format_of(manifest: Mapping[str, Any]) -> int:
 
 
 def older(manifest: Mapping[str, Any]) -> str:
-    """Describe the version that made a folder of an older format."""
     return f"an older sinkscope (format {format_of(manifest)}, this one writes {FORMAT})"
 
 

@@ -39,7 +39,6 @@ class Metric:
     tables: tuple[str, ...] = (SUMMARY,)  # tables with the metric
 
     def text(self, value: float) -> str:
-        """Return the value as printed."""
         if isnan(value):
             return MISSING
         sign = "+" if "+" in self.form else ""
@@ -64,12 +63,7 @@ class Metric:
 
 
 def is_sink(window_mass: Any, epsilon: float) -> Any:
-    """Return whether a position is a sink in one head and sequence. Only this function decides it.
-
-    Args:
-        window_mass: α of GS eq. 1, as a number, an array or a tensor.
-        epsilon: the option of that name (WSE §3).
-    """
+    """Return whether a position with a window mass α (GS eq. 1) is a sink (WSE §3). Only this function decides it."""
     return window_mass > epsilon
 
 
@@ -156,24 +150,20 @@ _ACTIVATIONS = (
     Metric("kurtosis_with_norms", "kurtosis with norms (mean over sequences, sites and layers)",
         "mean kurtosis with norms",
         "kurtosis of attn_norm, attn_out, mlp_norm, mlp_out and layer_out: the sites of Bondarenko et al., except the "
-        "norm after the last layer",
-        form="{:,.2f}", source="Bondarenko et al. 2023", scope="models with norms in front of their branches",
-        lower_is_better=True),
+        "norm after the last layer", form="{:,.2f}", source="Bondarenko et al. 2023",
+        scope="models with norms in front of their branches", lower_is_better=True),
     Metric("kurtosis", "kurtosis (mean over sequences, sites and layers)", "mean kurtosis",
         "mean((x − μ)⁴) ÷ σ⁴ over all entries of a site and sequence, averaged over sequences and the sites of "
-        "max_inf_norm (VGA table 1 has other sites)",
-        form="{:,.2f}", source="Bondarenko et al. 2023", lower_is_better=True,
-        tables=(SUMMARY, QUANTIZATION, RETROFIT)),
+        "max_inf_norm (VGA table 1 has other sites)", form="{:,.2f}", source="Bondarenko et al. 2023",
+        lower_is_better=True, tables=(SUMMARY, QUANTIZATION, RETROFIT)),
     Metric("loss", "loss (nats per token)", "loss",
         "cross-entropy of the predicted tokens, of an encoder the masked ones; in the table `training` of the training "
         "batches",
         unit="nats", form="{:.3f}", whole="", lower_is_better=True, tables=(SUMMARY, EFFECT, QUANTIZATION, TRAINING)),
-    Metric("held_out_loss", "held-out loss (nats per token)", "held-out loss",
-        "loss of the held-out sequences of a probe", unit="nats", form="{:.3f}", whole="", lower_is_better=True,
-        tables=(TRAINING,)),
-    Metric("perplexity", "perplexity of the run's text", "perplexity",
-        "exp(loss)", form="{:,.2f}", source="VGA table 1", whole="", lower_is_better=True,
-        tables=(SUMMARY, EFFECT, QUANTIZATION, RETROFIT)),
+    Metric("held_out_loss", "held-out loss (nats per token)", "held-out loss", "loss of a probe's held-out sequences",
+        unit="nats", form="{:.3f}", whole="", lower_is_better=True, tables=(TRAINING,)),
+    Metric("perplexity", "perplexity of the run's text", "perplexity", "exp(loss)", form="{:,.2f}",
+        source="VGA table 1", whole="", lower_is_better=True, tables=(SUMMARY, EFFECT, QUANTIZATION, RETROFIT)),
 )
 
 _GRADIENTS = (
@@ -266,8 +256,7 @@ _QUANTIZED = (
     Metric("perplexity_quantized", "perplexity of the run's text in W8A8", "perplexity in W8A8",
         "perplexity with every linear layer but the LM head in simulated W8A8",
         form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
-    Metric("perplexity_increase", "increase of perplexity in W8A8", "Δ perplexity",
-        "perplexity_quantized − perplexity",
+    Metric("perplexity_increase", "increase of perplexity in W8A8", "Δ perplexity", "perplexity_quantized − perplexity",
         form="{:+,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
     Metric("max_inf_norm_quantized", "max infinity norm in W8A8 (largest site and layer)", "max infinity norm in W8A8",
         "max_inf_norm with every linear layer but the LM head in simulated W8A8",
@@ -282,9 +271,8 @@ _TRAINED = (
         "‖p − p₀‖ of each head's new parameters, averaged over heads",
         form="{:.3g}", source="VGA §3.2", scope="retrofits with new parameters", tables=(TRAINING,)),
     Metric("gate_displacement_max", "distance of new parameters from their start (largest)", "gates moved at most",
-        "‖p − p₀‖ of the head whose new parameters have moved farthest",
-        form="{:.3g}", source="VGA §3.2", whole="largest", scope="retrofits with new parameters",
-        tables=(TRAINING, RETROFIT)),
+        "‖p − p₀‖ of the head whose new parameters have moved farthest", form="{:.3g}", source="VGA §3.2",
+        whole="largest", scope="retrofits with new parameters", tables=(TRAINING, RETROFIT)),
     Metric("value_ratio", "norm of the projected value of <s> ÷ other tokens", "‖v‖ of <s> ÷ others",
         "start_value_norm ÷ other_value_norm",
         unit="ratio", form="{:.3f}", source="VGA fig. 6", whole="by layer", scope=_TASK, tables=()),
@@ -338,8 +326,7 @@ BACKCOPY: dict[str, Metric] = {
             form="{:.2f}", whole="by layer"),
         *(
             _task(f"{token}_{kind}_norm", f"norm of the {state} of {whose}", f"{state} norm of {whose}",
-                f"‖v‖ of {whose} {how}, all heads together",
-                whole="by layer")
+                f"‖v‖ of {whose} {how}, all heads together", whole="by layer")
             for kind, state, how in (
                 ("value", "projected value", "as the projection makes it"),
                 ("attended", "attended value", "as it is attended to: after a gate on the values, if there is one"),
@@ -348,8 +335,7 @@ BACKCOPY: dict[str, Metric] = {
         ),
         *(
             _task(f"{token}_output_gate", f"gate on heads' outputs at {where}", f"output gate at {where}",
-                f"what a gate on the heads' outputs leaves of their norm, at {where}",
-                whole="by layer")
+                f"what a gate on the heads' outputs leaves of their norm, at {where}", whole="by layer")
             for token, where in (("plain", "non-trigger queries"), ("trigger", "trigger queries"))
         ),
     )

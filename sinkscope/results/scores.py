@@ -1,9 +1,5 @@
 """Scores on benchmarks: their table, and the metric of each task that is compared."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
 import pandas as pd
 
 from sinkscope.results.tables import Column, Columns
@@ -21,20 +17,6 @@ COLUMNS: Columns = (
 )
 # the compared metric of a task is the first of these that the task has, or else its first metric
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The result of `benchmark`."""
-
-    manifest: dict[str, Any]  # the content of run.json
-    table: pd.DataFrame = field(repr=False)  # a row for each task (its `condition`), metric and filter
-    folder: Path | None = None  # its folder, if it was written
-
-    @property
-    def main(self) -> pd.DataFrame:
-        """One row for each task that was named."""
-        return main_scores(self.table)
 
 
 def main_scores(table: pd.DataFrame) -> pd.DataFrame:

@@ -8,7 +8,6 @@ Folders may come from anywhere: links under these names are removed and not foll
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,40 +23,30 @@ def beside(path: Path, what: str) -> Path:
     return path.with_name(f"{PREFIX}{path.name}-{what}")
 
 
+def parts_of(path: Path) -> tuple[str, str]:
+    """Return NAME and NEW, OLD or LOCK for a temporary name."""
+    name, _, what = path.name.removeprefix(PREFIX).rpartition("-")
+    return name, what
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, patience: float = MOMENT) -> Iterator[None]:
     """Lock a folder or file, which need not exist, against other processes and threads.
 
-    Raises:
-        BlockingIOError: it is locked already.
-        OSError: the lock file cannot be made.
+    Raises BlockingIOError if another keeps the lock for `patience` seconds, and another OSError if the lock file cannot
+    be made.
     """
-    lock = FileLock(beside(path, LOCK), timeout=MOMENT, poll_interval=MOMENT / 20)
-    made = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    os.close(os.open(lock.lock_file, made, 0o644))  # filelock would report some of these failures as a lock
+    lock = FileLock(beside(path, LOCK), timeout=patience, poll_interval=MOMENT / 20)
     try:
         lock.acquire()
     except Timeout:
         raise BlockingIOError from None
-    except OSError:
-        remove(Path(lock.lock_file))
-        raise
     try:
         yield
     finally:
         with suppress(OSError):  # Windows cannot remove an open file; there, filelock removes it
             os.unlink(lock.lock_file)  # while the lock is held: a waiting process sees that the file was removed
         lock.release()
-
-
-def put_in_place(path: Path) -> None:
-    """Replace a folder by its new version; if that fails, the folder is unchanged and the new version is removed."""
-    try:
-        if path.exists():
-            os.replace(path, beside(path, OLD))
-        os.replace(beside(path, NEW), path)
-    finally:
-        put_right(path)
 
 
 def put_right(path: Path) -> None:
@@ -79,7 +68,7 @@ def put_right(path: Path) -> None:
 def put_right_within(folder: Path) -> None:
     """Finish or undo the interrupted writing of everything in a folder."""
     for path in list(folder.rglob(f"{PREFIX}*")):
-        name, _, what = path.name.removeprefix(PREFIX).rpartition("-")
+        name, what = parts_of(path)
         if name and what in (NEW, OLD):
             put_right(path.with_name(name))
         else:
@@ -91,13 +80,8 @@ def find_again(path: Path) -> bool:
     path = path.resolve()
     if not path.name or not beside(path, OLD).exists():
         return False
-    try:
-        with locked(path):
-            put_right(path)
-    except BlockingIOError:  # locked by the other process
-        time.sleep(MOMENT)
-    except OSError:  # a disk that cannot be written
-        return False
+    with suppress(OSError), locked(path):  # the other process holds the lock, or the disk cannot be written
+        put_right(path)
     return path.exists()
 
 

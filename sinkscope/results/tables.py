@@ -91,15 +91,10 @@ def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
 
 
 def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.DataFrame:
-    """Read a table; in a folder of an older format, its newer columns are empty.
+    """Read a table that has these columns, with values of their kinds.
 
-    Args:
-        path: the file.
-        columns: the columns that it must have, with values of their kinds.
-        form: the format of its folder.
-
-    Raises:
-        InputError: the file is damaged, contains another table, or has another format.
+    In a folder of an older format (`form`), newer columns are empty. Raises InputError if the file is damaged, contains
+    another table, or has another format.
     """
     import pyarrow.parquet  # imported late, because declaring a column does not need it
 
@@ -119,7 +114,6 @@ def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.Data
 
 
 def newer_columns(columns: Columns, form: int) -> list[Column]:
-    """Return the columns that are newer than a format."""
     return [column for column in columns if column.since > form]
 
 

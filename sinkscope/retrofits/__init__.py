@@ -1,36 +1,52 @@
-"""Retrofits: permanent changes that are built into a model and trained with it.
+"""Retrofits: permanent changes that are built into a model, trained, saved and loaded with it.
 
     retrofit_model(model, None, "vga", placement="output")
     model.save_pretrained(folder)                              # AutoModelForCausalLM loads it again
 
-Importing this package registers the model types of saved retrofitted models with transformers (saving.py), so that
-AutoModelForCausalLM.from_pretrained(folder) loads them. To add a method, write it here and register it below.
+To add a method, write it here and register it below. Saving and loading is transformers' own code, under separate model
+types: `sinkscope_llama` is Llama with a retrofit. Its configuration is Llama's with a field that names the method, and
+`SinkscopeLlamaForCausalLM` builds the method in when it is created. `save_pretrained` then writes the new parameters
+with all others, and `from_pretrained` loads them. Without `import sinkscope.retrofits`, the type is unknown to
+transformers, which refuses the folder; it never loads the model without its retrofit.
+
+Importing this package registers the configurations of all families in the table (0.16 s). A model without a row cannot
+be loaded with its retrofit. The class of a model, which imports its modeling code, is registered when the first
+configuration of its type is created.
 """
 
 from collections.abc import Mapping
+from functools import cache, wraps
+from importlib.metadata import version
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
-import pandas as pd
-from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
-from sinkscope.attention.taps import NAME
+import sinkscope.attention.seam  # noqa: F401  # registers the attention function that retrofitted models name
+from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError, unknown
-from sinkscope.models.attention_functions import unknown_code
+from sinkscope.models.edits import unknown_code
 from sinkscope.models.families import FAMILIES, find_family
-from sinkscope.models.family import Family
+from sinkscope.models.family import PREFIX, WITH_TOWERS, Family, is_retrofitted
 from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
-from sinkscope.models.model_types import base_type, is_retrofitted
-from sinkscope.models.towers import WITH_TOWERS
+from sinkscope.models.loading import AUTO_CLASSES
 from sinkscope.options.option import filled_in
 from sinkscope.retrofits.biases import KeyBiases, LearnableSink, ValueBiases
-from sinkscope.retrofits.gates import IGA, VGA
+from sinkscope.retrofits.gates import IGA, VGA, VScale
 from sinkscope.retrofits.gradient_valve import GradientValve
 from sinkscope.retrofits.operation import AttentionOperation
 from sinkscope.retrofits.register_tokens import RegisterTokens
-from sinkscope.retrofits.retrofit import GatePart, Part, Plain, Retrofit
-from sinkscope.retrofits.saving import become_retrofitted, register_model_types
-from sinkscope.retrofits.vscale import VScale
+from sinkscope.retrofits.retrofit import (
+    RETROFIT,
+    Plain,
+    Retrofit,
+    gate_displacement,
+    has_gates,
+    new_parameters,
+    parts_of,
+)
 
 RETROFITS: dict[str, type[Retrofit]] = {
     retrofit.name: retrofit
@@ -47,6 +63,19 @@ RETROFITS: dict[str, type[Retrofit]] = {
         VScale,
     )
 }
+
+README = """# {name}
+
+A `{base}` model with the method `{method}`{parameters}, built in by sinkscope {sinkscope}. transformers loads it where
+sinkscope is installed and has registered its model types:
+
+```python
+import sinkscope.retrofits
+from transformers import {auto}
+
+model = {auto}.from_pretrained("this folder")
+```
+"""
 
 
 def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, **parameters: Any) -> PreTrainedModel:
@@ -71,29 +100,40 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
     chosen = make_retrofit(method, parameters)
     if unwrapped(model) is not model:
         raise InputError(f"the model is wrapped in a {type(model).__name__}: give retrofit_model the model itself")
-    if is_retrofitted(model.config) and method != "none":
-        before = model.config.retrofit["method"]
+    family = find_family(model) if family is None else family
+    attentions = family.attentions(model).values()
+    if any(hasattr(attention, NAME) for attention in attentions):
+        raise InputError("this model has its seams in: close the tracer that is open on it before retrofitting")
+    if method == "none":
+        return model
+    config: Any = model.config
+    if is_retrofitted(config):
+        before = config.retrofit["method"]
         raise InputError(
             f"this model has been retrofitted with {before} already: apply {method} to the model it was made from"
         )
-    family = find_family(model) if family is None else family
-    if method != "none" and base_type(model.config.model_type) not in (*FAMILIES, *WITH_TOWERS):
+    base = config.model_type
+    if base not in (*FAMILIES, *WITH_TOWERS):
         raise InputError(
-            f"'{model.config.model_type}' has no row in the table of families: with {method} built in, it could not be "
-            "loaded again"
+            f"'{base}' has no row in the table of families: with {method} built in, it could not be loaded again"
         )
-    code = unknown_code(family.attentions(model).values())
-    if method != "none" and code is not None:
+    if (code := unknown_code(attentions)) is not None:
         raise InputError(f"this model computes attention by {code}, without which it would be loaded after {method}")
-    reason = chosen.inapplicable(model, family)
-    if reason is not None:
+    if (reason := chosen.inapplicable(model, family)) is not None:
         raise InputError(f"{method} does not apply to this model: {reason}")
-    if any(hasattr(attention, NAME) for attention in family.attentions(model).values()):
-        raise InputError("this model has its seams in: close the tracer that is open on it before retrofitting")
-    if method != "none":
-        become_retrofitted(model, method, chosen.model_dump(), _build_in)
-        with on_cpu_by_default():
-            chosen.install(model, family)
+    plain: Any = type(model)
+    known = [auto._model_mapping[type(config)] for auto in AUTO_CLASSES if type(config) in auto._model_mapping]
+    if plain not in known:
+        named = " or ".join(dict.fromkeys(kind.__name__ for kind in known)) or "no such class"
+        raise InputError(f"a {plain.__name__} cannot be retrofitted: only transformers' own ({named})")
+    if PREFIX + base not in CONFIG_MAPPING:
+        raise InputError(f"a retrofitted {plain.__name__} could not be loaded again: '{base}' is not registered")
+    _register_models(base)
+    model.__class__ = _model_class(base, plain)
+    config.__class__ = CONFIG_MAPPING[PREFIX + base]
+    config.retrofit = {"method": method, "parameters": chosen.model_dump(), "sinkscope": version("sinkscope")}
+    with on_cpu_by_default():
+        chosen.install(model, family)
     return model
 
 
@@ -116,39 +156,95 @@ def _build_in(model: PreTrainedModel) -> None:
     chosen.install(model, find_family(model))
 
 
-def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Return path → module for the modules that a retrofit has added."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, Part)}
+def _register_configuration(base: str) -> None:
+    """Create and register the configuration class of `sinkscope_BASE`: the base's with the field `retrofit`."""
+    parent: Any = CONFIG_MAPPING[base]
+
+    class Config(parent):
+        model_type = PREFIX + base
+        retrofit: dict | None = None  # method, parameters, and the version of sinkscope
+
+        def __post_init__(self, **kwargs: Any) -> None:
+            super().__post_init__(**kwargs)
+            _register_models(base)  # auto classes create the configuration before they look up the model class
+
+    Config.__name__ = Config.__qualname__ = f"Sinkscope{parent.__name__}"
+    AutoConfig.register(PREFIX + base, Config)
 
 
-def has_gates(model: nn.Module) -> bool:
-    """Return whether a retrofit multiplies the model's values or its heads' outputs."""
-    return any(isinstance(part, GatePart) for part in parts_of(model).values())
+@cache
+def _register_models(base: str) -> None:
+    """Register a class for `sinkscope_BASE` with each auto class that has one for the base."""
+    parent: Any = CONFIG_MAPPING[base]
+    for auto in AUTO_CLASSES:
+        if parent in auto._model_mapping:
+            ours = _model_class(base, auto._model_mapping[parent])
+            auto.register(CONFIG_MAPPING[PREFIX + base], ours, exist_ok=True)
 
 
-def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that a retrofit has added by name, as in `named_parameters()`; empty without retrofit."""
-    return {
-        f"{path}.{name}": parameter
-        for path, part in parts_of(model).items()
-        for name, parameter in part.named_parameters()
-    }
+@cache
+def _model_class(base: str, parent: Any) -> type[PreTrainedModel]:
+    names, configuration = list(signature(parent.forward).parameters)[1:], CONFIG_MAPPING[PREFIX + base]
 
+    class Model(parent):
+        config_class = configuration
+        # transformers determines this from the source of the class's module, which is not this module
+        _can_set_attn_implementation_cached_value = parent._can_set_attn_implementation()
 
-def gate_displacement(model: nn.Module) -> pd.DataFrame:
-    """Measure how far each head's new parameters are from their start; with FSDP, every process must call this.
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            _build_in(self)
 
-    Returns:
-        Columns layer (−1 for register tokens, which belong to no layer), head (key/value or query heads, depending on
-        the method; the index of a register token), parameter, displacement ‖p − p₀‖ (for V-scale |θ − θ₀|).
-    """
-    parts = parts_of(model)
-    rows = []
-    for index, (path, part) in enumerate(parts.items()):
-        layer = index if "." in path else -1  # a part of the model itself belongs to no layer
-        for name, moved in part.displacement().items():
-            rows += [(layer, head, name, distance) for head, distance in enumerate(moved.tolist())]
-    return pd.DataFrame(rows, columns=["layer", "head", "parameter", "displacement"])
+        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+            super().save_pretrained(save_directory, *args, **kwargs)
+            readme = Path(save_directory, "README.md")
+            if not kwargs.get("is_main_process", True) or readme.exists():
+                return
+            record: Any = self.config.retrofit
+            parameters = ", ".join(f"{key} = {value}" for key, value in record["parameters"].items())
+            auto = next(auto for auto in AUTO_CLASSES if auto._model_mapping.get(configuration, None) is Model)
+            text = README.format(
+                name=Model.__name__,
+                auto=auto.__name__,
+                base=base,
+                method=record["method"],
+                parameters=f" ({parameters})" if parameters else "",
+                sinkscope=record["sinkscope"],
+            )
+            readme.write_text(text, encoding="utf-8")
+
+        @wraps(parent.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            registers = getattr(self, RETROFIT, None)
+            if registers is None:
+                return super().forward(*args, **kwargs)
+            inputs = dict(zip(names, args, strict=False)) | kwargs
+            return registers.around(super().forward, self.get_input_embeddings(), inputs)
+
+        @wraps(parent.prepare_inputs_for_generation)
+        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+            registers, cache = getattr(self, RETROFIT, None), kwargs.get("past_key_values")
+            is_continued = cache is not None and kwargs.get("is_first_iteration") and cache.get_seq_length() > 0
+            if registers is not None and is_continued and kwargs.get("next_sequence_length") is not None:
+                kwargs["next_sequence_length"] += registers.count  # in the cache, but not in the text
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+        def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+            """Raise InputError for an attention function that would leave the retrofit out."""
+            if not str(attn_implementation).startswith(NAME) and any(map(attends_by_us, self.modules())):
+                raise InputError(
+                    f"attention '{attn_implementation}' does not support this model's {self.config.retrofit['method']}"
+                    ": it would be left out"
+                )
+            super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+    Model.__name__ = Model.__qualname__ = f"Sinkscope{parent.__name__}"
+    # Checkpoints of mixtures of experts name and stack weights differently from the model: conversions by model type.
+    for known, name in ((base, PREFIX + base), (parent.__name__, Model.__name__)):
+        conversion = get_checkpoint_conversion_mapping(known)
+        if conversion is not None:
+            register_checkpoint_conversion_mapping(name, conversion, overwrite=True)
+    return Model
 
 
 __all__ = [
@@ -158,7 +254,10 @@ __all__ = [
     "has_gates",
     "make_retrofit",
     "new_parameters",
+    "parts_of",
     "retrofit_model",
 ]
 
-register_model_types((*FAMILIES, *WITH_TOWERS), _build_in)
+for _base in (*FAMILIES, *WITH_TOWERS):
+    if _base in CONFIG_MAPPING:  # the installed version of transformers has this type
+        _register_configuration(_base)

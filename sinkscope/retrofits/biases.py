@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall, upcast, without_autocast
 from sinkscope.models.family import Family
-from sinkscope.retrofits.retrofit import AttentionPart, DenominatorPart, Layer, PlacedHook, Retrofit
+from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Part, PlacedHook, Retrofit
 
 
 class KeyBias(DenominatorPart):
@@ -54,13 +54,14 @@ class KeyBias(DenominatorPart):
     def values(self) -> torch.Tensor | None:
         if self.kind == "zero":
             return None
-        if self.kind == "axis":  # m·e₁ of WSE table 5
-            value = F.one_hot(torch.tensor(0), self.width).double().mul(self.norm).to(self.key)
-        elif self.kind == "uniform":  # m·1/√d
-            value = torch.full((self.width,), self.norm / self.width**0.5, dtype=torch.float64).to(self.key)
+        if self.kind == "learned":
+            return self.value.expand(self.heads, -1)
+        value = torch.zeros(self.width, dtype=torch.float64)
+        if self.kind == "axis":
+            value[0] = self.norm  # m·e₁ of WSE table 5
         else:
-            value = self.value
-        return value.expand(self.heads, -1)
+            value += self.norm / self.width**0.5  # m·1/√d
+        return value.to(self.key).expand(self.heads, -1)
 
 
 class KeyBiases(Retrofit):
@@ -92,7 +93,7 @@ class KeyBiases(Retrofit):
         return KeyBias(layer, self)
 
 
-class ValueBias(AttentionPart):
+class ValueBias(Part):
     """A learned vector added to every head's output (WSE table 4: V biases): `bias` (H,d), or (1,d) if shared."""
 
     def __init__(self, layer: Layer, shared: bool, deviation: float) -> None:

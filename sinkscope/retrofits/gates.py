@@ -1,15 +1,23 @@
-"""VGA and IGA: gates on values or on heads' outputs, g = scale · sigmoid(F W) (VGA §3.1, §3.2, appendix B).
+"""Factors of values or of heads' outputs: VGA, IGA and V-scale.
 
-At W = 0 the sigmoid is ½ everywhere. With scale 2 the gate is exactly 1: the retrofitted model starts bit for bit as
-the pretrained one, where the sigmoid is steepest. A bias would only approach 1, where the sigmoid is flat. Scale 1 is
-the papers' own gate, which halves the values or outputs at the start.
+VGA and IGA have gates g = scale · sigmoid(F W) (VGA §3.1, §3.2, appendix B). At W = 0 the sigmoid is ½ everywhere. With
+scale 2 the gate is exactly 1: the retrofitted model starts bit for bit as the pretrained one, where the sigmoid is
+steepest. A bias would only approach 1, where the sigmoid is flat. Scale 1 is the papers' own gate, which halves the
+values or outputs at the start.
+
+V-scale (GS §5) is v̂ = φ(‖v‖²) v with φ(r) = r / (r + C), so that hardly any gradient flows through small values.
+C = (d σ)² λ for each key/value head: λ = exp(θ), learned, or fixed. λ = 0 is the identity.
 """
 
+import math
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
+from torch import nn
 
+from sinkscope.attention.kernels import upcast
 from sinkscope.retrofits.retrofit import GatePart, Layer, OutputPart, Retrofit, ValuePart
 
 
@@ -37,9 +45,6 @@ class OutputGate(_Gates, OutputPart):
     """Gate O_i = g_i ⊙ Attention(Q, K, V)_i at query position i, one for each query head (VGA eq. 17)."""
 
 
-PLACEMENTS: dict[str, type[ValueGate] | type[OutputGate]] = {"value": ValueGate, "output": OutputGate}
-
-
 class Gated(Retrofit):
     """A method with gates; `placement`: on the value at the key's position, or on the head's output at the query's."""
 
@@ -49,7 +54,8 @@ class Gated(Retrofit):
     scale: float = Field(default=2.0, gt=0, allow_inf_nan=False)
 
     def part(self, layer: Layer) -> ValueGate | OutputGate:
-        return PLACEMENTS[self.placement](layer, self.reads, self.scale)
+        kind = ValueGate if self.placement == "value" else OutputGate
+        return kind(layer, self.reads, self.scale)
 
 
 class VGA(Gated):
@@ -68,3 +74,51 @@ class IGA(Gated):
     about = "gates computed from the attention's input (placement: value or output; scale: 2)"
     paper = "VGA eq. 4, Bondarenko 2023"
     reads = "input"
+
+
+def shrink(value: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
+    """Return φ(r) = r / (r + C) of r = ‖v‖², (…,d) → (…), in float32 or better; 0 at r = C = 0."""
+    r = upcast(value).square().sum(-1)
+    return r / (r + c).clamp(min=torch.finfo(r.dtype).tiny)
+
+
+class ValueScale(ValuePart):
+    """V-scale of one layer; with the parameter `theta` (K,) if λ is learned."""
+
+    def __init__(self, layer: Layer, sigma: float, strength: float, learned: bool) -> None:
+        super().__init__(layer)
+        self.base = (layer.head_dim * sigma) ** 2
+        self.strength = strength
+        self.theta: nn.Parameter | None = layer.empty(layer.value_heads) if learned else None
+
+    def start(self) -> Mapping[str, torch.Tensor]:
+        return {} if self.theta is None else {"theta": torch.full_like(self.theta, math.log(self.strength))}
+
+    def c(self) -> torch.Tensor | float:
+        """Return C = (d σ)² λ, (K,); a number if λ is fixed."""
+        return self.base * (self.strength if self.theta is None else upcast(self.theta).exp())
+
+    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return shrink(value, self.c())
+
+
+class VScale(Retrofit):
+    name = "vscale"
+    about = (
+        "values times r/(r+C), with r their squared norm: small values pass hardly any gradient "
+        "(sigma: 0.02, strength: λ at the start, learned)"
+    )
+    paper = "GS §5"
+
+    sigma: float = Field(default=0.02, gt=0, allow_inf_nan=False)
+    strength: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # λ, at the start or fixed
+    learned: bool = True
+
+    @model_validator(mode="after")
+    def _check_start(self) -> "VScale":
+        if self.learned and self.strength == 0:
+            raise ValueError("λ = exp(θ) is never 0: use a small strength, or learned=false")
+        return self
+
+    def part(self, layer: Layer) -> ValueScale:
+        return ValueScale(layer, self.sigma, self.strength, self.learned)

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field, model_validator
 
 from sinkscope.attention.kernels import upcast
+from sinkscope.retrofits.gates import shrink
 from sinkscope.retrofits.retrofit import Layer, Retrofit, ValuePart, gated
-from sinkscope.retrofits.vscale import shrink
 
 TINY = 1e-30  # keeps 0 ÷ 0 at 0
 
@@ -27,7 +27,7 @@ class OnGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.change(gradient), None
 
 

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import Operation
 from sinkscope.attention.taps import NAME, OtherOperation
 from sinkscope.errors import unknown
-from sinkscope.models.family import ON_LOGITS, Family
-from sinkscope.models.towers import text_tower
-from sinkscope.retrofits.retrofit import AttentionPart, Layer, Retrofit
+from sinkscope.models.family import ON_LOGITS, Family, text_tower
+from sinkscope.retrofits.retrofit import Layer, Part, Retrofit
 
 # name → the feature map, and the operation on products of features
 KINDS: dict[str, tuple[str, Operation]] = {
@@ -38,7 +37,7 @@ SCALED = "scaled softmax"  # softmax scaled by α
 SUM_TO_ONE = {SCALED, *(kind for kind, (_, operation) in KINDS.items() if operation.divisor == "sum")}
 
 
-class AttendBy(AttentionPart, OtherOperation):
+class AttendBy(Part, OtherOperation):
     """The operation of one attention layer; an MLP kernel has `weights` (2,K,d,d), two matrices for each key head.
 
     The paper does not define its networks. Here they are d → d → d with GELU between, and preserve the size of their

@@ -10,7 +10,6 @@ the plain model. Hidden states and attentions, if requested, include the registe
 """
 
 from collections.abc import Callable, Mapping
-from inspect import signature
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError, counted
-from sinkscope.models.family import Family, embedding_weight
-from sinkscope.models.positions import known_positions
-from sinkscope.models.towers import text_arguments
+from sinkscope.models.family import Family, embedding_weight, text_arguments
+from sinkscope.models.projections import known_positions
 from sinkscope.retrofits.retrofit import RETROFIT, Part, Retrofit
 from sinkscope.text.batch import insert_before
 
@@ -37,7 +35,6 @@ class Registers(Part):
         weight = embedding_weight(model)
         self.count = count
         self.limit = limit  # number of positions for which the model has a vector
-        self.takes_positions = "position_ids" in signature(model.forward).parameters
         self.embeddings = nn.Parameter(weight.new_empty(count, weight.shape[1]))
         self.register_buffer("first", weight.new_empty(count, weight.shape[1]))
 

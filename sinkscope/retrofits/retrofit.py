@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pandas as pd
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
@@ -26,9 +27,8 @@ from transformers import PreTrainedModel
 from sinkscope.attention.taps import NAME, Denominator, Interceptor
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.edits import check_own_map
-from sinkscope.models.family import Family
+from sinkscope.models.family import Family, text_tower
 from sinkscope.models.projections import Projection, check_ordinary, projections
-from sinkscope.models.towers import text_tower
 
 RETROFIT = "retrofit"  # the name of a retrofit's module in the module that it changes; part of saved state dicts
 
@@ -122,6 +122,16 @@ class Part(nn.Module):
 
     head_axis = 0  # axis of the heads in the parameters
 
+    def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
+        """Connect this part, which is in the attention module, to the forward pass."""
+        raise NotImplementedError
+
+    def draw_start(self, layer: Layer, deviation: float) -> None:
+        """Draw the start of all parameters from N(0, deviation²) by torch's random state, and keep it as buffers."""
+        for name, parameter in list(self.named_parameters()):
+            drawn = torch.randn(parameter.shape, dtype=layer.dtype, device=layer.device) * deviation
+            self.register_buffer(f"first_{name}", drawn)
+
     def start(self) -> Mapping[str, torch.Tensor]:
         """Return the starting value of each parameter by name: 0, or the values that `draw_start` has drawn."""
         drawn = dict(self.named_buffers())
@@ -146,36 +156,18 @@ class Part(nn.Module):
         return found
 
 
-class AttentionPart(Part):
-    """A part of an attention module."""
-
-    def draw_start(self, layer: Layer, deviation: float) -> None:
-        """Draw the start of all parameters from N(0, deviation²) by torch's random state, and keep it as buffers."""
-        for name, parameter in list(self.named_parameters()):
-            drawn = torch.randn(parameter.shape, dtype=layer.dtype, device=layer.device) * deviation
-            self.register_buffer(f"first_{name}", drawn)
-
-    def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        """Connect this part, which is in the attention module, to the forward pass."""
-        raise NotImplementedError
-
-
-class GatePart(AttentionPart):
+class GatePart(Part):
     """Computes a factor for every head and position at the value projection.
 
-    The tracer reads this module's inputs and outputs: the raw values and the factors.
+    `forward` returns factors (B,T,heads) for the attention's input x (B,T,D) and the raw values (B,T,K,d). The tracer
+    reads this module's inputs and outputs.
     """
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.places = layer.value.places  # not a buffer, because it is not saved and never on meta
 
-    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Compute factors (B,T,heads) from the attention's input x (B,T,D) and the raw values (B,T,K,d)."""
-        raise NotImplementedError
-
     def places_on(self, device: torch.device) -> torch.Tensor:
-        """Return the indices of the values in the outputs of the value projection."""
         if self.places.device != device:
             self.places = self.places.to(device)
         return self.places
@@ -236,7 +228,7 @@ def _check_applied(attention: nn.Module, args: tuple, output: Any) -> None:
         raise SinkscopeError("the attention's output projection was not called: its gates would have no effect")
 
 
-class DenominatorPart(AttentionPart, Denominator):
+class DenominatorPart(Part, Denominator):
     """An extra logit in each row's softmax. `scaling` is used if the model's own code computes the logits."""
 
     def __init__(self, layer: Layer) -> None:
@@ -275,12 +267,12 @@ class Retrofit(BaseModel):
             return f"a projection of values: {error}"
         return None
 
-    def part(self, layer: Layer) -> "AttentionPart":
+    def part(self, layer: Layer) -> Part:
         """Create the new module of one attention layer; not used by methods with their own `install`."""
         raise NotImplementedError
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
-        """Add the new modules with their starting parameters; also on meta, where `from_pretrained` builds models."""
+        """Add the new modules at their start; also on meta, where `from_pretrained` builds models."""
         for layer in layers_of(model, family):
             part = self.part(layer)
             part.reset()
@@ -289,14 +281,42 @@ class Retrofit(BaseModel):
 
 
 class Plain(Retrofit):
-    """No change: the plain fine-tune with which every retrofit is compared (VGA table 3, "fine-tuning w/o VGA")."""
+    """The plain fine-tune with which every retrofit is compared (VGA table 3, "fine-tuning w/o VGA")."""
 
     name = "none"
     about = "no change: the plain fine-tune with which the others are compared"
     paper = "VGA tab. 3"
 
-    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
-        return None
 
-    def install(self, model: PreTrainedModel, family: Family) -> None:
-        pass
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """Return path → module for the modules that a retrofit has added."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, Part)}
+
+
+def has_gates(model: nn.Module) -> bool:
+    """Return whether a retrofit multiplies the model's values or its heads' outputs."""
+    return any(isinstance(part, GatePart) for part in model.modules())
+
+
+def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that a retrofit has added by name, as in `named_parameters()`; empty without retrofit."""
+    return {
+        f"{path}.{name}": parameter
+        for path, part in parts_of(model).items()
+        for name, parameter in part.named_parameters()
+    }
+
+
+def gate_displacement(model: nn.Module) -> pd.DataFrame:
+    """Measure how far each head's new parameters are from their start; with FSDP, every process must call this.
+
+    Returns:
+        Columns layer (−1 for register tokens, which belong to no layer), head (key/value or query heads, depending on
+        the method; the index of a register token), parameter, displacement ‖p − p₀‖ (for V-scale |θ − θ₀|).
+    """
+    rows = []
+    for index, (path, part) in enumerate(parts_of(model).items()):
+        layer = index if "." in path else -1  # a part of the model itself belongs to no layer
+        for name, moved in part.displacement().items():
+            rows += [(layer, head, name, distance) for head, distance in enumerate(moved.tolist())]
+    return pd.DataFrame(rows, columns=["layer", "head", "parameter", "displacement"])

@@ -88,9 +88,8 @@ class Batch:
         """Return the sequences with `registers` register tokens before each, as the model's layers see them."""
         if not registers:
             return self
-        start = self.start
-        ids = insert_before(self.token_ids, self.token_ids.new_full((registers,), REGISTER), start)
-        mask = insert_before(self.attention_mask, self.attention_mask.new_ones(registers), start)
+        ids = insert_before(self.token_ids, self.token_ids.new_full((registers,), REGISTER), self.start)
+        mask = insert_before(self.attention_mask, self.attention_mask.new_ones(registers), self.start)
         return Batch(ids, mask, self.first)
 
     def columns(self, positions: int) -> int:
@@ -128,15 +127,8 @@ class Batch:
         With `window`, only queries with |t - s| < window count; with `causal`, only t ≥ s, except for keys in the
         prefix.
         """
-        asked = (positions, window, causal, prefix)
-        if asked not in self._queries:  # the result is the same for every layer
-            position = torch.arange(positions, device=self.lengths.device)
-            within = int(self.lengths.max()) if window is None else window
-            later = (self.lengths[:, None] - position).clamp(min=1, max=within)
-            earlier = position.clamp(max=within - 1)
-            self._queries[asked] = later + earlier.where(position < (prefix if causal else positions), 0)
-        return self._queries[asked]
-
-    @cached_property
-    def _queries(self) -> dict[tuple, torch.Tensor]:
-        return {}
+        position = torch.arange(positions, device=self.lengths.device)
+        within = int(self.lengths.max()) if window is None else window
+        later = (self.lengths[:, None] - position).clamp(min=1, max=within)
+        earlier = position.clamp(max=within - 1)
+        return later + earlier.where(position < (prefix if causal else positions), 0)

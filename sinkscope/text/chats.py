@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from threading import Timer
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
 from sinkscope.errors import SinkscopeError, one_line
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 SECONDS = 10.0  # time limit for rendering one chat; an ordinary template takes milliseconds
 LONGEST = 1 << 26  # characters of a chat
 
-Messages = Sequence[Mapping[str, str]]
-
 
 class ChatTemplate:
     """The chat template of a tokenizer. The first chat starts its process, and leaving the context ends it."""
@@ -30,7 +29,6 @@ class ChatTemplate:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._tokenizer = tokenizer
         self._process: subprocess.Popen[str] | None = None
-        self._is_late = False
 
     def __enter__(self) -> Self:
         return self
@@ -40,11 +38,8 @@ class ChatTemplate:
             self._process.kill()
             self._process.communicate()
 
-    def text(self, messages: Messages) -> str:
-        """Return the text of a chat, as `tokenizer.apply_chat_template(messages, tokenize=False)` does.
-
-        A template that is missing, fails or takes longer than SECONDS raises ValueError.
-        """
+    def text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text of a chat; raise ValueError if its template fails or takes longer than SECONDS."""
         from transformers import PreTrainedTokenizerBase
 
         tokenizer: Any = self._tokenizer
@@ -56,11 +51,7 @@ class ChatTemplate:
         assert process.stdin is not None
         assert process.stdout is not None
 
-        def end() -> None:
-            self._is_late = True
-            process.kill()
-
-        timer = Timer(SECONDS, end)
+        timer, began = Timer(SECONDS, process.kill), monotonic()
         timer.start()
         try:
             process.stdin.write(f"{json.dumps([template, tokens, list(messages)], default=str)}\n")
@@ -71,7 +62,8 @@ class ChatTemplate:
         finally:
             timer.cancel()
         if not line:
-            raise ValueError(f"it does not end within {SECONDS:g} seconds" if self._is_late else "its process ended")
+            is_late = monotonic() - began >= SECONDS
+            raise ValueError(f"it does not end within {SECONDS:g} seconds" if is_late else "its process ended")
         answer: dict[str, str] = json.loads(line)
         if "error" in answer:
             raise ValueError(answer["error"])

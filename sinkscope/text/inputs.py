@@ -37,7 +37,7 @@ from transformers import DataCollatorForLanguageModeling
 
 from sinkscope.errors import InputError, counted
 from sinkscope.options.measuring import PROMPT
-from sinkscope.text.batch import IGNORED
+from sinkscope.text.batch import IGNORED, Batch
 from sinkscope.text.sources import DRAWN, Request, open_source, prompted
 from sinkscope.text.tokens import check_ids
 
@@ -51,18 +51,11 @@ class Masked(NamedTuple):
     ids: np.ndarray
     labels: np.ndarray
 
-    @property
-    def predicted(self) -> int:
-        return int((self.labels != IGNORED).sum())
-
 
 def masked(
     sequences: Iterable[np.ndarray], tokenizer: "PreTrainedTokenizerBase", vocab_size: int, seed: int
 ) -> tuple[Masked, ...]:
-    """Mask tokens of every sequence for an encoder.
-
-    A tokenizer with ids that the model lacks raises InputError, one without a mask token ValueError.
-    """
+    """Mask tokens of every sequence for an encoder; raise ValueError if its tokenizer has no mask token."""
     collator = DataCollatorForLanguageModeling(tokenizer)
     found = []
     for ids in sequences:
@@ -101,7 +94,7 @@ class TokenInputs:
         """The number of predicted tokens of each sequence: from `first_predicted` on, or an encoder's masked ones."""
         if self.masked is None:
             return [max(0, len(ids) - self.first_predicted) for ids in self.sequences]
-        return [one.predicted for one in self.masked]
+        return [int((labels != IGNORED).sum()) for _, labels in self.masked]
 
     @property
     def num_predicted(self) -> int:
@@ -125,19 +118,17 @@ class TokenInputs:
         sequences, masked = self.sequences[first:last], self.masked and self.masked[first:last]
         return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=(), masked=masked)
 
-    def batches(
-        self, batch_size: int, *, pad_id: int = 0, padding_side: str = "right"
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield ids and attention mask (0 at padding), both (B, T) int64, in order; the last batch may be smaller."""
-        for first in range(0, len(self.sequences), batch_size):
+    def batches(self, batch_size: int, padding_side: str = "right") -> Iterator[Batch]:
+        """Yield the sequences in order, each batch padded to its longest; the last batch may be smaller."""
+        for first in range(0, len(self), batch_size):
             ids = self.sequences[first : first + batch_size]
-            yield _padded(ids, pad_id, padding_side), _padded(map(np.ones_like, ids), 0, padding_side)
-
-    def masked_batch(self, first: int, count: int, padding_side: str = "right") -> tuple[torch.Tensor, torch.Tensor]:
-        """Return masked ids and labels, both (B, T), of an encoder's sequences first … first + count − 1."""
-        some = (self.masked or ())[first : first + count]
-        ids, labels = zip(*some, strict=True)
-        return _padded(ids, 0, padding_side), _padded(labels, IGNORED, padding_side)
+            mask, masked = _padded(map(np.ones_like, ids), 0, padding_side), None
+            if self.masked is not None:
+                hidden, labels = zip(*self.masked[first : first + batch_size], strict=True)
+                hidden, labels = _padded(hidden, 0, padding_side), _padded(labels, IGNORED, padding_side)
+                masked = Batch(hidden, mask, first, labels)
+            of_text = _padded(ids, 0, padding_side)
+            yield Batch(of_text, mask, first, masked=masked, first_predicted=self.first_predicted)
 
 
 def _padded(rows: Iterable[np.ndarray], value: int, side: str) -> torch.Tensor:
@@ -155,16 +146,8 @@ def build_inputs(
 ) -> TokenInputs:
     """Return the first `num_seqs` sequences of `seq_len` tokens of a source; fewer, with a notice, if it is too short.
 
-    Args:
-        source: an input kind or a file, see the docstring of this module.
-        dataset: instead of a source, "NAME", "NAME:CONFIG" or "NAME:CONFIG:SPLIT" (default: train) of a HuggingFace
-            dataset or a local folder: its documents of at least seq_len tokens, cut.
-        prompt: instead of a source, one text.
-        max_positions: the longest sequence that the model accepts; None: no limit.
-        options: the fields of `Request`.
-
-    Raises:
-        InputError: the source cannot be read, ids are outside the vocabulary, or the arguments do not fit.
+    A `dataset` or a `prompt` replaces the source; `max_positions` is the longest sequence that the model accepts, and
+    the options are the fields of `Request`.
     """
     source, request = os.fspath(source), Request(**options)
     num_seqs, seq_len = request.num_seqs, request.seq_len

@@ -24,14 +24,10 @@ from sinkscope.errors import InputError, SinkscopeError, closest, counted, one_l
 from sinkscope.options.files import check_readable, kind_of, names_in, plain_path
 from sinkscope.options.measuring import NUM_SEQS, SEQ_LEN
 from sinkscope.text.chats import ChatTemplate
-from sinkscope.text.tokens import check_ids, encode, first_tokens, own_frame, own_prefix, special_token_ids, token_texts
+from sinkscope.text.tokens import check_ids, encode, first_tokens, own_frame, special_token_ids, token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# (first token, sequences, tokens in each, seed) → ids (sequences, tokens), including the first token
-Sampler = Callable[[int, int, int, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The number and length of the sequences to make, and the tokens that they may contain, for any source."""
+    """The number and length of the sequences to make, and the tokens that they may contain."""
 
     vocab_size: int  # the model's; ids must be below it, and drawn ids also below the tokenizer's length
     tokenizer: "PreTrainedTokenizerBase | None" = None
@@ -72,11 +68,11 @@ class Request:
     bos_token_id: int | None = None  # the id in the model's config, for a tokenizer that names none
     special_ids: Iterable[int | None] = ()  # never drawn, in addition to the tokenizer's special tokens and the BOS
     seed: int = 0
-    sampler: Sampler | None = None  # generates text from the model, for "sampled"
+    # generates text for "sampled": (first token, sequences, tokens in each, seed) → ids, including the first token
+    sampler: Callable[[int, int, int, int], np.ndarray] | None = None
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """The ids that are never drawn."""
         given = (*self.special_ids, self.bos_token_id)
         return special_token_ids(self.tokenizer) | {token for token in given if token is not None}
 
@@ -88,7 +84,6 @@ class Request:
             )
 
     def refuse_bos(self, label: str) -> None:
-        """Raise InputError if a BOS is requested before the token ids of a file."""
         if self.bos == "always":
             raise InputError(
                 f"{label} gives token ids, which are taken as they are: "
@@ -100,9 +95,7 @@ class Request:
         """The tokens that the BOS policy puts before every sequence, the same for text and drawn tokens."""
         if self.bos == "never":
             return ()
-        prefix = own_prefix(self.tokenizer)
-        if not prefix and self.bos == "always":
-            prefix = (self.known_bos,)
+        prefix = own_frame(self.tokenizer)[0] or ((self.known_bos,) if self.bos == "always" else ())
         around = len(prefix) + len(self.suffix)
         if around >= self.seq_len:
             where = "around" if self.suffix else "in front of"
@@ -112,10 +105,7 @@ class Request:
 
     @cached_property
     def suffix(self) -> tuple[int, ...]:
-        """The tokens that the policy puts after every sequence."""
-        if self.bos == "never" or not self.closed:
-            return ()
-        _, suffix = own_frame(self.tokenizer)
+        suffix = own_frame(self.tokenizer)[1] if self.closed and self.bos != "never" else ()
         check_ids(suffix, self.vocab_size, "the tokens after every sequence")
         return suffix
 
@@ -129,7 +119,6 @@ class Request:
 
     @cached_property
     def bos_ids(self) -> list[int]:
-        """The beginning-of-sequence tokens that the tokenizer and the model's config name."""
         named = getattr(self.tokenizer, "bos_token_id", None), self.bos_token_id
         return [int(token) for token in named if token is not None]
 
@@ -143,7 +132,7 @@ class Request:
         )
 
     def token_zero(self, otherwise: str) -> str:
-        """Describe the token that the policy puts at position 0; return `otherwise` if there is none."""
+        """Describe the first token of the prefix; return `otherwise` if there is none."""
         return self.describe(self.prefix[0]) if self.prefix else otherwise
 
     def describe_first(self, sequences: list[list[int]]) -> str:
@@ -192,11 +181,7 @@ class _Record(BaseModel):
 
 def read_text(path: Path) -> Iterator[Document]:
     """Read a file of UTF-8 text as one document."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path.name} cannot be read: {error.strerror}") from error
-    text = _decoded(content, path.name)
+    text = _decoded(path.read_bytes(), path.name)
     if not text.strip():
         raise InputError(f"{path.name} is empty")
     yield Document(path.name, text)
@@ -204,17 +189,14 @@ def read_text(path: Path) -> Iterator[Document]:
 
 def read_json_lines(path: Path) -> Iterator[Document]:
     """Read one JSON object per line: `text`, `messages` or `input_ids`. Lines are read only when they are needed."""
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                where = f"{path.name}, line {number}"
-                content = _decoded(line, where).strip()
-                if content:
-                    yield _json_document(content, where)
-            if lines.tell() == 0:
-                raise InputError(f"{path.name} is empty")
-    except OSError as error:
-        raise InputError(f"{path.name} cannot be read: {error.strerror}") from error
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path.name}, line {number}"
+            content = _decoded(line, where).strip()
+            if content:
+                yield _json_document(content, where)
+        if lines.tell() == 0:
+            raise InputError(f"{path.name} is empty")
 
 
 def read_array(path: Path) -> Iterator[Document]:
@@ -222,8 +204,6 @@ def read_array(path: Path) -> Iterator[Document]:
     try:
         # memory-mapped, so that only the requested rows are read; never unpickled, since a pickle can run code
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise InputError(f"{path.name} cannot be read: {error.strerror or error}") from error
     # not an .npy file, truncated, an array of Python objects, or a malformed header: numpy evaluates the header, which
     # can raise almost anything, for example for a shape beyond 64 bits
     except Exception as error:
@@ -299,10 +279,9 @@ def _json_document(content: str, where: str) -> Document:
 
 def _complaint(error: Any) -> str:
     """Describe the error in an entry of a record, from an error of pydantic."""
-    name, *places = error["loc"]
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
-    found = _json_type(error["input"])
+    (name, *places), found = error["loc"], _json_type(error["input"])
     if name == "messages":
         where = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places)
         return f"messages{where}: each message has a `role` and a `content`, which are strings"
@@ -340,12 +319,12 @@ def _dataset_records(name: str, config: str | None, split: str, label: str) -> I
 
 # --- documents become sequences
 
-# At most this many documents of a dataset are read per requested sequence: without a limit, a dataset of short
-# documents would be streamed to its end.
-DOCUMENTS_PER_SEQUENCE = 200
+DOCUMENTS_PER_SEQUENCE = (
+    200  # at most so many are read of a dataset, or one of short documents would be read to its end
+)
 TEXT = "first text token"  # describes position 0 of a text without a prefix
-# Consecutive windows of a text have the same topic, and are about equally easy to predict: this many tokens count as
-# one passage. The shipped text changes its source about as often.
+# Consecutive windows of a text have one topic, and are about equally easy to predict: so many tokens are one passage.
+# The shipped text changes its source about as often.
 PASSAGE = 512
 
 
@@ -368,14 +347,13 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
 
 def prompted(text: str, request: Request) -> Selection:
     """Make one sequence of the first seq_len tokens of a text."""
-    label = "--prompt"
-    request.check_tokenizer(label)
+    request.check_tokenizer("--prompt")
     own = encode(request.tokenizer, text, special=False)
     ids = request.framed(own)
-    check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
+    check_ids(ids, request.vocab_size, "--prompt through this tokenizer")
     if len(ids) < 2:
-        raise InputError(f"{label} has {counted(len(ids), 'token')}; attention needs at least 2")
-    cut = f"{label}: the first {request.seq_len} of its {len(ids)} tokens; --seq-len {len(ids)} reads all"
+        raise InputError(f"--prompt has {counted(len(ids), 'token')}; attention needs at least 2")
+    cut = f"--prompt: the first {request.seq_len} of its {len(ids)} tokens; --seq-len {len(ids)} reads all"
     notices = [cut] if len(ids) > request.seq_len else []
     return Selection([request.framed(own[: request.room])], request.token_zero(TEXT), notices)
 
@@ -426,11 +404,11 @@ def _take(
             where, text, ids, is_chat = document.where, document.text, document.ids, document.messages is not None
             if ids is None:
                 request.check_tokenizer(where)
-                if document.messages is not None:  # the template adds its own BOS
+                if document.messages is not None:
                     text = _chat_text(template, document.messages, where)
                 ids = first_tokens(request.tokenizer, text, request.seq_len if is_chat else request.room)
                 check_ids(ids, request.vocab_size, f"{where}, through this tokenizer")
-                ids = ids if is_chat else request.framed(ids)
+                ids = ids if is_chat else request.framed(ids)  # a template adds its own BOS
             else:
                 request.refuse_bos(where)
                 check_ids(ids, request.vocab_size, where)
@@ -504,9 +482,8 @@ def sampled_tokens(request: Request) -> Selection:
 
 
 def _draw(shape: tuple[int, ...], request: Request) -> np.ndarray:
-    tokenizer = request.tokenizer
     # many models pad their vocabulary with ids that never occur in text: these ids are not drawn
-    size = request.vocab_size if tokenizer is None else min(request.vocab_size, len(tokenizer))
+    size = request.vocab_size if request.tokenizer is None else min(request.vocab_size, len(request.tokenizer))
     ordinary = np.setdiff1d(np.arange(size), list(request.special))
     if len(ordinary) == 0:
         raise InputError(f"all {size} tokens of the vocabulary are special: there is none to draw")
@@ -516,11 +493,10 @@ def _draw(shape: tuple[int, ...], request: Request) -> np.ndarray:
 
 # --- the registers
 
-Reader = Callable[[Path], Iterator[Document]]
 # (documents, name of the source in error messages, request) → sequences
 Cut = Callable[[Iterator[Document], str, Request], Selection]
 
-FORMATS: dict[str, tuple[Reader, Cut]] = {
+FORMATS: dict[str, tuple[Callable[[Path], Iterator[Document]], Cut]] = {
     ".txt": (read_text, windows),
     ".jsonl": (read_json_lines, heads),
     ".json": (read_json_lines, heads),
@@ -531,7 +507,6 @@ DRAWN: dict[str, Callable[[Request], Selection]] = {
     "repeated": repeated_tokens,
     "sampled": sampled_tokens,
 }
-
 
 # Texts that are always available; the last two are from this Python's standard library, and change with its version.
 TEXTS: dict[str, Callable[[], str]] = {
@@ -554,10 +529,7 @@ class Source(NamedTuple):
 
 
 def open_source(source: str, dataset: str | None, option: str = "--input") -> Source:
-    """Find a text that is always available, a file or a dataset; `option` is its option on the command line.
-
-    Errors in its content are raised when its documents are read.
-    """
+    """Find a text that is always available, a file or a dataset; errors in its content are raised when it is read."""
     if dataset is not None:
         if source != "natural":
             raise InputError(f"{option} {source} and --dataset {dataset}: give one of the two")
@@ -597,9 +569,9 @@ def _existing_file(source: str) -> Path:
     kind = kind_of(path) if source else None  # an empty name would be the working directory
     if kind == "folder":
         raise InputError(f"--input {source} is a folder: give a file ({endings})")
-    if kind == "file" and not is_known:
-        raise InputError(f"--input {source}: the name of a file must end in one of {endings}")
     if kind == "file":
+        if not is_known:
+            raise InputError(f"--input {source}: the name of a file must end in one of {endings}")
         check_readable(path)
         return path
     word, known, problem = source, KINDS, f"neither an input ({', '.join(KINDS)}) nor a file"

@@ -27,24 +27,16 @@ def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
     """
     spare = 64
     size = 8 * (count + spare)
-    while True:
-        ids = encode(tokenizer, text[:size], special=False)
-        if len(ids) >= count + spare or size >= len(text):
-            return ids[:count]
+    while len(ids := encode(tokenizer, text[:size], special=False)) < count + spare and size < len(text):
         size *= 2
-
-
-def own_prefix(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that a tokenizer adds before a text, except its EOS: usually one BOS or nothing."""
-    return own_frame(tokenizer)[0]
+    return ids[:count]
 
 
 def own_frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens that a tokenizer adds before and after a text; most encoders add a separator after it."""
+    """Return the tokens that a tokenizer adds before a text (usually one BOS or none) and after it (in encoders)."""
     if tokenizer is None:
         return (), ()
-    plain = encode(tokenizer, "x", special=False)
-    full = encode(tokenizer, "x", special=True)
+    plain, full = (encode(tokenizer, "x", special=special) for special in (False, True))
     for start in range(len(full) - len(plain) + 1):
         if plain and full[start : start + len(plain)] == plain:
             return tuple(full[:start]), tuple(full[start + len(plain) :])
@@ -58,10 +50,9 @@ def own_frame(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def special_token_ids(tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:
     """Return all ids that a tokenizer marks special, including ids that only its list of added tokens names."""
-    if tokenizer is None:
-        return frozenset()
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(tokenizer.all_special_ids) | {at for at, token in added.items() if token.special}
+    known = [] if tokenizer is None else tokenizer.all_special_ids
+    return frozenset(known) | {at for at, token in added.items() if token.special}
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase | None", token_ids: Iterable[int]) -> dict[int, str]:

@@ -24,8 +24,8 @@ from transformers import (
 
 from sinkscope.errors import InputError, described, one_line, unknown
 from sinkscope.models.files import read_settings
+from sinkscope.models.in_memory import drawing
 from sinkscope.models.loading import count_parameters
-from sinkscope.models.process import drawing
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.spec import assignments
@@ -49,6 +49,7 @@ _LINEAR_HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 _LINEAR_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
 _TINY_QWEN3_NEXT = {**_TINY_QWEN3, "mlp_only_layers": [0, 1, 2, 3], **_LINEAR_HEADS, **_LINEAR_SIZES}
 _MAMBA = {"num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4, "mamba_expand": 1}
+_OPT = {"word_embed_proj_dim": 256, "ffn_dim": 1024, "max_position_embeddings": 1024, "dropout": 0.0}
 _LLAMA = {"max_position_embeddings": 2048, **_SMALL_VOCABULARY}
 _WSE = {"rms_norm_eps": 1e-5, **_SMALL_VOCABULARY}
 
@@ -58,16 +59,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-gpt2": ("gpt2", _gpt2_size(256, 6, 4, 1024, **_SMALL_VOCABULARY)),
     "tiny-opt": (
         "opt",
-        {
-            "hidden_size": 256,
-            "word_embed_proj_dim": 256,
-            "ffn_dim": 1024,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 1024,
-            "dropout": 0.0,
-            **_SMALL_VOCABULARY,
-        },
+        {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, **_OPT, **_SMALL_VOCABULARY},
     ),
     # one head in one layer, as in VGA §4.1 after Guo et al. 2024
     "bigram-backcopy": (
@@ -104,8 +96,7 @@ def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
     """Return the configuration of a model to train.
 
     `source` is a name of ARCHITECTURES, with or without further fields (`NAME:key=value,…`), or a config.json (or its
-    folder) in HuggingFace's format. Raises InputError if the name or a field does not exist, the file is damaged, or
-    the model is not a causal language model.
+    folder) in HuggingFace's format.
     """
     text = os.fspath(source)
     name, _, given = text.partition(":")

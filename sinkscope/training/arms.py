@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
 from sinkscope.models.family import Family
-from sinkscope.models.process import drawing
+from sinkscope.models.in_memory import drawing
 from sinkscope.options.option import as_folder_name, split_names
 from sinkscope.options.spec import assignments
 from sinkscope.retrofits import make_retrofit, retrofit_model

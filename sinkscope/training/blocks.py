@@ -15,12 +15,12 @@ import numpy as np
 
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.subject import inputs_for, position_limit
+from sinkscope.models.family import vocabulary
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.towers import vocabulary
 from sinkscope.options.measuring import make_config
 from sinkscope.options.training import ArmOptions
 from sinkscope.text.sources import check_source, documents
-from sinkscope.text.tokens import check_ids, encode, own_prefix, special_token_ids
+from sinkscope.text.tokens import check_ids, encode, own_frame, special_token_ids
 
 PIECE = 1 << 20  # characters that are tokenized in one call
 DOCUMENTS = (".txt", ".jsonl", ".json")
@@ -39,8 +39,7 @@ class Blocks:
     @property
     def sha256(self) -> str:
         digest = hashlib.sha256()
-        for part in (self.train, self.held_out):
-            digest.update(np.array(part.shape, dtype="<i8").tobytes())
+        for part in (np.array(self.train.shape), self.train, np.array(self.held_out.shape), self.held_out):
             digest.update(part.astype("<i8").tobytes())
         return digest.hexdigest()
 
@@ -55,14 +54,22 @@ class Blocks:
         ]
 
 
-def check_text(text: str) -> None:
-    """Raise InputError for a text that cannot be trained on. This is cheap, and is called before a model is loaded."""
-    if text in NO_TEXT:
+def check_options(options: ArmOptions, task: str | None) -> None:
+    """Raise InputError for a text that cannot be trained on, or contradicting options, before a model is loaded."""
+    text, length = options.text, options.block_length
+    if task is None and text in NO_TEXT:
         raise InputError(f"--text {text}: nothing can be learned from it; name a text file or a --dataset")
-    try:
-        check_source(text)
-    except InputError as error:
-        raise InputError(str(error).replace("--input", "--text")) from None
+    if task is None:
+        try:
+            check_source(text)
+        except InputError as error:
+            raise InputError(str(error).replace("--input", "--text")) from None
+    elif options.random_tokens and options.fixed_position is not None:
+        raise InputError(f"--text {task}: give one of --random-tokens and --fixed-position")
+    if options.random_tokens >= length or (options.fixed_position or 0) >= length:
+        raise InputError(f"--random-tokens and --fixed-position are within the --block-length of {length} tokens")
+    if options.tokens is not None and options.tokens < length:
+        raise InputError(f"--tokens {options.tokens} are less than one block of {length}")
 
 
 def is_written(text: str, dataset: str | None) -> bool:
@@ -80,11 +87,10 @@ def read_blocks(
     seed: int = 0,
     bos: str = "auto",
 ) -> Blocks:
-    """Read a text in blocks of `length` tokens, and no more of it than is needed.
+    """Read a text in blocks of `length` tokens, and no more of it than is needed for `wanted` blocks to train on.
 
-    `text` is "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself. `wanted` is
-    the largest number of blocks to train on, and `share` the share of all blocks, from the end of the text, that is
-    held out. Raises InputError if the text cannot be read or holds fewer than two blocks.
+    `text` is "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself; `share` is
+    the share of all blocks, from the end of the text, that is held out.
     """
     needed = wanted + max(1, math.ceil(wanted * share / (1 - share)))
     if is_written(text, dataset):
@@ -107,14 +113,14 @@ def read_blocks(
 def _packed(
     loaded: LoadedModel, text: str, dataset: str | None, length: int, needed: int, bos: str
 ) -> tuple[str, list[np.ndarray]]:
-    """Return the name of the text and its first blocks; the remainder at the end is dropped."""
+    """Return the name of the text and its first complete blocks."""
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
     limit = position_limit(loaded.model)
     if limit and length > limit:
         raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
-    prefix = () if bos == "never" else own_prefix(tokenizer)
+    prefix = () if bos == "never" else own_frame(tokenizer)[0]
     step = length - len(prefix)
     if step < 1:
         raise InputError(f"--block-length {length}: {len(prefix)} tokens precede the text in every block")
@@ -141,17 +147,6 @@ def _packed(
     return name, [np.concatenate([np.array(prefix, dtype=np.int64), row]) for row in complete]
 
 
-def check_starts(options: ArmOptions, task: str | None) -> None:
-    """Raise InputError for contradicting options. This is cheap, and is called before a model is loaded."""
-    if task is not None and options.random_tokens and options.fixed_position is not None:
-        raise InputError(f"--text {task}: give one of --random-tokens and --fixed-position")
-    length = options.block_length
-    if options.random_tokens >= length or (options.fixed_position or 0) >= length:
-        raise InputError(f"--random-tokens and --fixed-position are within the --block-length of {length} tokens")
-    if options.tokens is not None and options.tokens < length:
-        raise InputError(f"--tokens {options.tokens} are less than one block of {length}")
-
-
 def limited(blocks: Blocks, options: ArmOptions) -> Blocks:
     """Limit the blocks to train on to --tokens; the held-out blocks stay the same for every limit."""
     if options.tokens is None:
@@ -165,15 +160,14 @@ def begun(blocks: Blocks, loaded: LoadedModel, options: ArmOptions) -> Blocks:
     Random tokens are drawn uniformly from the vocabulary without special tokens. The fixed token is the BOS, or else
     the padding token; with `--bos never` it occurs nowhere else.
     """
-    parts = [blocks.train.copy(), blocks.held_out.copy()]
-    if options.random_tokens:
-        ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
-        rng = np.random.default_rng([options.seed, options.random_tokens])
-        for part in parts:
-            part[:, : options.random_tokens] = rng.choice(ordinary, (len(part), options.random_tokens))
-    if options.fixed_position is not None:
-        known = (getattr(loaded.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id"))
-        token = next((token for token in known if token is not None), 0)
-        for part in parts:
-            part[:, options.fixed_position] = token
-    return replace(blocks, train=parts[0], held_out=parts[1])
+    train, held_out = blocks.train.copy(), blocks.held_out.copy()
+    known = (getattr(loaded.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id"))
+    fixed = next((token for token in known if token is not None), 0)
+    ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
+    rng, count = np.random.default_rng([options.seed, options.random_tokens]), options.random_tokens
+    for part in (train, held_out):
+        if count:
+            part[:, :count] = rng.choice(ordinary, (len(part), count))
+        if options.fixed_position is not None:
+            part[:, options.fixed_position] = fixed
+    return replace(blocks, train=train, held_out=held_out)

@@ -73,9 +73,8 @@ class Recorder(TrainerCallback):
         with torch.random.fork_rng():
             found = self.probe(self.model)
         self.model.train()
-        state.log_history[-1]["probe"] = [
-            [int(row.layer), str(row.metric), float(row.value)] for row in found.itertuples()
-        ]
+        rows = zip(found["layer"], found["metric"], found["value"], strict=True)
+        state.log_history[-1]["probe"] = [[int(layer), str(name), float(value)] for layer, name, value in rows]
 
 
 class Bar(ProgressCallback):
@@ -83,11 +82,9 @@ class Bar(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
         if state.is_world_process_zero and self.training_bar is not None and "loss" in logs:
-            shown = {"loss": f"{logs['loss']:.3f}"}
             gates = state.log_history[-1].get("gates")
-            if gates:
-                shown["gates"] = f"{max(most for _, _, most in gates):.3g}"
-            self.training_bar.set_postfix(shown)
+            moved = {"gates": f"{max(most for _, _, most in gates):.3g}"} if gates else {}
+            self.training_bar.set_postfix({"loss": f"{logs['loss']:.3f}"} | moved)
 
 
 def history(logs: list[dict[str, Any]]) -> pd.DataFrame:
@@ -153,10 +150,8 @@ def sinks(
     model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float, position: int = 0
 ) -> pd.DataFrame:
     """Measure the sink rate at a position of blocks (N,T), not counting register tokens, and `TotalWeight`, of a model
-    in eval mode. With a sliding window, only the tokens that see the first one are measured.
-
-    Returns layer (−1: the whole model), metric, value; empty for a model without attention, or if the position is after
-    the measured tokens.
+    in eval mode. With a sliding window, only the tokens that see the first one are measured. Returns layer (−1: the
+    whole model), metric, value; without a row if no attention to the position is measured.
     """
     before = registers_before(model)
     seen = getattr(model.config.get_text_config(), "sliding_window", None) or LENGTH
@@ -199,7 +194,7 @@ class TotalWeight(Observable):
         self.seen[layer] = (upcast(total).flatten().cpu().numpy(), chosen.flatten().cpu().numpy())
 
     def rows(self) -> list[tuple[int, str, float]]:
-        """Return layer (−1: the whole model), metric, median; without a row where there are no queries."""
+        """Return layer (−1: the whole model), metric, median, where there are queries."""
         totals, to_token = (np.concatenate(parts) for parts in zip(*self.seen.values(), strict=True))
         return [
             (layer, name, float(np.median(values)))

@@ -30,10 +30,7 @@ NEEDED = {
 
 
 def launched(cpu: bool = False) -> PartialState:
-    """Join the processes of `accelerate launch`, if this is one of them; with `cpu`, train there in spite of a GPU.
-
-    Raises InputError if FSDP is configured in a way that is not supported.
-    """
+    """Join the processes of `accelerate launch`, if this is one of them; with `cpu`, train there in spite of a GPU."""
     state = joined(cpu)
     check_sharding()
     return state
@@ -41,14 +38,13 @@ def launched(cpu: bool = False) -> PartialState:
 
 def by_the_first(work: Callable[[], object]) -> None:
     """Call `work` on the first process. If it raises InputError, all processes raise it."""
-    wrong: list[str | None] = [None]
-    if PartialState().is_main_process:
-        try:
+    wrong: list[str] = [""]
+    try:
+        if PartialState().is_main_process:
             work()
-        except InputError as error:
-            wrong = [str(error)]
-    broadcast_object_list(wrong)
-    if wrong[0] is not None:
+    except InputError as error:
+        wrong = [str(error)]
+    if broadcast_object_list(wrong)[0]:
         raise InputError(wrong[0])
 
 
@@ -58,7 +54,10 @@ def is_sharded() -> bool:
 
 
 def check_sharding() -> None:
-    """Raise InputError for an FSDP configuration under which training would silently behave differently."""
+    """Raise InputError for an FSDP configuration under which training would silently behave differently.
+
+    On the CPU accelerate ignores FSDP, and every process would hold the whole model.
+    """
     if not is_sharded():
         return
     for name, needed in NEEDED.items():
@@ -68,11 +67,6 @@ def check_sharding() -> None:
                 f"accelerate's {name.lower()} is {given or 'not given'}, and only {needed} is known to work: "
                 f"begin with {CONFIGURATION}"
             )
-    check_device()
-
-
-def check_device() -> None:
-    """Raise InputError on the CPU, where accelerate ignores FSDP and every process would hold the whole model."""
     if PartialState().device.type == "cpu":
         raise InputError("accelerate shards models on GPUs only: on the CPU, launch without an FSDP configuration")
 

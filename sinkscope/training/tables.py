@@ -1,11 +1,10 @@
-"""Numbers of all trained arms: the table `retrofit`, and the layer with the most attention to <s>.
+"""The table `retrofit` of all trained arms, and the layer with the most attention to <s>.
 
 VGA's tables 1 to 3 have the columns of `retrofit`, but their norms and kurtosis are those of other sites.
 """
 
 from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
@@ -52,12 +51,9 @@ def retrofit_table(
             numbers["perplexity_increase"] = numbers["perplexity_quantized"] - numbers["perplexity"]
         if arm in farthest:
             numbers["gate_displacement_max"] = float(farthest[arm])
-        rows += [
-            (run.model, arm, WHOLE_MODEL, seed, metric, numbers[metric])
-            for metric in ROWS
-            if not np.isnan(numbers[metric])
-        ]
-    return pd.DataFrame(rows, columns=[*LEADING, *names_of(TRAINING_TABLES["retrofit"])])
+        rows += [(run.model, arm, WHOLE_MODEL, seed, metric, numbers[metric]) for metric in ROWS]
+    table = pd.DataFrame(rows, columns=[*LEADING, *names_of(TRAINING_TABLES["retrofit"])])
+    return table.dropna(subset="value", ignore_index=True)
 
 
 def sinking_layer(table: pd.DataFrame) -> int:

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line
 from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
-from sinkscope.models.model_types import is_retrofitted
+from sinkscope.models.family import is_retrofitted
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.options.training import TrainingConfig
 from sinkscope.results.folders import claim, resumable
@@ -53,7 +53,7 @@ _DISK = ("No space left", "I/O error", "file write failed", "PytorchStreamWriter
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints in a folder, complete or not, sorted by step."""
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step_of)
+    return sorted((path for path in folder.glob("*") if _NAME.fullmatch(path.name)), key=_step_of)
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -94,17 +94,16 @@ def keep_models(training: Path, kept: Path) -> None:
 
 @contextmanager
 def failures(folder: Path) -> Iterator[None]:
-    """Turn errors of full memory and full disks into messages that say what is kept in the folder of the training.
+    """Turn errors of full memory and full disks into a SinkscopeError that says what is kept in the training's folder.
 
-    An incomplete checkpoint is deleted after an error of the disk, since it takes up room and cannot be used. Raises
-    SinkscopeError if memory ran out or writing failed; other errors pass unchanged.
+    An incomplete checkpoint is deleted after an error of the disk, since it takes up room and cannot be used.
     """
     try:
         yield
-    except (SinkscopeError, KeyboardInterrupt):
+    except SinkscopeError:
         raise
     except Exception as error:
-        last = _last_checkpoint(folder) if folder.is_dir() else None
+        last = _last_checkpoint(folder)
         kept = f"the training up to step {_step_of(last)} is kept" if last else "what was reached is kept"
         if is_out_of_memory(error):
             raise SinkscopeError(
@@ -112,7 +111,7 @@ def failures(folder: Path) -> Iterator[None]:
                 f"--bf16 ({kept})"
             ) from error
         if isinstance(error, OSError) or any(sign in str(error) for sign in _DISK):
-            for path in _incomplete(folder) if folder.is_dir() else ():
+            for path in _incomplete(folder):
                 shutil.rmtree(path)
             raise SinkscopeError(
                 f"writing to {folder} failed [{one_line(error)}]: {kept}; make room and repeat the command to continue"
@@ -141,18 +140,11 @@ def train(
 ) -> pd.DataFrame:
     """Train a loaded model in place, retrofitted or not. Afterwards it is in eval mode with its parameters frozen.
 
-    Args:
-        out: The folder for checkpoints. With `resume`, the training continues from the last complete one in it;
-            otherwise they are deleted. The last two are kept, or all with `keep_all`.
-        cpu: Train on the CPU even if there is a GPU.
-        probe: Measures the model at step 0 and at every log; it does not influence the training.
-
-    Returns:
-        The history: layer (−1: the whole model), step, metric, value.
-
-    Raises:
-        InputError: The model cannot be trained in this way, or `out` holds another training; nothing has been written.
-        SinkscopeError: Memory or disk ran out, or the loss is not finite; checkpoints stay.
+    With `resume`, the training continues from the last complete checkpoint in `out`; otherwise they are deleted. The
+    last two are kept, or all with `keep_all`. `probe` measures the model at step 0 and at every log, without influence
+    on the training. Returns the history: layer (−1: the whole model), step, metric, value. Raises InputError, before
+    anything is written, if the model cannot be trained in this way or `out` holds another training, and SinkscopeError
+    if memory or disk ran out, or the loss is not finite; checkpoints stay.
     """
     folder = Path(out)
     launched(cpu)
@@ -199,9 +191,7 @@ def train(
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         if trained is not model:  # each process has a shard; load the whole model
             state.wait_for_everyone()
-            last = _last_checkpoint(folder)
-            assert last is not None  # the Trainer's last step writes one
-            _load(model, last)
+            _load(model, checkpoints(folder)[-1])  # the Trainer's last step writes one
         if state.is_main_process:
             write_manifest(folder, make_manifest(COMMAND, start=start, **options))
         return history(trainer.state.log_history)
@@ -254,9 +244,8 @@ def _check_room(folder: Path, model: PreTrainedModel, config: TrainingConfig, ke
 
 
 def _load(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Load the weights of a checkpoint into a model."""
-    # by `from_pretrained`: weights of mixtures of experts are saved under other names than in memory, and the Trainer
-    # would take them for missing weights
+    # `from_pretrained`, because weights of mixtures of experts are saved under other names than in memory, and the
+    # Trainer would take them for missing weights
     kept: Any = type(model).from_pretrained(checkpoint, dtype=model.dtype)
     model.load_state_dict(kept.state_dict())
 

@@ -18,7 +18,7 @@ import pandas as pd
 from sinkscope.errors import counted
 from sinkscope.measuring.estimates import RUN_CLAIMS, SPIKE, delta_gaps, gradient_ratio, sink_heads
 from sinkscope.measuring.observables.massive import THRESHOLD
-from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
 from sinkscope.models.family import ATTENTION
 from sinkscope.results import findings as limits
@@ -32,7 +32,7 @@ from sinkscope.results.run import WITH, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import Column, names_of
-from sinkscope.verdict.report import Report, coordinates_text, interval_text, layers_text, span
+from sinkscope.verdict.report import Report, coordinates_text, layers_text, span
 
 # the table `finding`
 TABLE = "finding"
@@ -78,23 +78,17 @@ OUTCOMES = {
 
 
 def report(run: RunData) -> Report:
-    """Return the report on a run of `analyze`."""
     return Report(f"{run.model}, {run.reads}", settings(run), overview(run), findings(run))
 
 
 def overview(run: RunData) -> pd.DataFrame:
-    """Return the printed metrics of the whole model."""
     values = {name: run.metric(name) for name in SHOWN}
-    rows = [
-        (METRICS[name].label, METRICS[name].text(value))
-        for name, value in values.items()
-        if np.isfinite(value) and (value or name not in HIDDEN_AT_ZERO)
-    ]
+    shown = [name for name, x in values.items() if np.isfinite(x) and (x or name not in HIDDEN_AT_ZERO)]
+    rows = [(METRICS[name].label, METRICS[name].text(values[name])) for name in shown]
     return pd.DataFrame(rows, columns=["whole model", "value"])
 
 
 def findings(run: RunData) -> list[Finding]:
-    """Return all findings of a run except its settings."""
     evidence = Sequences(run)
     of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
     found = [one for part in of_claims for one in part(run, evidence)]
@@ -102,36 +96,24 @@ def findings(run: RunData) -> list[Finding]:
 
 
 def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Finding]:
-    """Return findings on how a run was measured, and on weights that had been quantized before.
-
-    A command can add an end to the sentence, and `more` numbers.
-    """
+    """Return findings on how a run was measured, with `more` numbers, and on weights that were quantized before."""
     given, dtype = run.manifest["input"], run.manifest["dtype"]
-    sequences, lengths = given["sequences"], (given["shortest"], given["longest"])
-    token_zero = given["token_zero"]
+    lengths, token_zero = (given["shortest"], given["longest"]), given["token_zero"]
     if REGISTERS in (run.manifest.get("outside") or {}):
         token_zero = f"the first register token, the text's own first {token_zero}"
-    numbers = {"sequences": sequences, "lengths": lengths, "condition": run.condition}
+    numbers = {"sequences": given["sequences"], "lengths": lengths, "condition": run.condition}
     numbers |= {"token_zero": token_zero, "dtype": dtype} | more
-    measured = (
-        f"Measured on {counted(sequences, 'sequence')} of {span(lengths)} tokens ({run.condition}), position 0 being "
-        f"{token_zero}, in {dtype}{sentence_end}."
-    )
-    found = [Finding("setting", "", numbers=numbers, sentence=measured)]
-    if sequences == 1:
-        single = (
-            "A single sequence has no 95 % interval, so findings that need an interval are undecided. Measure several "
-            "sequences to decide them."
-        )
-        found.append(Finding("one-sequence", "", sentence=single))
+    sentence = f"Measured on {counted(given['sequences'], 'sequence')} of {span(lengths)} tokens ({run.condition}), "
+    sentence += f"position 0 being {token_zero}, in {dtype}{sentence_end}."
+    found = [Finding("setting", "", numbers=numbers, sentence=sentence)]
+    if given["sequences"] == 1:
+        sentence = "A single sequence has no 95 % interval, so findings that need an interval are undecided. "
+        found.append(Finding("one-sequence", "", sentence=f"{sentence}Measure several sequences to decide them."))
     if not run.is_causal:
-        masked = given["masked"]
         sentence = "The model attends in both directions: queries before and after a position attend to it"
-        if masked is not None:
-            sentence += (
-                f"; loss, perplexity and gradients are those of {masked} masked tokens, everything else is measured on "
-                "the text without masks"
-            )
+        if (masked := given["masked"]) is not None:
+            sentence += f"; loss, perplexity and gradients are those of {masked} masked tokens, everything else is "
+            sentence += "measured on the text without masks"
         found.append(Finding("both-ways", "", numbers={"masked": masked}, sentence=f"{sentence}."))
     return found + quantized_source(run)
 
@@ -139,19 +121,17 @@ def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Fi
 def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
     """Return a finding with the bits of the weights if these come from a quantized checkpoint, else an empty list.
 
-    The configuration of the model, or the name of a GGUF file, gives the bits. `scheme` is the quantization that is
-    simulated on top of it, such as W8A8.
+    `scheme` is the quantization that is simulated on top of it, such as W8A8.
     """
     source, weights = (str(run.manifest["model"].get(entry, "")) for entry in ("source", "weights"))
-    dtype = run.manifest["dtype"]
     for file in (source, str(run.manifest.get("config", {}).get("gguf_file"))):
         found = GGUF.search(file) or re.fullmatch(r"(?P<bits>\d+)-bit (?P<kind>.+)", weights)
         if found:
-            name, bits, kind = re.split(r"[/\\]", file)[-1], float(found["bits"]), found["kind"]
-            sentence = f"The weights are those of {name}, which are quantized to {bits:g} bits ({kind})"
+            name, bits, dtype = re.split(r"[/\\]", file)[-1], float(found["bits"]), run.manifest["dtype"]
+            sentence = f"The weights are those of {name}, which are quantized to {bits:g} bits ({found['kind']})"
             if scheme:
                 sentence += f": {scheme} begins from these, and full precision means these weights in {dtype}"
-            numbers = {"file": name, "kind": kind, "scheme": scheme, "dtype": dtype}
+            numbers = {"file": name, "kind": found["kind"], "scheme": scheme, "dtype": dtype}
             return [Finding("quantized-source", QUANTIZATION, value=bits, numbers=numbers, sentence=f"{sentence}.")]
     return []
 
@@ -197,15 +177,11 @@ def measured(measure: Callable[[Sequences], Estimate], sequences: Sequences) -> 
 
 
 def of_claim(sequences: Sequences, claim: str, part: int = 0) -> Estimate | None:
-    """Return a number of a claim, or None as in `measured`."""
     return measured(RUN_CLAIMS[claim].parts[part].measure, sequences)
 
 
 def finding(name: str, section: str, estimate: Estimate, claim: str = "", **given: Any) -> Finding:
-    """Return a finding with the value and interval of an estimate.
-
-    With a claim, it also has the outcome and threshold of the claim's first number, unless `given` has others.
-    """
+    """Return a finding with an estimate, and with outcome and threshold of a claim's first number if not `given`."""
     if claim:
         test = RUN_CLAIMS[claim].parts[0].test
         threshold = test.most if test.least == -inf else test.least
@@ -221,8 +197,9 @@ def interval(estimate: Estimate, name: str = "") -> dict[str, Any]:
 
 
 def _with_interval(estimate: Estimate, form: str, unit: str = "", label: str = "95 % interval ") -> str:
-    """Return a value and its interval in words: "1.31 × (95 % interval 1.20 to 1.40)"."""
-    return f"{estimate.value:{form}}{unit}{interval_text(form=form, label=label, **interval(estimate))}"
+    low, high = (interval(estimate).get(end, nan) for end in ("low", "high"))
+    ends = "" if isnan(low) else f" ({label}{low:{form}} to {high:{form}})"
+    return f"{estimate.value:{form}}{unit}{ends}"
 
 
 def _text(metric: str, value: float) -> str:
@@ -253,32 +230,23 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
 
     ends = "" if isnan(found.low) else f"95 % interval {found.low:.1f} to {found.high:.1f}%, "
     what = f"{METRICS['sink_rate'].label} is {found.value:.1f}% ({ends}ε = {config['epsilon']:g})."
+    sentence = f"Whether there is a sink at position 0 is not decided{_single(run)}: the {what} A sink has more than "
+    sentence += f"{found.threshold:g}%."
     if found.outcome == Outcome.PRESENT:
         sentence = f"The {what}"
     elif found.outcome == Outcome.ABSENT:
         sentence = f"There is no sink at position 0: the {what} That is not more than {found.threshold:g}%."
-    else:
-        sentence = (
-            f"Whether there is a sink at position 0 is not decided{_single(run)}: the {what} A sink has more than "
-            f"{found.threshold:g}%."
-        )
-    if strong:
-        sentence += f" At least {STRONG:.0%} of the heads have it in {layers_text(strong)}."
-    else:
-        sentence += f" In no layer do {STRONG:.0%} of the heads have it."
-    if weak:
-        sentence += f" Fewer than {ALMOST_NO_SINK:.0%} have it in {layers_text(weak)}."
+    where = f"At least {STRONG:.0%} of the heads have it in {layers_text(strong)}." if strong else ""
+    sentence += f" {where or f'In no layer do {STRONG:.0%} of the heads have it.'}"
+    sentence += f" Fewer than {ALMOST_NO_SINK:.0%} have it in {layers_text(weak)}." if weak else ""
     yield replace(found, sentence=sentence)
 
     yield from _outside(run)
     kinds = run.manifest["family"].get("kinds") or ()
-    others = _counted_kinds(kind for kind in kinds if kind != ATTENTION)
-    if others:
+    if others := _counted_kinds(kind for kind in kinds if kind != ATTENTION):
         layers = tuple(layer for layer, kind in enumerate(kinds) if kind == ATTENTION)
-        sentence = (
-            f"Only {layers_text(layers)} {'have' if len(layers) > 1 else 'has'} attention, and means over layers are "
-            f"over these; the other layers are {others}."
-        )
+        sentence = f"Only {layers_text(layers)} {'have' if len(layers) > 1 else 'has'} attention, and means over "
+        sentence += f"layers are over these; the other layers are {others}."
         numbers = {"layers": layers, "others": others}
         yield Finding("attention-layers", SINK, value=len(layers), numbers=numbers, sentence=sentence)
     if operations := run.manifest["model"].get("operations"):
@@ -288,14 +256,11 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     if run.manifest["family"].get("gated") and "gate" in run.tables:
         first, later = run.metric("gate_first"), run.metric("gate_later")
         has_sink = rates.max() >= NO_SINK
-        sentence = (
-            f"The model's own gates leave {_text('gate_first', first)} of the heads' outputs at position 0 and "
-            f"{_text('gate_later', later)} at later ones; "
-            f"{'some layers still have' if has_sink else 'no layer has'} a sink at position 0 (sink rate "
-            f"{rate.value:.1f}%)."
-        )
-        outcome = Outcome.PRESENT if has_sink else Outcome.ABSENT
-        numbers = {"later": later, "rate": rate.value}
+        sentence = f"The model's own gates leave {_text('gate_first', first)} of the heads' outputs at position 0 and "
+        where = "some layers still have" if has_sink else "no layer has"
+        sentence += f"{_text('gate_later', later)} at later ones; {where} a sink at position 0 (sink rate "
+        sentence += f"{rate.value:.1f}%)."
+        outcome, numbers = Outcome.PRESENT if has_sink else Outcome.ABSENT, {"later": later, "rate": rate.value}
         yield Finding("own-gates", SINK, outcome, first, threshold=NO_SINK, numbers=numbers, sentence=sentence)
     if "sink_positions" in run.tables:
         yield _later_sinks(run)
@@ -307,27 +272,22 @@ def _outside(run: RunData) -> Iterator[Finding]:
     if not kinds or rates.empty:
         return
     what, epsilon = " and ".join(kinds), run.manifest["config"]["epsilon"]
-    strong = _where(rates >= STRONG)
+    strong, value = _where(rates >= STRONG), run.metric("sink_rate_outside")
     having = tuple(rates.index) if len(rates) < _by_layer(run, "sink_rate").size else ()
-    value = run.metric("sink_rate_outside")
-    share = (
-        f"more than {epsilon:g} of the attention goes to {what} in {_text('sink_rate_outside', value)} of heads and "
-        f"sequences{f' of {layers_text(having)}' if having else ''}"
-    )
-    outcome, threshold = Outcome.WEAK, STRONG
-    sentence = f"There is a weak sink outside the text: {share}, in no layer in {STRONG:.0%} of them."
+    share = f"more than {epsilon:g} of the attention goes to {what} in {_text('sink_rate_outside', value)} of heads "
+    share += f"and sequences{f' of {layers_text(having)}' if having else ''}"
+    outcome, kind, where = Outcome.WEAK, "a weak", f"in no layer in {STRONG:.0%} of them"
     if strong:
-        outcome, where = Outcome.PRESENT, layers_text(strong)
-        sentence = f"There is a sink outside the text: {share}, in at least {STRONG:.0%} of them in {where}."
+        outcome, kind, where = Outcome.PRESENT, "a", f"in at least {STRONG:.0%} of them in {layers_text(strong)}"
     elif rates.max() < NO_SINK:
-        outcome, threshold = Outcome.ABSENT, NO_SINK
-        sentence = f"There is no sink outside the text: {share}, below {NO_SINK:.0%} in every layer."
+        outcome, kind, where = Outcome.ABSENT, "no", f"below {NO_SINK:.0%} in every layer"
+    threshold = NO_SINK if outcome == Outcome.ABSENT else STRONG
     numbers = {"what": what, "epsilon": epsilon, "layers": strong, "having": having}
+    sentence = f"There is {kind} sink outside the text: {share}, {where}."
     yield Finding("sink-outside", SINK, outcome, value, threshold=threshold, numbers=numbers, sentence=sentence)
 
 
 def _counted_kinds(kinds: Iterable[str]) -> str:
-    """Return for example "3 × linear attention and 1 × mlp"."""
     return " and ".join(f"{count} × {kind.replace('_', ' ')}" for kind, count in Counter(kinds).items())
 
 
@@ -353,10 +313,8 @@ def _repeated(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         return
     if run.bos == WITH:
         token = run.manifest["input"]["token_zero"]
-        sentence = (
-            f"Position 0 is {token}, and one token is repeated after it: WSE's propositions are about equal tokens "
-            "from position 0 on, as `--bos never` gives them."
-        )
+        sentence = f"Position 0 is {token}, and one token is repeated after it: WSE's propositions are about equal "
+        sentence += "tokens from position 0 on, as `--bos never` gives them."
         yield Finding("repeated-bos", SINK, Outcome.UNDECIDED, numbers={"token": token}, sentence=sentence)
         return
     kinds, stay_equal = kinds_of_positions(run), not any(unequal(run).values())
@@ -367,15 +325,11 @@ def _repeated(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     numbers = {"mass": run.metric("sink_mass"), "bound": run.metric("repeated_bound")}
     found = finding("repeated-bound", SINK, bound, "W-9", numbers=numbers)
     if found.outcome == Outcome.PRESENT:
-        sentence = (
-            "All tokens are equal, so that a rotary model cannot distinguish position 0 from the rest: attention to it "
-            "is within proposition 4's bound in every layer and sequence (WSE)"
-        )
+        sentence = "All tokens are equal, so that a rotary model cannot distinguish position 0 from the rest: "
+        sentence += "attention to it is within proposition 4's bound in every layer and sequence (WSE)"
     else:
-        sentence = (
-            "All tokens are equal, and yet attention to position 0 exceeds proposition 4's bound (WSE): in one layer "
-            f"and sequence only {found.value:.1%} of the weights are within it"
-        )
+        sentence = "All tokens are equal, and yet attention to position 0 exceeds proposition 4's bound (WSE): in one "
+        sentence += f"layer and sequence only {found.value:.1%} of the weights are within it"
     if not any(map(isnan, numbers.values())):
         mass, limit = _text("sink_mass", numbers["mass"]), _text("repeated_bound", numbers["bound"])
         sentence += f"; mean sink mass {mass}, mean bound {limit}"
@@ -396,10 +350,8 @@ def _expected_on_repeated(run: RunData) -> Finding:
     if operations := words.get("operations"):
         sentence += f", its attention is {operations}, whose weights do not sum to 1"
     if outside := words.get("outside"):
-        sentence += (
-            f"; attention also goes to {outside}, more of it if a query sees fewer tokens, so that equal tokens do "
-            "not stay equal"
-        )
+        sentence += f"; attention also goes to {outside}, more of it if a query sees fewer tokens, so that equal "
+        sentence += "tokens do not stay equal"
     numbers = {"positions": positions, "others": others} | words
     return Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers, sentence=f"{sentence}.")
 
@@ -415,12 +367,10 @@ def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         return
     coordinates = tuple(int(coordinate) for coordinate in massive["coordinate"].value_counts().index[:MOST_COORDINATES])
     largest = massive["value"].abs().max()
+    sentence = "The layer with the most massive activations (Sun et al. 2024) has "
+    sentence += f"{_with_interval(count, '.3g', ' per sequence')}, most often at {coordinates_text(coordinates)}; "
+    sentence += f"the largest over all sequences is {largest:,.0f}."
     numbers = {"coordinates": coordinates, "largest": largest}
-    sentence = (
-        f"The layer with the most massive activations (Sun et al. 2024) has {count.value:.3g} per sequence"
-        f"{interval_text(form='.3g', **interval(count))}, most often at {coordinates_text(coordinates)}; the largest "
-        f"over all sequences is {largest:,.0f}."
-    )
     given = {"outcome": Outcome.PRESENT, "numbers": numbers, "is_headline": True, "sentence": sentence}
     yield finding("massive", MASSIVE, count, "S-6", **given)
     for coordinate in coordinates:
@@ -432,44 +382,35 @@ def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         position, places = (int(positions.index[0]), None) if is_one else (None, len(positions))
         value = float(rows["value"].abs().max())
         where = f"in the output of {layers_text(layers)}" if layers else f"in less than {USUAL:.0%} of the sequences"
-        sentence = (
-            f"Coordinate {coordinate} is massive {where}, at "
-            f"{f'position {position}' if is_one else f'{places} positions'}; the largest over all sequences is "
-            f"{value:,.0f}."
-        )
+        where += f", at position {position}" if is_one else f", at {places} positions"
+        sentence = f"Coordinate {coordinate} is massive {where}; the largest over all sequences is {value:,.0f}."
         numbers = {"coordinate": coordinate, "layers": layers, "usual": None if layers else USUAL}
         numbers |= {"position": position, "places": places}
         yield Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers, sentence=sentence)
 
 
 def _nothing_massive(run: RunData, table: pd.DataFrame) -> Finding:
-    """Return the finding for a run without massive activations."""
     # If all repeated tokens have the large entries, the median is also large, and the definition cannot identify them.
     entry = table.loc[table["value"].abs().idxmax()]
     if run.condition == "repeated" and abs(entry["value"]) > THRESHOLD:
         outcome, value = Outcome.UNDECIDED, float(abs(entry["value"]))
-        sentence = (
-            "On repeated tokens the median by which Sun et al. (2024) define massive activations grows with the other "
-            f"entries, so it cannot identify them. The largest entry, at coordinate {entry['coordinate']} of layer "
-            f"{entry['layer']}'s output, is {value:,.0f} ({entry['ratio']:,.0f} × the median)"
-        )
+        sentence = "On repeated tokens the median by which Sun et al. (2024) define massive activations grows with the "
+        sentence += "other entries, so it cannot identify them. The largest entry, at coordinate "
+        sentence += f"{entry['coordinate']} of layer {entry['layer']}'s output, is {value:,.0f} ({entry['ratio']:,.0f} "
+        sentence += "× the median)"
         numbers = {name: entry[name] for name in ("coordinate", "layer", "ratio")}
         if "activation_by_sequence" in run.tables:
             norms = run.tables["activation_by_sequence"].query("site == 'layer_out'").groupby("layer")
             first, smallest = (norms[name].mean()[entry["layer"]] for name in ("norm", "norm_smallest"))
             numbers |= {"first": first, "smallest": smallest}
-            sentence += (
-                f"; there the norm of position 0 is {first:,.0f} and the smallest of any token {smallest:,.0f}: "
-                "`sinkscope claims`, W-6, compares these with the sink's on natural text"
-            )
+            sentence += f"; there the norm of position 0 is {first:,.0f} and the smallest of any token "
+            sentence += f"{smallest:,.0f}: `sinkscope claims`, W-6, compares these with the sink's on natural text"
     else:
         entry = table.loc[table["ratio"].idxmax()]
         outcome, value = Outcome.ABSENT, float(abs(entry["value"]))
-        sentence = (
-            "No entry of the residual stream is a massive activation as Sun et al. (2024) define it; the nearest, at "
-            f"coordinate {entry['coordinate']} of layer {entry['layer']}'s output and position {entry['position']}, is "
-            f"{value:,.0f}: {entry['ratio']:,.0f} × the median"
-        )
+        sentence = "No entry of the residual stream is a massive activation as Sun et al. (2024) define it; the "
+        sentence += f"nearest, at coordinate {entry['coordinate']} of layer {entry['layer']}'s output and position "
+        sentence += f"{entry['position']}, is {value:,.0f}: {entry['ratio']:,.0f} × the median"
         numbers = {name: entry[name] for name in ("coordinate", "layer", "position", "ratio")}
     return Finding("massive", MASSIVE, outcome, value, numbers=numbers, is_headline=True, sentence=f"{sentence}.")
 
@@ -489,17 +430,14 @@ def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     found = finding("value-drain", VALUES, drain, "GS-20", numbers={"heads": heads, "total": total})
     ratio = f"their norm is {ratio} the {heads} of {total} heads with a sink"
     if found.outcome == Outcome.PRESENT:
-        sentence = f"Value states at position 0 are drained where the sink is: {ratio}."
+        sentence = f"Value states at position 0 are drained where the sink is: {ratio}"
     elif found.outcome == Outcome.ABSENT:
-        sentence = (
-            f"Value states at position 0 are not drained where the sink is: {ratio}, no less than {found.threshold:g}."
-        )
+        sentence = f"Value states at position 0 are not drained where the sink is: {ratio}, no less than "
+        sentence += f"{found.threshold:g}"
     else:
-        sentence = (
-            f"Whether value states at position 0 are drained where the sink is, is not decided{_single(run)}: {ratio}, "
-            f"compared with {found.threshold:g}."
-        )
-    yield replace(found, sentence=sentence)
+        sentence = "Whether value states at position 0 are drained where the sink is, is not decided"
+        sentence += f"{_single(run)}: {ratio}, compared with {found.threshold:g}"
+    yield replace(found, sentence=f"{sentence}.")
 
 
 def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
@@ -514,24 +452,20 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
             sentence += f" and the key gradient {_with_interval(key, '.1f', ' ×', label='')}"
         sentence += " that of positions 5–15"
         if not isnan(uniform):
-            sentence += (
-                f"; uniform causal attention alone makes the value gradient {_text('uniform_gradient_ratio', uniform)} "
-                "× (with unrelated token gradients of equal size)"
-            )
+            alone = _text("uniform_gradient_ratio", uniform)
+            sentence += f"; uniform causal attention alone makes the value gradient {alone} × (with unrelated token "
+            sentence += "gradients of equal size)"
         about: dict[str, Any] = {"numbers": numbers, "is_headline": True, "sentence": f"{sentence}."}
         yield finding("value-gradient", GRADIENTS, value, **about)
         if (run.tables["gradient"]["pathway"] == "raw_value").any():
             attended = run.metric("value_gradient_ratio")
-            sentence = (
-                "That is the gradient before the gate or scale on the value states; after it, at what is attended to, "
-                f"the gradient is {_text('value_gradient_ratio', attended)} × that of positions 5–15."
-            )
+            sentence = "That is the gradient before the gate or scale on the value states; after it, at what is "
+            sentence += f"attended to, the gradient is {_text('value_gradient_ratio', attended)} × that of positions "
+            sentence += "5–15."
             yield Finding("gradient-behind", GRADIENTS, value=attended, sentence=sentence)
         if run.is_causal:
-            sentence = (
-                "Whether that is a gradient sink is decided by comparison with the same model with random weights: it "
-                f"must be at least {SPIKE:g} × the ratio of that model (`sinkscope claims`, GS-6)."
-            )
+            sentence = "Whether that is a gradient sink is decided by comparison with the same model with random "
+            sentence += f"weights: it must be at least {SPIKE:g} × the ratio of that model (`sinkscope claims`, GS-6)."
             yield Finding("gradient-null", GRADIENTS, value=SPIKE, sentence=sentence)
     norms = of_claim(evidence, "GS-8")
     if norms is not None:
@@ -540,22 +474,16 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     gains = {name: run.metric(name) for name in ("bloat", "bloat_later", "compress", "compress_later", "change")}
     texts = {name: f"× {gain:,.0f}" if abs(gain) >= 100 else f"× {gain:.3g}" for name, gain in gains.items()}
     if np.isfinite([gains["bloat"], gains["compress"], gains["change"]]).all():
-        sentence = (
-            f"Gradient gains at position 0, medians over layers: attention branch {texts['bloat']}, the norm before it "
-            f"{texts['compress']}, the residual stream {texts['change']}"
-        )
-        if not (isnan(gains["bloat_later"]) or isnan(gains["compress_later"])):
-            sentence += (
-                f" (positions 5–15: attention branch {texts['bloat_later']}, the norm before it "
-                f"{texts['compress_later']})"
-            )
-        yield Finding("reshaping", GRADIENTS, value=gains["change"], numbers=gains, sentence=f"{sentence}.")
+        later = f"attention branch {texts['bloat_later']}, the norm before it {texts['compress_later']}"
+        sentence = f"Gradient gains at position 0, medians over layers: attention branch {texts['bloat']}, the norm "
+        sentence += f"before it {texts['compress']}, the residual stream {texts['change']}"
+        has_later = np.isfinite([gains["bloat_later"], gains["compress_later"]]).all()
+        sentence += f" (positions 5–15: {later})." if has_later else "."
+        yield Finding("reshaping", GRADIENTS, value=gains["change"], numbers=gains, sentence=sentence)
     slope, correlation = of_claim(evidence, "GS-17"), of_claim(evidence, "GS-17", part=1)
     if slope is not None and correlation is not None:
-        sentence = (
-            f"log₁₀ compress against log₁₀‖h‖: slope {_with_interval(slope, '.2f')}, r = "
-            f"{_with_interval(correlation, '.2f', label='')} (GS fig. 3)."
-        )
+        sentence = f"log₁₀ compress against log₁₀‖h‖: slope {_with_interval(slope, '.2f')}, r = "
+        sentence += f"{_with_interval(correlation, '.2f', label='')} (GS fig. 3)."
         numbers = {"r": correlation.value, **interval(correlation, "r_")}
         given = {"outcome": Outcome.MEASURED, "threshold": None, "numbers": numbers, "sentence": sentence}
         yield finding("compress", GRADIENTS, slope, "GS-17", **given)
@@ -568,20 +496,16 @@ def _query_bias(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     every = np.unique(run.tables["query_bias_by_sequence"]["layer"])
     layers = tuple(every[delta_gaps(evidence)[0] > limits.OUTLIER])
     numbers = {"layers": layers, "total": len(every), "outlier": limits.OUTLIER}
-    sentence = (
-        f"The query bias lifts the logits of position 0 by more than {limits.OUTLIER:g} standard deviations above "
-        f"those of later tokens in {_with_interval(apart, '.0%')} of the second half of the layers"
-    )
+    sentence = f"The query bias lifts the logits of position 0 by more than {limits.OUTLIER:g} standard deviations "
+    sentence += f"above those of later tokens in {_with_interval(apart, '.0%')} of the second half of the layers"
     sentence += f"; among all {len(every)} layers, in {layers_text(layers)}" if layers else ""
     given = {"outcome": Outcome.MEASURED, "numbers": numbers, "sentence": f"{sentence}."}
     yield finding("query-bias", BIAS, apart, "N-1", **given)
     alignment, later = of_claim(evidence, "N-2"), of_claim(evidence, "N-2", part=1)
     if alignment is None:
         return
-    sentence = (
-        f"The part of the key that the first token alone determines, W_k EPE₀, has cosine {alignment.value:.2f} with "
-        "the query bias, mean over the second half of the layers"
-    )
+    sentence = f"The part of the key that the first token alone determines, W_k EPE₀, has cosine {alignment.value:.2f} "
+    sentence += "with the query bias, mean over the second half of the layers"
     magnitude = None if later is None else later.value
     sentence += "" if magnitude is None else f" (positions 5–15: {magnitude:.2f} in magnitude)"
     given = {"outcome": Outcome.MEASURED, "numbers": {"later": magnitude}, "sentence": f"{sentence}."}
@@ -606,17 +530,12 @@ def _eight_bits(run: RunData) -> Iterator[Finding]:
     step, threshold = float(steps[worst]), limits.COARSE_STEP
     entries = f"(largest over all sequences {largest[worst]:,.0f}, median {median[worst]:.2g})"
     outcome = Outcome.PRESENT if step > threshold else Outcome.ABSENT
+    sentence = f"One step of per-tensor 8-bit activations is at most {step:.1f} × the median entry, at the output of "
+    sentence += f"layer {worst} {entries}: outliers do not rule out per-tensor scales."
     if outcome == Outcome.PRESENT:
-        sentence = (
-            f"One step of per-tensor 8-bit activations at the output of layer {worst} is {step:.1f} × the median entry "
-            f"{entries}, more than {threshold:g}: most of the tensor rounds to zero. Keep these tokens or coordinates "
-            "in higher precision, or scale per token."
-        )
-    else:
-        sentence = (
-            f"One step of per-tensor 8-bit activations is at most {step:.1f} × the median entry, at the output of "
-            f"layer {worst} {entries}: outliers do not rule out per-tensor scales."
-        )
+        sentence = f"One step of per-tensor 8-bit activations at the output of layer {worst} is {step:.1f} × the "
+        sentence += f"median entry {entries}, more than {threshold:g}: most of the tensor rounds to zero. Keep these "
+        sentence += "tokens or coordinates in higher precision, or scale per token."
     numbers = {"layer": worst, "largest": largest[worst], "median": median[worst]}
     yield Finding("8-bit-step", QUANTIZATION, outcome, step, threshold=threshold, numbers=numbers, sentence=sentence)
 
@@ -629,14 +548,11 @@ def _windows(run: RunData) -> Iterator[Finding]:
     longest, layers = run.manifest["input"]["longest"], layers_text(sliding)
     name = "sliding-window" if run.is_causal else "window-both-ways"
     reach = counted(f"{window:g}", "token") + ("" if run.is_causal else " to either side")
-    outcome = Outcome.ABSENT if longest <= window else Outcome.PRESENT
-    if outcome == Outcome.ABSENT:
-        sentence = (
-            f"The window of {reach} that {layers} attend to is never reached: sequences have at most {longest} tokens."
-        )
-    else:
-        seen = f"the last {reach}" if run.is_causal else f"tokens at most {window:g} away"
-        sentence = f"Only {seen} can be attended to in {layers}."
+    outcome, seen = Outcome.PRESENT, f"the last {reach}" if run.is_causal else f"tokens at most {window:g} away"
+    sentence = f"Only {seen} can be attended to in {layers}."
+    if longest <= window:
+        outcome, unseen = Outcome.ABSENT, f"The window of {reach} that {layers} attend to is never reached"
+        sentence = f"{unseen}: sequences have at most {longest} tokens."
     yield Finding(name, SINK, outcome, window, numbers={"layers": sliding, "longest": longest}, sentence=sentence)
 
 
@@ -656,11 +572,8 @@ def _not_applicable(run: RunData) -> Iterator[Finding]:
 
 
 def _by_layer(run: RunData, metric: str) -> pd.Series:
-    summary = run.tables["summary"]
-    rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
-    return rows.set_index("layer")["value"]
+    return run.tables["summary"].query("metric == @metric and layer != @WHOLE_MODEL").set_index("layer")["value"]
 
 
 def _where(chosen: pd.Series) -> tuple[int, ...]:
-    """Return the layers (the index) at which a series is true."""
     return tuple(int(layer) for layer in chosen[chosen].index)

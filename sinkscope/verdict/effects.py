@@ -5,6 +5,7 @@ The change under an arm counts only if it exceeds that of random changes of the 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,6 @@ PERPLEXITY, SINK_RATE = METRICS["perplexity"].text, METRICS["sink_rate"].text
 
 @dataclass(frozen=True)
 class Effect:
-    """The values of one metric for one arm."""
-
     before: float
     after: float
     controls: tuple[float, ...]
@@ -52,13 +51,12 @@ class Effect:
 
     @property
     def control(self) -> float:
-        """Mean of the controls; NaN without controls."""
-        return float(np.mean(self.controls)) if self.controls else float("nan")
+        return float(np.mean(self.controls)) if self.controls else nan
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the controls (n − 1); NaN with fewer than two controls."""
-        return float(np.std(self.controls, ddof=1)) if len(self.controls) > 1 else float("nan")
+        """Standard deviation of the controls (n − 1)."""
+        return float(np.std(self.controls, ddof=1)) if len(self.controls) > 1 else nan
 
 
 def effect_of(run: RunData, label: str, metric: str, position: int = NO_POSITION, layer: int = WHOLE_MODEL) -> Effect:
@@ -66,8 +64,7 @@ def effect_of(run: RunData, label: str, metric: str, position: int = NO_POSITION
     table = table[table["condition"] == label]
     found = table[(table["metric"] == metric) & (table["position"] == position) & (table["layer"] == layer)]
     by_arm = {arm: tuple(values) for arm, values in found.groupby("arm")["value"]}
-    nothing = (float("nan"),)
-    return Effect(by_arm.get("before", nothing)[0], by_arm.get("after", nothing)[0], by_arm.get("control", ()))
+    return Effect(by_arm.get("before", (nan,))[0], by_arm.get("after", (nan,))[0], by_arm.get("control", ()))
 
 
 def arms(run: RunData) -> dict[str, dict[str, Any]]:
@@ -79,20 +76,16 @@ def arms(run: RunData) -> dict[str, dict[str, Any]]:
 
 
 def report(run: RunData) -> Report:
-    """Return the report on a run of `intervene`."""
     controls = max((len(arm["controls"]) for arm in arms(run).values()), default=0)
     setting = settings(run)
     if controls:
-        sentence = (
-            f"Controls are random changes of the same kind, at most {controls:g} for each arm; several are given as "
-            "mean ± standard deviation."
-        )
+        sentence = f"Controls are random changes of the same kind, at most {controls:g} for each arm; several are "
+        sentence += "given as mean ± standard deviation."
         setting.append(Finding("control", "", value=controls, sentence=sentence))
     return Report(f"{run.model}: interventions", setting, overview(run), findings(run))
 
 
 def overview(run: RunData) -> pd.DataFrame:
-    """Return a table of texts with a row for each arm and a row for its control."""
     measured = [label for label, arm in arms(run).items() if arm["watched"]]
     watched = sorted({position for label in measured for position in arms(run)[label]["watched"]})
     columns = [(metric, position) for position in watched for metric in ("sink_rate", "window_mass")]
@@ -101,36 +94,34 @@ def overview(run: RunData) -> pd.DataFrame:
     rows = [before] if measured else []
     for label in measured:
         effects = {column: effect_of(run, label, *column) for column in columns}
-        before |= _texts({column: (effect.before, np.nan) for column, effect in effects.items()})
-        rows.append({"arm": label} | _texts({column: (effect.after, np.nan) for column, effect in effects.items()}))
+        before |= _texts(effects, "before")
+        rows.append({"arm": label} | _texts(effects, "after"))
         if effects["perplexity", NO_POSITION].controls:
-            spreads = {column: (effect.control, effect.spread) for column, effect in effects.items()}
-            rows.append({"arm": "  control"} | _texts(spreads))
+            rows.append({"arm": "  control"} | _texts(effects, "control"))
     for label in arms(run):
         for row in () if label in measured else _streamed(run, label).itertuples():
             name = f"last {row.window} tokens" + (f" and the first {row.keep}" if row.keep else "")
             name = "dense, as streaming measures it" if row.method == "dense" else name
-            rows.append({"arm": name} | _texts({("perplexity", NO_POSITION): (row.perplexity, np.nan)}))
+            rows.append({"arm": name} | _texts({("perplexity", NO_POSITION): Effect(nan, row.perplexity, ())}, "after"))
     table = pd.DataFrame(rows or [before]).fillna("")
-    return table[["arm", *(heading for heading in map(_heading, columns) if heading in table)]]
+    return table[["arm", *(heading for heading in (_heading(*column) for column in columns) if heading in table)]]
 
 
-def _heading(column: tuple[str, int]) -> str:
-    metric, position = column
+def _heading(metric: str, position: int) -> str:
     return METRICS[metric].short + ("" if position == NO_POSITION else f" @{position}")
 
 
-def _texts(cells: Mapping[tuple[str, int], tuple[float, float]]) -> dict[str, str]:
-    """Return heading → value and spread as text, without values that were not measured."""
+def _texts(effects: Mapping[tuple[str, int], Effect], part: str) -> dict[str, str]:
+    spreads = {column: effect.spread if part == "control" else nan for column, effect in effects.items()}
+    values = {column: getattr(effect, part) for column, effect in effects.items()}
     return {
-        _heading(column): METRICS[column[0]].text_with_spread(value, spread)
-        for column, (value, spread) in cells.items()
-        if not np.isnan(value)
+        _heading(*column): METRICS[column[0]].text_with_spread(value, spreads[column])
+        for column, value in values.items()
+        if not isnan(value)
     }
 
 
 def _streamed(run: RunData, label: str) -> pd.DataFrame:
-    """Return the perplexities of a streaming arm over all tokens."""
     table = run.tables["streaming"]
     return table[(table["condition"] == label) & (table["bucket"] == -1)]
 
@@ -148,12 +139,12 @@ CHANGES = {
 def findings(run: RunData) -> list[Finding]:
     """Return the effects of every arm, compared with the findings of papers, and the arms that were not measured."""
     found = [finding for label in arms(run) for finding in findings_of(run, label)]
-    for name, reason in run.manifest["skipped"].items():
-        sentence, numbers = f"`{name}` does not apply: {reason}.", {"what": name, "reason": reason}
-        found.append(Finding("skipped", "Does not apply here", numbers=numbers, sentence=sentence))
-    for name, reason in run.manifest.get("failed", {}).items():
-        sentence, numbers = f"`{name}` could not be measured: {reason}.", {"what": name, "reason": reason}
-        found.append(Finding("failed", "Failed", numbers=numbers, sentence=sentence))
+    for kind, section, words in (
+        ("skipped", "Does not apply here", "does not apply"), ("failed", "Failed", "could not be measured"),
+    ):  # fmt: skip
+        for name, reason in run.manifest.get(kind, {}).items():
+            sentence = f"`{name}` {words}: {reason}."
+            found.append(Finding(kind, section, numbers={"what": name, "reason": reason}, sentence=sentence))
     return found
 
 
@@ -171,11 +162,8 @@ def findings_of(run: RunData, label: str) -> list[Finding]:
         found = [replace(found[0], outcome=Outcome.ABSENT, sentence=sentence)]
     found += [_change_of("window_mass", section, effect_of(run, label, "window_mass", at), at) for at in targets]
     cost = effect_of(run, label, "perplexity")
-    numbers, sentence = (
-        {"before": cost.before, "control": cost.control},
-        f"Perplexity {_change_text('perplexity', cost)}.",
-    )
-    about: dict[str, Any] = {"numbers": numbers, "sentence": sentence}
+    numbers, sentence = {"before": cost.before, "control": cost.control}, _change_text("perplexity", cost)
+    about: dict[str, Any] = {"numbers": numbers, "sentence": f"Perplexity {sentence}."}
     found.append(Finding("perplexity", section, value=cost.after, spread=cost.spread, **about))
     found += _largest_elsewhere(run, label, section)
     if arm["expects"]:
@@ -184,7 +172,6 @@ def findings_of(run: RunData, label: str) -> list[Finding]:
 
 
 def _change_text(metric: str, effect: Effect) -> str:
-    """Return for example "70.0% → 10.0%, control 69.0% ± 1.0%"."""
     text = METRICS[metric].text
     change = f"{text(effect.before)} → {text(effect.after)}"
     change += "" if np.isnan(effect.control) else f", control {text(effect.control)}"
@@ -193,10 +180,8 @@ def _change_text(metric: str, effect: Effect) -> str:
 
 def _change_of(metric: str, section: str, effect: Effect, position: int, layers: tuple[int, ...] = ()) -> Finding:
     numbers = {"metric": metric, "position": position, "before": effect.before, "control": effect.control}
-    sentence = (
-        f"The {METRICS[metric].short} at position {position} {CHANGES[effect.outcome]}: {_change_text(metric, effect)}"
-        f"{f', most in {layers_text(layers)}' if layers else ''}."
-    )
+    sentence = f"The {METRICS[metric].short} at position {position} {CHANGES[effect.outcome]}: "
+    sentence += f"{_change_text(metric, effect)}{f', most in {layers_text(layers)}' if layers else ''}."
     about: dict[str, Any] = {"threshold": SPREAD, "numbers": numbers | {"layers": layers}, "sentence": sentence}
     return Finding("change", section, effect.outcome, effect.after, effect.spread, **about)
 
@@ -228,11 +213,10 @@ def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Findi
         if any(value in (getattr(one, f"{place}s") or ()) for one in done):
             continue
         what = " and ".join(one.name for one in done)
-        sentence = (
-            f"The largest |activation| rises, {_change_text('massive_magnitude', replace(change, controls=()))}: it is "
-            f"now at coordinate {coordinate} of layer {layer}'s output and position {position}, a {place} that "
-            f"`{what}` does not change."
-        )
+        sentence = "The largest |activation| rises, "
+        sentence += f"{_change_text('massive_magnitude', replace(change, controls=()))}: it is now at coordinate "
+        sentence += f"{coordinate} of layer {layer}'s output and position {position}, a {place} that `{what}` does not "
+        sentence += "change."
         numbers = {"before": change.before, "place": place, "what": what} | where
         yield Finding("largest-rises", section, value=change.after, numbers=numbers, sentence=sentence)
         return
@@ -243,10 +227,8 @@ def _streaming(run: RunData, label: str, section: str) -> Iterator[Finding]:
     dense = float(table.query("method == 'dense'")["perplexity"].iloc[0])
     for row in table.query("method != 'dense'").sort_values(["window", "keep"]).itertuples():
         kept = f" and the first {row.keep}" if row.keep else ""
-        sentence = (
-            f"The last {counted(row.window, 'token')}{kept}: perplexity {PERPLEXITY(row.perplexity)}; with dense "
-            f"attention {PERPLEXITY(dense)}."
-        )
+        sentence = f"The last {counted(row.window, 'token')}{kept}: perplexity {PERPLEXITY(row.perplexity)}; with "
+        sentence += f"dense attention {PERPLEXITY(dense)}."
         numbers = {"window": row.window, "keep": row.keep or None, "dense": dense}
         yield Finding("streaming", section, value=float(row.perplexity), numbers=numbers, sentence=sentence)
 
@@ -300,30 +282,26 @@ def _falls_or_stays(rate: Effect, falls: bool) -> tuple[Outcome, str]:
         return Outcome.ABSENT, "there is no sink before the intervention"
     if rate.outcome == Outcome.UNDECIDED:
         return TOO_FEW
-    if rate.outcome != Outcome.FALLS:
-        if falls:
-            return Outcome.REFUTED, f"it does not fall beyond the control's spread: {rates}"
+    has_fallen = rate.outcome == Outcome.FALLS
+    if has_fallen and rate.after >= HALF * rate.before:
+        part = f"but at least {HALF:.0%} of it is left" if falls else "though part of it is lost"
+        return Outcome.PARTLY, f"it does, {part}: {rates}"
+    if has_fallen == falls:
         return Outcome.CONFIRMED, f"it does: {rates}"
-    if rate.after < HALF * rate.before:
-        if falls:
-            return Outcome.CONFIRMED, f"it does: {rates}"
-        return Outcome.REFUTED, f"less than {HALF:.0%} of it is left: {rates}"
-    part = f"but at least {HALF:.0%} of it is left" if falls else "though part of it is lost"
-    return Outcome.PARTLY, f"it does, {part}: {rates}"
+    words = "it does not fall beyond the control's spread" if falls else f"less than {HALF:.0%} of it is left"
+    return Outcome.REFUTED, f"{words}: {rates}"
 
 
 def _moves(rate: Effect, gain: Outcome, source: int, target: int | None) -> tuple[Outcome, str]:
-    """Return whether the sink moves; `gain` is the change of the window mass at `target`."""
+    beyond = "beyond the control's spread"
     if gain == Outcome.UNDECIDED:
         return TOO_FEW
     if gain != Outcome.RISES:
-        return Outcome.REFUTED, f"it did not move: position {target} gains no attention beyond the control's spread"
+        return Outcome.REFUTED, f"it did not move: position {target} gains no attention {beyond}"
     if rate.outcome == Outcome.FALLS:
         return Outcome.CONFIRMED, f"the sink moved to position {target}"
-    return Outcome.PARTLY, (
-        f"attention to position {target} rises, but the sink at position {source} does not fall beyond the control's "
-        "spread"
-    )
+    words = f"attention to position {target} rises, but the sink at position {source} does not fall {beyond}"
+    return Outcome.PARTLY, words
 
 
 # --- intervals over sequences
@@ -334,11 +312,7 @@ def _moves(rate: Effect, gain: Outcome, source: int, target: int | None) -> tupl
 
 
 def interval(run: RunData, label: str, metric: str, position: int = NO_POSITION) -> tuple[float, float] | None:
-    """Return the 95 % interval of a metric of the model under an arm; the number before the arm is taken as fixed.
-
-    The metric is the sink rate or window mass at a position, perplexity or massive_magnitude. None if the run lacks the
-    table, or rows of this arm.
-    """
+    """Return the 95 % interval of a metric of the model under an arm; the number before the arm is taken as fixed."""
     pair = _pair(run, label, metric, position)
     if pair is None:
         return None
@@ -347,7 +321,6 @@ def interval(run: RunData, label: str, metric: str, position: int = NO_POSITION)
 
 
 def interval_by_layer(run: RunData, label: str, metric: str, position: int) -> pd.DataFrame:
-    """Return the intervals of a metric of attention: a row for each layer with an interval, columns low and high."""
     pair = _pair(run, label, metric, position)
     if pair is None:
         return pd.DataFrame(columns=["low", "high"])
@@ -375,7 +348,6 @@ def _pair(run: RunData, label: str, metric: str, position: int) -> tuple[np.ndar
 
 
 def _replicates(sequences: Sequences, metric: str, position: int) -> np.ndarray:
-    """Return the values of a metric for all sequences, and then for each draw of sequences."""
     if metric == "perplexity":
         return np.exp(sequences.losses)
     if metric != "massive_magnitude":

@@ -1,8 +1,7 @@
 """A factor study: the trainings of a sweep, grouped by the settings in which they differ, with WSE's numbers.
 
 A level consists of the settings that not all trainings share, and of the arm: `position_scheme=alibi` and the arm for
-`config=llama-1m:position_scheme=alibi`. Trainings that differ only in the seed repeat a level, even if the seeds are a
-setting in the sweep's file, so that each is a cell of its own.
+`config=llama-1m:position_scheme=alibi`. Trainings that differ only in the seed repeat a level.
 """
 
 import re
@@ -43,7 +42,6 @@ def levels(table: pd.DataFrame) -> dict[tuple[str, str], str]:
 
 
 def with_levels(table: pd.DataFrame) -> pd.DataFrame:
-    """Add the column `level` to the table `sweep_training`."""
     named = levels(table)
     return table.assign(**{LEVEL: list(map(named.get, zip(table["settings"], table["condition"], strict=True)))})
 
@@ -88,16 +86,11 @@ def onsets(table: pd.DataFrame) -> pd.Series:
 
 
 def measured_at(table: pd.DataFrame) -> str:
-    """Return the words for the position whose sink rate was logged: the first token, or a fixed token."""
     return "the fixed token" if table["settings"].str.contains("fixed-position=").any() else "position 0"
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a row of texts for each level: metrics as mean ± standard deviation over seeds, and other numbers.
-
-    The others are the number of tokens until there was a sink, WSE's sink rate, and total weights. A cell includes the
-    number of seeds if some seeds lack the value.
-    """
+    """Return a row of texts for each level: means ± standard deviations over seeds, and WSE's sink rate."""
     table = with_levels(table)
     end, begun = at_the_end(table), onsets(table)
     rows = []
@@ -114,7 +107,6 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_a_glance(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the columns of `summary` that fit into a terminal."""
     whole = summary(table)
     return whole[[name for name in whole if name in ("level", "seeds", SHOWN["sink_rate"], "loss", PAPER)]]
 

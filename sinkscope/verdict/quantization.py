@@ -1,9 +1,8 @@
 """The findings of a run of `quantize` with their sentences, and files for other tools with the sites to spare.
 
-The tables are `quantization` and `quantization_sites`. The files list the sites that the run kept in full precision
-last (`costliest-kept`): spared.json has the sites, the cost of quantizing each of them alone, and their modules;
-llm-compressor.yaml is a recipe with the bits and grids of the run, and these modules in `ignore`. llm-compressor leaves
-out complete modules: input, weight and output.
+The files list the sites that the run kept in full precision last (`costliest-kept`): spared.json has the sites, the
+cost of quantizing each of them alone, and their modules; llm-compressor.yaml is a recipe with the bits and grids of the
+run, and these modules in `ignore`. llm-compressor leaves out complete modules: input, weight and output.
 """
 
 import json
@@ -48,16 +47,13 @@ NATS, PERPLEXITY = METRICS["cost"].text, METRICS["perplexity"].text
 
 
 def report(run: RunData) -> Report:
-    """Return the report on a run of `quantize`."""
     given = run.manifest["quantization"]
     further = FURTHER if given.get("scheme", LINEAR_SCHEME) == FULL_SCHEME else ""
     # all grids except a single static range for each tensor
     grids = "; ".join(words[given[name]] for name, words in GRIDS.items() if given.get(name) in words)
     numbers = {"calibration": given["calibration"], "linear_layers": given["linear_layers"]}
-    sentence = (
-        f"; static ranges from the {counted(given['calibration'], 'sequence')} after them. Quantized: input, weight "
-        f"and output of {counted(given['linear_layers'], 'linear layer')}, except the LM head"
-    )
+    sentence = f"; static ranges from the {counted(given['calibration'], 'sequence')} after them. Quantized: input, "
+    sentence += f"weight and output of {counted(given['linear_layers'], 'linear layer')}, except the LM head"
     sentence += f"; also {further}" if further else ""
     sentence += f"; {grids}" if grids else ""
     found = settings(run, sentence, **numbers, further=further, grids=grids)
@@ -70,7 +66,6 @@ def report(run: RunData) -> Report:
 
 
 def bits(run: RunData) -> str:
-    """Return the name of the scheme, such as W8A8, or W8A8 (full)."""
     given = run.manifest["quantization"]
     scheme = given.get("scheme", LINEAR_SCHEME)
     cache = f"KV{given['bits_kv_cache']}" if given.get("kv_cache_per") else ""
@@ -97,7 +92,6 @@ def kept_names(run: RunData) -> list[str]:
 
 
 def label(run: RunData, name: str) -> str:
-    """Return the words for a setting of the whole model."""
     given, count = run.manifest["quantization"], len(kept_names(run))
     return {
         FULL: "full precision",
@@ -111,20 +105,15 @@ def label(run: RunData, name: str) -> str:
 
 
 def overview(run: RunData) -> pd.DataFrame:
-    """Return a table of texts with a row for each setting."""
-    rows = [
-        {"setting": label(run, str(name))}
-        | {METRICS[column].label: METRICS[column].text(row[column]) for column in COLUMNS}
-        for name, row in whole(run).iterrows()
-    ]
-    return pd.DataFrame(rows)
+    table = whole(run).reset_index()
+    texts = {METRICS[name].label: table[name].map(METRICS[name].text) for name in COLUMNS}
+    return pd.DataFrame({"setting": [label(run, name) for name in table["setting"]], **texts})
 
 
 # --- findings
 
 
 def findings(run: RunData) -> list[Finding]:
-    """Return the cost of quantization, and the sites that cause most of it."""
     is_harmless = bool(whole(run)["cost"][ALL] < COSTLY)
     found = [*_cost(run, is_harmless), *_outliers(run, is_harmless)]
     if not is_harmless:
@@ -132,9 +121,8 @@ def findings(run: RunData) -> list[Finding]:
     if left := run.manifest["quantization"]["not_quantized"]:
         share, names = sum(left.values()), ", ".join(f"`{name}`" for name in left)
         sentence = f"Not quantized: {names}, which are not linear layers ({share:.0%} of all parameters)."
-        found.append(
-            Finding("not-quantized", REST, value=share, numbers={"parameters": tuple(left)}, sentence=sentence)
-        )
+        numbers = {"parameters": tuple(left)}
+        found.append(Finding("not-quantized", REST, value=share, numbers=numbers, sentence=sentence))
     return found
 
 
@@ -148,10 +136,8 @@ def _cost(run: RunData, is_harmless: bool) -> Iterator[Finding]:
     yield Finding("cost", COST, Outcome.ABSENT if is_harmless else Outcome.PRESENT, factor, **about)
     if not is_harmless:
         weights, activations = cost[levels.WEIGHTS], cost[levels.ACTIVATIONS]
-        sentence = (
-            f"Weights alone cost {NATS(weights)} nats per token, activations alone {NATS(activations)}, both "
-            f"{NATS(cost[ALL])}."
-        )
+        sentence = f"Weights alone cost {NATS(weights)} nats per token, activations alone {NATS(activations)}, both "
+        sentence += f"{NATS(cost[ALL])}."
         about = {"numbers": {"weights": weights, "activations": activations}, "is_headline": True}
         yield Finding("cost-parts", COST, value=cost[ALL], sentence=sentence, **about)
 
@@ -173,10 +159,8 @@ def _outliers(run: RunData, is_harmless: bool) -> Iterator[Finding]:
         return
     kept = sites[site_names(sites).isin(kept_names(run))]
     holding, by_kind = int(kept["is_massive"].sum()) or None, _by_kind(kept)
-    sentence = f"The {counted(len(kept), 'costliest site')} of {len(sites)}"
-    if holding:
-        sentence += f", {holding} of which {'hold' if len(kept) > 1 else 'holds'} massive activations"
-    sentence += f": {_sites_text(by_kind)}."
+    holds = f", {holding} of which {'hold' if len(kept) > 1 else 'holds'} massive activations" if holding else ""
+    sentence = f"The {counted(len(kept), 'costliest site')} of {len(sites)}{holds}: {_sites_text(by_kind)}."
     numbers = {"count": len(kept), "total": len(sites), "massive": holding, "sites": by_kind}
     yield Finding("costliest", OUTLIERS, numbers=numbers, sentence=sentence)
     if not is_harmless:
@@ -184,7 +168,6 @@ def _outliers(run: RunData, is_harmless: bool) -> Iterator[Finding]:
 
 
 def _restored(run: RunData, kept: str, which: str, is_headline: bool = False) -> Finding:
-    """Return the finding on the share of the cost that is recovered if some sites stay in full precision."""
     cost, perplexity, threshold = whole(run)["cost"], whole(run)["perplexity"][kept], 1 - levels.RESTORED
     share, text = 1 - float(cost[kept] / cost[ALL]), PERPLEXITY(perplexity)
     if share <= 0:
@@ -218,15 +201,13 @@ def _kinds(run: RunData) -> Iterator[Finding]:
     if len(kept):
         name, left = kept["name"].iloc[-1], float(kept["cost"].iloc[-1])
         before = float(probed(run, ALL)["cost"].iloc[0])
-        sentence = f"No single kind of site saves anything in full precision; the cost is lowest with `{name}`"
-        if left < before:
-            sentence = f"Kept in full precision, the single kind `{name}` saves most"
-        sentence += f": {NATS(before)} → {NATS(left)} nats per token."
+        what = f"No single kind of site saves anything in full precision; the cost is lowest with `{name}`"
+        what = f"Kept in full precision, the single kind `{name}` saves most" if left < before else what
+        sentence = f"{what}: {NATS(before)} → {NATS(left)} nats per token."
         yield Finding("kept", KINDS, value=left, numbers={"kind": name, "before": before}, sentence=sentence)
 
 
 def _sites(run: RunData) -> Iterator[Finding]:
-    """Yield the costs of single sites of one layer, each quantized alone."""
     table = probed(run, ALONE)
     sites = table[(table["layer"] != ALL_LAYERS) & (table["cost"] >= COSTLY)].head(SHOWN)
     ranges = run.tables["quantization_sites"].set_index(["layer", "site", "part"])
@@ -234,28 +215,23 @@ def _sites(run: RunData) -> Iterator[Finding]:
         known = ranges.loc[(row["layer"], row["site"], row["part"])]
         numbers = {"kind": row["name"], "layer": row["layer"], "largest": known["max_abs"]}
         numbers |= {"median": known["median_abs"], "zeroed": known["zeroed"]}
-        sentence = (
-            f"`{row['name']}` of layer {row['layer']} quantized alone costs {NATS(row['cost'])} nats per token; in "
-            f"calibration its largest entry is {known['max_abs']:,.0f}, the median {known['median_abs']:.2g}, and "
-            f"{known['zeroed']:.0%} round to zero."
-        )
+        sentence = f"`{row['name']}` of layer {row['layer']} quantized alone costs {NATS(row['cost'])} nats per token; "
+        sentence += f"in calibration its largest entry is {known['max_abs']:,.0f}, the median "
+        sentence += f"{known['median_abs']:.2g}, and {known['zeroed']:.0%} round to zero."
         yield Finding("site", SITES, Outcome.PRESENT, row["cost"], threshold=COSTLY, numbers=numbers, sentence=sentence)
 
 
 def site_names(sites: pd.DataFrame) -> pd.Series:
-    """Return the printed names of the sites in rows of `quantization_sites`."""
     layer = np.where(sites["layer"] == NO_LAYER, "", "layer " + sites["layer"].astype(str) + " ")
     return layer + sites["site"] + " " + sites["part"]
 
 
 def _by_kind(sites: pd.DataFrame) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return kinds of site with their layers, in the table's order."""
     by_kind = sites.groupby(sites["site"] + " " + sites["part"], sort=False)["layer"]
     return tuple((str(kind), tuple(sorted({int(at) for at in layers if at != NO_LAYER}))) for kind, layers in by_kind)
 
 
 def _sites_text(sites: Sequence[tuple[str, Sequence[int]]]) -> str:
-    """Return kinds of site, each with its layers; a site outside the layers has no layers."""
     return ", ".join(f"`{kind}`" + (f" of {layers_text(layers)}" if layers else "") for kind, layers in sites)
 
 
@@ -273,25 +249,17 @@ def spared_files(run: RunData) -> list[str]:
 
 
 def write_spared(run: RunData, folder: Path) -> None:
-    """Write the files of a run of `quantize`; other commands have no such files."""
-    for name in spared_files(run):
-        if name == JSON:
-            text = json.dumps(spared(run), indent=2, ensure_ascii=False) + "\n"
-        else:
-            text = _comments(run) + yaml.safe_dump(llm_compressor_recipe(run), sort_keys=False)
-        (folder / name).write_text(text, encoding="utf-8")
+    files = spared_files(run)
+    if JSON in files:
+        text = json.dumps(spared(run), indent=2, ensure_ascii=False)
+        (folder / JSON).write_text(f"{text}\n", encoding="utf-8")
+    if RECIPE in files:
+        text = yaml.safe_dump(llm_compressor_recipe(run), sort_keys=False)
+        (folder / RECIPE).write_text(_comments(run) + text, encoding="utf-8")
 
 
 def spared(run: RunData) -> dict[str, Any]:
-    """Return the content of spared.json.
-
-    Returns:
-        sites: Each with module, layer, part (input, weight, output, …), cost (nats per token, quantized alone; None
-            if it was not measured) and is_massive.
-        modules: Paths of the linear layers and embeddings to which the sites belong.
-        perplexity: In full precision, with every site quantized, and with these spared; None if it was not
-            measured.
-    """
+    """Return the content of spared.json, with None for numbers that were not measured."""
     sites, perplexity = _spared_sites(run), whole(run)["perplexity"]
     names = {"full_precision": FULL, "quantized": ALL, "spared": COSTLIEST_KEPT}
     return {
@@ -315,8 +283,7 @@ def _spared_sites(run: RunData) -> pd.DataFrame:
 
 def llm_compressor_recipe(run: RunData) -> dict[str, Any] | None:
     """Return a recipe of llm-compressor: one QuantizationModifier that quantizes as this run did."""
-    # Activations have static ranges from the smallest to the largest entry, as here. None if the linear layers are not
-    # torch.nn.Linear, because llm-compressor quantizes no others.
+    # None if the linear layers are not torch.nn.Linear, because llm-compressor quantizes no others
     given = run.manifest["quantization"]
     if given["full_precision_modules"] is None:
         return None
@@ -340,23 +307,19 @@ def _plain(value: Any) -> Any:
 
 
 def _grid(bits: int, per: str, is_symmetric: bool = False) -> dict[str, Any]:
-    """Return the QuantizationArgs of llm-compressor."""
     is_dynamic = per == "token"
     grid = {"num_bits": bits, "type": "int", "symmetric": is_symmetric, "strategy": per, "dynamic": is_dynamic}
     return grid if is_symmetric or is_dynamic else grid | {"observer": "static_minmax"}
 
 
 def _modules(sites: pd.DataFrame) -> list[str]:
-    """Return the modules of sites, without residual sums and attention, which llm-compressor cannot leave out."""
     return list(dict.fromkeys(sites.loc[sites["part"].isin(PARTS), "module"]))
 
 
 def _comments(run: RunData) -> str:
     cache = run.manifest["quantization"]["kv_cache_per"]
-    lines = [
-        f"{run.model}: the modules to keep in full precision are in `ignore`.",
-        "Outputs are quantized as in the simulation: leave output_activations out for kernels that do not.",
-    ]
+    lines = [f"{run.model}: the modules to keep in full precision are in `ignore`."]
+    lines.append("Outputs are quantized as in the simulation: leave output_activations out for kernels that do not.")
     beyond = [f"{row.module} {row.part}" for row in _spared_sites(run).itertuples() if row.part not in PARTS]
     if beyond:
         lines.append(f"These costly sites are no modules that can be left out: {', '.join(beyond)}.")

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import isnan, nan
 
 import pandas as pd
 
@@ -37,7 +36,6 @@ def report_markdown(report: Report) -> str:
 
 
 def published_lines(published: Sequence[Published]) -> list[str]:
-    """Return one line per setting and source: "Published, T = 64 (WSE table 1): LLaMA2-13B 91.69%, …."."""
     lines = []
     for (setting, source), some in groupby(published, lambda value: (value.setting, value.source)):
         listed = ", ".join(f"{value.name} {value.value:.2f}%{value.mark}" for value in some)
@@ -46,19 +44,12 @@ def published_lines(published: Sequence[Published]) -> list[str]:
     return lines
 
 
-def interval_text(low: float = nan, high: float = nan, form: str = ".2f", label: str = "95 % interval ") -> str:
-    """Return " (95 % interval 1.20 to 1.40)", or "" if the ends are NaN."""
-    return "" if isnan(low) else f" ({label}{low:{form}} to {high:{form}})"
-
-
 def layers_text(layers: Iterable[int]) -> str:
-    """Return for example "layers 0–2, 5" for (0, 1, 2, 5)."""
     layers = list(layers)
     return f"layer{'s' * (len(layers) > 1)} {spans(layers)}"
 
 
 def coordinates_text(coordinates: Sequence[int]) -> str:
-    """Return for example "coordinates 507, 247", in the given order."""
     return f"coordinate{'s' * (len(coordinates) > 1)} {', '.join(map(str, coordinates))}"
 
 

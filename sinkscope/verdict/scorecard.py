@@ -1,11 +1,6 @@
 """The scorecard: the judgment of every claim on the runs of one or several models, and its Markdown.
 
-OUT/run.json               the options, and the judged runs
-OUT/runs/ROLE/             the run folders that were measured for it
-OUT/tables/claim.parquet   a row for each number of a claim
-OUT/tables/route.parquet   a row for each route by which the first token may become a sink (paper_claims/routes.py)
-OUT/figures/*.png|pdf
-OUT/scorecard.md
+Its folder has run.json, figures, scorecard.md, the tables `claim` and `route`, and the measured runs in runs/ROLE.
 """
 
 import os
@@ -70,12 +65,9 @@ class Scorecard(Tabular):
     @property
     def measured(self) -> dict[str, RunData]:
         """Role → run, for runs without a folder; a run with several roles is listed once."""
-        found: dict[int, tuple[str, RunData]] = {}
-        for runs in self.runs.values():
-            for role, run in runs.items():
-                if run.folder is None:
-                    found.setdefault(id(run), (role, run))
-        return dict(found.values())
+        roles = [(role, run) for runs in self.runs.values() for role, run in runs.items() if run.folder is None]
+        first = {id(run): role for role, run in reversed(roles)}
+        return {role: run for role, run in roles if first[id(run)] == role}
 
     @property
     def models(self) -> list[str]:
@@ -92,7 +84,6 @@ class Scorecard(Tabular):
 
     @property
     def by_model(self) -> pd.DataFrame:
-        """The outcome of every claim on every model: rows claims, columns models."""
         wide = self.table[self.table["part"] == 0].pivot(index="claim", columns="model", values="outcome")
         return wide.reindex(index=[name for name in CLAIMS if name in wide.index], columns=self.models)
 
@@ -108,7 +99,6 @@ class Scorecard(Tabular):
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """The tables of its folder."""
         return Known("table", {TABLE: self.table, ROUTES: self.routes})
 
     @property
@@ -140,7 +130,6 @@ LEGEND = (
 
 
 def scorecard_markdown(card: Scorecard) -> str:
-    """Return all numbers by paper for one model, or the outcomes on several models."""
     parts = _of_several(card) if len(card.models) > 1 else _of_one(card)
     runs = {model: own[NATURAL] for model, own in card.runs.items() if NATURAL in own}
     computed = {model: table for model, run in runs.items() if (table := gamma_table(run)) is not None}
@@ -170,7 +159,6 @@ def _of_one(card: Scorecard) -> list[str]:
 
 
 def _of_several(card: Scorecard) -> list[str]:
-    """Return outcomes of several models; a single line lists the claims that no model decides."""
     outcomes = _outcomes(card)
     others = ", ".join(name for name in card.by_model.index if name not in set(outcomes["claim"]))
     parts = [f"## {len(card.models)} models: {headline(card)}"]
@@ -205,23 +193,19 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
     sections: dict[tuple[str, ...], list[str]] = {}
     for (claim, _), models in shared.items():
         sections.setdefault(tuple(models), []).append(claim)
-    return [
-        f"### {', '.join(models)}\n\n"
-        + as_markdown(_printed(rows[(rows["model"] == models[0]) & rows["claim"].isin(claims)]))
-        for models, claims in sections.items()
-    ]
+    shown = {models: rows[(rows["model"] == models[0]) & rows["claim"].isin(own)] for models, own in sections.items()}
+    return [f"### {', '.join(models)}\n\n{as_markdown(_printed(own))}" for models, own in shown.items()]
 
 
 def headline(card: Scorecard) -> str:
-    """Return in words how many claims hold for a model but not for their null."""
     count = len(_holding(card.table).get("yes", []))
-    if count == 1:
-        return "1 claim holds, and its null does not pass it"
-    return f"{count} claims hold, and their null does not pass them"
+    words = (
+        "claim holds, and its null does not pass it" if count == 1 else "claims hold, and their null does not pass them"
+    )
+    return f"{count} {words}"
 
 
 def _holding(table: pd.DataFrame) -> dict[str, list[str]]:
-    """Return whether the claims distinguish a model from its null → the ids of claims that hold, each once."""
     first = table[(table["part"] == 0) & (table["outcome"] == Outcome.HOLDS)]
     return {str(tells): list(dict.fromkeys(own["claim"])) for tells, own in first.groupby("tells", sort=False)}
 
@@ -236,10 +220,8 @@ def _summary(table: pd.DataFrame) -> list[str]:
     others = Counter(first["outcome"])
     lines.append(", ".join(f"{others[outcome]} {outcome}" for outcome in NOT_JUDGED if others[outcome]))
     tested = int((table["low"] < table["high"]).sum())
-    chance = (
-        f"{tested} numbers were tested, each separately at 95 %: if all truths were at their thresholds, about "
-        f"{(1 - LEVEL) * tested:.0f} of the intervals would miss them by chance."
-    )
+    chance = f"{tested} numbers were tested, each separately at 95 %: if all truths were at their thresholds, about "
+    chance += f"{(1 - LEVEL) * tested:.0f} of the intervals would miss them by chance."
     return ["\n".join(f"- {line}." for line in lines if line), chance]
 
 
@@ -262,7 +244,6 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _by_reason(rows: pd.DataFrame, outcome: Outcome) -> str:
-    """Return claims with an outcome, grouped by reason: "W-3, W-5 (its positions are learned); W-12 (…)"."""
     chosen = rows[(rows["outcome"] == outcome) & (rows["part"] == 0)]
     return "; ".join(f"{', '.join(group['claim'])} ({reason})" for reason, group in chosen.groupby("note", sort=False))
 
@@ -272,9 +253,9 @@ def _by_reason(rows: pd.DataFrame, outcome: Outcome) -> str:
 
 def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
     """Return "0.73 [0.70, 0.76]", or only the value if nothing was resampled."""
-    form = _form(claim, part)
-    text = MISSING if pd.isna(value) else form.format(value)
-    return text if low == high or pd.isna(low) else f"{text} [{form.format(low)}, {form.format(high)}]"
+    form = _form(claim, part).format
+    text = MISSING if pd.isna(value) else form(value)
+    return text if low == high or pd.isna(low) else f"{text} [{form(low)}, {form(high)}]"
 
 
 def null_text(row: Any, with_share: bool) -> str:

@@ -70,8 +70,6 @@ _BOS_SETTING = r",?\bbos=\w+,?"  # the BOS policy in the settings of a cell, whi
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished cell."""
-
     cell: Cell
     folder: Path
     manifest: Mapping[str, Any]
@@ -79,8 +77,6 @@ class Measured:
 
 @dataclass(frozen=True)
 class SweepTables:
-    """The results of a sweep."""
-
     tables: dict[str, pd.DataFrame] = field(repr=False)  # name → table, without tables that no cell has
     papers: Mapping[str, str]  # model → its name in WSE table 1
 
@@ -165,7 +161,6 @@ def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.S
 
 
 def coordinates(each: Measured) -> dict[str, Any]:
-    """Return the coordinates of a cell: column → value."""
     cell, manifest = each.cell, each.manifest
     config, of_model = manifest["config"], manifest.get("model")
     token_zero = manifest.get("input", {}).get("token_zero", "")

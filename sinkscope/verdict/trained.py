@@ -18,11 +18,7 @@ BACKCOPY_COLUMNS = (
 
 
 def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
-    """Return the metrics of the last step, in the layer of `sinking_layer`, as a Markdown table of arms.
-
-    Cells are mean ± standard deviation (n − 1) over seeds. `training` is the table of that name with all arms; `note`
-    is added to the title.
-    """
+    """Return the last step in the `sinking_layer`, mean ± standard deviation over seeds; `note` is in the title."""
     layers = (WHOLE_MODEL, sinking_layer(training))
     last = training[(training["step"] == training["step"].max()) & training["layer"].isin(layers)]
     wide = last.pivot_table(index=["condition", "seed"], columns="metric", values="value", sort=False)
@@ -42,7 +38,6 @@ def without_start(runs: Iterable[RunData]) -> str:
 
 
 def gates_moved(gates: pd.DataFrame) -> list[Finding]:
-    """Return how far the new parameters of each method have moved, from the table `gates`."""
     found = []
     for arm, rows in gates.groupby("condition", sort=False):
         most, mean = rows.loc[rows["displacement"].idxmax()], rows["displacement"].mean()
@@ -58,10 +53,7 @@ def gates_moved(gates: pd.DataFrame) -> list[Finding]:
 
 
 def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return heading → table of arms, from the table `retrofit`: mean ± standard deviation (n − 1) over seeds.
-
-    Columns that no arm has, and tables without columns, are left out.
-    """
+    """Return heading → table of arms, mean ± standard deviation over seeds, without columns that no arm has."""
     arms = table["condition"].unique()
     wide, spread = (
         table.pivot_table(index="condition", columns="metric", values="value", aggfunc=how, dropna=False).reindex(arms)
@@ -72,7 +64,6 @@ def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def retrofit_markdown(table: pd.DataFrame) -> str:
-    """Return the tables of `retrofit_summaries` as Markdown."""
     parts = [f"# {model}" for model in table["model"].unique()]
     for heading, summary in retrofit_summaries(table).items():
         parts += [f"## {heading}", as_markdown(summary, numbers=True)]

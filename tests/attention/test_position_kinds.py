@@ -1,21 +1,16 @@
 """The kinds of positions of models, found layer by layer from the results of their attention."""
 
-from typing import Any
-
 import pytest
 import torch
 from support.every_model import tiny_of
 from support.naming import naming
 from tiny import TINY, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.position_kinds import _bias
-from sinkscope.commands.doctor import doctor
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import find_family
-from sinkscope.models.positions import position_vectors
-from sinkscope.retrofits import retrofit_model
+from sinkscope.models.projections import position_vectors
 
 NOPE_LAST = ("rotary", "rotary", "rotary", "none")
 FOUND = {
@@ -50,26 +45,6 @@ def test_rows_say_what_is_found() -> None:
             assert (family.position_embedding, family.position_offset) == (row.position_embedding, row.position_offset)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "falcon-alibi", "gptj"])
-def test_in_every_precision(name: str, dtype: torch.dtype) -> None:
-    assert family_of(tiny_model(name, dtype=dtype))[0].kinds_of_positions == {find_family(tiny_model(name)).positions}
-
-
-def without_rotation(**given: Any) -> PreTrainedModel:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", vocab_size=96, **sizes, **given)).eval()
-
-
-def test_rotary_of_no_coordinate_is_none() -> None:
-    assert family_of(without_rotation(rotary_pct=0.0))[0].positions == "none"
-    assert family_of(without_rotation(rotary_pct=0.25))[0].positions == "rotary"
-
-
-def test_the_doctor_names_the_layers() -> None:
-    assert "positions rotary and none (none in layer 3)" in str(doctor(tiny_of("smollm3")))
-
-
 @pytest.mark.parametrize("model_type", ["blenderbot", "bart", "whisper", "biogpt"])
 def test_learned_vectors_are_those_that_are_added(model_type: str) -> None:
     """Some of these tables begin with two rows that belong to no position."""
@@ -80,13 +55,6 @@ def test_learned_vectors_are_those_that_are_added(model_type: str) -> None:
     table.register_forward_hook(lambda module, args, output: given.append(output))
     model(torch.arange(3, 9)[None])
     assert torch.equal(position_vectors(model, family, 6), given[0].view(-1, given[0].shape[-1])[-6:])
-
-
-def test_registers_change_nothing() -> None:
-    model = tiny_model("gpt2")
-    retrofit_model(model, None, "register-tokens", count=3)
-    family, _ = family_of(model)
-    assert (family.positions, family.position_offset) == ("learned", 0)
 
 
 def test_a_bias_that_is_not_linear_is_relative() -> None:

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attention_reads import causal_mask, dense
 from support.untouched import assert_as_before, logits, state_of
 from tiny import TINY, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
@@ -24,7 +24,7 @@ from sinkscope.attention.kernels import (
     repeat_heads,
 )
 from sinkscope.attention.seam import attend, open_seam
-from sinkscope.attention.taps import NAME, Seam, found_scaling
+from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.nnsight import save
@@ -56,7 +56,7 @@ class Failing(Observable):
 
     def see(self, layer: int, *args: Any) -> None:
         if layer == 1:
-            raise ZeroDivisionError("in the trace")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
 
     see_attention = see
 
@@ -72,38 +72,29 @@ def test_the_model_is_as_before(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_DOOR)
-def test_the_model_is_as_before_after_an_exception_in_the_trace(name: str) -> None:
-    model = tiny_model(name)
-    for site in ("attention", "layer_out"):
-        before = state_of(model)
-        with pytest.raises(ZeroDivisionError, match="in the trace"), open_tracer(model, find_family(model)) as tracer:
-            tracer.forward(batch(), [Failing(site)])
-        assert_as_before(model, before)
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH_DOOR)
-def test_the_model_is_as_before_after_an_exception_in_the_model(name: str) -> None:
-    """The exception is raised inside an attention module, under an interceptor, or while seams are installed."""
+def test_the_model_is_as_before_after_an_exception(name: str) -> None:
+    """It is raised in the trace, inside an attention module, under an interceptor, or while seams are installed."""
     model = tiny_model(name)
     family = find_family(model)
+    before = state_of(model)
 
     def fail(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    for where in ("MLP", "attention", "tap"):
-        before = state_of(model)
+    for where in ("trace of attention", "trace of layer_out", "MLP", "attention", "tap"):
+        observable = Failing(where.split()[-1]) if "trace" in where else OBSERVABLES["attention"](SETTINGS)
         with (  # noqa: PT012
             pytest.raises(torch.OutOfMemoryError),
             open_tracer(model, family) as tracer,
             ExitStack() as hook,
         ):
             layer = family.layer_modules(model)[1]
-            attention = layer.get_submodule(family.attention)
-            module = {"MLP": layer.mlp, "attention": next(attention.children()), "tap": tracer.seams[1].value}[where]
-            hook.callback(module.register_forward_hook(fail).remove)
-            tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
+            inner = next(layer.get_submodule(family.attention).children())
+            module = {"MLP": layer.mlp, "attention": inner, "tap": tracer.seams[1].value}.get(where)
+            if module is not None:
+                hook.callback(module.register_forward_hook(fail).remove)
+            tracer.forward(batch(), [observable])
         assert_as_before(model, before)
-    before = state_of(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sinkscope.attention.seam.attending_by", fail)
         patch.setattr("sinkscope.attention.seam.Interceptor", fail)
@@ -112,30 +103,18 @@ def test_the_model_is_as_before_after_an_exception_in_the_model(name: str) -> No
     assert_as_before(model, before)
 
 
-def test_a_tracer_inside_a_tracer_is_refused_and_the_outer_one_lives_on() -> None:
-    model = tiny_model("llama")
+def test_a_tracer_serves_forward_after_forward_and_another_inside_it_is_refused() -> None:
+    """The seams do not keep values of the last batch for the next one."""
+    model = tiny_model("mistral")
     family = find_family(model)
     alone = measured(model, [batch()], SETTINGS, ("attention",))["attention"]
+    warm_up, observable = (OBSERVABLES["attention"](SETTINGS) for _ in range(2))
     with open_tracer(model, family) as outer:
         with pytest.raises(SinkscopeError, match="already"), open_tracer(model, family):
             pass
-        observable = OBSERVABLES["attention"](SETTINGS)
+        outer.forward(padded(ragged_tokens((7, 3), seed=5), "left"), [warm_up])
         outer.forward(batch(), [observable])
     assert observable.tables()["attention"].equals(alone)
-
-
-def test_one_tracer_serves_forward_after_forward() -> None:
-    """The seams do not keep values of the last batch for the next one."""
-    model = tiny_model("mistral")
-    tables = []
-    for warm_up in ([], [padded(ragged_tokens((7, 3), seed=5), "left")]):
-        with open_tracer(model, find_family(model)) as tracer:
-            for other in warm_up:
-                tracer.forward(other, [OBSERVABLES["attention"](SETTINGS)])
-            observable = OBSERVABLES["attention"](SETTINGS)
-            tracer.forward(batch(), [observable])
-            tables.append(observable.tables()["attention"])
-    assert tables[0].equals(tables[1])
 
 
 # ------------------------------------------------------------------------------- modules without a seam
@@ -186,23 +165,8 @@ def random_qkv(heads: int = 4, kv_heads: int = 2, length: int = 11) -> tuple[tor
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> tuple:
-    """Compute mix and log-sum-exp from all weights, by the definition."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    logits = call.scaling * query @ key.mT
-    if call.softcap is not None:
-        logits = call.softcap * torch.tanh(logits / call.softcap)
-    mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril() if call.mask is None else call.mask
-    logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-    total = logits.exp().sum(-1)
-    if call.sink_logits is not None:
-        total = total + call.sink_logits.exp()[:, None]
-    return logits.exp() / total[..., None] @ value, total.log()
-
-
 def masks() -> dict[str, torch.Tensor | None]:
-    causal = torch.ones(11, 11, dtype=torch.bool).tril().expand(2, 1, 11, 11)
-    window = causal & torch.ones(11, 11, dtype=torch.bool).triu(-3)
+    window = causal_mask(11, window=4).expand(2, 1, 11, 11)
     bias = torch.linspace(-1, 1, 11, dtype=torch.float64).masked_fill(~window, -torch.inf)
     return {"causal": None, "bool": window, "additive": bias}
 
@@ -219,14 +183,14 @@ def test_kernels_give_mix_and_log_sum_exp(mask: str) -> None:
     query, key, value = random_qkv()
     for extra in EXTRAS.values():
         call = AttentionCall(masks()[mask], 0.7, **extra)
-        expected = dense(query, key, value, call)
+        expected = dense(query, key, value, call)[1:]
         chunked = [partial(chunked_attention, chunk=chunk) for chunk in (1, 4, 11, 128)]
         for kernel in (*KERNELS.values(), *chunked):
             for mine, theirs in zip(kernel(query, key, value, call), expected, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
     wide = torch.cat([value, value[..., :3]], dim=-1)  # value heads of another width
     call = AttentionCall(masks()[mask], 0.7)
-    for mine, theirs in zip(fused_attention(query, key, wide, call), dense(query, key, value, call), strict=True):
+    for mine, theirs in zip(fused_attention(query, key, wide, call), dense(query, key, value, call)[1:], strict=True):
         torch.testing.assert_close(mine[..., :6] if mine.dim() == 4 else mine, theirs)
 
 
@@ -234,7 +198,7 @@ def test_without_a_mask_a_lone_query_is_the_last_token_and_several_are_the_first
     """Several queries with more keys mean a static cache with empty last slots, as in transformers."""
     query, key, value = random_qkv()
     call = AttentionCall(None, 0.7)
-    mix, lse = dense(query, key, value, call)
+    _, mix, lse = dense(query, key, value, call)
     for kernel in KERNELS.values():
         for rows in (slice(query.shape[2] - 1, None), slice(0, 3)):
             some_mix, some_lse = kernel(query[:, :, rows], key, value, call)
@@ -257,22 +221,11 @@ def test_the_fused_kernel_forbids_keys_without_a_mask(dtype: torch.dtype) -> Non
     forbidden = ForbiddenKeys(pairs, lambda device: columns, (0, 2, 3))
     call = AttentionCall(None, 0.7, forbidden=(forbidden,))
     mix, lse = fused_attention(query, key, value, call)
-    mask = torch.ones(length, length, dtype=torch.bool).tril() & ~pairs(slice(0, length), slice(0, length), mix.device)
-    expected, expected_lse = dense(*(x.double() for x in (query, key, value)), AttentionCall(mask, 0.7))
+    mask = causal_mask(length) & ~pairs(slice(0, length), slice(0, length), mix.device)
+    _, expected, expected_lse = dense(*(x.double() for x in (query, key, value)), AttentionCall(mask, 0.7))
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 3e-2)
     torch.testing.assert_close(mix.double(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
-
-
-def test_vectors_whose_numbers_are_not_adjacent_are_read_right() -> None:
-    """A convolution over time returns such tensors; the fused kernel itself would read wrong numbers from them."""
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(2, heads, 13, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
-    expected = fused_attention(*given, AttentionCall(None, 0.3))
-    for at in range(3):
-        transposed = [x.mT.contiguous().mT if index == at else x for index, x in enumerate(given)]
-        for found, wanted in zip(fused_attention(*transposed, AttentionCall(None, 0.3)), expected, strict=True):
-            torch.testing.assert_close(found, wanted)
 
 
 # torch's fused kernel takes exp(x) of half-precision inputs from a cubic polynomial (`fexp_u20`) wherever a row has
@@ -285,7 +238,7 @@ FAST_EXPONENTIAL = 1.08e-4 + 11 * torch.finfo(torch.float32).eps
 def test_half_precision_sums_in_float32() -> None:
     query, key, value = (x.bfloat16() for x in random_qkv())
     call = AttentionCall(None, 0.7)
-    expected = dense(*(x.double() for x in (query, key, value)), call)[1].float()
+    expected = dense(*(x.double() for x in (query, key, value)), call)[2].float()
     for kernel in KERNELS.values():
         mix, lse = kernel(query, key, value, call)
         assert mix.dtype == torch.bfloat16
@@ -311,51 +264,31 @@ def attention_of_gptj(mixed: Callable) -> Iterator[PreTrainedModel]:
         yield model
 
 
-def no_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
-def sigmoid_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return torch.sigmoid(query @ key.transpose(-1, -2)).tril() @ value
-
-
 def blockwise_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Compute attention with a separate call for the second half of the queries."""
     half = query.shape[2] // 2
     early = F.scaled_dot_product_attention(query[:, :, :half], key[:, :, :half], value[:, :, :half], is_causal=True)
-    mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()[half:]
+    mask = causal_mask(query.shape[2])[half:]
     return torch.cat([early, F.scaled_dot_product_attention(query[:, :, half:], key, value, attn_mask=mask)], dim=2)
 
 
-def linear_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Compute a softmax over the head's width instead of the keys."""
-    state = key.softmax(-1).transpose(-1, -2) @ value
-    return query.softmax(-1) @ state
+UNRECOGNIZED: dict[str, Callable] = {
+    "none": lambda module, query, key, value: value,
+    "sigmoid": lambda module, query, key, value: torch.sigmoid(query @ key.mT).tril() @ value,
+    "blockwise": blockwise_attention,
+    "linear": lambda module, query, key, value: query.softmax(-1) @ (key.softmax(-1).mT @ value),  # over the width
+    "bidirectional": lambda module, query, key, value: F.scaled_dot_product_attention(query, key, value),
+}
 
 
-def bidirectional_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(query, key, value)
-
-
-@pytest.mark.parametrize(
-    "mixed", [no_attention, sigmoid_attention, blockwise_attention, linear_attention, bidirectional_attention]
-)
-def test_attention_that_is_not_recognized_is_refused(mixed: Callable) -> None:
+@pytest.mark.parametrize("kind", UNRECOGNIZED)
+def test_attention_that_is_not_recognized_is_refused(kind: str) -> None:
     """Sites of the residual stream can still be measured."""
     refusal = r"layer 0: its attention is not one softmax|layer 0 attends to \d keys for 9 tokens"
-    with attention_of_gptj(mixed) as model:
+    with attention_of_gptj(UNRECOGNIZED[kind]) as model:
         with pytest.raises(SinkscopeError, match=refusal):
             measured(model, [batch()], SETTINGS, ("attention",))
         assert set(measured(model, [batch()], SETTINGS, ("massive",))["massive"]["layer"]) == {0, 1, 2}
-
-
-def test_a_model_that_does_not_use_the_attention_interface_is_refused() -> None:
-    model = tiny_model("gptj")
-    before = state_of(model)
-    family = replace(find_family(model), door="interface")
-    with pytest.raises(SinkscopeError, match="layer 0: its attention"), open_tracer(model, family) as tracer:
-        tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
-    assert_as_before(model, before)
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "additive"])
@@ -404,28 +337,6 @@ def test_what_an_observable_computes_is_not_intercepted(name: str) -> None:
     torch.testing.assert_close(traced, bare)
 
 
-def causal_softmax(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    unseen = ~torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
-    return (query @ key.transpose(-1, -2)).masked_fill(unseen, torch.finfo(query.dtype).min).softmax(-1)
-
-
-def attention_then_more(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Multiply every head's result by its own matrix, and compute another softmax afterwards."""
-    mix = causal_softmax(query, key) @ value
-    matrix = torch.eye(8).expand(len(mix), 4, 8, 8)
-    return (mix @ matrix).softmax(-1) @ matrix
-
-
-def test_what_follows_attention_in_its_module_is_left_alone() -> None:
-    calls: list[tuple[int, ...]] = []
-    with attention_of_gptj(attention_then_more) as model, open_tracer(model, find_family(model)) as tracer:
-        for seam in tracer.seams.values():
-            for tap in (seam.query, seam.key, seam.lse, seam.value, seam.mix):
-                tap.register_forward_hook(lambda module, args, output: calls.append(tuple(output.shape)))
-        tracer.logits(batch())
-    assert calls == [(2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9), (2, 4, 9, 8), (2, 9, 4, 8)] * 3
-
-
 DOORS = ["llama", "gpt2", "gpt_oss", "falcon", "falcon-new", "gptj", "gpt_neo"]
 
 
@@ -451,58 +362,6 @@ def test_a_tensor_overwritten_at_its_tap_is_used(name: str) -> None:
             torch.testing.assert_close(lse, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_only_the_first_product_of_two_batched_factors_is_q_and_k() -> None:
-    """Falcon writes its projections as x @ W.T, and its weights are not keys."""
-    model = tiny_model("falcon")
-    reads: list[AttentionRead] = []
-
-    class Keep(Busy):
-        def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-            reads.append(read)
-
-    model.config._attn_implementation = "eager"  # matmul → softmax → matmul
-    with open_tracer(model, find_family(model)) as tracer:
-        tracer.forward(batch(), [Keep(SETTINGS)])
-    assert [tuple(read.query.shape) for read in reads] == [(2, 4, 9, 8)] * 3
-    assert [tuple(read.key.shape) for read in reads] == [(2, 1, 9, 8)] * 3
-
-
-def test_heads_that_the_models_code_repeats_are_counted_once() -> None:
-    """Falcon 40B has 8 key and value heads and passes 128 to the kernel."""
-    model = tiny_model("falcon-new")
-    tables = measured(model, [batch()], SETTINGS, ("attention", "activation"))
-    assert tables["attention"].groupby("kv_head")["head"].unique().map(list).to_dict() == {0: [0, 1], 1: [2, 3]}
-
-
-def grouped_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Repeat two key and value heads by hand, as in much code that comes with models from the hub."""
-    key, value = (x[:, :2].repeat_interleave(2, dim=1) for x in (key, value))
-    if module.fused:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return causal_softmax(query * 8**-0.5, key) @ value
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_heads_that_any_other_code_repeats_are_counted_once_too(fused: bool) -> None:
-    norms: list[float] = []
-
-    def keep(module: Any, args: tuple, value: torch.Tensor) -> None:
-        norms.extend(value[:, : SETTINGS.positions, :16].norm(dim=-1).mean(0).tolist())  # the distinct heads
-
-    with attention_of_gptj(grouped_attention) as model:
-        for layer in model.transformer.h:
-            layer.attn.num_key_value_heads, layer.attn.fused = 2, fused
-        bare = logits(model)
-        with open_tracer(model, find_family(model)) as tracer:
-            traced = tracer.logits(Batch(tiny_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)))
-        for layer in model.transformer.h:
-            layer.attn.v_proj.register_forward_hook(keep)
-        tables = measured(model, [batch()], SETTINGS, ("attention", "activation"))
-    torch.testing.assert_close(traced, bare)
-    assert tables["attention"].groupby("kv_head")["head"].unique().map(list).to_dict() == {0: [0, 1], 1: [2, 3]}
-    assert tables["activation"].query("site == 'value'")["norm_mean"].tolist() == pytest.approx(norms, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [("gptj", 8**-0.5), ("gpt_neo", 1.0), ("falcon", 8**-0.5), ("bloom", math.nan), ("mpt", math.nan)],
@@ -515,12 +374,3 @@ def test_the_scaling_of_the_models_own_code_is_found(name: str, scaling: float) 
             tracer.forward(padded(ragged_tokens((9, 4)), padding), [OBSERVABLES["attention"](SETTINGS)])
             scalings = [seam.call.scaling for seam in tracer.seams.values() if seam.call]
             assert scalings == pytest.approx([scaling] * 3, rel=1e-6, nan_ok=True)
-
-
-def test_scaling_is_read_off_in_half_precision_too() -> None:
-    query, key, _ = random_qkv(kv_heads=4)
-    scores = (0.25 * query @ key.transpose(-1, -2)).masked_fill(
-        ~torch.ones(11, 11, dtype=torch.bool).tril(), torch.finfo(torch.bfloat16).min
-    )
-    found = found_scaling(query.bfloat16(), key.bfloat16(), scores.bfloat16())
-    assert found == pytest.approx(0.25, rel=1e-2)

@@ -10,35 +10,23 @@ from support.attention_reads import (
     EACH_PADDING,
     HEADS,
     KINDS,
-    KV_HEADS,
     SEQUENCES,
     causal_mask,
+    dense,
     make_read,
     scored,
 )
 from support.naming import naming
 
 from sinkscope.attention import weights as attention_weights
-from sinkscope.attention.kernels import AttentionCall, chunked_attention
+from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.weights import AttentionRead, ColumnSums, chunks_at_once, column_sums
 
 
 def dense_weights(read: AttentionRead) -> torch.Tensor:
     """Return weights (B,H,T,T), 0 wherever either token is padding."""
-    call, length = read.call, read.length
-    logits = call.scaling * read.query @ read.key.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(-1, -2)
-    if call.softcap is not None:
-        logits = call.softcap * torch.tanh(logits / call.softcap)
-    if call.mask is None:
-        logits = logits.masked_fill(~causal_mask(length), -torch.inf)
-    else:
-        logits = logits.masked_fill(~call.mask, -torch.inf) if call.mask.dtype == torch.bool else logits + call.mask
-    weights = logits.exp()
-    total = weights.sum(-1, keepdim=True)
-    if call.sink_logits is not None:
-        total = total + call.sink_logits.exp()[:, None, None]
     real = read.batch.attention_mask.bool()
-    weights = (weights / total).nan_to_num(0.0)
+    weights = dense(read.query, read.key, read.value, read.call)[0].nan_to_num(0.0)
     return weights * real[:, None, :, None] * real[:, None, None, :]
 
 
@@ -120,43 +108,6 @@ def test_scores_of_the_models_own_say_the_same(lengths: tuple | None, side: str)
     assert_sums(column_sums(own, 23, 4), dense_sums(dense_weights(plain), 4))
 
 
-def test_equal_logits_give_uniform_attention() -> None:
-    """With q = 0, a[t,s] = 1/(t+1) for any k."""
-    length, window = 23, 8
-    read = make_read("causal")
-    zero = torch.zeros_like(read.query)
-    _, lse = chunked_attention(zero, read.key, read.value, read.call)
-    sums = column_sums(AttentionRead(zero, read.key, read.value, lse, read.call, read.batch), length, window)
-    uniform = 1 / torch.arange(1, length + 1, dtype=torch.float64)
-    for s in range(length):
-        torch.testing.assert_close(sums.mass[0, 0, s], uniform[s:].sum(), **CLOSE)
-        torch.testing.assert_close(sums.second[0, 0, s], (uniform[s:] ** 2).sum(), **CLOSE)
-        torch.testing.assert_close(sums.window[0, 0, s], uniform[s : s + window].sum(), **CLOSE)
-    torch.testing.assert_close(sums.entropy[0, 0], -uniform.log(), **CLOSE)
-
-
-def test_attention_to_one_key_alone_has_no_entropy_and_no_nan() -> None:
-    """With a logit gap of 1000, the weights are exactly 1 and practically 0."""
-    read = make_read("causal")
-    key = torch.zeros_like(read.key)
-    key[:, :, 0] = 1000.0
-    query = torch.ones_like(read.query)
-    _, lse = chunked_attention(query, key, read.value, read.call)
-    sums = column_sums(AttentionRead(query, key, read.value, lse, read.call, read.batch), 23, 8)
-    torch.testing.assert_close(sums.mass[..., 0], torch.full((SEQUENCES, HEADS), 23.0, dtype=torch.float64))
-    assert sums.mass[..., 1:].abs().max() < 1e-30
-    assert sums.entropy.abs().max() < 1e-30
-
-
-def test_a_padding_query_that_sees_nothing_is_nothing() -> None:
-    """The log-sum-exp of the query may be the mask's value, infinite or NaN."""
-    for nothing in (torch.finfo(torch.float64).min, -torch.inf, torch.nan, 0.0):
-        read = make_read("bool mask", lengths=(15, 23), side="left")
-        expected = column_sums(read, 23, 4)
-        read.lse[0, :, :8] = nothing
-        assert_sums(column_sums(read, 23, 4), vars(expected))
-
-
 def test_logits_are_those_of_the_definition_under_any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {kind: make_read(kind).logits(ALL, ALL) for kind in KINDS}
     monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)
@@ -185,10 +136,3 @@ def test_chunks_at_once_cover_every_row_once_and_have_room(monkeypatch: pytest.M
             for chunk in chunks:
                 rows = chunk.stop - chunk.start
                 assert rows == 1 or (rows <= 9 and rows * min(columns, chunk.stop) <= room)
-
-
-@pytest.mark.parametrize("kind", ["softcap", "additive", "infinite"])
-def test_logits_that_are_more_than_a_product_are_not_taken_for_one(kind: str) -> None:
-    assert not make_read(kind).is_linear
-    assert make_read("window").is_linear
-    assert make_read("sink").is_linear  # the sink is in the row's sum and does not change its logits

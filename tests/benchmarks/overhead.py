@@ -16,10 +16,12 @@ baseline.
 import argparse
 import statistics
 import time
+from collections import ChainMap
 from collections.abc import Callable
 
 import torch
 from common import bare_backward, bare_forward, numbers_of, peak_of, random_batch
+from sinkscope.measuring.observables.outlier import Outlier
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinkscope.models.loading
@@ -30,15 +32,14 @@ from sinkscope.measuring.observables.close_ups import MeanMaps
 from sinkscope.measuring.observables.geometry import Geometry
 from sinkscope.measuring.observables.gradient import Gradient
 from sinkscope.measuring.observables.massive import Massive
-from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.observables.outlier import Outlier
+from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.text.batch import Batch
 
 Variant = Callable[[], float]  # runs one pass and returns its seconds
 
 FORWARD = (Attention, Geometry, Activation, Massive, Outlier)
+ARMS = ("zero-key-columns:coordinates=507", "zero-massive:layers=11,coordinates=507", "scale-sink-value", "mask-sink")
 ROUNDS = 7
 SECONDS = 30.0  # for the rounds of one table without --thorough; at least one round runs
 QUICK = (
@@ -59,105 +60,80 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(one_pass: Callable[[], None]) -> float:
+def seconds_of(one_pass: Callable[[], object], clock: Callable[[], float]) -> float:
     finish()
-    start = time.perf_counter()
+    start = clock()
     one_pass()
     finish()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def batch_for(model, shape: tuple[int, int]) -> Batch:
-    return random_batch(shape, (100, 30_000), model.device)
-
-
-def bare(one_pass: Callable[[], None]) -> Variant:
-    return lambda: seconds_of(one_pass)
-
-
-def traced(model, one_pass: Callable[[Tracer], None]) -> Variant:
-    """Return a pass that is timed inside an open tracer, which is removed afterwards so that bare passes are bare."""
-
-    def timed() -> float:
-        with open_tracer(model, find_family(model)) as tracer:
-            return seconds_of(lambda: one_pass(tracer))
-
-    return timed
-
-
-def variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
-    """Return name → one timed pass."""
-    length, batch = shape[1], batch_for(model, shape)
+def variants_of(
+    model,
+    shape: tuple[int, int],
+    clock: Callable[[], float] = time.perf_counter,
+    around: Callable[[Observable], Observable] = lambda observable: observable,
+) -> dict[str, dict[str, Variant]]:
+    """Return kind → name → one timed pass; `around` is called with every new observable."""
+    length, batch = shape[1], random_batch(shape, (100, 30_000), model.device)
     ids = batch.token_ids
 
-    def with_logits() -> None:
-        model(input_ids=ids, use_cache=False)
+    def bare(one_pass: Callable[[], object]) -> Variant:
+        return lambda: seconds_of(one_pass, clock)
+
+    def traced(
+        one_pass: Callable[[Tracer, list], object], observables: tuple, positions: int = 16, do: tuple[str, ...] = ()
+    ) -> Variant:
+        """Return a pass timed inside an open tracer, which is removed afterwards so that bare passes are bare."""
+
+        def timed() -> float:
+            settings = Settings(positions=positions, window=64)
+            with open_tracer(model, find_family(model), interventions=[parse(part) for part in do]) as tracer:
+
+                def observed() -> None:
+                    made = [around(observable(settings)) for observable in observables]
+                    if Gradient in observables:
+                        made[0].prepare(model, find_family(model), ids.numel())
+                    one_pass(tracer, made)
+
+                return seconds_of(observed, clock)
+
+        return timed
+
+    def analyze(*observables: type, positions: int = 16) -> Variant:
+        return traced(lambda tracer, made: tracer.forward(batch, made), observables, positions)
+
+    def gradients(*observables: type) -> Variant:
+        return traced(lambda tracer, made: tracer.forward_backward(batch, made), observables)
+
+    def arm(*do: str) -> Variant:
+        """Return a pass of an arm of `intervene`: attention, massive activations, maps and the loss."""
+        watched = (Attention, Massive, MeanMaps)
+        return traced(lambda tracer, made: tracer.forward_with_loss(batch, made), watched, do=do)
 
     def output_attentions() -> None:
         model.set_attn_implementation("eager")
         model(input_ids=ids, use_cache=False, output_attentions=True, output_hidden_states=True)
         model.set_attn_implementation("sdpa")
 
-    def analyze(observables: tuple, positions: int) -> Variant:
-        settings = Settings(positions=positions, window=64)
-
-        def one_pass(tracer: Tracer) -> None:
-            tracer.forward(batch, [observable(settings) for observable in observables])
-
-        return traced(model, one_pass)
-
-    passes = {
-        "bare SDPA forward": bare(with_logits),
+    with_logits = {"bare SDPA forward": bare(lambda: model(input_ids=ids, use_cache=False))}
+    forward = with_logits | {
         "bare SDPA forward, no logits": bare(lambda: bare_forward(model, ids)),
         "bare forward, output_attentions": bare(output_attentions),
-        "attention + activation, 16 columns": analyze((Attention, Activation), 16),
-        "all forward observables, 16 columns": analyze(FORWARD, 16),
+        "seams and trace": analyze(),  # nothing is read
+        "attention + activation, 16 columns": analyze(Attention, Activation),
+        "all forward observables, 16 columns": analyze(*FORWARD),
     }
     if length > 64:
-        passes["attention + activation, all columns"] = analyze((Attention, Activation), length)
-        passes["all forward observables, all columns"] = analyze(FORWARD, length)
-    return passes
-
-
-def backward_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
-    """Return name → one forward and backward pass of the frozen model, with gradients from the embeddings."""
-    batch, settings = batch_for(model, shape), Settings(positions=16, window=64)
-    ids = batch.token_ids
-
-    def analyze(observables: tuple) -> Variant:
-        def one_pass(tracer: Tracer) -> None:
-            made = [observable(settings) for observable in observables]
-            made[0].prepare(model, find_family(model), ids.numel())
-            tracer.forward_backward(batch, made)
-
-        return traced(model, one_pass)
-
-    return {
+        forward["attention + activation, all columns"] = analyze(Attention, Activation, positions=length)
+        forward["all forward observables, all columns"] = analyze(*FORWARD, positions=length)
+    backward = {  # of the frozen model, with gradients from the embeddings
         "bare frozen forward + backward": bare(lambda: bare_backward(model, ids)),
-        "gradient observables": analyze((Gradient,)),
-        "gradient and all forward observables": analyze((Gradient, *FORWARD)),
+        "gradient observables": gradients(Gradient),
+        "gradient and all forward observables": gradients(Gradient, *FORWARD),
     }
-
-
-ARMS = ("zero-key-columns:coordinates=507", "zero-massive:layers=11,coordinates=507", "scale-sink-value", "mask-sink")
-
-
-def arm_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
-    """Return name → one pass of an arm of `intervene`: attention, massive activations, maps and the loss."""
-    batch, settings = batch_for(model, shape), Settings(positions=16, window=64)
-
-    def plain() -> None:
-        model(input_ids=batch.token_ids, use_cache=False)
-
-    def arm(*do: str) -> Variant:
-        def timed() -> float:
-            with open_tracer(model, find_family(model), interventions=[parse(part) for part in do]) as tracer:
-                made = [Attention(settings), Massive(settings), MeanMaps(settings)]
-                return seconds_of(lambda: tracer.forward_with_loss(batch, made))
-
-        return timed
-
-    return {"bare SDPA forward": bare(plain), "arm: before": arm()} | {f"arm: {do}": arm(do) for do in ARMS}
+    arms = with_logits | {"arm: before": arm()} | {f"arm: {do}": arm(do) for do in ARMS}
+    return {"forward": forward, "backward": backward, "arms": arms}
 
 
 def report_times(passes: dict[str, Variant], shape: tuple[int, int], rounds: int, seconds: float) -> dict[str, float]:
@@ -200,15 +176,10 @@ def resident_peak(model_name: str | None, shape: tuple[int, int], name: str) -> 
     return numbers_of(__file__, "--peak-of", name, "--shape", *shape, *([model_name] if model_name else []))[-1]
 
 
-def all_variants(model, shape: tuple[int, int]) -> dict[str, Variant]:
-    return variants(model, shape) | backward_variants(model, shape) | arm_variants(model, shape)
-
-
-KINDS = {
-    # name → variants, shapes, shapes of --thorough
-    "forward": (variants, ((8, 64), (1, 1024)), ((8, 64), (1, 2048))),
-    "backward": (backward_variants, ((8, 64),), ((8, 64), (1, 1024))),
-    "arms": (arm_variants, ((8, 64),), ((8, 64), (1, 2048))),
+SHAPES = {  # kind of variants → shapes, and shapes of --thorough
+    "forward": (((8, 64), (1, 1024)), ((8, 64), (1, 2048))),
+    "backward": (((8, 64),), ((8, 64), (1, 1024))),
+    "arms": (((8, 64),), ((8, 64), (1, 2048))),
 }
 
 
@@ -228,7 +199,7 @@ def main() -> None:
     parser.add_argument("--thorough", action="store_true", help="every row, longer shapes, seven rounds")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--shape", type=int, nargs=2)
-    parser.add_argument("--only", choices=KINDS)
+    parser.add_argument("--only", choices=SHAPES)
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--random", action="store_true", help="Llama-2-7B's shape, random weights")
@@ -237,8 +208,9 @@ def main() -> None:
     model = the_model(arguments)
     if arguments.peak_of:
         name = arguments.peak_of
-        all_variants(model, (1, 64))[name.replace("all columns", "16 columns")]()  # loads the libraries
-        print(peak_of(all_variants(model, tuple(arguments.shape))[name]))
+        short, own = (ChainMap(*variants_of(model, shape).values()) for shape in ((1, 64), tuple(arguments.shape)))
+        short[name.replace("all columns", "16 columns")]()  # loads the libraries
+        print(peak_of(own[name]))
         return
     where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"
     print(
@@ -246,11 +218,9 @@ def main() -> None:
         f"{model.config._attn_implementation}"
     )
     found = []
-    for kind in [arguments.only] if arguments.only else KINDS:
-        make, quick, thorough = KINDS[kind]
-        shapes = thorough if arguments.thorough else quick
-        for shape in (tuple(arguments.shape),) if arguments.shape else shapes:
-            found.append(report(model, arguments, make(model, shape), shape))
+    for kind in [arguments.only] if arguments.only else SHAPES:
+        for shape in (tuple(arguments.shape),) if arguments.shape else SHAPES[kind][arguments.thorough]:
+            found.append(report(model, arguments, variants_of(model, shape)[kind], shape))
     print(f"\nsummary (÷ the bare pass): {'; '.join(found)}")
 
 

@@ -5,13 +5,12 @@
 The page is opened in Chromium, at 1280 × 900. Every option of every choice, the end of each slider, and the first
 boxes, buttons, folds, cells and tokens of each section are used REPEATS times. Wall time is the lowest and the median;
 CPU time is that of the page's own thread (median), which depends less on other work on the machine. Each control's
-slowest value is printed. `--profile NAME` prints the time by function for the interactions whose names contain NAME.
+slowest value is printed.
 """
 
 import argparse
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,6 @@ from support.browser import launched
 from sinkscope.html_page import PAGE
 
 ANSWERS = 100  # milliseconds, the target
-CLOCKS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 PAINTED = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
 # all controls: [section, control, value, kind of use, index among its kind]
 INTERACTIONS = """() => {
@@ -101,17 +99,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--profile", metavar="NAME", help="of interactions with NAME in section, control or value")
     given = parser.parse_args()
     with launched() as browser:
         for folder in given.folders:
             file = folder / PAGE
             print(f"\n{folder.name}: {file.stat().st_size / 1e6:.2f} MB, load {os.getloadavg()[0]:.1f}")
-            if given.profile:
-                print_profile(browser, file, given.profile, given.repeats)
-            else:
-                print_opening(browser, file, given.repeats)
-                print_interactions(browser, file, given.repeats)
+            print_opening(browser, file, given.repeats)
+            print_interactions(browser, file, given.repeats)
 
 
 def print_opening(browser: Any, file: Path, repeats: int) -> None:
@@ -125,7 +119,9 @@ def print_opening(browser: Any, file: Path, repeats: int) -> None:
 def print_interactions(browser: Any, file: Path, repeats: int) -> None:
     """Print the slowest value of each control, and how many interactions miss the target."""
     with _opened(browser, file) as page:
-        taken = list(_timed(page, _session(page), page.evaluate(INTERACTIONS), repeats))
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable", {"timeDomain": "threadTicks"})
+        taken = list(_timed(page, session, page.evaluate(INTERACTIONS), repeats))
     slowest: dict[str, Taken] = {}
     for one in taken:
         slowest[one.control] = max(slowest.get(one.control, one), one, key=lambda other: other.median)
@@ -138,65 +134,27 @@ def print_interactions(browser: Any, file: Path, repeats: int) -> None:
         print(f"| {one.control} | {one.value[:50]} | {one.lowest:.0f} | {one.median:.0f} | {one.cpu:.0f} |")
 
 
-def print_profile(browser: Any, file: Path, name: str, repeats: int) -> None:
-    """Print the own time of functions, and the time of style and layout, for one use."""
-    with _opened(browser, file) as page:
-        session = _session(page)
-        chosen = [one for one in page.evaluate(INTERACTIONS) if name in f"{one[0]}: {one[1]} {one[2]}"]
-        own: Counter[str] = Counter()
-        clocks: Counter[str] = Counter()
-        session.send("Profiler.enable")
-        session.send("Profiler.setSamplingInterval", {"interval": 200})  # microseconds
-        for interaction in chosen * repeats:
-            page.evaluate(USE, [*interaction, True])
-            before = _clocks(session)
-            session.send("Profiler.start")
-            page.evaluate(USE, [*interaction, False])
-            own.update(_own_times(session.send("Profiler.stop")["profile"]))
-            clocks.update({clock: value - before[clock] for clock, value in _clocks(session).items()})
-    uses = max(1, len(chosen) * repeats)
-    print(f"{len(chosen)} interactions; a use, in ms:")
-    for kind in (clocks, own):
-        for label, milliseconds in kind.most_common(25):
-            print(f"  {milliseconds / uses:7.2f}  {label}")
-
-
-def _own_times(profile: Any) -> Counter[str]:
-    frames = {node["id"]: node["callFrame"] for node in profile["nodes"]}
-    own: Counter[str] = Counter()
-    for identity, passed in zip(profile["samples"], profile["timeDeltas"], strict=True):
-        frame = frames[identity]
-        own[f"{frame['functionName'] or '(anonymous)'} {frame['lineNumber'] + 1}"] += passed / 1000
-    return own
-
-
 def _timed(page: Any, session: Any, interactions: list[Any], repeats: int) -> Iterator[Taken]:
     for interaction in interactions:
         walls, cpus = [], []
         for _ in range(repeats):
             if page.evaluate(USE, [*interaction, True]) is None:
                 break
-            before = _clocks(session)["TaskDuration"]
+            before = _cpu(session)
             wall = page.evaluate(USE, [*interaction, False])
             if wall is None:
                 break
             walls.append(wall)
-            cpus.append(_clocks(session)["TaskDuration"] - before)
+            cpus.append(_cpu(session) - before)
         if walls:
             section, control, value, *_ = interaction
             yield Taken(f"{section}: {control}", value, min(walls), median(walls), median(cpus))
 
 
-def _session(page: Any) -> Any:
-    session = page.context.new_cdp_session(page)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
-    return session
-
-
-def _clocks(session: Any) -> dict[str, float]:
-    """Return the milliseconds since the page was opened, by kind of work."""
+def _cpu(session: Any) -> float:
+    """Return the milliseconds that the page's thread has worked since the page was opened."""
     metrics = session.send("Performance.getMetrics")["metrics"]
-    return {one["name"]: one["value"] * 1000 for one in metrics if one["name"] in CLOCKS}
+    return next(1000 * one["value"] for one in metrics if one["name"] == "TaskDuration")
 
 
 @contextmanager

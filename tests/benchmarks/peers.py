@@ -71,42 +71,26 @@ def of_attention(weights: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def of_heads(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the statistics of (B,T,H,d)."""
-    return {"norm": x[:, :POSITIONS].norm(dim=-1).mean(0)}
-
-
-def of_tokens(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the statistics of (B,T,D)."""
-    norms = x.norm(dim=-1)
-    return {"norm_mean": norms[:, :POSITIONS].mean(0), "norm_max": norms[:, :POSITIONS].amax(0)}
-
-
-def of_entries(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the statistics of (B,T,D)."""
+def of_site(site: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the statistics of (B,T,D), or of (B,T,H,d) for query, key and value."""
+    if site == "weights":
+        return of_attention(x)
+    norms = x[:, :POSITIONS].norm(dim=-1)
+    if site in ("query", "key", "value"):
+        return {"norm": norms.mean(0)}
     centered = x - x.mean((1, 2), keepdim=True)
     kurtosis = centered.pow(4).mean((1, 2)) / centered.square().mean((1, 2)).square()
-    return {"largest": x.abs().amax((1, 2)).mean(), "kurtosis": kurtosis.mean()}
-
-
-def of_outputs(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the statistics of (B,T,D)."""
-    magnitudes = x.abs().flatten(1)
-    return {"top": magnitudes.topk(3).values, "median": magnitudes.median(dim=1).values}
+    found = {"largest": x.abs().amax((1, 2)).mean(), "kurtosis": kurtosis.mean()}
+    if not site.endswith("norm"):
+        found |= {"norm_mean": norms.mean(0), "norm_max": norms.amax(0)}
+    if site == "layer_out":
+        magnitudes = x.abs().flatten(1)
+        found |= {"top": magnitudes.topk(3).values, "median": magnitudes.median(dim=1).values}
+    return found
 
 
 def reduce(found: Found, layer: int, site: str, x: torch.Tensor) -> None:
-    statistics_of: tuple[Callable, ...] = (of_tokens, of_entries)
-    if site == "weights":
-        statistics_of = (of_attention,)
-    elif site in ("query", "key", "value"):
-        statistics_of = (of_heads,)
-    elif site in ("attn_norm", "mlp_norm"):
-        statistics_of = (of_entries,)
-    elif site == "layer_out":
-        statistics_of = (of_tokens, of_entries, of_outputs)
-    for statistic in statistics_of:
-        found |= {(layer, site, name): value for name, value in statistic(x).items()}
+    found |= {(layer, site, name): value for name, value in of_site(site, x).items()}
 
 
 def timed(one_pass: Callable[[Found], None]) -> Pass:

@@ -1,8 +1,12 @@
-"""Cost of a training step with each retrofit, compared with the plain fine-tune: `python tests/benchmarks/training.py`.
+"""Cost of a training step with each retrofit, attention operation or positional scheme, compared with the plain one.
 
-A step is the Trainer's: forward, loss, backward, clipping of gradients, AdamW with our groups. The plain model and one
-with a retrofit run steps in turn in one process, so that a change of the machine's speed affects both equally; the
-ratio is the median over rounds. It is the cost of a method only if nothing else is running.
+    python tests/benchmarks/training.py [MODEL]        # retrofits of a pretrained model, in seconds
+    python tests/benchmarks/training.py --operations   # operations and schemes of a new model, by one thread's CPU time
+
+A step is the Trainer's: forward, loss, backward, clipping of gradients, AdamW with our groups. The plain model and the
+other one run steps in turn in one process, so that a change of the machine's speed affects both equally; the ratio is
+the median over rounds. In seconds it is the cost of a method only if nothing else is running. The operation `softmax`
+is the cost of the chunked path alone: the same without the fused kernel.
 """
 
 import argparse
@@ -17,45 +21,70 @@ from common import random_batch
 from transformers import PreTrainedModel, Trainer
 
 import sinkscope.models.loading
+from sinkscope.models.families import find_family
 from sinkscope.options.training import TrainingConfig
 from sinkscope.retrofits import retrofit_model
-from sinkscope.training.arms import Method, parse_methods
+from sinkscope.retrofits.operation import KINDS
+from sinkscope.training.architectures import architecture, fresh_model
+from sinkscope.training.arms import parse_methods
 from sinkscope.training.trainer import _arguments, parameter_groups
 
 METHODS = "vscale,vga,vga:placement=output,iga,iga:placement=output,none"  # the last, plain again, shows the precision
 SHAPES = ((8, 64), (4, 256))
+SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")
+ARCHITECTURE = "llama-1m:num_hidden_layers=6"
 CONFIG = TrainingConfig()
+TARGET = 1.3  # largest accepted time of an operation's step ÷ that of fused softmax
 
 
-def training_step(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], float]:
-    """Return a function that runs one step of the optimizer and returns its seconds."""
+def training_step(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], None]:
+    """Return a function that runs one step of the optimizer."""
     model.train().requires_grad_(True)
     with tempfile.TemporaryDirectory() as folder:
         arguments = _arguments(CONFIG, folder, kept=1, cpu=True)
     kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
     optimizer = kind(parameter_groups(model, CONFIG), **options)
 
-    def step() -> float:
-        start = time.perf_counter()
+    def step() -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), arguments.max_grad_norm)
         optimizer.step()
         model.zero_grad()
-        return time.perf_counter() - start
 
     return step
 
 
-def report(model: PreTrainedModel, method: Method, shapes: list[tuple[int, int]], rounds: int) -> None:
-    retrofitted = retrofit_model(copy.deepcopy(model), None, method.name, **method.parameters)
-    for batch, length in shapes:
-        ids = random_batch((batch, length)).token_ids
-        plain, changed = training_step(copy.deepcopy(model), ids), training_step(retrofitted, ids)
-        plain(), changed()  # warm up
-        pairs = [(plain(), changed()) for _ in range(rounds)]
-        ratio = statistics.median(ours / base for base, ours in pairs)
-        ours, base = (1e3 * statistics.median(times) for times in ([b for _, b in pairs], [a for a, _ in pairs]))
-        print(f"  {method.label:<22} {batch} × {length:<6} {base:8.0f} ms {ours:8.0f} ms   {ratio:5.3f} ×", flush=True)
+def report(
+    name: str, changed: PreTrainedModel, plain: PreTrainedModel, ids: torch.Tensor, rounds: int,
+    clock: Callable[[], float] = time.process_time, target: float = float("inf"),
+) -> None:  # fmt: skip
+    """Print the medians over rounds: the plain step, and the other step ÷ the plain one."""
+
+    def seconds(step: Callable[[], None]) -> float:
+        start = clock()
+        step()
+        return clock() - start
+
+    base, own = training_step(copy.deepcopy(plain), ids), training_step(changed, ids)
+    base(), own()  # warm up
+    pairs = [(seconds(base), seconds(own)) for _ in range(rounds)]
+    ratio = statistics.median(ours / theirs for theirs, ours in pairs)
+    shown = f"{1e3 * statistics.median(theirs for theirs, _ in pairs):8.0f} ms {ratio:6.3f} ×"
+    print(
+        f"  {name:<32} {ids.shape[0]} × {ids.shape[1]:<5} {shown}{'  above the target' * (ratio > target)}", flush=True
+    )
+
+
+def report_operations(config: str, rounds: int, only: list[str]) -> None:
+    ids = random_batch((8, 256), (3, 4000)).token_ids
+    plain = fresh_model(architecture(config), 0)
+    for kind in filter(KINDS.__contains__, only):
+        model = fresh_model(architecture(config), 0)
+        retrofit_model(model, find_family(model), "operation", kind=kind)
+        report(kind, model, plain, ids, rounds, target=TARGET)
+    for scheme in filter(SCHEMES.__contains__, only):
+        model = fresh_model(architecture(f"{config}{',' if ':' in config else ':'}position_scheme={scheme}"), 0)
+        report(f"positions: {scheme}", model, plain, ids, rounds)
 
 
 def main() -> None:
@@ -64,13 +93,21 @@ def main() -> None:
     parser.add_argument("--method", default=METHODS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--shape", type=int, nargs=2)
+    parser.add_argument("--operations", nargs="*", metavar="KIND", help="operations and schemes, by default all")
+    parser.add_argument("--config", default=ARCHITECTURE, help="of --operations")
     arguments = parser.parse_args()
-    model = sinkscope.models.loading.load(arguments.model, dtype="float32").model
-    shapes = list(SHAPES) if arguments.shape is None else [tuple(arguments.shape)]
+    if arguments.operations is not None:
+        torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, median of {arguments.rounds} rounds")
-    print(f"  {'':<36} {'plain':>8} {'retrofitted':>14}")
+    if arguments.operations is not None:
+        report_operations(arguments.config, arguments.rounds, arguments.operations or [*KINDS, *SCHEMES])
+        return
+    model = sinkscope.models.loading.load(arguments.model, dtype="float32").model
     for method in parse_methods(arguments.method):
-        report(model, method, shapes, arguments.rounds)
+        changed = retrofit_model(copy.deepcopy(model), None, method.name, **method.parameters)
+        for shape in [arguments.shape] if arguments.shape else SHAPES:
+            ids = random_batch(tuple(shape)).token_ids
+            report(method.label, changed, model, ids, arguments.rounds, time.perf_counter)
 
 
 if __name__ == "__main__":

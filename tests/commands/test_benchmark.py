@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.retrofit_command import WORDS, command_line, words_tokenizer
-from tiny import tiny_model
+from support.retrofit_command import WORDS, words_tokenizer
 
 import sinkscope
 from sinkscope.commands.benchmark import table_of
@@ -77,20 +76,6 @@ def test_the_table_has_every_score_of_the_harness() -> None:
     ]  # fmt: skip
 
 
-def test_without_the_harness_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plain = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lm_eval" else plain(name))
-    needed = r"benchmarks need lm-evaluation-harness: pip install 'sinkscope\[lm-eval\]'"
-    with pytest.raises(InputError, match=needed):
-        sinkscope.benchmark("no/model", out=tmp_path / "out")
-    done = command_line("benchmark", "no/model", "--out", tmp_path / "out")
-    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
-    file = tmp_path / "sweep.yaml"
-    file.write_text("title: x\nmodels: [no/model]\ncommands: {benchmark: {options: {tasks: [a, b]}}}\n")
-    with pytest.raises(InputError, match=rf"model \(benchmark\): {needed}"):
-        sinkscope.sweep(file, out=tmp_path / "out")
-
-
 # --- with the harness
 
 
@@ -99,15 +84,6 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "drains.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     (folder / "drains.yaml").write_text(TASK.format(data=folder / "drains.jsonl"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("llama", "gpt2"):
-        tiny_model(name).save_pretrained(folder / name)
-        words_tokenizer().save_pretrained(folder / name)
     return folder
 
 
@@ -127,23 +103,6 @@ def accuracy(model: Path) -> float:
     return float(np.mean(right))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tasks": ()}, "--tasks: name a task, as hellaswag"),
-        ({"limit": 0}, "--limit 0: it must be at least 1"),
-        ({"attn": "eager"}, "--attn does not apply: the harness runs the model as it is"),
-        ({"task": "hellaswag"}, "option 'task' is unknown; did you mean 'tasks'"),
-        pytest.param({"tasks": "drains,drain"}, "has no task 'drain'", marks=needs_harness),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str, models: Path, tasks: Path, tmp_path: Path) -> None:
-    given = {"task_path": str(tasks)} if options.get("tasks") else {}
-    with pytest.raises(InputError, match=message):
-        sinkscope.benchmark(models / "llama", out=tmp_path / "out", **given, **options)
-    assert not (tmp_path / "out").exists()
-
-
 @needs_harness
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_score_is_what_plain_transformers_give(name: str, models: Path, tasks: Path, tmp_path: Path) -> None:
@@ -157,6 +116,8 @@ def test_a_score_is_what_plain_transformers_give(name: str, models: Path, tasks:
     assert by_metric["version"]["acc"] == "2.0"
     assert scores.main[["condition", "metric"]].to_numpy().tolist() == [["drains", "acc_norm"]]
     pd.testing.assert_frame_equal(read_table(tmp_path / "out" / "tables" / "benchmark.parquet"), scores.table)
+    with pytest.raises(InputError, match="has no task 'drain'"):
+        sinkscope.benchmark(models / name, tasks="drains,drain", task_path=str(tasks))
     some = sinkscope.benchmark(models / name, tasks="drains", task_path=str(tasks), limit=2)
     assert set(some.table["questions"]) == {2}
 

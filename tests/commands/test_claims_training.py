@@ -10,12 +10,9 @@ import pandas as pd
 import pytest
 from support.figures import skip_figures
 from support.retrofit_command import command_line
-from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import Scorecard
-from sinkscope.output.trained import Trained
-from sinkscope.results.judgment import Outcome
 from sinkscope.results.statistics import mean_of_rates
 
 SHORT: dict[str, Any] = {
@@ -81,21 +78,6 @@ def test_its_steps_are_judged_beside_it(lab: Path, tmp_path: Path) -> None:
     alone = sinkscope.claims(from_=series[:1])
     assert alone.models == [str(lab / "plain-seed0")]
     assert row(alone, "W-30")["note"].endswith("one training, interval over its sequences")
-
-
-def test_a_fine_tune_with_several_seeds(tmp_path: Path) -> None:
-    ids = np.random.default_rng(0).integers(3, VOCAB, (12, 24))
-    np.save(tmp_path / "ids.npy", ids)
-    options = SHORT | {"text": str(tmp_path / "ids.npy")}
-    done = sinkscope.retrofit(tiny_model("llama"), "none", out=tmp_path / "out", seeds=2, **options)
-    assert list(done.runs) == ["untouched", "none-seed0", "none-seed1"]
-    assert Trained.open(tmp_path / "out").tables["retrofit"].equals(done.tables["retrofit"])
-    norms = [done.runs[name].manifest["w8a8"]["max_inf_norm"] for name in done.runs]
-    card = sinkscope.claims(from_=[tmp_path / "out"])
-    logs = np.log(np.array(norms[1:]) / norms[0])
-    assert row(card, "V-20")["value"] == pytest.approx(np.exp(logs.mean()))
-    assert card.outcome("V-21") == Outcome.NOT_MEASURED
-    assert "--method none,vga" in row(card, "V-21")["note"]
 
 
 def test_an_unfinished_or_damaged_folder_is_refused(lab: Path, tmp_path: Path) -> None:

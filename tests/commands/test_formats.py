@@ -60,15 +60,6 @@ def without(folder: Path, part: str, entry: str) -> None:
     (folder / "run.json").write_text(json.dumps(content))
 
 
-def test_lengths_that_format_1_did_not_record_follow_from_its_numbers(tmp_path: Path) -> None:
-    folder = of_format(None, tmp_path / "run")
-    for name in ("shortest", "longest"):
-        without(folder, "input", name)
-    found = Run.open(folder).manifest["input"]
-    assert found["tokens"] == found["sequences"] * found["longest"]
-    assert found["shortest"] == found["longest"] == Run.open(folder).manifest["config"]["seq_len"]
-
-
 @pytest.mark.parametrize("number", [None, 1, FORMAT, FORMAT + 1])
 def test_an_entry_that_is_missing_is_damage_in_this_format_alone(number: int | None, tmp_path: Path) -> None:
     folder = of_format(number, tmp_path / "run", config={"model": "org/model", "num_seqs": 7})
@@ -85,17 +76,6 @@ def test_an_entry_that_is_missing_is_damage_in_this_format_alone(number: int | N
     elif number != FORMAT:
         again = "measure again with `sinkscope analyze org/model --num-seqs 7"
         assert f"run.json is of an older sinkscope (format 1, this one writes {FORMAT}): {again}" in told
-
-
-@pytest.mark.parametrize("number", [None, FORMAT])
-def test_a_column_that_is_missing_is_damage_in_this_format_alone(number: int | None, tmp_path: Path) -> None:
-    folder = of_format(number, tmp_path / "run")
-    path = folder / "tables" / "summary.parquet"
-    pd.read_parquet(path).drop(columns="value").to_parquet(path)
-    with pytest.raises(InputError) as caught:
-        Run.open(folder).tables["summary"]
-    assert ("it has no column value" in str(caught.value)) == (number == FORMAT)
-    assert ("is of an older sinkscope" in str(caught.value)) == (number != FORMAT)
 
 
 def test_newer_columns_of_an_older_scorecard_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

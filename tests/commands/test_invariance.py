@@ -14,10 +14,9 @@ from tiny import ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
-import sinkscope.measuring.parity
-import sinkscope.measuring.passes
 from sinkscope.attention import weights
 from sinkscope.output.run import Run
+from sinkscope.text.inputs import TokenInputs
 
 LENGTHS = (7, 12, 12, 5, 12, 9, 12, 10)
 ORDER = (4, 0, 7, 2, 6, 1, 3, 5)
@@ -101,18 +100,9 @@ def test_nor_do_padding_and_chunks(
 ) -> None:
     model, measure, expected = tiny_model(name, spread=4.0), COMMANDS[command], one_by_one(name, command)
     path = written(tmp_path / "ragged.jsonl")
-    plain = sinkscope.measuring.passes.batches_of
-    for module in (sinkscope.measuring.passes, sinkscope.measuring.parity):
-        monkeypatch.setattr(module, "batches_of", lambda *inputs: plain(*inputs, padding_side="left"))
+    plain = TokenInputs.batches
+    monkeypatch.setattr(TokenInputs, "batches", lambda inputs, size: plain(inputs, size, padding_side="left"))
     monkeypatch.setattr(weights, "ROW_CHUNK", 5)
     monkeypatch.setattr(weights.column_sums, "__defaults__", (5,))
     monkeypatch.setattr(weights.row_chunks, "__defaults__", (5,))
     assert_same(measure(model, path, batch_size=3), expected)
-
-
-def test_verdicts_name_the_lengths_of_the_sequences(tmp_path: Path) -> None:
-    path = written(tmp_path / "ragged.jsonl")
-    for measure in COMMANDS.values():
-        run = measure(tiny_model("llama"), path)
-        assert "sequences of 5 to 12 tokens" in run.verdict
-        assert (run.manifest["input"]["shortest"], run.manifest["input"]["longest"]) == (5, 12)

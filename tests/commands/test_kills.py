@@ -2,7 +2,6 @@
 writes the result of an uninterrupted one, and nothing is lost or left over.
 """
 
-import json
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,32 +11,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from support.faults import CHANGES, RENAMES, WRITES, before_change, kill, refuse
+from support.faults import CHANGES, RENAMES, WRITES, assert_same_folder, before_change, kill, refuse
 from support.figures import skip_figures
 from support.forked import forked
-from tiny import tiny_model, tiny_tokens
+from tiny import tiny_tokens
 
 import sinkscope
 import sinkscope.commands.analyze
 import sinkscope.commands.claims
 import sinkscope.paper_claims.table
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import SinkscopeError
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.output.run import Run
 from sinkscope.output.trained import Trained
 from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.results.manifest import strangers
 from sinkscope.verdict.scorecard import Scorecard
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -112,14 +102,6 @@ def test_killed_before_every_tenth_change(tiny: Path, tmp_path: Path) -> None:
     assert killed_at_every(10, analyze, CHANGES, tiny, tmp_path) > 5
 
 
-@pytest.mark.usefixtures("measured_once")
-def test_killed_before_every_rename_that_follows_the_tables(tiny: Path, tmp_path: Path) -> None:
-    """These rename texts and manifest, exchange the folders (three), and rename figures, page and manifest."""
-    tables = 8
-    assert killed_at_every(1, analyze, RENAMES, tiny, tmp_path, first=tables + 1) == 8
-    assert len(Run.open(tmp_path / "new" / "run").tables) == tables
-
-
 @pytest.mark.parametrize(("command", "step"), [(intervene, 12), (quantize, 4)])
 def test_killed_before_some_renames(command: Any, step: int, tiny: Path, tmp_path: Path) -> None:
     """These are the first rename, one that exchanges the folders, and a later one."""
@@ -145,23 +127,6 @@ def test_a_disk_that_is_full_at_every_fourth_write(tiny: Path, tmp_path: Path) -
         assert list(out.parent.iterdir()) == [out]
     assert number > 10
     assert_same(Run.open(out), new)  # the disk was not full any more
-
-
-def test_killed_where_nothing_was_before(tiny: Path, tmp_path: Path, measured_once: None) -> None:
-    """Without --overwrite, a kill leaves no run or a complete one."""
-    new, out = analyze(tiny, tmp_path / "new" / "run"), tmp_path / "deep" / "killed" / "run"
-    for number in range(1, 1000, 7):
-        shutil.rmtree(out, ignore_errors=True)
-        if broken_off(number, tmp_path / "deep", kill, CHANGES, lambda: analyze(tiny, out)) == 0:
-            break
-        if out.exists():
-            with pytest.raises(InputError, match="already holds a run"):
-                analyze(tiny, out)
-        else:
-            analyze(tiny, out)
-        assert_same(Run.open(out), new)
-        assert list(out.parent.iterdir()) == [out]
-    assert number > 10
 
 
 # --- trainings, which are resumed
@@ -205,7 +170,7 @@ def test_claims_killed_before_some_renames_go_on(
     measured.clear()
     claims(tiny, text, out)
     assert 0 < len(measured) == len(roles - set(kept))
-    assert_same_training(out, tmp_path / "new" / "run")
+    assert_same_folder(out, tmp_path / "new" / "run")
 
 
 def retrofit(model: Path, text: Path, out: Path, **options: Any) -> Trained:
@@ -219,20 +184,6 @@ def train(model: Path, text: Path, out: Path, **options: Any) -> Trained:
 TRAINED: dict[str, Any] = {
     "steps": 2, "save_every": 1, "block_length": 16, "batch_size": 1, "num_seqs": 2, "observables": "attention",
 }  # fmt: skip
-
-
-def assert_same_training(out: Path, unbroken: Path) -> None:
-    """Compare files, weights and tables, and check that no temporary file is left."""
-    files = {path.relative_to(unbroken) for path in unbroken.rglob("*") if path.is_file()}
-    assert {path.relative_to(out) for path in out.rglob("*") if path.is_file()} == files
-    for path in (path for path in files if path.suffix == ".safetensors"):
-        assert (out / path).read_bytes() == (unbroken / path).read_bytes()
-    for path in (path for path in files if path.suffix == ".parquet"):
-        pd.testing.assert_frame_equal(pd.read_parquet(out / path), pd.read_parquet(unbroken / path), check_exact=True)
-    listed = [json.loads((folder / "run.json").read_text())["files"] for folder in (out, unbroken)]
-    assert listed[0] == listed[1]
-    assert not list(strangers(out))
-    assert list(out.parent.iterdir()) == [out]
 
 
 @pytest.mark.parametrize(("command", "step"), [(retrofit, 29), (train, 33)])
@@ -249,4 +200,4 @@ def test_a_training_killed_before_some_renames_goes_on(
         assert status == -signal.SIGKILL
     assert status == 0
     assert kills >= 3
-    assert_same_training(out, tmp_path / "new" / "run")
+    assert_same_folder(out, tmp_path / "new" / "run")

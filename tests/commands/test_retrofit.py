@@ -10,9 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from datasets import Dataset
 from safetensors import SafetensorError
-from support.browser import check_page, launched
 from support.figures import skip_figures
 from support.retrofit_command import SMALL, TYPED, WORDS, command_line, words_tokenizer
 from tiny import VOCAB, tiny_model
@@ -25,8 +23,6 @@ import sinkscope.output.outputs
 import sinkscope.output.result
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError
-from sinkscope.html_page import Contents
-from sinkscope.html_page.html import page_data
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
 from sinkscope.output.run import Run
@@ -36,15 +32,6 @@ from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.training.arms import parse_methods
 from sinkscope.training.blocks import read_blocks
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its tokenizer. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    words_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -71,23 +58,14 @@ def loaded() -> LoadedModel:
 # --- results ---
 
 
-def test_it_prints_the_comparison_and_how_far_the_gates_moved(finished: tuple[Result, Path]) -> None:
+def test_its_folder(finished: tuple[Result, Path]) -> None:
     result, out = finished
     assert result.exit_code == 0, result.output
-    columns = ("untouched", "vga-placement=output", "none", "Perplexity", "Max infinity norm", "Mean kurtosis", "W8A8")
-    assert all(column in result.stdout for column in columns)
+    assert result.stdout.strip() == (out / "retrofit.md").read_text().strip()
     assert "note: vga-placement=output: new parameters moved by" in result.stderr
-    assert "differs" not in result.stderr
     assert f"written to {out}" in result.stderr
-    assert "\x1b" not in result.output
     printed = command_line("compare", out, "--format", "latex")
-    assert printed.exit_code == 0, printed.output
     assert printed.stdout.count(r"\toprule") == len(Trained.open(out).summary_tables)
-    assert command_line("compare", out, "--out", out / "again").exit_code == 2
-
-
-def test_its_folder(finished: tuple[Result, Path]) -> None:
-    out = finished[1]
     assert {path.name for path in out.iterdir()} == {
         "run.json", "retrofit.md", "held-out.npy", "untouched", "vga-placement=output", "none",
         "comparison", "figures", "tables", "index.html",
@@ -104,17 +82,8 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
     assert gates.columns.tolist() == [*LEADING, *column_names("gates")]
     assert len(gates) == 3 * 4
     manifest = json.loads((out / "run.json").read_text())
-    assert manifest["config"]["steps"] == 3
     assert manifest["arms"]["vga-placement=output"]["parameters"] == {"placement": "output"}
     assert manifest["arms"]["vga-placement=output"]["moved"] == pytest.approx(gates["displacement"].max())
-
-
-def test_its_page(finished: tuple[Result, Path], tmp_path: Path) -> None:
-    contents = Contents.of_folder(finished[1])
-    assert [finding.numbers["arm"] for finding in contents.findings] == ["vga-placement=output"]
-    assert page_data(contents) == page_data(Trained.open(finished[1]).contents)  # the page in a notebook is the same
-    with launched() as browser:
-        check_page(browser, contents, tmp_path)
 
 
 def test_all_are_measured_on_what_none_was_trained_on(finished: tuple[Result, Path]) -> None:
@@ -128,15 +97,6 @@ def test_all_are_measured_on_what_none_was_trained_on(finished: tuple[Result, Pa
     assert runs[1].metric("perplexity") != runs[2].metric("perplexity") != runs[0].metric("perplexity")
     assert (out / "comparison" / "run.json").is_file()
     assert (out / "figures" / "retrofit-training.png").is_file()
-
-
-def test_the_measurement_of_an_arm_can_be_repeated(
-    finished: tuple[Result, Path], tmp_path: Path, no_figures: None
-) -> None:
-    run = finished[1] / "vga-placement=output" / "run"
-    result = command_line("analyze", "--from", run, "--out", tmp_path / "again")
-    assert result.exit_code == 0, result.output
-    assert Run.open(tmp_path / "again").metric("loss") == Run.open(run).metric("loss")
 
 
 def test_a_trained_model_loads_as_any_other(finished: tuple[Result, Path], tiny: Path) -> None:
@@ -189,8 +149,6 @@ def test_it_goes_on_where_it_was_broken_off(
     for given in ({"steps": 4}, {"text": other}):
         with pytest.raises(InputError, match="holds what `retrofit` made with other options"):
             retrofit(str(tiny), "vga", out=tmp_path / "out", **{"text": text} | SMALL | given)
-    with pytest.raises(InputError, match="option 'seq_len' is unknown"):
-        retrofit(str(tiny), "vga", text=text, out=tmp_path / "out", seq_len=8)
     assert (tmp_path / "out" / "iga" / "run" / "run.json").is_file()
 
 
@@ -198,6 +156,10 @@ def test_it_goes_on_where_it_was_broken_off(
 
 
 def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
+    ids = np.random.default_rng(0).integers(3, VOCAB, (10, 16))
+    np.save("ids.npy", ids)
+    blocks = read_blocks(loaded(), "ids.npy", None, 16, wanted=100, share=0.2)
+    assert (blocks.train.tolist(), blocks.held_out.tolist()) == (ids[:8].tolist(), ids[8:].tolist())
     words = np.random.default_rng(0).integers(4, 8, 150)
     blocks = read_blocks_of(" ".join(WORDS[at] for at in words), Path("words.txt"))
     every = np.concatenate([blocks.train, blocks.held_out])
@@ -219,31 +181,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "here")
 
 
-def test_blocks_need_no_bos() -> None:
-    with_it, without = (read_blocks(loaded(), "natural", None, 16, wanted=18, share=0.1, bos=bos) for bos in BOS)
-    assert (len(with_it.train), len(with_it.held_out)) == (18, 2)  # only the needed blocks are read
-    assert (with_it.train[:, 0] == 1).all()
-    assert not (without.train == 1).any()
-    assert without.train[:2].flatten()[:30].tolist() == with_it.train[:2, 1:].flatten().tolist()  # the same text
-    with_it, without = (read_blocks(loaded(), "sampled", None, 8, wanted=6, share=0.2, bos=bos) for bos in BOS)
-    assert (with_it.train[:, 0] == 1).all()
-    assert not (without.train[:, 0] == 1).all()
-
-
-BOS = ("auto", "never")
-
-
-def test_a_dataset_and_token_ids_are_read_too(tmp_path: Path) -> None:
-    (tmp_path / "corpus").mkdir()
-    Dataset.from_dict({"text": ["the drain", "of"] * 20}).to_parquet(tmp_path / "corpus" / "train.parquet")
-    blocks = read_blocks(loaded(), "natural", str(tmp_path / "corpus"), 16, wanted=100, share=0.2)
-    assert blocks.train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
-    ids = np.random.default_rng(0).integers(3, VOCAB, (10, 16))
-    np.save(tmp_path / "ids.npy", ids)
-    blocks = read_blocks(loaded(), str(tmp_path / "ids.npy"), None, 16, wanted=100, share=0.2)
-    assert (blocks.train.tolist(), blocks.held_out.tolist()) == (ids[:8].tolist(), ids[8:].tolist())
-
-
 # --- refused options ---
 
 
@@ -253,10 +190,7 @@ def test_a_dataset_and_token_ids_are_read_too(tmp_path: Path) -> None:
         (("--method", "vgaa"), "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
         (("--method", "vga:place=output"), "vga: parameter 'place' is unknown; did you mean 'placement'?"),
         (("--method", "vga,vga"), "--method vga is given twice"),
-        (("--steps", "0"), "--steps 0: it must be at least 1"),
         (("--learning-rate", "-1e-4"), "--learning-rate -0.0001: it must be more than 0"),
-        (("--new-learning-rate", "0"), "--new-learning-rate 0.0: it must be more than 0"),
-        (("--batch-size", "0"), "--batch-size 0: it must be at least 1"),
         (("--text", "nothing.txt"), "--text nothing.txt: no such file"),
         (("--text", "random"), "--text random: nothing can be learned from it"),
         (
@@ -265,9 +199,6 @@ def test_a_dataset_and_token_ids_are_read_too(tmp_path: Path) -> None:
         ),
         (("--block-length", "300"), "--block-length 300 is beyond the model's 256 positions"),
         (("--method", "none", "--only-new"), "--method none: --only-new leaves nothing to train"),
-        (("--dtype", "float16"), "--dtype float16: gradients overflow in it"),
-        (("--device-map", "auto"), "--device-map auto: a model that is trained stays on one GPU"),
-        (("--out", "."), "--out . cannot be replaced"),
         (("--out", "../taken"), "--out ../taken is not empty and holds no run"),
     ],
 )
@@ -283,20 +214,13 @@ def test_refusals_write_nothing(options: tuple[str, ...], message: str, tiny: Pa
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_registers_need_room_among_learned_positions(text: Path) -> None:
-    tiny_model("gpt2").save_pretrained("gpt2")
-    words_tokenizer().save_pretrained("gpt2")
-    told = r"8 registers are beyond the model's 256 positions: take a --block-length of at most 248"
-    with pytest.raises(InputError, match=f"--method register-tokens-count=8: blocks of 250 tokens and {told}"):
-        retrofit("gpt2", "none,register-tokens:count=8", text=text, out="out", **SMALL | {"block_length": 250})
-    assert not Path("out").exists()
-
-
 @pytest.mark.usefixtures("no_figures")
 def test_a_retrofitted_model_is_fine_tuned_with_what_is_in_it(text: Path) -> None:
     before = retrofit_model(tiny_model("llama"), None, "iga")
     before.save_pretrained("iga")
     words_tokenizer().save_pretrained("iga")
+    with pytest.raises(InputError, match="has been retrofitted with iga already: apply vga to the model it was made"):
+        retrofit("iga", "vga", text=text, out="out", **SMALL)
     done = retrofit("iga", "none", text=text, out="out", **SMALL)
     after = AutoModelForCausalLM.from_pretrained(done.model("none"))
     assert after.config.retrofit["method"] == "iga"
@@ -367,38 +291,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     assert same_arm(tmp_path / "out", unbroken)
 
 
-@pytest.mark.usefixtures("no_figures")
-def test_an_option_that_an_older_folder_lacks_has_its_default(
-    tiny: Path, text: Path, unbroken: Path, tmp_path: Path
-) -> None:
-    out = Path(shutil.copytree(unbroken, tmp_path / "out"))
-    content = json.loads((out / "run.json").read_text())
-    del content["config"]["weight_decay"], content["config"]["epsilon"]
-    (out / "run.json").write_text(json.dumps(content))
-    for given in ({"weight_decay": 0.1}, {"epsilon": 0.4}):
-        with pytest.raises(InputError, match=rf"made with other options .{next(iter(given))} was"):
-            retrofit(str(tiny), "none", text=text, out=out, **given, **SMALL)
-    done = retrofit(str(tiny), "none", text=text, out=out, **SMALL)
-    assert list(done.runs) == ["untouched", "vga", "none"]
-    assert json.loads((out / "run.json").read_text())["config"]["weight_decay"] == 0.01
-
-
-def test_files_of_an_arm_that_were_changed_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(unbroken, tmp_path / "out"))
-    table = out / "vga" / "tables" / "gates.parquet"
-    shutil.copy(out / "vga" / "run" / "tables" / "summary.parquet", table)
-    with pytest.raises(InputError, match=r"gates.parquet is not the table 'gates': it has no column seed"):
-        retrofit(str(tiny), "vga", text=text, out=out, **SMALL)
-    shutil.copy(unbroken / "vga" / "tables" / "gates.parquet", table)
-    manifest = out / "vga" / "run" / "run.json"
-    content = json.loads(manifest.read_text())
-    del content["w8a8"]
-    manifest.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"vga/run/run.json has no `w8a8`"):
-        retrofit(str(tiny), "vga", text=text, out=out, **SMALL)
-
-
-def test_other_options_and_damaged_folders_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_other_options_weights_and_methods_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(unbroken, out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -406,47 +299,15 @@ def test_other_options_and_damaged_folders_are_refused(tiny: Path, text: Path, u
     assert result.exit_code == 2
     assert "made with other options (learning_rate was 5e-05, now 0.1): repeat them to resume it" in result.stderr
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    for content in ('{"command": "retrofit"', '{"command": "retrofit", "config": 3}', '{"command": "train"}'):
-        (out / "run.json").write_text(content)
-        result = command_line("retrofit", tiny, "--text", text, *TYPED, "--out", out)
-        assert result.exit_code == 2, result.output
-        assert f"{out / 'run.json'} " in result.stderr
-    shutil.copy(unbroken / "run.json", out / "run.json")
     with pytest.raises(InputError, match="its vga is another method"):
         retrofit(str(tiny), {"vga": "iga"}, text=text, out=out, **SMALL)
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_arms_of_other_weights_are_not_added(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:
-    """The model's folder has the same name, but its weights have changed."""
-    own, out = Path(shutil.copytree(tiny, tmp_path / "own")), Path(shutil.copytree(unbroken, tmp_path / "out"))
-    for path in (out / "run.json", *out.glob("*/run/run.json")):
-        path.write_text(path.read_text().replace(str(tiny), str(own)))
-    retrofit(str(own), "vga", text=text, out=out, **SMALL)
+    own = Path(shutil.copytree(tiny, tmp_path / "own"))
     model = tiny_model("llama")
     model.model.layers[0].mlp.down_proj.weight.data[1, 1] += 1
     model.save_pretrained(own)
+    (out / "run.json").write_text((out / "run.json").read_text().replace(str(tiny), str(own)))
     with pytest.raises(InputError, match=r"made with other options \(weights_sha256 was \w+…, now \w+…\)"):
         retrofit(str(own), "vga,none", text=text, out=out, **SMALL)
-
-
-def test_what_retrofit_made_is_no_model_to_be_retrofitted(
-    tiny: Path, text: Path, unbroken: Path, tmp_path: Path
-) -> None:
-    retrofit_model(tiny_model("llama"), None, "iga").save_pretrained(tmp_path / "iga")
-    words_tokenizer().save_pretrained(tmp_path / "iga")
-    for folder, told in (
-        (tmp_path / "iga", "has been retrofitted with iga already: apply vga to the model it was made from"),
-        (unbroken / "vga" / "model", "has been retrofitted with vga already: apply vga to"),
-        (unbroken, "is not a model in HuggingFace format: it has no config.json"),
-    ):
-        result = command_line("retrofit", folder, "--text", text, *TYPED, "--out", tmp_path / "out")
-        assert result.exit_code == 2, result.output
-        assert told in result.stderr, result.stderr
-        assert not (tmp_path / "out").exists()
-
-
-# --- small things ---
 
 
 def test_methods_as_they_are_typed() -> None:
@@ -455,10 +316,8 @@ def test_methods_as_they_are_typed() -> None:
 
     assert parsed("vga:placement=output,scale=1,none") == [("vga", {"placement": "output", "scale": "1"}), ("none", {})]
     assert parsed("vga", "register-tokens:count=2") == [("vga", {}), ("register-tokens", {"count": "2"})]
-    plain, gated = parse_methods({"plain": "none", "VGA": "vga:placement=output,scale=1"})
-    assert (plain.name, plain.label) == ("none", "plain")
-    assert (gated.name, gated.label, gated.parameters) == ("vga", "VGA", {"placement": "output", "scale": "1"})
-    labels = (("a/b", "vga"), ("untouched", "vga"), ("", "vga"), ("both", "vga,iga"), ("x", "vgaa"))
-    for wrong in ("", "placement=output", *({name: method} for name, method in labels)):
+    (gated,) = parse_methods({"VGA": "vga:scale=1"})
+    assert (gated.name, gated.label, gated.parameters) == ("vga", "VGA", {"scale": "1"})
+    for wrong in ("", "placement=output", {"a/b": "vga"}, {"untouched": "vga"}, {"both": "vga,iga"}):
         with pytest.raises(InputError):
             parse_methods(wrong)

@@ -14,7 +14,6 @@ from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run
-from sinkscope.commands.list import listing
 from sinkscope.commands.run import run_recipe
 from sinkscope.figures import FIGURES
 from sinkscope.options import COMMANDS
@@ -46,13 +45,6 @@ runs:
   random: {input: random}
   repeated: {input: repeated}
 """
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipes") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -162,17 +154,14 @@ def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
     assert done.comparison is None
     run = Run.open(done.folder)
     assert run.manifest["recipe"]["name"] == "small"
+    options = {"input": "random", "num-seqs": 2, "seq_len": 16, "observables": ["attention", "activation"]}
     assert run.manifest["recipe"]["content"] == {
-        "title": "A small one",
-        "reproduces": "nothing",
-        "options": {"input": "random", "num-seqs": 2, "seq_len": 16, "observables": ["attention", "activation"]},
-        "figures": ["sink-map"],
-    }
+        "title": "A small one", "reproduces": "nothing", "options": options, "figures": ["sink-map"],
+    }  # fmt: skip
     assert run.manifest["config"]["model"] == str(tiny)
     assert {path.name for path in (done.folder / "figures").iterdir()} == {"sink-map.png", "sink-map.pdf"}
     assert (done.folder / "verdict.md").is_file()
-    options = {"input": "random", "num_seqs": 2, "seq_len": 16, "observables": "attention,activation"}
-    plain = sinkscope.analyze(tiny, **options)
+    plain = sinkscope.analyze(tiny, **{name.replace("-", "_"): value for name, value in options.items()})
     assert set(run.tables) == set(plain.tables) == set(done.runs[""].tables)
     for name, table in plain.tables.items():
         pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
@@ -191,11 +180,7 @@ def test_several_runs_are_compared(tiny: Path) -> None:
     for name in done.runs:
         run = Run.open(Path("both", name))
         assert (run.condition, run.manifest["recipe"]["name"]) == (name, "mine")
-    manifest = json.loads(Path("both/run.json").read_text(encoding="utf-8"))
-    assert manifest["runs"] == ["random", "repeated"]
-    assert manifest["recipe"]["content"]["title"] == "Two"
-    compared = json.loads(Path("both/comparison/run.json").read_text(encoding="utf-8"))
-    assert [run["folder"] for run in compared["runs"]] == [str(Path("both/random")), str(Path("both/repeated"))]
+    assert json.loads(Path("both/run.json").read_text(encoding="utf-8"))["runs"] == ["random", "repeated"]
     assert Path("both/comparison/tables/comparison.parquet").is_file()
     with pytest.raises(InputError, match="already holds a run"):
         run_recipe("mine.yaml", tiny, out="both")
@@ -228,17 +213,6 @@ def test_a_recipe_names_only_folders_below_the_working_directory(
     assert run_recipe(written(ONE + "out: there\n"), tiny).folder == Path("there")
 
 
-@pytest.mark.parametrize("content", [ONE, TWO])
-def test_a_disk_that_refuses(tiny: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("sinkscope.results.tables.write_table", full)
-    with pytest.raises(sinkscope.SinkscopeError, match="writing out failed, and nothing of it is left"):
-        run_recipe(written(content), tiny, out="out")
-    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
-
-
 # --- faulty ones
 
 
@@ -247,41 +221,29 @@ def test_a_disk_that_refuses(tiny: Path, content: str, monkeypatch: pytest.Monke
     [
         ("", "mine.yaml is empty: a recipe has at least a title"),
         ("only words", "mine.yaml is not a recipe: it holds text, and not keys and values"),
-        ("- a\n- b", "it holds a list, and not keys and values"),
         (b"title: \xff", "mine.yaml is not UTF-8 text"),
         ("title: a: b", "is not YAML: line 1, column 9: mapping values are not allowed here (text with a colon"),
         ("title: x\n---\ntitle: y", "expected a single document in the stream but found another document"),
         ("title: !!python/name:os.system", "is not YAML: line 1, column 8: could not determine a constructor"),
-        ("title: 2024-13-45", "is not YAML: month must be in 1..12"),
         ("[" * 5000, "is not YAML: it is nested too deeply"),
         ("titel: x", "key 'titel' is unknown; did you mean 'title'?"),
-        ("reproduces: x", "it has no `title`"),
         ("title: 5", "`title`: it must be text, not 5"),
         ("title: x\nseq-len: 5", "`seq-len` belongs under `options`"),
         ("title: x\noptions: 5", "`options`: it must hold keys and values, as `seq-len: 64`, not 5"),
         ("title: x\nfigures: {a: b}", "`figures`: it must be a list, as [sink-map, sinks-by-layer]"),
         ("title: x\nruns: {a: {}}", "`runs`: there is only one"),
         ("title: x\nruns: {a: {}, ../b: {}}", "`runs`: '../b' cannot be the name of a run"),
-        ("title: x\nruns: {a: {}, comparison: {}}", "`runs`: 'comparison' cannot be the name of a run"),
-        (f"title: x\nruns: {{a: {{}}, {'b' * 300}: {{}}}}", "`runs`: 'bbbbbbb"),
         ("title: x\nruns: {a: {}, A: {}}", "`runs`: two names differ only in upper and lower case"),
-        ("title: x\nruns: {a: {}, b: 5}", "`runs.b`: it must hold keys and values"),
         ("title: x\ncommand: analyse", "`command`: 'analyse' is unknown; did you mean 'analyze'?"),
         ("title: x\ncommand: run", "`command`: a recipe cannot run another recipe"),
         ("title: x\ncommand: train\nruns: {a: {}, b: {}}", "`runs` are for commands that measure one run"),
-        ("title: x\noptions: {seq-lne: 64}", "option 'seq_lne' is unknown; did you mean 'seq_len'?"),
         ("title: x\nruns: {a: {}, b: {seq-lne: 64}}", "option 'seq_lne' is unknown; did you mean 'seq_len'?"),
-        ("title: x\noptions: {seq-len: long}", "--seq-len long: it must be a whole number"),
-        ("title: x\nruns: {a: {}, b: {epsilon: 2}}", "--epsilon 2: it must be at most 1"),
         ("title: x\noptions: {observables: [masive]}", "'masive' is unknown; did you mean 'massive'?"),
         ("title: x\noptions: {input: no}", "--input False: it must be text"),
         ("title: x\noptions: {model: org/name}", "option 'model' belongs next to `options`"),
-        ("title: x\noptions: {trust-remote-code: true}", "option 'trust_remote_code' is for you to give"),
         ("title: x\ncommand: benchmark\noptions: {task-path: tasks}", "task-path tasks: tasks can run code"),
         ("title: x\nruns: {a: {}, b: {allow_pickle: true}}", "option 'allow_pickle' is for you to give"),
-        ("title: x\noptions: {5: 6}", "option '5' is unknown"),
         ("title: x\noptions: {revision: 'step0,step512'}\nmodel: a/b", "a recipe measures one model"),
-        ("title: x\nfigures: sinks-by-leyer", "figure 'sinks-by-leyer' is unknown; did you mean 'sinks-by-layer'?"),
         (
             "title: x\nfigures: [massive-map]\noptions: {observables: [attention]}",
             "figure 'massive-map' needs the observable 'massive', which `observables` leaves out",
@@ -291,23 +253,12 @@ def test_a_disk_that_refuses(tiny: Path, content: str, monkeypatch: pytest.Monke
             "title: x\ncommand: retrofit\noptions: {method: [vga]}\nfigures: [sink-map]",
             "figure 'sink-map' is of `sinkscope analyze`, not of `retrofit`",
         ),
-        ("title: x\ncommand: retrofit\noptions: {text: random}", "--text random: nothing can be learned from it"),
-        ("title: x\ncommand: train\noptions: {config: tiny-lama}", "did you mean 'tiny-llama'"),
         ("title: x\ncommand: train\nmodel: a/b", "option 'model' is unknown"),
     ],
 )
 def test_a_faulty_recipe_is_refused_in_one_line(content: str | bytes, message: str) -> None:
     is_own = isinstance(content, str) and ("command: train" in content or "model: a/b" in content)
     assert message in refused(content, None if is_own else "no/such-model")
-
-
-def test_any_command_has_recipes(tiny: Path) -> None:
-    done = run_recipe(written("title: x\ncommand: doctor"), tiny)
-    assert "llama" in done.result.text
-    done = run_recipe(written("title: x\ncommand: list\noptions: {kind: families}"))
-    assert "llama" in str(done.result.tables["families"])
-    with pytest.raises(InputError, match="one is not a run folder"):
-        run_recipe(written("title: x\ncommand: compare\noptions: {runs: [one, two]}"))
 
 
 # --- finding them
@@ -322,21 +273,14 @@ def test_a_recipe_goes_by_its_name() -> None:
     assert find_recipe("recipes/gradient-sinks-figure-2.yml") == mine
     assert read_recipe(mine).name == "gradient-sinks-figure-2"
     assert find_recipe(written(ONE, "no-ending")) == Path("no-ending")
-
-
-def test_no_such_recipe() -> None:
     for name, message in (
-        ("gradient-sink-figure-2", "is unknown; did you mean 'gradient-sinks-figure-2'?"),
-        ("nothing.like.it", "recipe 'nothing.like.it' is unknown; known: all-interventions"),
+        ("nothing.like.it", "recipe 'nothing.like.it' is unknown; known: "),
         ("gradient-sinks-figure-9.yaml", "no such file; did you mean the recipe 'gradient-sinks-figure-"),
-        ("recipes/gradient-sinks-figure-2.yaml", "no such file; `sinkscope run gradient-sinks-figure-2` finds"),
-        ("./nowhere.yaml", "./nowhere.yaml: no such file"),
+        ("other/gradient-sinks-figure-2.yaml", "no such file; `sinkscope run gradient-sinks-figure-2` finds"),
         (".", "this is a folder"),
     ):
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=message):
             run_recipe(name)
-        assert message in str(caught.value)
-    assert not list(Path().iterdir())
 
 
 def test_an_installed_sinkscope_has_its_recipes(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
@@ -349,12 +293,3 @@ def test_an_installed_sinkscope_has_its_recipes(monkeypatch: pytest.MonkeyPatch,
     assert shipped_recipes() == package / "recipes"
     assert known_recipes().keys() == {path.stem for path in SHIPPED}
     assert find_recipe("gradient-sinks-figure-2").parent == package / "recipes"
-
-
-def test_the_list_says_what_is_no_recipe() -> None:
-    written("apples: 3", "recipes/cake.yaml")
-    written("not YAML", "recipes/notes.txt")
-    rows = listing("recipes")["recipes"].set_index("recipe")
-    assert {path.stem for path in SHIPPED} | {"cake"} == set(rows.index)
-    assert rows.loc["cake", "title"].startswith("not a recipe: recipes/cake.yaml: key 'apples' is unknown")
-    assert rows.loc["gradient-sinks-figure-2", "reproduces"].endswith("(2026), figure 2")

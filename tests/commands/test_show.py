@@ -30,7 +30,7 @@ def run(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
-def test_a_page_has_the_numbers_of_its_run_and_is_made_again_from_the_tables(run: Path) -> None:
+def test_a_page_has_the_numbers_of_its_run_and_is_made_again_from_the_tables(run: Path, tmp_path: Path) -> None:
     page, opened = run / "index.html", sinkscope.Run.open(run)
     before = data_of(page.read_text(encoding="utf-8"))
     values = table_of(before, "summary")["value"]
@@ -39,8 +39,12 @@ def test_a_page_has_the_numbers_of_its_run_and_is_made_again_from_the_tables(run
     page.unlink()
     assert sinkscope.show(run) == page
     after = data_of(page.read_text(encoding="utf-8"))
-    assert after["tables"] == before["tables"]
+    assert after["tables"] == before["tables"] == data_of(sinkscope.page(opened).html)["tables"]
     assert after["findings"] == before["findings"]
+    outer = tmp_path / "sweep"  # of a folder of runs the comparison is shown
+    shutil.copytree(run, outer / "comparison")
+    (outer / "run.json").write_text(json.dumps({"sinkscope": "0", "command": "sweep", "config": {}, "tables": []}))
+    assert sinkscope.show(outer) == outer / "comparison" / "index.html"
 
 
 def test_a_page_that_is_added_is_the_commands_own(tmp_path: Path, no_figures: None) -> None:
@@ -51,35 +55,6 @@ def test_a_page_that_is_added_is_the_commands_own(tmp_path: Path, no_figures: No
     assert read_manifest(run)["files"].count("index.html") == 1
 
 
-def test_links_that_are_planted_are_not_followed(run: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.txt"
-    mine.write_text("days of work")
-    for name in ("index.html", "run.json"):
-        (run / f".sinkscope-{name}-new").symlink_to(mine)
-    (run / "index.html").unlink()
-    content = json.loads((run / "run.json").read_text())
-    content["files"].remove("index.html")  # so that run.json is written, too
-    (run / "run.json").write_text(json.dumps(content))
-    page = sinkscope.show(run)
-    assert mine.read_text() == "days of work"
-    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert not list(run.glob(".sinkscope-*"))
-
-
-def test_a_lacking_table_is_named_and_the_others_are_shown(run: Path) -> None:
-    (run / "tables" / "massive.parquet").unlink()
-    data = data_of(sinkscope.show(run, anew=True).read_text(encoding="utf-8"))
-    assert data["absent"] == ["table massive"]
-    assert "attention" in {table["name"] for table in data["tables"]}
-
-
-def test_of_a_folder_of_runs_the_comparison_is_shown(run: Path, tmp_path: Path) -> None:
-    outer = tmp_path / "sweep"
-    shutil.copytree(run, outer / "comparison")
-    (outer / "run.json").write_text(json.dumps({"sinkscope": "0", "command": "sweep", "config": {}, "tables": []}))
-    assert sinkscope.show(outer) == outer / "comparison" / "index.html"
-
-
 def test_it_opens_the_browser_or_prints_the_path(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda url: asked.append(url) is None)
@@ -88,15 +63,6 @@ def test_it_opens_the_browser_or_prints_the_path(run: Path, monkeypatch: pytest.
     printed = CliRunner().invoke(app, ["show", str(run / "run.json"), "--print"])
     assert printed.output == f"{run / 'index.html'}\n"
     assert len(asked) == 1
-
-
-def test_a_notebook_has_the_page_of_a_folder_and_of_what_a_command_gave_back(run: Path) -> None:
-    opened = sinkscope.Run.open(run)
-    written = data_of((run / "index.html").read_text(encoding="utf-8"))
-    for given in (run, opened):
-        assert data_of(sinkscope.page(given).html)["tables"] == written["tables"]
-    compared = data_of(sinkscope.page(sinkscope.compare(opened, opened)).html)
-    assert {table["name"] for table in compared["tables"]} >= {"comparison", "summary"}
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:

@@ -1,7 +1,6 @@
 """Several commands in one sweep, also trainings: each cell equals the folder of its command, and is resumed."""
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -9,21 +8,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from support.faults import RENAMES, before_change, kill
 from support.figures import skip_figures
-from support.forked import forked
 from support.retrofit_command import words_tokenizer
 from support.training import random_blocks
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope.commands.sweep import SweepRun
-from sinkscope.commands.sweeping import plan, pools
-from sinkscope.commands.sweeping.plan import Size, planned, sized
-from sinkscope.commands.sweeping.reads import Reads
-from sinkscope.commands.sweeping.worker import State, load_key
+from sinkscope.commands.sweep import Size, SweepRun, planned, sized
+from sinkscope.commands.sweeping import pools
+from sinkscope.commands.sweeping.worker import Reads, State, load_key
 from sinkscope.errors import InputError
-from sinkscope.measuring.processes import Team
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.results.cells import CellFolders
 
@@ -164,43 +158,12 @@ def test_a_cell_that_trains_is_what_its_command_writes(done: SweepRun, tmp_path:
     assert_same(done.folder / "cells" / each.cell.name, tmp_path / "alone")
 
 
-@pytest.mark.parametrize(("command", "changes"), [("claims", 60), ("retrofit", 75)])
-def test_a_cell_that_is_killed_goes_on(
-    command: str, changes: int, folder: Path, done: SweepRun, tmp_path: Path
-) -> None:
-    """These commands write step by step: an unfinished folder is no finished cell, and is resumed."""
-
-    def work() -> None:
-        before_change(changes, tmp_path / "out" / "cells", kill, RENAMES)
-        swept(folder, tmp_path, command)
-
-    with forked(work) as process:
-        process.wait()
-    dry = swept(folder, tmp_path, command, dry_run=True)
-    first = tmp_path / "out" / "cells" / dry.plan[0].cell.name
-    assert dry.plan[0].state != State.DONE
-    assert (first / "run.json").exists()
-    saved = [path for path in first.rglob("run.json") if ".sinkscope-" not in str(path)]
-    # a run whose figures were being drawn gets them, and with them a new run.json
-    runs = {path: path.stat().st_mtime_ns for path in saved if json.loads(path.read_text()).get("drawn", True)}
-    again = swept(folder, tmp_path, command, retry=True)
-    assert again.failure == ""
-    kept = [path for path in runs if path.exists() and path.parent != first]
-    assert kept
-    assert all(path.stat().st_mtime_ns == runs[path] for path in kept)
-    for each in again.plan:
-        assert_same(again.folder / "cells" / each.cell.name, done.folder / "cells" / each.cell.name)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"commands": {"train": {}}, "models": None}, None),
-        ({"commands": {"retrofit": {}}, "models": None}, "it has no `models`"),
         ({"commands": {"train": {"inputs": ["ids"]}}}, "train reads no inputs: name its `text` under `options`"),
-        ({"commands": {"retrofit": {"options": {"metod": "vga"}}}}, "option 'metod' is unknown; did you mean 'method'"),
         ({"commands": {"retrofit": {"options": {"method": "vgaa"}}}}, "'vgaa' is unknown; did you mean 'vga'"),
-        ({"commands": {"train": {"settings": {"config": ["tiny-lama"]}}}, "models": None}, "did you mean 'tiny-llama'"),
         ({"commands": {"train": {}, "analyze": {}}, "figures": ["effects"]}, "is of none of these commands"),
     ],
 )
@@ -213,12 +176,6 @@ def test_training_in_a_file(changed: dict[str, Any], message: str | None, folder
     with pytest.raises(InputError, match=message):
         sinkscope.sweep(path, out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_launched_processes_do_not_train(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.commands.sweep.team", lambda: Team(0, 2))
-    with pytest.raises(InputError, match="under `accelerate launch`, train with the command itself"):
-        swept(folder, tmp_path, "train")
 
 
 def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_path: Path) -> None:
@@ -236,10 +193,8 @@ def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_pat
     assert found["benchmark"].trust_remote_code
 
 
-def test_a_small_gguf_file_is_not_read_for_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100 << 20))
-    file = written(tmp_path / "sweep.yaml", {"title": "One", "models": [str(tmp_path / "model.gguf")]})
-    monkeypatch.setattr(plan, "size_of", lambda options: Size(1))
-    for share, is_read in ((0.0, True), (2e9, True), (20e9, False), (math.inf, False)):
-        (each,) = sized(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "out"), Reads()), share)
-        assert each.size == (Size(1) if is_read else Size())
+def test_local_models_are_examined_only_if_their_memory_counts(folder: Path, tmp_path: Path) -> None:
+    file = written(tmp_path / "sweep.yaml", {"title": "One", "models": [str(folder / "llama")]})
+    for also_local in (True, False):
+        (each,) = sized(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "out"), Reads()), also_local)
+        assert (each.size != Size()) == also_local

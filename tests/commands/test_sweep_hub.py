@@ -13,9 +13,9 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.sweep import SweepRun
-from sinkscope.commands.sweeping import plan, pools
+from sinkscope.commands.sweeping import pools
 from sinkscope.commands.sweeping.worker import State
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import InputError
 from sinkscope.models import files
 
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
@@ -105,8 +105,9 @@ def test_a_hub_that_goes_on_failing(
 
 def test_a_disk_without_room_for_all_models(models: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before any download; with --evict only the models of the workers need room."""
-    size = (size_of_weights(models)) + files.SPARE
-    monkeypatch.setattr(plan, "free_room", lambda: size + 10)
+    (content,) = models.repos["org/one"].commits.values()
+    size = len(content[WEIGHTS]) + files.SPARE
+    monkeypatch.setattr("sinkscope.commands.sweep.free_room", lambda: size + 10)
     monkeypatch.setattr(files, "free_room", lambda: size + 100_000)
     asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]"
     with pytest.raises(InputError, match=r"are still on the hub take 0.0 GB, and the disk .* --evict removes each"):
@@ -115,23 +116,6 @@ def test_a_disk_without_room_for_all_models(models: Hub, tmp_path: Path, monkeyp
     with pytest.raises(InputError, match=r"GB left: make room"):
         swept(tmp_path, asked, workers=2, evict=True)
     assert swept(tmp_path, asked, workers=1, evict=True).failure == ""
-
-
-def size_of_weights(hub: Hub) -> int:
-    (content,) = hub.repos["org/one"].commits.values()
-    return len(content[WEIGHTS])
-
-
-def test_a_disk_without_room_for_one_model(models: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command reports this before the download."""
-    monkeypatch.setattr(files, "free_room", lambda: files.SPARE)
-    with pytest.raises(SinkscopeError, match=r"downloading org/one takes 0.0 GB, and the disk of .* has 0.2 GB left"):
-        sinkscope.load("org/one")
-    assert fetched(models) == 0
-    monkeypatch.setattr(files, "free_room", lambda: files.SPARE + 1_000_000)
-    assert sinkscope.load("org/one").name == "org/one"
-    monkeypatch.setattr(files, "free_room", lambda: 0)  # the model is in the cache
-    assert sinkscope.load("org/one").name == "org/one"
 
 
 def snapshots() -> set[str]:
@@ -153,17 +137,3 @@ def test_models_leave_when_their_cells_are_done(models: Hub, folder: Path, tmp_p
     assert fetched(models) == 4
     assert swept(tmp_path, asked, workers=1, evict=True).failure == ""  # nothing is left to do or to fetch
     assert fetched(models) == 4
-
-
-def test_a_model_stays_while_its_cells_are_tried_again(models: Hub, tmp_path: Path) -> None:
-    models.faults["config.json"] = [404] * 100
-    asked = "models: [org/one]\nsettings: {seed: [0, 1]}"
-    assert "2 of 2 cells failed" in swept(tmp_path, asked, workers=1, evict=True).failure
-    models.faults.clear()
-    models.repos["org/one"] = Repo(models.repos["org/one"].revisions, gate="token")  # a refusal is not repeated
-    assert "org/one is gated" in swept(tmp_path, asked, workers=1, evict=True, retry=True).failure
-    assert fetched(models) == 0
-    models.repos["org/one"] = Repo(models.repos["org/one"].revisions)
-    assert swept(tmp_path, asked, workers=1, evict=True, retry=True).failure == ""
-    assert fetched(models) == 1
-    assert snapshots() == set()

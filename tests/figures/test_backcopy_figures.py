@@ -3,19 +3,14 @@
 import numpy as np
 import pandas as pd
 import pytest
-from support.figure_tables import grid
+from support.drawn_figures import STEPS, backcopy_maps, backcopy_training
 from support.figures import edges_at
 
-from sinkscope.errors import InputError
 from sinkscope.figures import OF_ARMS
 from sinkscope.figures.style import Figure
-from sinkscope.figures.training import ROWS, Arms, sinking_head
-from sinkscope.results.metrics import BACKCOPY
+from sinkscope.figures.training import ROWS, Arms
 from sinkscope.results.run import RunData
 from sinkscope.training.tables import sinking_layer
-from sinkscope.verdict.trained import backcopy_markdown, without_start
-
-STEPS = range(0, 101, 10)
 
 
 def run(token_zero: str) -> RunData:
@@ -33,39 +28,8 @@ def draw_backcopy_maps(attention_maps: pd.DataFrame, value_norms: pd.DataFrame) 
     return OF_ARMS["backcopy-maps"](Arms({"attention_maps": attention_maps, "value_norms": value_norms}, RUNS))
 
 
-def training(arms: int = 3, seeds: int = 2, layers: int = 1) -> pd.DataFrame:
-    names = [f"arm {arm}" for arm in range(arms)]
-    table = grid(model=["tiny"], condition=names, layer=range(layers), seed=range(seeds), step=STEPS, metric=BACKCOPY)
-    of_model = table["metric"].str.endswith("risk")
-    table = table[~of_model | (table["layer"] == 0)].assign(layer=table["layer"].mask(of_model, -1))
-    return table.assign(value=np.random.default_rng(0).uniform(0.1, 1, len(table)))
-
-
-def maps(arms: int = 2, layers: int = 1, heads: int = 1) -> tuple[pd.DataFrame, pd.DataFrame]:
-    text = pd.Series(["<s>", "h", " ", "h", "$", "t"])
-    tokens, names = range(len(text)), [f"arm {arm}" for arm in range(arms)]
-    of_arm = {"model": ["tiny"], "condition": names, "layer": range(layers)}
-    weights = grid(**of_arm, head=range(heads), sequence=[0], query=tokens, key=tokens)
-    weights = weights[weights["key"] <= weights["query"]]
-    weights = weights.assign(token_id=10 + weights["key"], token=weights["key"].map(text))
-    weights["weight"] = np.random.default_rng(0).uniform(size=len(weights))
-    norms = grid(**of_arm, sequence=[0], position=tokens)
-    at = norms["position"]
-    norms = norms.assign(token_id=10 + at, token=at.map(text), is_trigger=at.map(text.isin([" ", "t"])), norm=1.0 + at)
-    return weights, norms.assign(attended_norm=norms["norm"] / (1 + norms["condition"].str[-1].astype(int)))
-
-
-def test_a_first_token_in_place_of_the_start_is_noted() -> None:
-    note = "the first token takes the place of <s>"
-    without = draw_backcopy_training(training(), {"arm 0": run("varies")})
-    for figure, known in ((draw_backcopy_training(training()), False), (without, True)):
-        assert (note in figure.get_suptitle()) == known
-    assert without_start(RUNS.values()) == ""
-    assert note in backcopy_markdown(training(), without_start([run("varies")])).splitlines()[0]
-
-
 def test_lines_are_means_over_seeds_and_bands_reach_the_extremes() -> None:
-    table = training(arms=2, seeds=3)
+    table = backcopy_training(arms=2, seeds=3)
     figure = draw_backcopy_training(table)
     axes = np.array(figure.axes).reshape(len(ROWS), 2)
     for column, arm in enumerate(("arm 0", "arm 1")):
@@ -80,7 +44,7 @@ def test_lines_are_means_over_seeds_and_bands_reach_the_extremes() -> None:
 
 
 def test_the_layer_with_the_largest_sink_is_drawn() -> None:
-    table = training(layers=3, seeds=1)
+    table = backcopy_training(layers=3, seeds=1)
     at = (table["metric"] == "attention_to_start") & (table["step"] == 100) & (table["condition"] == "arm 0")
     table.loc[at & (table["layer"] == 1), "value"] = 2.0
     assert sinking_layer(table) == 1
@@ -92,13 +56,13 @@ def test_the_layer_with_the_largest_sink_is_drawn() -> None:
 
 @pytest.mark.parametrize("arms", [1, 5])
 def test_figures_are_drawn_without_warnings(arms: int, recwarn: pytest.WarningsRecorder) -> None:
-    draw_backcopy_training(training(arms)).draw_without_rendering()
-    draw_backcopy_maps(*maps(arms, heads=2)).draw_without_rendering()
+    draw_backcopy_training(backcopy_training(arms)).draw_without_rendering()
+    draw_backcopy_maps(*backcopy_maps(arms, heads=2)).draw_without_rendering()
     assert not recwarn.list
 
 
 def test_maps_and_bars_show_the_tables() -> None:
-    weights, norms = maps(arms=2)
+    weights, norms = backcopy_maps(arms=2)
     figure = draw_backcopy_maps(weights, norms)
     above, below = np.array(figure.axes[:4]).reshape(2, 2)
     for column, arm in enumerate(("arm 0", "arm 1")):
@@ -114,18 +78,3 @@ def test_maps_and_bars_show_the_tables() -> None:
     assert labels == ["<s>", "h", "␣", "h", r"\$", "t"]
     colors = [label.get_color() for label in below[0].get_xticklabels()]
     assert [color != "black" for color in colors] == [False, False, True, False, False, True]
-
-
-def test_the_head_with_the_largest_sink_is_shown() -> None:
-    weights, norms = maps(layers=2, heads=2)
-    weights.loc[(weights["layer"] == 1) & (weights["head"] == 0) & (weights["key"] == 0), "weight"] = 1.0
-    assert sinking_head(weights) == (1, 0)
-    assert "layer 1, head 0" in draw_backcopy_maps(weights, norms).axes[0].get_title()
-
-
-def test_empty_tables_are_refused() -> None:
-    weights, norms = maps()
-    with pytest.raises(InputError):
-        draw_backcopy_maps(weights.iloc[:0], norms)
-    with pytest.raises(InputError):
-        draw_backcopy_training(training().query("metric == 'loss'"))

@@ -1,14 +1,12 @@
 """Figures of an experiment show the data of every arm, for any number of arms and with missing tables."""
 
-import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.axes import Axes
-from support.figure_tables import grid, make_run
+from support.drawn_figures import ELSEWHERE, MANY, SINGLE, experiment
+from support.figure_tables import make_run
 from support.figures import edges_at, legend_of, said
 
 from sinkscope.errors import InputError
@@ -19,57 +17,6 @@ from sinkscope.output.run import Run
 
 OURS = {"arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer"}
 PAGE = 9  # inches
-SINGLE = {"nullify-query-bias": [0]}
-MANY = {
-    "nullify-first-embedding": [0],
-    "transplant-epe": [0, 1],
-    "costs $5, or $x$ more": [0],
-    "zero-massive+nullify-query-bias+mask-sink": [0],
-    **{f"arm {place}": [0] for place in range(7)},
-}
-ELSEWHERE = {"first": [0], "second": [2, 4, 5], "third": [3]}
-
-
-def effect_table(watched: dict[str, list[int]], layers: int, draws: int) -> pd.DataFrame:
-    random = np.random.default_rng(1)
-    by_arm = [("before", -1), ("after", -1), *(("control", draw) for draw in range(draws))]
-    parts = []
-    for label, positions in watched.items():
-        rows = [(metric, at) for metric in ("sink_rate", "window_mass") for at in positions]
-        rows += [("massive_magnitude", -1), ("perplexity", -1)]
-        for arm, draw_ in by_arm:
-            for metric, position in rows:
-                own = range(-1, 0) if metric == "perplexity" else range(-1, layers)
-                value = random.uniform(0, 1, len(own)) * (100 if position == -1 else 1)
-                one = pd.DataFrame({"layer": own, "value": value, "metric": metric, "position": position})
-                parts.append(one.assign(condition=label, name=label, arm=arm, draw=draw_, model="org/Tiny-1M"))
-    return pd.concat(parts, ignore_index=True)
-
-
-def maps_table(conditions: Sequence[str], layers: Sequence[int], tokens: int) -> pd.DataFrame:
-    table = grid(condition=conditions, layer=layers, query=range(tokens), key=range(tokens))
-    table = table[table["key"] <= table["query"]].assign(model="org/Tiny-1M")
-    return table.assign(weight=np.random.default_rng(2).uniform(0, 1, len(table)))
-
-
-def experiment(
-    watched: dict[str, list[int]] = MANY,
-    layers: int = 4,
-    draws: int = 3,
-    tokens: int = 8,
-    without_maps: Sequence[str] = (),
-    **replaced: pd.DataFrame,
-) -> Run:
-    labels = [label for label in watched if label not in without_maps]
-    conditions = ["before", *labels, *(f"{label} control 0" for label in labels if draws)]
-    tables = {
-        "effect": effect_table(watched, layers, draws),
-        "arm_maps": maps_table(conditions, range(layers), tokens),
-        "attention": make_run().tables["attention"],  # one table for all arms, which sink-map cannot draw
-    }
-    arms: dict[str, dict[str, Any]] = {label: {"watched": positions} for label, positions in watched.items()}
-    arms["streaming-window"] = {"watched": []}  # this arm is measured only by perplexity
-    return Run(make_run().manifest | {"command": "intervene", "arms": arms, "draws": draws}, tables | replaced)
 
 
 @pytest.fixture(scope="module")
@@ -127,30 +74,25 @@ ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_experiments_are_drawn_without_a_warning_and_on_a_page(odd: str) -> None:
     names, given = ODD[odd]
-    run = experiment(**given)
     for name in sorted(names):
-        check_is_drawn(name, run)
+        check_is_drawn(name, experiment(**given))
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
 def test_values_without_information_are_drawn(value: float) -> None:
-    run = experiment(SINGLE)
-    tables = {
-        "effect": run.tables["effect"].assign(value=value),
-        "arm_maps": run.tables["arm_maps"].assign(weight=value),
-    }
+    tables = {name: table.assign(value=value, weight=value) for name, table in experiment(SINGLE).tables.items()}
     for name in OURS:
         check_is_drawn(name, experiment(SINGLE, **tables))
 
 
 def check_is_drawn(name: str, run: Run) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure = draw(name, run)
-        figure.draw_without_rendering()
+    figure = draw(name, run)
+    figure.draw_without_rendering()
     width, height = figure.get_size_inches()
     assert width <= WIDE + 1e-6
     assert height <= PAGE + 1e-6
@@ -181,32 +123,6 @@ def test_arm_maps_shows_the_layer_where_the_sink_changes_most() -> None:
     assert [said(ax)[0] for ax in figure.axes[:5]] == ["sink 0.50", "sink 0.01", "sink 0.50", "sink 0.01", "sink 0.50"]
 
 
-def test_arm_maps_of_many_arms_have_each_control_below_its_arm(run: Run) -> None:
-    figure = draw("arm-maps", run)
-    layer = int(figure.get_suptitle().split("layer ")[1].split()[0])
-    for label in ("transplant-epe", "costs $5, or $x$ more"):
-        (ax,) = [ax for ax in figure.axes if matches(ax.get_title(), label)]
-        np.testing.assert_allclose(shown_map(ax), map_of(run, label, layer))
-        box = ax.get_position()
-        (below,) = [
-            other
-            for other in figure.axes
-            if abs(other.get_position().x0 - box.x0) < 1e-9 and 0 < box.y0 - other.get_position().y1 < 0.02
-        ]
-        np.testing.assert_allclose(shown_map(below), map_of(run, f"{label} control 0", layer))
-
-
-def test_a_mask_of_the_sink_does_not_choose_the_layer() -> None:
-    """A mask removes the sink completely, so that its change is largest where the sink is, for any other arms."""
-    run = experiment({"mask": [0], "two": [0], "three": [0]}, layers=2)
-    maps = run.tables["arm_maps"]
-    at_sink = maps["key"] == 0
-    maps.loc[at_sink, "weight"] = np.where(maps.loc[at_sink, "layer"] == 1, 0.9, 0.4)
-    maps.loc[at_sink & (maps["condition"] == "mask"), "weight"] = 0
-    maps.loc[at_sink & maps["condition"].isin(["two", "three"]) & (maps["layer"] == 0), "weight"] = 0.3
-    assert "layer 0" in draw("arm-maps", run).get_suptitle()
-
-
 @pytest.mark.parametrize("layers", [4, 30])
 def test_arm_maps_by_layer_has_every_layer_in_reading_order(layers: int) -> None:
     run = experiment({"one": [0], "two": [0]}, layers=layers)
@@ -230,13 +146,6 @@ def test_arm_maps_by_layer_has_every_layer_in_reading_order(layers: int) -> None
     white = figure.axes[3].images[1].get_array()[:8, 9:17]
     assert np.ma.getmaskarray(white)[np.tril_indices(8)].all()
     assert (white[np.triu_indices(8, 1)] == 1).all()
-
-
-def test_arm_maps_by_layer_leaves_controls_out_where_maps_would_be_too_small() -> None:
-    few, many = (draw("arm-maps-by-layer", experiment(watched, layers=30)) for watched in (SINGLE, MANY))
-    assert "controls left out" in many.get_suptitle()
-    assert not any(ax.get_ylabel() == "random control" for ax in many.axes)
-    assert "left out" not in few.get_suptitle()
 
 
 def test_effects_draws_before_after_and_every_control(run: Run) -> None:
@@ -266,15 +175,6 @@ def test_effects_draws_before_after_and_every_control(run: Run) -> None:
         assert is_log == (position == -1)
 
 
-def test_effects_names_positions_and_values_that_a_log_axis_cannot_show() -> None:
-    figure = draw("effects", experiment(ELSEWHERE))
-    assert said(panel(figure, "sink rate (share) at @position")) == ["@0", "@2", "@3"]
-    assert said(panel(figure, "window mass (share of attention) at @position")) == ["–", "@4", "@5", "–"]
-    table = effect_table(SINGLE, 4, 3)
-    table.loc[(table["metric"] == "perplexity") & (table["arm"] == "after"), "value"] = np.inf
-    assert said(panel(draw("effects", experiment(SINGLE, effect=table)), "perplexity")) == ["after: inf"]
-
-
 def test_effects_by_layer_draws_the_sink_rate_and_the_controls_spread(run: Run) -> None:
     figure = draw("effects-by-layer", run)
     ax = panel(figure, "transplant-epe")
@@ -288,10 +188,3 @@ def test_effects_by_layer_draws_the_sink_rate_and_the_controls_spread(run: Run) 
         np.testing.assert_allclose(edges_at(ax, layer), [mean - spread, mean + spread])
     control = "random control: mean ± 2 std of 3 draws"
     assert legend_of(figure) == ["before", "after", "after, at position 1", control]
-
-
-def test_effects_by_layer_names_each_arms_position_where_they_differ() -> None:
-    figure = draw("effects-by-layer", experiment(ELSEWHERE, draws=0))
-    assert [ax.get_title() for ax in figure.axes] == ["first\nposition 0", "second\nposition 2", "third\nposition 3"]
-    assert not any(ax.collections for ax in figure.axes)
-    assert len(panel(figure, "second position 2").lines) == 4  # before, after, and after at two targets

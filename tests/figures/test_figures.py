@@ -1,7 +1,5 @@
 """Figures of a run show the data of its tables, allow missing data, and do not change matplotlib's settings."""
 
-import io
-import warnings
 from pathlib import Path
 
 import matplotlib as mpl
@@ -10,16 +8,13 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from PIL import Image
-from support.every_model import tiny_of
 from support.figure_tables import make_run
-from support.figures import check_all_draw, edges_at, legend_of, rough_figures, said
+from support.figures import check_all_draw, edges_at, legend_of, rough_figures
 
-import sinkscope
 from sinkscope.errors import InputError
 from sinkscope.figures import COMMAND, OF_RUNS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
-from sinkscope.figures.labels import LONGEST_TOKEN, shorten, title, token_label
-from sinkscope.figures.style import SETTINGS, TEXT, WIDE, new_figure
+from sinkscope.figures.style import SETTINGS, WIDE, new_figure
 from sinkscope.output.drawing import save_figures
 from sinkscope.output.run import Run
 
@@ -64,15 +59,6 @@ def test_sink_map_is_the_window_mass_of_position_0(run: Run) -> None:
     marked = first[first["sink_rate"] > 0.5][["head", "layer"]]
     assert {tuple(map(int, dot)) for dot in dots} == set(marked.itertuples(index=False, name=None))
     assert "window mass" in bar.get_ylabel()
-
-
-def test_sink_map_marks_the_sliding_window_layers(run: Run) -> None:
-    local = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 512}
-    manifest = run.manifest | {"model": run.manifest["model"] | local}
-    figure = draw("sink-map", Run(manifest, run.tables))
-    bar = figure.axes[0].lines[-1].get_ydata()
-    np.testing.assert_allclose(bar.reshape(3, 3)[:, :2], [[-0.5, 0.5], [0.5, 1.5], [1.5, 2.5]])
-    assert legend_of(figure)[-1] == "sliding-window layer (512 tokens)"
 
 
 def test_query_key_geometry_draws_means_and_quantiles_over_heads(run: Run) -> None:
@@ -146,55 +132,21 @@ def test_sink_positions_counts_sinks_with_enough_queries_after_them(run: Run) ->
     np.testing.assert_allclose(left.lines[1].get_ydata(), [1 / 48] * 3)
 
 
-def test_sink_positions_says_that_there_is_no_sink(run: Run) -> None:
-    sinks = run.tables["sink_positions"]
-    for found, text in (
-        (sinks[sinks["position"] == 0], "no sink at positions 1–8"),
-        (sinks[sinks["position"] > 8], "no head has a sink at positions 0–8, in any sequence"),
-        (sinks.iloc[:0], "no head has a sink at positions 0–8, in any sequence"),
-    ):
-        (ax,) = draw("sink-positions", make_run(sink_positions=found)).axes
-        assert text in [ax.get_title(), *said(ax)]
-
-
-def test_gates_by_layer_has_gaps_where_a_hybrid_has_no_attention() -> None:
-    run = sinkscope.analyze(
-        tiny_of("qwen3_next"), input="random", num_seqs=2, seq_len=12, positions=12, observables=("gate", "activation")
-    )
-    by_layer, by_position = run.figure("gates-by-layer").axes
-    gate = run.tables["gate"]
-    first = gate[gate["position"] == 0].groupby("layer")["gate"].mean()
-    x, y = by_layer.lines[0].get_data()
-    assert list(x) == [1, 2, 3]
-    np.testing.assert_allclose(y, first.reindex([1, 2, 3]))
-    assert np.isnan(y[1])
-    assert by_layer.get_xlim() == pytest.approx((-0.3, 3.3))  # from layer 0 on, which has no attention
-    mean = gate.groupby(["position", "layer"])["gate"].mean().groupby("position").mean()
-    np.testing.assert_allclose(by_position.lines[-1].get_ydata(), mean)
-
-
 # --- missing and unusual data
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"layers": 1, "heads": 1, "kv_heads": 1, "positions": 1, "length": 2},
-        {"positions": 2, "kv_heads": 1, "sequences": 1},
-    ],
-)
-def test_small_runs_are_drawn(sizes: dict[str, int]) -> None:
-    check_drawn(make_run(**sizes))
-
-
-@pytest.mark.parametrize("value", [np.nan, 0.0, np.inf, 1.0])
-def test_columns_without_information_are_drawn(value: float) -> None:
-    run = make_run(layers=2, heads=2)
-    tables = {
-        name: table.assign(**dict.fromkeys(table.select_dtypes("float").columns, value))
-        for name, table in run.tables.items()
-    }
-    check_drawn(Run(run.manifest, tables), layout=value == 0)
+@pytest.mark.parametrize("value", [None, np.nan, 0.0, np.inf, 1.0])
+def test_small_runs_and_columns_without_information_are_drawn(value: float | None) -> None:
+    if value is None:
+        runs = [make_run(1, 1, 1, positions=1, length=2), make_run(positions=2, kv_heads=1, sequences=1)]
+    else:
+        tables = make_run(layers=2, heads=2).tables.items()
+        same = {name: dict.fromkeys(table.select_dtypes("float").columns, value) for name, table in tables}
+        runs = [Run(make_run().manifest, {name: table.assign(**same[name]) for name, table in tables})]
+    for run in runs:  # figures of learned positions have nothing to draw if no position has a vector
+        drawn = applicable(run)
+        assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates", "gamma"}
+        check_all_draw(run, drawn, layout=not value)
 
 
 def test_layers_sites_and_positions_that_are_missing_leave_gaps(run: Run) -> None:
@@ -226,14 +178,6 @@ def test_large_models_and_long_names_fit_the_page() -> None:
     box = figure._suptitle.get_window_extent()
     assert box.x0 >= 0
     assert box.x1 <= figure.bbox.width
-
-
-def check_drawn(run: Run, layout: bool = True) -> None:
-    """Check that every figure is drawn without a warning."""
-    # Figures of learned positions have nothing to draw if no position has a vector (test_query_bias.py).
-    drawn = applicable(run)
-    assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates"}
-    check_all_draw(run, drawn, layout)
 
 
 # --- names, files and settings
@@ -280,62 +224,21 @@ def test_equal_tables_give_equal_files_whatever_the_users_settings(run: Run, tmp
     assert (tmp_path / f"once.{kind}").read_bytes() == (tmp_path / f"again.{kind}").read_bytes()
 
 
-def test_a_png_has_no_alpha_channel_where_nothing_is_transparent(tmp_path: Path) -> None:
+def test_a_png_has_no_alpha_channel_where_nothing_is_transparent_and_pyplot_does_not_know_it(tmp_path: Path) -> None:
     figure = new_figure(2, 1)
     figure.subplots().plot([0, 1])
-    figure.savefig(io.BytesIO())  # the first drawing moves the layout
-    for name, options, mode in (("opaque", {}, "RGB"), ("clear", {"transparent": True}, "RGBA")):
-        figure.savefig(tmp_path / f"{name}.png", **options)
-        with Image.open(tmp_path / f"{name}.png") as image:
+    for options, mode in (({}, "RGB"), ({"transparent": True}, "RGBA")):
+        figure.savefig(tmp_path / "figure.png", **options)
+        with Image.open(tmp_path / "figure.png") as image:
             assert image.mode == mode
             assert round(image.info["dpi"][0]) == SETTINGS["savefig.dpi"]
-    plain = io.BytesIO()
-    figure.savefig(plain, format="png")
-    with Image.open(tmp_path / "opaque.png") as image:
-        np.testing.assert_array_equal(image, np.asarray(Image.open(plain))[..., :3])
-
-
-def test_notebooks_show_figures_that_pyplot_does_not_know_and_colors_differ_in_lightness(run: Run) -> None:
-    assert draw("sink-map", run)._repr_png_().startswith(b"\x89PNG")
+    assert figure._repr_png_().startswith(b"\x89PNG")
     import matplotlib.pyplot as plt
 
     assert plt.get_fignums() == []
-    lines = draw("sinks-by-layer", run).axes[0].lines
-    greys = sorted(np.dot(mpl.colors.to_rgb(line.get_color()), (0.299, 0.587, 0.114)) for line in lines)
-    assert np.diff(greys).min() > 0.12
-    assert len({line.get_linestyle() for line in lines}) == len({line.get_marker() for line in lines}) == 3
 
 
 # --- texts
-
-
-def test_token_labels_can_be_seen() -> None:
-    for token, token_id, expected in (
-        (" the", 3, "␣the"),
-        ("\n\n", 3, "⏎⏎"),
-        ("漢字", 3, "id 3"),
-        ("\x07", 3, "id 3"),
-        ("\ufffd", 3, "id 3"),
-        ("<id 3>", 3, "id 3"),
-        ("<id 3>", 4, "<id␣3>"),
-        (None, 3, "id 3"),
-        (float("nan"), 3.0, "id 3"),
-        ("", 3, "id 3"),
-        (None, None, "?"),
-        ("$a$", 3, r"\$a\$"),
-        ("x" * 40, 3, "x" * (LONGEST_TOKEN - 1) + "…"),
-    ):
-        assert token_label(token, token_id) == expected  # type: ignore[arg-type]
-
-
-def test_titles_name_model_condition_and_size(run: Run) -> None:
-    assert title(run, TEXT) == "Tiny-1M · natural · 3 × 24 tokens"
-    assert title(run, 1.5) == "Tiny-1M\nnatural · …× 24 tokens"
-    ragged = run.manifest | {"input": {"sequences": 3, "tokens": 50}, "model": {"name": "x/a$b$"}}
-    assert title(Run(ragged, {}), TEXT) == r"a\$b\$ · natural · 3 sequences, 50 tokens"
-    assert title(run, TEXT, "sequence 0") == "Tiny-1M · natural · sequence 0"
-    assert title(Run(run.manifest | {"input": {}}, {}), TEXT) == "Tiny-1M · natural"
-    assert shorten("abcdefghij", 5) == "ab…ij"
 
 
 # --- several runs
@@ -356,27 +259,3 @@ def test_a_comparison_draws_each_runs_summary() -> None:
     ends = [line.get_xdata()[[0, -1]].tolist() for line in figure.axes[0].lines]
     assert ends == [[0, 1], [0, 1], [0, 0]]
     assert figure.axes[0].get_xlabel() == "relative depth"
-
-
-def test_a_comparison_of_missing_and_empty_metrics_and_of_many_runs() -> None:
-    full = make_run()
-    summary = full.tables["summary"]
-    only_rate = make_run(condition="a", summary=summary[summary["metric"] == "sink_rate"])
-    nothing = make_run(condition="b", summary=summary.assign(value=np.nan))
-    many = [make_run(model=f"org/{'long-name-' * 8}{place}") for place in range(12)]
-    for runs in ([full, only_rate, nothing], [nothing], [full, full], many):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            figure = draw_comparison(runs)
-            figure.draw_without_rendering()
-        assert len(set(legend_of(figure))) == len(runs)
-    looks = {(line.get_color(), str(line.get_linestyle()), line.get_marker()) for line in figure.axes[0].lines}
-    assert len(looks) == 12
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
-@pytest.mark.parametrize("kind", ["png", "pdf"])
-def test_a_full_disk_is_reported(kind: str, tmp_path: Path) -> None:
-    (tmp_path / f"figure.{kind}").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):
-        new_figure(1, 1).savefig(tmp_path / f"figure.{kind}")

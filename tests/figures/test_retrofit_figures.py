@@ -47,17 +47,6 @@ def drawn(ax: Axes, arm: str, solid: bool = True) -> np.ndarray:
     return np.asarray(line.get_ydata(), float)
 
 
-def test_an_arm_looks_the_same_in_every_figure() -> None:
-    whole, trained = arm_looks(ARMS), arm_looks(ARMS[1:])
-    for arm in ARMS[1:]:
-        assert all(whole[arm][key] == trained[arm][key] for key in ("color", "marker", "linestyle", "label"))
-    assert len({look["color"] for look in whole.values()}) == len(ARMS)
-    training = pd.DataFrame([("org/m", arm, -1, 0, step, "loss", 2.0) for arm in ARMS[1:] for step in (1, 2)])
-    training.columns = pd.Index(["model", "condition", "layer", "seed", "step", "metric", "value"])
-    lines = OF_ARMS["retrofit-training"](Arms({"training": training}, RUNS)).axes[0].lines
-    assert [line.get_color() for line in lines] == [whole[arm]["color"] for arm in ARMS[1:]]
-
-
 def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
     axes = OF_ARMS["retrofit-layers"](Arms({}, RUNS)).axes
     for arm, run in RUNS.items():
@@ -70,12 +59,6 @@ def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
                 np.testing.assert_allclose(drawn(ax, arm, solid), expected)
     assert axes[0].get_ylim()[1] > 1
     assert [ax.get_yscale() for ax in axes] == ["linear", "log", "log", "log"]
-
-
-def test_values_are_relative_to_each_heads_later_positions() -> None:
-    table = pd.DataFrame({"layer": 0, "head": [0] * 3 + [1] * 3, "position": [0, 1, 2] * 2})
-    table["norm"] = [1.0, 3.0, 5.0, 2.0, 1.0, 1.0]  # 1 ÷ 4 and 2 ÷ 1
-    assert to_others(table, "norm").to_numpy().tolist() == [[1.125, 0.875, 1.125]]
 
 
 def test_values_and_gates_by_position_and_by_layer() -> None:
@@ -92,16 +75,6 @@ def test_values_and_gates_by_position_and_by_layer() -> None:
     np.testing.assert_allclose(drawn(below[2], "vga"), gates[0])
     np.testing.assert_allclose(drawn(below[2], "vga", solid=False), gates[[1, 2, 3]].mean(axis=1))
     assert len(above[2].lines) == 2  # the one gated arm, and the line of no effect
-
-
-def test_missing_gates_layers_and_sites_have_no_panels() -> None:
-    plain = {arm: RUNS[arm] for arm in (UNTOUCHED, "none")}
-    assert len(OF_ARMS["retrofit-values"](Arms({}, plain)).axes) == 4
-    first = {name: table[table["layer"] == 0] for name, table in RUNS["none"].tables.items()}
-    assert len(OF_ARMS["retrofit-values"](Arms({}, {"none": Run(RUNS["none"].manifest, first)})).axes) == 2
-    runs = {arm: run_of(arm, 0, ("layer_out", "attn_out")) for arm in ARMS}
-    shown = [ax.get_title() for ax in OF_ARMS["retrofit-layers"](Arms({}, runs)).axes if ax.get_visible()]
-    assert shown == ["sink rate", "layer output", "attention output"]
 
 
 def bars_of(**by_metric: list[float]) -> Any:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +101,6 @@ def test_a_head_shows_the_gradients_of_the_key_value_head_that_it_reads(browser:
         assert page.locator("#head-name").text_content() == "Layer 2, head 2"  # the first head that reads it
 
 
-def test_a_token_shows_in_how_many_heads_it_is_a_sink(page: Any) -> None:
-    contents = analysis()
-    counts = contents.tables["sink_positions"].query("sequence == 0").groupby("position").size()
-    for position in (0, 5):
-        token = page.locator(f".token[data-position='{position}']")
-        assert token.get_attribute("aria-label").endswith(f": {counts[position]} heads")
-        token.hover()
-        assert page.locator("#tip").text_content().endswith(f": {counts[position]} heads")
-
-
 def test_a_table_sorts_and_filters(page: Any) -> None:
     contents = analysis()
     table = contents.tables["attention"].query("head == 2")
@@ -153,16 +142,6 @@ def test_arms_have_the_maps_of_a_heads_layer_side_by_side(page_of_kind: Callable
     assert weights == pytest.approx(maps["weight"].tolist(), abs=6e-4)
 
 
-def test_a_narrow_window_leaves_out_columns_with_equal_rows(page_of_kind: Callable[[str], Any]) -> None:
-    page = page_of_kind("sweep")
-    sentence = page.locator("#tables .narrow")
-    assert not sentence.is_visible()
-    page.set_viewport_size({"width": 390, "height": 844})
-    assert sentence.text_content() == "In all rows: condition natural, metric sink_rate."
-    assert not page.locator("#tables th", has_text="condition").is_visible()
-    page.set_viewport_size({"width": 1280, "height": 900})
-
-
 def test_the_slider_reads_the_values_at_a_step(page_of_kind: Callable[[str], Any]) -> None:
     contents = KINDS["training"]()
     rows = contents.tables["training"].query("step == 20 and metric == 'loss' and condition == 'vga'")
@@ -170,17 +149,6 @@ def test_the_slider_reads_the_values_at_a_step(page_of_kind: Callable[[str], Any
     page.get_by_label("Step", exact=True).fill("2")
     shown = page.locator("#training tbody tr", has_text="loss").last.locator("td").last.text_content()
     assert shown == " / ".join(f"{value:.3f}" for value in rows["value"])
-
-
-def test_trainings_that_differ_in_one_setting_are_shown_by_it(page_of_kind: Callable[[str], Any]) -> None:
-    table = KINDS["factors"]().tables["sweep_training"].query("settings == 'weight-decay=0.5' and step == 20")
-    own = table[table["condition"] == "softmax"].set_index("metric")["value"]
-    page = page_of_kind("factors")
-    row = page.locator("#study tbody tr", has_text="weight_decay=0.5 softmax").locator("td").all_text_contents()
-    assert row[1:] == [f"{own['sink_rate'].mean():.1%} ± {own['sink_rate'].std():.1%}", "2", "41.1%"]
-    shown = page.locator("#training tbody tr", has_text="weight_decay=0.5 softmax").locator("td").all_text_contents()
-    assert " / ".join(f"{value:.3f}" for value in own["loss"]) in shown
-    assert page.locator("#training legend", has_text="Shown, of 10").count() == 1
 
 
 def test_hostile_texts_do_nothing(browser: Any, tmp_path: Path) -> None:
@@ -225,12 +193,6 @@ def test_it_opens_and_answers_quickly_and_fits_into_a_narrow_window(browser: Any
         )
         print("milliseconds:", times)
         assert max(times) < ANSWERS * SLACK
-
-
-def test_headings_do_not_skip_a_level(page: Any) -> None:
-    levels = [int(tag[1]) for tag in page.locator("h1, h2, h3").evaluate_all("all => all.map(one => one.tagName)")]
-    assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
 # the last test, because it leaves every choice at its first value

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from support.pages import expanded
 
-from sinkscope.html_page.compact import Limit, as_json, compact_column, compact_tables, cut
+from sinkscope.html_page.compact import as_json, compact_column, compact_tables, cut
 from sinkscope.results.tables import Column
 
 
@@ -42,18 +42,18 @@ def test_equal_values_are_counted_and_json_cannot_end_its_script() -> None:
 
 def test_a_table_is_cut_after_a_complete_sequence_or_position_or_after_its_first_rows() -> None:
     by_sequence = pd.DataFrame({"sequence": [0, 1, 2] * 4, "value": range(12)}).sort_values("sequence")
-    kept, left_out = cut(by_sequence, Limit(rows=100, by_sequence=9))
+    kept, left_out = cut(by_sequence, 100, 9)
     assert kept["sequence"].value_counts().to_dict() == {0: 4, 1: 4}
     assert left_out == "only the rows of sequence 0 to 1 are here, 2 of 3"
 
     arms = pd.DataFrame({"run": ["a"] * 3 + ["b"] * 3, "position": [0, 1, 2] * 2, "value": range(6)})
-    kept, left_out = cut(arms, Limit(rows=5, by_sequence=1))
+    kept, left_out = cut(arms, 5, 1)
     assert kept["value"].tolist() == [0, 1, 3, 4]
     assert left_out == "only the rows of position 0 to 1 are here, 2 of 3"
 
-    kept, left_out = cut(pd.DataFrame({"value": range(2000)}), Limit(rows=1500, by_sequence=1))
+    kept, left_out = cut(pd.DataFrame({"value": range(2000)}), 1500, 1)
     assert (len(kept), left_out) == (1500, "only the first 1,500 rows are here")
-    assert cut(kept, Limit(rows=1500, by_sequence=1))[1] == ""
+    assert cut(kept, 1500, 1)[1] == ""
 
 
 def test_tables_are_cut_until_they_fit_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from support.pages import KINDS, analysis, data_of, table_of
 
-from sinkscope.html_page import Contents, page_of, write_page
+from sinkscope.html_page import Contents, page_of
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.metrics import METRICS
 
@@ -42,8 +42,11 @@ def test_the_attention_that_a_token_receives_is_a_mean_of_the_table() -> None:
         assert received[layer, head, sequence, 2] == pytest.approx(own["weight"].mean(), rel=1e-5)
 
 
-def test_labels_and_units_are_the_metrics() -> None:
-    shown = data_of(page_of(analysis()).html)["metrics"]
+def test_labels_and_units_are_the_metrics_and_missing_tables_are_named() -> None:
+    contents = analysis()
+    data = data_of(page_of(Contents(contents.manifest, contents.tables, absent=("table massive",))).html)
+    assert data["absent"] == ["table massive"]
+    shown = data["metrics"]
     assert shown["sink_rate"]["short"] == METRICS["sink_rate"].short
     assert shown["sink_rate"]["unit"] == METRICS["sink_rate"].unit
     assert shown.keys() == METRICS.keys()
@@ -83,18 +86,6 @@ def test_only_the_pages_own_scripts_may_run_and_none_inserts_markup() -> None:
     assert shown.count("<") == 2  # only the frame: the page in it is escaped
 
 
-def test_the_tables_that_a_folder_lacks_are_named() -> None:
-    contents = analysis()
-    html = page_of(Contents(contents.manifest, contents.tables, absent=("table massive",))).html
-    assert data_of(html)["absent"] == ["table massive"]
-
-
-def test_runs_side_by_side_have_a_column_with_their_names() -> None:
-    found = table_of(data_of(page_of(KINDS["side by side"]()).html), "attention")
-    assert list(found)[:2] == ["run", "model"]
-    assert set(found["run"]) == {"run 0", "run 1"}
-
-
 NONE, VGA = (
     {"method": "none", "parameters": {}, "label": "none"},
     {"method": "vga", "parameters": {"placement": "output"}},
@@ -123,12 +114,3 @@ RECIPE = {"name": "r", "content": {"options": {"num-seqs": 8}}}
 )  # fmt: skip
 def test_the_command_that_repeats_a_run(command: str, config: dict, more: dict, lines: list[str], tmp_path) -> None:
     assert command_lines({"command": command, "config": config} | more, tmp_path / "run") == lines
-
-
-def test_infinite_and_missing_numbers_differ(tmp_path) -> None:
-    table = pd.DataFrame({"metric": ["perplexity", "loss"], "value": [float("inf"), nan]})
-    contents = Contents({"command": "analyze", "config": {"x": float("inf")}, "tables": []}, {"summary": table})
-    write_page(contents, tmp_path)
-    found = table_of(data_of((tmp_path / "index.html").read_text(encoding="utf-8")), "summary")
-    assert found["value"][0] == float("inf")
-    assert found["value"][1] is None

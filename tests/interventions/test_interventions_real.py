@@ -1,35 +1,21 @@
 """Interventions on trained weights: results of plain transformers, and known facts about these models."""
 
-import copy
-from pathlib import Path
-
 import numpy as np
 import pytest
-import reference
 import torch
-from support.browser import check_page, launched
-from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run
-from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options import recipe as recipes
-from sinkscope.options.measuring import make_config
 from sinkscope.results.findings import Outcome
 from sinkscope.verdict.effects import effect_of
 
 pytestmark = pytest.mark.real_model
 
-MODELS = Path(__file__).parents[2] / ".models"
 OPTIONS = {"input": "sampled", "num_seqs": 8}
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def mgm_text(mgm: LoadedModel) -> list[np.ndarray]:
-    return list(inputs_for(mgm, make_config(**OPTIONS)).sequences)
 
 
 @pytest.fixture(scope="module")
@@ -37,38 +23,6 @@ def mgm_run(mgm: LoadedModel) -> Run:
     """Return a run of NU's five interventions, as in its recipe."""
     recipe = recipes.read_recipe(recipes.find_recipe("not-universal-interventions"))
     return sinkscope.intervene(mgm, arms=recipe.content.options["arms"], draws=3, **OPTIONS)
-
-
-def test_sampled_text_is_natural_to_the_model(mgm: LoadedModel, mgm_text: list[np.ndarray]) -> None:
-    """The loss on the model's own text equals its entropy, unlike the loss on text whose end was forbidden."""
-    logits = mgm.model(torch.as_tensor(np.stack(mgm_text))).logits[:, :-1].log_softmax(-1)
-    ids = torch.as_tensor(np.stack(mgm_text))[:, 1:]
-    loss = -logits.gather(-1, ids[..., None]).mean()
-    entropy = -(logits.exp() * logits.masked_fill(logits == -torch.inf, 0)).sum(-1).mean()
-    assert all(text[0] == mgm.model.config.bos_token_id for text in mgm_text)
-    assert abs(float(loss - entropy)) < 0.25
-
-
-def edited_positions(model: PreTrainedModel, rows: dict[int, int]) -> PreTrainedModel:
-    twin = copy.deepcopy(model)
-    vectors = model.transformer.wpe.weight
-    with torch.no_grad():
-        for row, giver in rows.items():
-            twin.transformer.wpe.weight[row] = vectors[giver]
-    return twin
-
-
-@pytest.mark.parametrize(("arm", "rows"), [("replace-epe", {0: 1}), ("transplant-epe", {0: 1, 1: 0})])
-def test_position_vectors_are_exchanged_as_in_plain_transformers(
-    mgm: LoadedModel, mgm_run: Run, mgm_text: list[np.ndarray], arm: str, rows: dict[int, int]
-) -> None:
-    twin = reference.eager_twin(edited_positions(mgm.model, rows))
-    recorded = [reference.record(twin, ids) for ids in mgm_text]
-    expected = reference.attention(recorded, 16, 64, 0.3).groupby("position")[["window_mass", "sink_rate"]].mean()
-    for position in (0, 1):
-        mass, rate = (effect_of(mgm_run, arm, metric, position) for metric in ("window_mass", "sink_rate"))
-        assert mass.after == pytest.approx(expected.loc[position, "window_mass"], rel=1e-4)
-        assert rate.after == pytest.approx(expected.loc[position, "sink_rate"], abs=1e-9)
 
 
 def test_mgm_without_its_query_bias_loses_the_sink_most_in_layers_1_to_3(mgm_run: Run) -> None:
@@ -83,16 +37,6 @@ def test_mgm_needs_what_its_keys_read_of_the_massive_coordinate_and_of_no_random
     assert rate.outcome == Outcome.FALLS
     assert rate.after - rate.before < -0.05
     assert max(abs(control - rate.before) for control in rate.controls) < 0.02
-
-
-def test_mgm_has_its_sink_where_the_first_position_vector_is(mgm_run: Run) -> None:
-    assert "the sink moved to position 1" in mgm_run.verdict
-    assert effect_of(mgm_run, "transplant-epe", "window_mass", 1).outcome == Outcome.RISES
-
-
-def test_a_page_of_interventions(mgm_run: Run, tmp_path: Path) -> None:
-    with launched() as browser:
-        check_page(browser, mgm_run.contents, tmp_path)
 
 
 def test_smollm_dies_of_one_coordinate_and_not_of_its_mean(smollm: LoadedModel) -> None:

@@ -20,13 +20,12 @@ from tiny import VOCAB, batched, ragged_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import sinkscope
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import InputError
 from sinkscope.interventions import parse
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.passes import batches_of
 from sinkscope.measuring.subject import family_of, inputs_for
-from sinkscope.measuring.tracer import model_inputs, open_tracer
+from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
@@ -54,12 +53,12 @@ def tables_of(model: PreTrainedModel, family: Family, batches: Sequence[Batch], 
     return {name: table for observable in observables for name, table in observable.tables().items()}
 
 
-def attention(sequences: list[reference.Sequence]) -> pd.DataFrame:
-    return reference.attention(sequences, SETTINGS.positions, SETTINGS.window, SETTINGS.epsilon, causal=False)
-
-
-def sink_positions(sequences: list[reference.Sequence]) -> pd.DataFrame:
-    return reference.sink_positions(sequences, SETTINGS.window, SETTINGS.epsilon, causal=False)
+def expected(sequences: list[reference.Sequence]) -> dict[str, pd.DataFrame]:
+    window, epsilon = SETTINGS.window, SETTINGS.epsilon
+    return {
+        "attention": reference.attention(sequences, SETTINGS.positions, window, epsilon, causal=False),
+        "sink_positions": reference.sink_positions(sequences, window, epsilon, causal=False),
+    }
 
 
 # ------------------------------------------------------------------------------------------- forward
@@ -70,24 +69,9 @@ def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
     """The window is shorter than the sequences; ModernBERT's own windows extend to both sides."""
     model, family, sequences = known(name)
     tables = tables_of(model, family, batched(ragged_tokens(LENGTHS), 2, side), "attention")
-    expected = {
-        "attention": attention(sequences),
-        "attention_heads": reference.attention_heads(sequences),
-        "sink_positions": sink_positions(sequences),
-    }
-    assert len(expected["sink_positions"])
-    assert_same(tables, expected, ROUND_OFF)
-
-
-def test_a_long_text_is_read_in_chunks() -> None:
-    """With 300 tokens, the first columns and a band around the diagonal are read."""
-    model = encoder("modernbert", max_position_embeddings=512)
-    family, _ = family_of(model)
-    ids = ragged_tokens((300,))
-    tables = tables_of(model, family, batched(ids, 1), "attention")
-    sequences = [recorded(model, ids[0])]
-    expected = {"attention": attention(sequences), "sink_positions": sink_positions(sequences)}
-    assert_same(tables, expected, ROUND_OFF)
+    wanted = expected(sequences) | {"attention_heads": reference.attention_heads(sequences)}
+    assert len(wanted["sink_positions"])
+    assert_same(tables, wanted, ROUND_OFF)
 
 
 def test_geometry_is_over_the_queries_of_both_sides() -> None:
@@ -106,31 +90,13 @@ def test_geometry_is_over_the_queries_of_both_sides() -> None:
             column = (cosine.mean(1)[head, position], (logits - others).mean(1)[head, position])
             seen.setdefault((head, position), []).append(tuple(map(float, column)))
     rows = [(*at, *np.mean(seen[at], axis=0)) for at in sorted(seen)]
-    expected = pd.DataFrame(rows, columns=["head", "position", "qk_cosine", "sink_logit_gap"])
-    assert max(errors(table, expected).values()) < ROUND_OFF
+    by_definition = pd.DataFrame(rows, columns=["head", "position", "qk_cosine", "sink_logit_gap"])
+    assert max(errors(table, by_definition).values()) < ROUND_OFF
 
 
-@each_pair(list(ENCODERS), ["left", "right"], ("name", "side"))
-def test_logits_are_the_bare_models_of_each_sequence_alone(name: str, side: str) -> None:
-    """The batch is padded; RoBERTa's positions begin after the id of its padding token."""
-    model, family, _ = known(name)
-    assert family.first_position == (2 if name == "roberta" else 0)
-    sequences = ragged_tokens(LENGTHS)
-    (batch,) = batched(sequences, 3, side)
-    with torch.no_grad():
-        logits = model(**model_inputs(model, batch, first_position=family.first_position)).logits
-        for row, ids in enumerate(sequences):
-            alone = model(input_ids=torch.as_tensor(ids)[None]).logits[0]
-            assert float((logits[row][batch.attention_mask[row].bool()] - alone).abs().max()) < ROUND_OFF
-
-
-def test_an_encoder_that_is_a_decoder_is_causal() -> None:
-    config = AutoConfig.for_model("bert", **ENCODERS["bert"] | {"is_decoder": True})
-    family, _ = family_of(AutoModelForCausalLM.from_config(config).eval())
-    assert family.causal
-
-
-def test_an_encoder_decoder_is_refused() -> None:
+def test_an_encoder_that_is_a_decoder_is_causal_and_an_encoder_decoder_is_refused() -> None:
+    decoder = AutoConfig.for_model("bert", **ENCODERS["bert"] | {"is_decoder": True})
+    assert family_of(AutoModelForCausalLM.from_config(decoder).eval())[0].causal
     config = BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=VOCAB)
     with pytest.raises(InputError, match="encoder–decoder"):
         family_of(BartForConditionalGeneration(config).eval())
@@ -214,7 +180,7 @@ def test_neither_batch_size_nor_order_nor_padding_changes_the_loss(tmp_path: Pat
     losses = []
     with open_tracer(loaded.model, family) as tracer:
         for size, side in ((1, "right"), (2, "left"), (3, "right")):
-            losses.append(torch.cat([tracer.forward_with_loss(batch, []) for batch in batches_of(inputs, size, side)]))
+            losses.append(torch.cat([tracer.forward_with_loss(batch, []) for batch in inputs.batches(size, side)]))
     assert all(torch.allclose(loss, losses[0], rtol=0, atol=1e-9) for loss in losses)
     expected = []
     for ids, labels in inputs.masked or ():
@@ -244,25 +210,22 @@ def test_tokens_are_masked_as_the_librarys_collator_does() -> None:
 TEXT = " ".join(f"w{number % 80} ." for number in range(400))
 
 
-@pytest.mark.parametrize(("bos", "ends"), [("auto", (1, 2)), ("never", (5, 6))])
-def test_a_text_stands_between_cls_and_sep(tmp_path: Path, bos: str, ends: tuple[int, int]) -> None:
+def test_a_text_or_prompt_stands_between_cls_and_sep(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     loaded = loaded_encoder()
     family, _ = family_of(loaded.model)
-    inputs = inputs_for(loaded, make_config(input=str(tmp_path / "text.txt"), seq_len=16, num_seqs=4, bos=bos), family)
-    assert [len(ids) for ids in inputs.sequences] == [16] * 4
-    if bos == "auto":
-        assert all((ids[0], ids[-1]) == ends and not np.isin(ids[1:-1], ends).any() for ids in inputs.sequences)
-    else:
-        assert not any(np.isin(ids, (1, 2)).any() for ids in inputs.sequences)
-
-
-def test_a_short_prompt_ends_with_sep_and_a_long_one_too() -> None:
-    loaded = loaded_encoder()
-    family, _ = family_of(loaded.model)
-    for words, length in (("w1 w2", 4), (TEXT, 16)):
-        (ids,) = inputs_for(loaded, make_config(prompt=words, seq_len=16), family).sequences
-        assert (len(ids), ids[0], ids[-1]) == (length, 1, 2)
+    options = {"input": str(tmp_path / "text.txt"), "seq_len": 16, "num_seqs": 4}
+    bare = inputs_for(loaded, make_config(**options, bos="never"), family).sequences
+    assert [len(ids) for ids in bare] == [16] * 4
+    assert not any(np.isin(ids, (1, 2)).any() for ids in bare)
+    for given, lengths in (
+        (options, [16] * 4),
+        ({"prompt": "w1 w2", "seq_len": 16}, [4]),
+        ({"prompt": TEXT, "seq_len": 16}, [16]),
+    ):
+        sequences = inputs_for(loaded, make_config(**given), family).sequences
+        assert [len(ids) for ids in sequences] == lengths
+        assert all((ids[0], ids[-1]) == (1, 2) and not np.isin(ids[1:-1], (1, 2)).any() for ids in sequences)
 
 
 # ------------------------------------------------------------------------------------------ commands
@@ -283,9 +246,6 @@ def test_a_folder_gives_every_table(folder: Path) -> None:
     assert set(run.tables) >= {"attention", "sink_positions", "gradient", "geometry", "attention_maps", "massive_map"}
     assert not run.manifest["family"]["causal"]
     assert 0 < run.manifest["input"]["masked"] < run.manifest["input"]["tokens"] / 3
-    (left, right) = run.figure("sink-positions").axes
-    assert left.get_xlabel() == "position of the sink"
-    assert "[SEP]" in [label.get_text() for label in right.get_yticklabels()]
     maps = run.tables["attention_maps"]
     assert (maps["key"] > maps["query"]).any()
     assert np.allclose(maps.groupby(["layer", "head", "query"])["weight"].sum(), 1, atol=1e-5)
@@ -293,17 +253,14 @@ def test_a_folder_gives_every_table(folder: Path) -> None:
     assert "attends in both directions" in str(run.verdict)
 
 
-def test_quantizing_costs_masked_tokens_loss(folder: Path) -> None:
-    options = {"input": str(folder / "text.txt"), "seq_len": 20, "num_seqs": 6, "calibration": 2}
+def test_quantizing_and_interventions_cost_masked_tokens_loss(folder: Path) -> None:
+    options = {"input": str(folder / "text.txt"), "seq_len": 20, "num_seqs": 4}
     one_layer = encoder("bert", torch.float32, num_hidden_layers=1)
-    table = sinkscope.quantize(one_layer, tokenizer=word_tokenizer(), **options).tables["quantization"]
+    run = sinkscope.quantize(one_layer, tokenizer=word_tokenizer(), calibration=2, **options)
+    table = run.tables["quantization"]
     assert np.isfinite(table["loss"]).all()
     assert table.loc[table["setting"] == "all", "quantized"].iloc[0] == 3 * (6 + 1)  # one is in the LM head
-
-
-def test_interventions_are_measured_by_masked_tokens_loss(folder: Path) -> None:
-    options = {"input": str(folder / "text.txt"), "seq_len": 20, "num_seqs": 4, "draws": 1}
-    effects = sinkscope.intervene(folder, "mask-sink", **options).tables["effect"]
+    effects = sinkscope.intervene(folder, "mask-sink", **options, draws=1).tables["effect"]
     assert np.isfinite(effects.query("metric == 'loss'")["value"]).all()
 
 
@@ -326,29 +283,11 @@ def test_what_is_causal_only_is_refused_with_the_reason(folder: Path, what: str)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_without_a_mask_token_there_is_no_loss() -> None:
+def test_without_a_mask_token_or_a_head_there_is_no_loss() -> None:
     run = sinkscope.analyze(encoder("bert"), input="random", seq_len=12, num_seqs=2)
     assert "no tokenizer that names a mask token" in run.manifest["not_measured"]["gradient"]
     with pytest.raises(InputError, match="no tokenizer that names a mask token"):
         sinkscope.quantize(encoder("bert"), input="random", seq_len=12, num_seqs=2, calibration=1)
-
-
-def test_an_encoder_without_a_head_is_measured_but_for_gradients() -> None:
     run = sinkscope.analyze(encoder("bert").base_model, tokenizer=word_tokenizer(), input="random", seq_len=12)
     assert "without a head" in run.manifest["not_measured"]["gradient"]
     assert sinkscope.doctor(encoder("bert").base_model).ok
-
-
-def test_block_sparse_attention_is_refused_where_the_model_has_it() -> None:
-    """A short text switches BigBird to full attention permanently, and the search for its wiring reads such a text."""
-    model = encoder("big_bird", torch.float32, attention_type="block_sparse", block_size=4, num_random_blocks=1)
-    assert sinkscope.analyze(model, input="random", seq_len=20, num_seqs=1).manifest["parity"] < 1e-3
-    assert model.bert.attention_type == "block_sparse"
-    with pytest.raises(SinkscopeError, match="not one softmax"):
-        sinkscope.analyze(model, input="random", seq_len=64, num_seqs=1)
-
-
-def test_attention_that_is_made_causal_is_caught_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.models.calibrate.sees_later_tokens", lambda *_: False)
-    with pytest.raises(SinkscopeError, match="computes something different from the bare model"):
-        sinkscope.analyze(encoder("bert"), input="random", seq_len=12, num_seqs=2)

@@ -1,6 +1,5 @@
 """Losses and their gradient in chunks, against those of all tokens at once."""
 
-import math
 from typing import Literal
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tiny import padded, ragged_tokens
 
-from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks, perplexity
+from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
 from sinkscope.text.batch import IGNORED, Batch
 
 
@@ -36,9 +35,3 @@ def test_the_gradient_by_the_logits_is_that_of_autograd(side: Literal["left", "r
             found, gradient = loss_and_gradient(logits, batch, chunk)
             torch.testing.assert_close(found, losses.detach(), rtol=1e-6, atol=0)
             torch.testing.assert_close(gradient, expected.to(dtype), rtol=tolerance, atol=tolerance)
-
-
-def test_a_perplexity_beyond_float64_is_infinite() -> None:
-    assert perplexity(math.log(7.5)) == pytest.approx(7.5)
-    assert perplexity(1000.0) == math.inf
-    assert math.isnan(perplexity(math.nan))

@@ -1,30 +1,23 @@
 """Observables, batches and running means in small exact cases; test_tracer.py tests complete models."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.attention_reads import EACH_KIND, EACH_PADDING, make_read, scored
-from tiny import FORWARD, batched, measured, padded, ragged_tokens, tiny_model
+from support.attention_reads import EACH_KIND, make_read, scored
+from tiny import batched, measured, padded, ragged_tokens, tiny_model
 
 from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables import OBSERVABLES, geometry
-from sinkscope.measuring.observables.activation import SITES, token_norms, token_peaks, value_norms
-from sinkscope.measuring.observables.attention import Attention, mean_over_queries, window_means
-from sinkscope.measuring.observables.geometry import causal_pair_means, masked_pair_means, pair_means, sum_from
-from sinkscope.measuring.observables.massive import (
-    SAMPLED,
-    Massive,
-    is_massive,
-    largest_entries,
-    median_magnitude,
-    selected,
-)
-from sinkscope.measuring.observables.observable import ATTENTION_SITES, Mean, Reading, Settings, long_form
-from sinkscope.measuring.observables.outlier import infinity_norm, kurtosis
-from sinkscope.measuring.tables import column_names
+from sinkscope.measuring.observables.activation import kurtosis, token_norms, value_norms
+from sinkscope.measuring.observables.geometry import causal_pair_means, masked_pair_means, pair_means
+from sinkscope.measuring.observables.massive import SAMPLED, Massive, is_massive, median_magnitude, selected
+from sinkscope.measuring.observables.observable import Means, Reading, Settings
+from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
@@ -46,9 +39,6 @@ def test_a_batch_knows_where_its_sequences_begin_and_end() -> None:
     unpadded = padded(ragged_tokens((4, 4)))
     assert unpadded.valid is unpadded.present(4) is None
     assert unpadded.present(5).tolist() == [[True] * 4 + [False]] * 2
-
-
-def test_columns_become_positions() -> None:
     columns = torch.arange(10.0).view(2, 1, 5)
     at = LEFT.at_positions(columns, 3)
     assert at.tolist() == [[[2.0, 3.0, 4.0]], [[5.0, 6.0, 7.0]]]
@@ -59,151 +49,46 @@ def test_columns_become_positions() -> None:
 # ----------------------------------------------------------------------------------------------- means
 
 
-def test_a_running_mean_does_not_depend_on_the_batches() -> None:
-    x = torch.randn(6, 2, 3, generator=torch.Generator().manual_seed(0))
-    present = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
-    expected = [[x[present[:, p], h, p].double().mean() for p in range(3)] for h in range(2)]
-    for size in (1, 2, 4, 6):
-        mean = Mean()
-        for at in range(0, 6, size):
-            mean.add("key", x[at : at + size], present[at : at + size])
-        np.testing.assert_allclose(mean["key"], expected, rtol=1e-12)
-
-
 def test_a_running_mean_ignores_absent_values_and_is_in_float64() -> None:
-    mean = Mean()
-    mean.add("key", torch.tensor([[1.0, torch.nan], [3.0, 5.0]]), torch.tensor([[True, False], [True, True]]))
-    assert mean["key"].tolist() == [2.0, 5.0]
-    mean.add("other", torch.tensor([[1.0, torch.inf]]), torch.tensor([[True, False]]))
-    np.testing.assert_array_equal(mean["other"], [1.0, np.nan])
-    mean.add("at once", torch.tensor([1e8, 1.0, -1e8]))  # in float32, 1e8 + 1 is 1e8
-    for entry in (1e8, 1.0, -1e8):
-        mean.add("one by one", torch.tensor([[entry]]))
-    assert mean["at once"] == mean["one by one"] == pytest.approx(1 / 3, rel=1e-12)
+    means, nan, inf = Means("position"), torch.nan, torch.inf
+    parts = (([[1e8, 5.0, nan]], [[1, 1, 0]]), ([[1.0, nan, inf], [-1e8, 7.0, nan]], [[1, 0, 0], [1, 1, 0]]))
+    for x, present in parts:  # in float32, 1e8 + 1 is 1e8
+        means.add({"x": torch.tensor(x)}, torch.tensor(present, dtype=torch.bool), layer=3)
+    np.testing.assert_allclose(means.table()["x"], [1 / 3, 6.0, nan], rtol=1e-12)
 
 
-def test_long_form_has_one_row_per_entry() -> None:
-    frame = long_form({"layer": 7, "head": range(2), "position": range(3)}, {"x": np.arange(6).reshape(2, 3)})
-    assert frame.columns.tolist() == ["layer", "head", "position", "x"]
-    assert frame.to_numpy().tolist() == [[7, h, p, 3 * h + p] for h in range(2) for p in range(3)]
+def test_a_long_table_has_one_row_per_entry() -> None:
+    table = long_table([({"layer": 7, "head": range(2), "position": range(3)}, {"x": np.arange(6).reshape(2, 3)})])
+    assert table.columns.tolist() == ["layer", "head", "position", "x"]
+    assert table.to_numpy().tolist() == [[7, h, p, 3 * h + p] for h in range(2) for p in range(3)]
 
 
 # ------------------------------------------------------------------------------------------- attention
 
 
-def uniform_read(length: int, batch: Batch | None = None) -> AttentionRead:
+def uniform_read(length: int) -> AttentionRead:
     """Return uniform attention of two heads: all queries are 0."""
-    batch = batch or padded(ragged_tokens((length,)))
-    sequences = len(batch.token_ids)
-    key = torch.randn(sequences, 2, length, 4, dtype=torch.float64)
-    query = torch.zeros_like(key)
-    seen = torch.ones(length, length, dtype=torch.bool).tril() & batch.attention_mask.bool()[:, None, None]
-    call = AttentionCall(None if batch.valid is None else seen, 0.5)
+    key = torch.randn(1, 2, length, 4, dtype=torch.float64)
+    query, call = torch.zeros_like(key), AttentionCall(None, 0.5)
     _, lse = chunked_attention(query, key, key, call)
-    return AttentionRead(query, key, key, lse, call, batch)
-
-
-def table(name: str, read: AttentionRead, settings: Settings) -> dict[str, pd.DataFrame]:
-    observable = OBSERVABLES[name](settings)
-    observable.see_attention(0, read, read.batch)
-    return observable.tables()
-
-
-@pytest.mark.parametrize("batch", [None, padded(ragged_tokens((20, 12)), "left")], ids=["one", "padded"])
-def test_uniform_attention_has_the_exact_statistics(batch: Batch | None) -> None:
-    """a[t,s] = 1/(t+1): α_s, M̄_s and S̄_s are means of 1/(t+1) and 1/(t+1)², the entropy is the mean of log(t+1)."""
-    positions, window = 16, 8
-    tables = table("attention", uniform_read(20, batch), Settings(positions=positions, window=window, epsilon=0.3))
-    lengths = [20] if batch is None else batch.lengths.tolist()
-    weights = [1 / np.arange(1, length + 1) for length in lengths]
-    rows = tables["attention"].query("head == 1").set_index("position")
-    assert len(rows) == positions
-    for s in range(positions):
-        present = [row for row in weights if len(row) > s]
-        alphas = [row[s : s + window].mean() for row in present]
-        assert rows["window_mass"][s] == pytest.approx(np.mean(alphas), rel=1e-12)
-        assert rows["sink_mass"][s] == pytest.approx(np.mean([row[s:].mean() for row in present]), rel=1e-12)
-        second = np.mean([(row[s:] ** 2).mean() for row in present])
-        assert rows["sink_second_moment"][s] == pytest.approx(second, rel=1e-12)
-        assert rows["sink_rate"][s] == np.mean([alpha > 0.3 for alpha in alphas])
-    heads = tables["attention_heads"]
-    entropy = np.mean([np.log(np.arange(1, length + 1)).mean() for length in lengths])
-    np.testing.assert_allclose(heads["attention_entropy"], entropy, rtol=1e-12)
-    assert (heads["missing_mass"] == 0).all()
+    return AttentionRead(query, key, key, lse, call, padded(ragged_tokens((length,))))
 
 
 def test_the_sink_indicator_is_strict() -> None:
     """α_0 of two tokens under uniform attention is (1 + ½)/2 = ¾ exactly."""
+    read = uniform_read(2)
     for epsilon, expected in ((0.75, 0.0), (np.nextafter(0.75, 0), 1.0)):
-        tables = table("attention", uniform_read(2), Settings(positions=1, window=2, epsilon=epsilon))
+        observable = OBSERVABLES["attention"](Settings(positions=1, window=2, epsilon=epsilon))
+        observable.see_attention(0, read, read.batch)
+        tables = observable.tables()
         assert tables["attention"]["sink_rate"].tolist() == [expected] * 2
-        sinks = tables["sink_positions"].query("position == 0")
-        assert len(sinks) == 2 * expected
-
-
-def test_the_sink_indicator_is_computed_per_sequence() -> None:
-    """The mean is above ε, and half of the sequences are below it."""
-    batch = padded(ragged_tokens((2, 8)))
-    tables = table("attention", uniform_read(8, batch), Settings(positions=1, window=8, epsilon=0.5))
-    row = tables["attention"].iloc[0]
-    alphas = [(1 + 1 / 2) / 2, np.mean(1 / np.arange(1, 9))]
-    assert row["window_mass"] == pytest.approx(np.mean(alphas))
-    assert np.mean(alphas) > 0.5 > alphas[1]
-    assert row["sink_rate"] == 0.5
-
-
-def test_sinks_are_listed_at_every_position_with_their_token() -> None:
-    batch = Batch(torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.ones(2, 3, dtype=torch.long), first=4)
-    # `positions` does not bound where sinks are looked for
-    observable = Attention(Settings(positions=1, window=2, epsilon=0.4))
-    read = uniform_read(3, batch)
-    observable.see_attention(3, read, batch)
-    sinks = observable.tables()["sink_positions"].query("head == 0")
-    # α: (1 + ½)/2, (½ + ⅓)/2, ⅓
-    assert sinks["layer"].tolist() == [3] * 4
-    assert sinks[["sequence", "position", "token_id"]].to_numpy().tolist() == [
-        [4, 0, 5],
-        [4, 1, 6],
-        [5, 0, 8],
-        [5, 1, 9],
-    ]
-    np.testing.assert_allclose(sinks["window_mass"], [0.75, 5 / 12] * 2)
-
-
-def test_a_run_without_sinks_has_an_empty_list() -> None:
-    sinks = table("attention", uniform_read(5), Settings(positions=1, window=5, epsilon=0.99))["sink_positions"]
-    assert sinks.empty
-    assert sinks.columns.tolist() == ["layer", "head", "sequence", "position", "token_id", "queries", "window_mass"]
-
-
-def test_windows_of_all_tokens_and_of_one() -> None:
-    """With W = T window mass is sink mass; with W = 1 it is a token's weight on itself."""
-    read = make_read("causal")
-    rows = table("attention", read, Settings(positions=23, window=23))["attention"]
-    np.testing.assert_allclose(rows["window_mass"], rows["sink_mass"], rtol=1e-12)
-    rows = table("attention", read, Settings(positions=23, window=1))["attention"]
-    weights, _ = read.weights(slice(0, 23), slice(0, 23))
-    np.testing.assert_allclose(rows["window_mass"], weights.diagonal(dim1=-2, dim2=-1).mean(0).flatten(), rtol=1e-12)
-
-
-def test_key_value_heads_are_numbered_by_group() -> None:
-    for name in ("attention", "geometry"):
-        rows = table(name, make_read("causal"), Settings(positions=2, window=2))[name]
-        assert rows.groupby("head")["kv_head"].first().tolist() == [0, 0, 1, 1]
-
-
-def test_means_over_queries_leave_padding_out() -> None:
-    window_sums = torch.ones(2, 1, 5)
-    expected = [[1 / 2, 1 / 2, 1], [1 / 2, 1 / 2, 1 / 2]]
-    np.testing.assert_allclose(window_means(window_sums, padded(ragged_tokens((3, 5)), "left"), 2, 3)[:, 0], expected)
-    rows = torch.tensor([[[torch.nan, 7.0, 1.0, 2.0, 3.0]], [[1.0, 1.0, 1.0, 1.0, 6.0]]])
-    assert mean_over_queries(rows, LEFT.valid)[:, 0].tolist() == [2.0, 2.0]
+        assert tables["sink_positions"]["position"].tolist() == [0, 0][: int(2 * expected)]
 
 
 # -------------------------------------------------------------------------------------------- geometry
 
 
-def dense_pairs(read: AttentionRead, columns: int) -> dict[str, torch.Tensor]:
+def dense_pairs(read: AttentionRead) -> dict[str, torch.Tensor]:
     """Average cosine, product of norms and logit gap over the pairs (t, s) in which t may attend to s; else NaN."""
     every = slice(0, read.length)
     logits, allowed = read.logits(every, every), read.allowed(every, every)
@@ -218,10 +103,7 @@ def dense_pairs(read: AttentionRead, columns: int) -> dict[str, torch.Tensor]:
         "qk_norm_product": (norms, seen),
         "sink_logit_gap": (logits - rest, compared),
     }
-    return {
-        name: (x.masked_fill(weight == 0, 0.0).sum(2) / weight.sum(2))[..., :columns]
-        for name, (x, weight) in pairs.items()
-    }
+    return {name: x.masked_fill(weight == 0, 0.0).sum(2) / weight.sum(2) for name, (x, weight) in pairs.items()}
 
 
 def norms_of(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,19 +114,11 @@ def norms_of(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
 @EACH_KIND
 def test_pair_means_are_those_of_the_loops(kind: str, lengths: tuple | None, side: str) -> None:
     read = make_read(kind, length=23, lengths=lengths, side=side)
-    means, expected = pair_means(read, *norms_of(read), 23), dense_pairs(read, 23)
-    for name, truth in expected.items():
-        real = ~truth.isnan()
-        torch.testing.assert_close(means[name][real], truth[real], rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("columns", [1, 5, 23])
-def test_sums_of_queries_give_the_same_as_pairs_of_tokens(columns: int) -> None:
-    """The sums in O(T·d) equal those over pairs in O(T²): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
-    read = make_read("causal")
-    fast, slow = (means(read, *norms_of(read), columns) for means in (causal_pair_means, masked_pair_means))
-    for name in fast:
-        torch.testing.assert_close(fast[name], slow[name], rtol=1e-10, atol=1e-12)
+    expected = dense_pairs(read)
+    for each in (read, scored(read)) if kind == "bool mask" else (read,):
+        for name, mean in pair_means(each, *norms_of(each), 23).items():
+            real = ~expected[name].isnan()
+            torch.testing.assert_close(mean[real], expected[name][real], rtol=1e-9, atol=1e-11)
 
 
 def test_the_row_chunk_changes_no_pair_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,54 +126,20 @@ def test_the_row_chunk_changes_no_pair_mean(monkeypatch: pytest.MonkeyPatch) -> 
     whole = masked_pair_means(read, *norms_of(read), 23)
     monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)  # so that no logits are kept
     for rows in (1, 7):
-        monkeypatch.setattr(
-            geometry, "row_chunks", lambda length, rows=rows: attention_weights.row_chunks(length, rows)
-        )
+        chunks = partial(attention_weights.row_chunks, chunk=rows)
+        monkeypatch.setattr(geometry, "row_chunks", chunks)
         for name, mean in masked_pair_means(make_read("softcap"), *norms_of(read), 23).items():
             torch.testing.assert_close(mean, whole[name], rtol=1e-11, atol=1e-13)
 
 
-@EACH_PADDING
-def test_scores_of_the_models_own_give_the_same_pair_means(lengths: tuple | None, side: str) -> None:
-    plain = make_read("bool mask", lengths=lengths, side=side)
-    own = scored(plain)
-    expected = dense_pairs(plain, 23)
-    for name, mean in pair_means(own, *norms_of(own), 23).items():
-        real = ~expected[name].isnan()
-        torch.testing.assert_close(mean[real], expected[name][real], rtol=1e-9, atol=1e-11)
-
-
-def test_a_key_that_no_query_compares_has_no_gap() -> None:
+def test_a_key_that_no_query_compares_has_no_gap_and_a_zero_query_no_nan() -> None:
     read = uniform_read(1)  # one token sees only itself
     means = pair_means(read, *norms_of(read), 1)
     assert means["sink_logit_gap"].isnan().all()
     assert means["qk_norm_product"].isfinite().all()
-
-
-def test_equal_keys_have_no_gap_and_parallel_ones_cosine_one() -> None:
-    vector = torch.tensor([1.0, 2.0, -2.0, 0.5], dtype=torch.float64)
-    key = vector.expand(1, 2, 6, 4)
-    query = vector * torch.arange(1, 7, dtype=torch.float64)[:, None].expand(1, 2, 6, 1)
-    call = AttentionCall(None, 0.5)
-    _, lse = chunked_attention(query, key, key, call)
-    read = AttentionRead(query, key, key, lse, call, padded(ragged_tokens((6,))))
-    means = pair_means(read, *norms_of(read), 6)
-    torch.testing.assert_close(means["qk_cosine"], torch.ones(1, 2, 6, dtype=torch.float64))
-    torch.testing.assert_close(means["sink_logit_gap"], torch.zeros(1, 2, 6, dtype=torch.float64), rtol=0, atol=1e-13)
-    lengths = torch.arange(1, 7, dtype=torch.float64) * vector.norm() ** 2
-    expected = torch.stack([lengths[s:].mean() for s in range(6)])
-    torch.testing.assert_close(means["qk_norm_product"], expected.expand(1, 2, 6))
-
-
-def test_a_zero_query_has_no_direction_and_no_nan() -> None:
     read = uniform_read(6)
-    for means in (causal_pair_means, masked_pair_means):
-        assert (means(read, *norms_of(read), 6)["qk_cosine"] == 0).all()
-
-
-def test_sums_from_a_position_on() -> None:
-    x = torch.arange(12.0).view(2, 6)
-    assert sum_from(x, 4).tolist() == [[float(row[s:].sum()) for s in range(4)] for row in x]
+    for pairs in (causal_pair_means, masked_pair_means):
+        assert (pairs(read, *norms_of(read), 6)["qk_cosine"] == 0).all()
 
 
 def test_means_over_pairs_lose_nothing_at_the_last_positions() -> None:
@@ -319,36 +159,12 @@ def test_means_over_pairs_lose_nothing_at_the_last_positions() -> None:
 # ------------------------------------------------------------------------------------------ activation
 
 
-def test_norms_are_over_coordinates_and_value_norms_over_all_heads() -> None:
-    x = torch.tensor([[[3.0, 4.0], [0.0, 2.0]]])
-    assert token_norms(x, Batch(torch.zeros(1, 2), torch.ones(1, 2))).tolist() == [[5.0, 2.0]]
-    value = torch.tensor([[[[1.0, 2.0]], [[2.0, 4.0]]]])  # (1, 2 heads, 1 token, 2)
-    assert value_norms(value).tolist() == [[5.0]]
-    half = torch.tensor([[[3e4, 4e4]]], dtype=torch.float16)  # their squares overflow
+def test_norms_whose_squares_overflow_are_computed_in_float32() -> None:
+    half = torch.tensor([[[3e4, 4e4]]], dtype=torch.float16)
     batch = Batch(torch.zeros(1, 1), torch.ones(1, 1))
     assert token_norms(half, batch).item() == pytest.approx(5e4, rel=1e-3)
     assert value_norms(half[:, None]).item() == pytest.approx(5e4, rel=1e-3)
     assert kurtosis(half, batch).isfinite().all()
-
-
-def test_the_highest_norm_is_kept_over_batches() -> None:
-    observable = OBSERVABLES["activation"](Settings(positions=2))
-    for scale in (1.0, 5.0, 2.0):
-        batch = Batch(torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.long))
-        observable.see(0, "mid", Reading(torch.tensor([[[scale], [1.0]]]), batch), batch)
-    rows = observable.tables()["activation"]
-    assert rows["norm_max"].tolist() == [5.0, 1.0]
-    np.testing.assert_allclose(rows["norm_mean"], [8 / 3, 1.0])
-
-
-def test_a_position_that_no_sequence_has_is_nan() -> None:
-    observable = OBSERVABLES["activation"](Settings(positions=4))
-    batch = padded(ragged_tokens((2, 3)))
-    hidden = torch.tensor([[[1.0], [2.0], [99.0]], [[3.0], [1.0], [4.0]]])
-    observable.see(0, "mid", Reading(hidden, batch), batch)
-    rows = observable.tables()["activation"]
-    assert rows["norm_max"].tolist()[:3] == [3.0, 2.0, 4.0]
-    np.testing.assert_array_equal(rows["norm_mean"], [2.0, 1.5, 4.0, np.nan])
 
 
 # --------------------------------------------------------------------------------------------- massive
@@ -362,56 +178,37 @@ def hidden_state(median: float, *others: float) -> torch.Tensor:
     return entries
 
 
+def massive_table(hidden: torch.Tensor) -> pd.DataFrame:
+    batch = Batch(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))
+    observable = Massive(Settings())
+    observable.see(0, "layer_out", Reading(hidden[None], batch), batch)
+    return observable.tables()["massive"]
+
+
 @pytest.mark.parametrize(
     ("median", "entry", "massive"),
     [
         (0.125, 125.0, True),  # exactly 1000 × the median counts
         (0.125, np.nextafter(np.float32(125), np.float32(0)), False),
         (0.0625, 100.0, False),  # exactly 100 does not
-        (0.0625, np.nextafter(np.float32(100), np.float32(200)), True),
-        (0.0625, -150.0, True),
-        (0.5, 499.0, False),
+        (0.0625, -np.nextafter(np.float32(100), np.float32(200)), True),
         (0.0, 101.0, True),
     ],
 )
 def test_the_criterion_is_above_100_and_at_least_1000_medians(median: float, entry: float, massive: bool) -> None:
     hidden = hidden_state(median, entry)
-    assert median_magnitude(hidden) == median
     assert bool(is_massive(hidden[0, 0].abs(), median_magnitude(hidden))) is massive
-    batch = Batch(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))
-    observable = Massive(Settings())
-    observable.see(0, "layer_out", Reading(hidden[None], batch), batch)
-    rows = observable.tables()["massive"]
+    rows = massive_table(hidden)
     assert bool(rows["is_massive"][0]) is massive
     assert rows["value"][0] == pytest.approx(entry)
-    assert len(rows) == 3
-
-
-def largest_places(hidden: torch.Tensor) -> torch.Tensor:
-    """Return the indices of the largest entries of one hidden state (T,D) in the flattened state."""
-    batch = Batch(torch.zeros(1, len(hidden), dtype=torch.long), torch.ones(1, len(hidden), dtype=torch.long))
-    peaks, median = token_peaks(hidden[None], batch), median_magnitude(hidden)
-    _, column, coordinate = largest_entries(hidden[None], peaks, median[None], batch)
-    return column * hidden.shape[1] + coordinate
+    assert rows["median"].tolist() == [median] * 3
 
 
 def test_every_massive_activation_is_listed_and_at_least_three_entries() -> None:
     for count in (0, 1, 3, 5):
-        hidden = hidden_state(0.01, *[200.0 + n for n in range(count)])
-        places = largest_places(hidden)
-        assert len(places) == max(3, count)
-        assert sorted(places[:count].tolist()) == list(range(count))
-        values = hidden.abs().flatten()[places]
-        assert (values.diff() <= 0).all()  # largest first
-
-
-def test_the_median_is_the_lower_of_two_and_of_magnitudes() -> None:
-    for x in (torch.tensor([3.0, 1.0, 2.0, 4.0]), torch.rand(101), torch.rand(100), torch.tensor([7.0])):
-        for dtype in (torch.float32, torch.float64):
-            assert median_magnitude(x.to(dtype)) == x.median() == sorted(x.tolist())[(len(x) - 1) // 2]
-    x = torch.tensor([[-5.0, 1.0, -3.0], [2.0, -4.0, 0.0]])
-    assert median_magnitude(x) == median_magnitude(x.bfloat16()) == 2.0
-    assert x.tolist() == [[-5.0, 1.0, -3.0], [2.0, -4.0, 0.0]]  # the input is not sorted in place
+        rows = massive_table(hidden_state(0.01, *[200.0 + n for n in range(count)]))
+        assert rows["coordinate"].tolist()[:count] == list(reversed(range(count)))  # largest first
+        assert rows["is_massive"].tolist() == [True] * count + [False] * max(0, 3 - count)
 
 
 def test_selection_is_exact_for_any_sample() -> None:
@@ -444,73 +241,22 @@ def test_other_tokens_at_the_coordinate_of_the_largest_entry_are_those_of_plain_
         assert row.elsewhere == pytest.approx(np.median(others), rel=1e-4)
 
 
-def test_a_planted_massive_activation_is_found_with_its_token_and_coordinate() -> None:
-    """Only token 40 has 1e7 at coordinate 5, with padding on either side."""
-    model = tiny_model("llama")
-    model.get_input_embeddings().weight[40, 5] = 1e7
-    sequences = [ids.copy() for ids in ragged_tokens((9, 6, 8))]
-    for ids in sequences:
-        ids[ids == 40] = 41
-    sequences[1][4] = 40
-    for side in ("right", "left"):
-        tables = measured(model, batched(sequences, 3, side), Settings(positions=4, window=4), ("massive",))
-        rows = tables["massive"]
-        massive = rows[rows["is_massive"]]
-        assert massive["layer"].tolist() == [0, 1, 2]
-        assert (massive[["sequence", "position", "token_id", "coordinate"]] == [1, 4, 40, 5]).all(axis=None)
-        np.testing.assert_allclose(massive["value"], 1e7, rtol=1e-3)
-        assert len(rows) == 3 * 3 * 3  # layers, sequences, the three largest
-
-
-def test_the_median_leaves_padding_out() -> None:
-    batch = padded(ragged_tokens((1, 3)))
-    hidden = torch.tensor([[[1.0, 3.0], [1e6, 1e6], [1e6, 1e6]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]])
-    observable = Massive(Settings())
-    observable.see(2, "layer_out", Reading(hidden, batch), batch)
-    rows = observable.tables()["massive"]
-    assert rows.groupby("sequence")["median"].first().tolist() == [1.0, 3.0]
-    assert rows["value"].max() == 6.0
-    assert rows.groupby("sequence").size().tolist() == [2, 3]  # the first sequence has two entries
-
-
 # --------------------------------------------------------------------------------------------- outlier
-
-
-def one_sequence(x: torch.Tensor) -> tuple[torch.Tensor, Batch]:
-    hidden = x.reshape(1, 1, -1)
-    return hidden, Batch(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.long))
 
 
 def test_kurtosis_of_few_numbers_and_of_known_distributions() -> None:
     """It is not the excess kurtosis, and neither shift nor scale changes it; n-1 zeros and a one have n-2+1/(n-1)."""
     quantiles = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    batch = Batch(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.long))
     for entries, expected, tolerance in (
         ([1.0, -1.0], 1.0, 1e-9),  # the smallest possible
-        ([0.0, 0.0, 0.0, 1.0], 7 / 3, 1e-9),
-        ([5.0, 7.0, 5.0, 7.0, 6.0], 1.25, 1e-9),
-        ([-2.0, -1.0, 0.0, 1.0, 2.0], 1.7, 1e-9),
         ([0.0] * 99 + [-4e4], 98 + 1 / 99, 1e-9),
         (quantiles, 1.8, 1e-6),
         (torch.special.ndtri(quantiles), 3.0, 1e-3),
-        (torch.distributions.Laplace(0.0, 1.0).icdf(quantiles), 6.0, 1e-2),
     ):
         x = torch.as_tensor(entries, dtype=torch.float64)
         for shifted in (x, 3 - 2 * x, x + 100):
-            assert kurtosis(*one_sequence(shifted)).item() == pytest.approx(expected, rel=tolerance)
-
-
-def test_outliers_are_those_of_real_tokens() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for side in ("left", "right"):
-        batch = padded(ragged_tokens((3, 5)), side)
-        x = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
-        x = torch.where(batch.attention_mask.bool()[..., None], x, 1e6)
-        before = x.clone()
-        for row, (start, length) in enumerate(zip(batch.start.tolist(), batch.lengths.tolist(), strict=True)):
-            alone = one_sequence(x[row, start : start + length])
-            assert kurtosis(x, batch)[row].item() == pytest.approx(kurtosis(*alone).item(), rel=1e-12)
-            assert infinity_norm(token_peaks(x, batch), batch)[row].item() == x[row, start : start + length].abs().max()
-        assert torch.equal(x, before)
+            assert kurtosis(shifted.view(1, 1, -1), batch).item() == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi"])
@@ -535,22 +281,3 @@ def test_outliers_of_norms_are_those_of_plain_hooks(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- all
-
-
-def test_observables_do_not_affect_each_other() -> None:
-    model, batch, settings = tiny_model("falcon"), padded(ragged_tokens((9, 6))), Settings(positions=4, window=4)
-    together = measured(model, [batch], settings, FORWARD)
-    for name in FORWARD:
-        for table_name, rows in measured(model, [batch], settings, (name,)).items():
-            assert rows.equals(together[table_name])
-    for name, rows in together.items():
-        assert rows.columns[0] == "layer"
-        assert {*rows.columns} == {"layer", *column_names(name)} - {"token"}
-
-
-def test_every_observable_has_a_description_and_known_sites() -> None:
-    assert set(FORWARD) <= set(OBSERVABLES)
-    for name, observable in OBSERVABLES.items():
-        assert observable.name == name
-        assert observable.about
-        assert set(observable.sites) <= {*SITES, "attn_norm", "mlp_norm", *ATTENTION_SITES}

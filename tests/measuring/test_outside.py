@@ -71,9 +71,6 @@ def test_a_retrofits_term_is_named(label: str, called: str, tmp_path: Path) -> N
     mass = run.tables["attention_outside"]["outside_mass"]
     assert np.allclose(mass, run.tables["attention_heads"]["missing_mass"], atol=1e-12)
     assert mass.min() > 0
-
-
-def test_a_model_without_such_a_term_has_no_such_number(tmp_path: Path) -> None:
     run = measured(plain_model("llama"), tmp_path)
     assert "attention_outside" not in run.tables
     assert np.isnan(run.metric("sink_rate_outside"))

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from support.encoders import encoder
+from support.naming import naming
 from support.ranks import on_two_ranks
 from tiny import ragged_tokens, tiny_model
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import sinkscope
 from sinkscope import Run
 from sinkscope.cli.app import app
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import SinkscopeError
 from sinkscope.measuring import processes
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import Team
@@ -87,38 +87,31 @@ def assert_same(ours: Any, expected: Any) -> None:
         pd.testing.assert_frame_equal(ours[name], table, check_exact=exact, **({} if exact else ROUND_OFF))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "bert"])
-def test_two_halves_are_the_whole(name: str, tmp_path: Path) -> None:
+def test_two_halves_are_the_whole(tmp_path: Path) -> None:
     """All observables are measured, on models of several kinds and sequences of several lengths."""
-    model = encoder(name) if name == "bert" else tiny_model(name)
-    options = {"input": written(tmp_path), **OPTIONS}
-    whole, halves = sinkscope.analyze(model, **options), by_halves(model, **options)
-    assert_same(halves.tables, whole.tables)
-    assert {"gradient_by_group", "attention_maps"} <= set(whole.tables) or name == "bert"
-    for key in ("batch_size", "parity", "input", "scaling", "outside", "notices"):
-        assert halves.manifest[key] == whole.manifest[key], key
-    assert (halves.manifest["processes"], whole.manifest["processes"]) == (2, 1)
+    measured: set[str] = set()
+    for name in ("gpt2", "gpt_oss", "bert"):
+        with naming(name):
+            model = encoder(name) if name == "bert" else tiny_model(name)
+            options = {"input": written(tmp_path), **OPTIONS}
+            whole, halves = sinkscope.analyze(model, **options), by_halves(model, **options)
+            assert_same(halves.tables, whole.tables)
+            assert {"gradient_by_group", "attention_maps"} <= set(whole.tables) or name == "bert"
+            for key in ("batch_size", "parity", "input", "scaling", "outside", "notices"):
+                assert halves.manifest[key] == whole.manifest[key], key
+            assert (halves.manifest["processes"], whole.manifest["processes"]) == (2, 1)
+            measured |= {each for each, kind in OBSERVABLES.items() if set(kind.columns) & set(whole.tables)}
+    # a new observable has to be measured here, too, because merging needs its sums to be accumulators
+    assert set(OBSERVABLES) - measured == {"equal-tokens", "gate", "mean-maps"}  # below, and of means alone
 
 
-def test_two_halves_of_repeated_tokens_are_the_whole() -> None:
-    options = {"input": "repeated", "bos": "never", "num_seqs": 5, "seq_len": 12, "observables": ("equal-tokens",)}
-    model = tiny_model("bloom")
-    assert_same(by_halves(model, **options).tables, sinkscope.analyze(model, batch_size=2, **options).tables)
-
-
-def test_every_observable_is_among_them(tmp_path: Path) -> None:
-    """A new observable has to be measured here, too, because merging needs its sums to be accumulators."""
-    seen = set()
-    for name in ("gpt2", "gpt_oss"):
-        run = sinkscope.analyze(tiny_model(name), input=written(tmp_path), **OPTIONS)
-        seen |= {each for each, kind in OBSERVABLES.items() if set(kind.columns) & set(run.tables)}
-    assert set(OBSERVABLES) - seen == {"equal-tokens", "gate", "mean-maps"}  # above, and of means alone
-
-
-def test_more_processes_than_sequences(tmp_path: Path) -> None:
-    """The second process reads the batch of the first, and its results are not counted."""
-    model, options = tiny_model("llama"), {"input": written(tmp_path, (9,)), **OPTIONS}
-    assert_same(by_halves(model, **options).tables, sinkscope.analyze(model, **options).tables)
+def test_two_halves_of_repeated_tokens_or_of_one_sequence_are_the_whole(tmp_path: Path) -> None:
+    """With one sequence, the second process reads the batch of the first, and its results are not counted."""
+    repeated = {"input": "repeated", "bos": "never", "num_seqs": 5, "seq_len": 12, "observables": ("equal-tokens",)}
+    for name, options in (("bloom", repeated), ("llama", {"input": written(tmp_path, (9,)), **OPTIONS})):
+        model = tiny_model(name)
+        whole = sinkscope.analyze(model, **{"batch_size": 2} | options)
+        assert_same(by_halves(model, **options).tables, whole.tables)
 
 
 # --- two processes
@@ -148,18 +141,6 @@ def failing(place: int, error: Exception, owner: Any = Tracer, name: str = "forw
         setattr(owner, name, plain)
 
 
-def out_of_memory_above_one(owner: Any = Tracer) -> Any:
-    """Let the second process run out of memory from now on."""
-    plain = owner.forward_backward
-
-    def limited(self: Any, batch: Any, observables: Any) -> Any:
-        if os.environ["RANK"] == "1" and len(batch.token_ids) > 1:
-            raise RuntimeError("CUDA out of memory.")
-        return plain(self, batch, observables)
-
-    owner.forward_backward = limited
-
-
 def everything(folder: Path) -> None:
     """Run everything on one of two processes, and record how each run ended."""
     rank, model = os.environ["RANK"], folder / "gpt2"
@@ -183,7 +164,14 @@ def everything(folder: Path) -> None:
     if rank == "0":  # by itself, as in a user's training
         found["in memory"] = outcome(lambda: sinkscope.analyze(tiny_model("gpt2"), **options).manifest["processes"])
     found["again"] = outcome(lambda: run(out=folder / "again"))
-    out_of_memory_above_one()
+    plain = Tracer.forward_backward
+
+    def limited(self: Any, batch: Any, observables: Any) -> Any:
+        if rank == "1" and len(batch.token_ids) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return plain(self, batch, observables)
+
+    Tracer.forward_backward = limited  # type: ignore[method-assign]
     found["half the batch"] = outcome(lambda: run(out=folder / "halved"))
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
 
@@ -247,12 +235,3 @@ def test_on_the_command_line_the_first_prints_and_writes(tmp_path: Path) -> None
     options = {"input": tmp_path / "ids.jsonl", "observables": ("attention",), "batch_size": 2}
     whole = sinkscope.analyze(tmp_path / "llama", **options)
     assert_same({name: tables(tmp_path / "out")[name] for name in whole.tables}, whole.tables)
-
-
-def test_a_model_cannot_be_spread_over_devices_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(processes, "stays_on_cpu", lambda device_map: False)
-    with pytest.raises(InputError, match="--device-map auto would give every process all devices"):
-        sinkscope.analyze("no/model", input="random", device_map="auto")
-    torch.testing.assert_close(processes.team().count, 1)

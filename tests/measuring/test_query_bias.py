@@ -11,32 +11,28 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import reference
 import torch
 from gradient_reference import in_double
-from support.naming import naming
-from tiny import TINY, batched, measured, ragged_tokens, tiny_model, tiny_tokens
+from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
-from sinkscope.figures import applicable, draw
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.observables.query_bias import BINS, Epe, LogitTerms, Moments, QueryBias, effective_bias
-from sinkscope.measuring.summary import delta_gap
+from sinkscope.measuring.observables.query_bias import BINS, Moments, effective_bias
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.positions import massive_coordinates
-from sinkscope.models.projections import projections
+from sinkscope.models.projections import massive_coordinates, projections
 from sinkscope.models.wiring import read_sites
 from sinkscope.output.run import Run
-from sinkscope.results.papers import gamma_table, paper_tables
+from sinkscope.results.papers import paper_tables
 
 BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")
 LEARNED = ("gpt2", "opt", "opt-post-norm")
 LENGTHS = (9, 4, 12, 1, 7)
 PAIRS = (9, 4, 12, 2, 7)  # every sequence has a later query
+TERMS = ("logit-terms", "epe", "geometry")
 POSITIONS, HEADS, WIDTH = 5, 4, 8
 
 
@@ -109,53 +105,46 @@ def test_delta_and_gamma_are_products_of_weights_and_tokens(name: str) -> None:
     model, tables, layers = found_and_expected(name)
     tolerance = 1e-10 if model.dtype == torch.float64 else 1e-4
     for layer, record in enumerate(layers):
-        for head in range(-1, 4):
-            found = rows(tables["query_bias"], layer=layer, head=head)
-            assert found["position"].tolist() == list(range(max(LENGTHS)))
-            for row in found.itertuples():
-                deltas = [delta for delta in record["deltas"] if delta.shape[1] > row.position]
-                at = torch.stack([delta[:, row.position] for delta in deltas])  # (sequences, heads)
-                values = at.sum(1) if head == -1 else at[:, head]
-                assert row.delta_mean == pytest.approx(float(values.mean()), rel=tolerance, abs=tolerance)
-                assert row.delta_std == pytest.approx(float(values.std(correction=0)), rel=tolerance, abs=tolerance)
+        padded = torch.full((len(LENGTHS), 1 + HEADS, max(LENGTHS)), torch.nan, dtype=torch.float64)
+        for row, delta in zip(padded, record["deltas"], strict=True):
+            row[:, : delta.shape[1]] = torch.cat([delta.sum(0, keepdim=True), delta])  # all heads together, then each
+        found = rows(tables["query_bias"], layer=layer).sort_values(["head", "position"])
+        for column, expected in (("delta_mean", np.nanmean(padded, 0)), ("delta_std", np.nanstd(padded, 0))):
+            np.testing.assert_allclose(found[column], expected.flatten(), rtol=tolerance, atol=tolerance)
+        together = padded[:, 0].numpy()
         by_sequence = rows(tables["query_bias_by_sequence"], layer=layer)
-        for row, delta in zip(by_sequence.itertuples(), [delta.sum(0) for delta in record["deltas"]], strict=True):
-            assert row.delta == pytest.approx(float(delta[0]), rel=1e-4)
-            if len(delta) > 1:
-                assert row.delta_later == pytest.approx(float(delta[1:].mean()), rel=1e-4)
-                assert row.delta_later_std == pytest.approx(float(delta[1:].std(correction=0)), rel=1e-4, abs=1e-5)
+        np.testing.assert_allclose(by_sequence["delta"], together[:, 0], rtol=1e-4)
+        longer = np.array(LENGTHS) > 1
+        for column, average in (("delta_later", np.nanmean), ("delta_later_std", np.nanstd)):
+            expected = average(together[longer, 1:], axis=1)
+            np.testing.assert_allclose(by_sequence[column][longer], expected, rtol=1e-4, atol=1e-5)
         gamma = rows(tables["gamma"], layer=layer)
-        assert gamma["coordinate"].tolist() == list(range(32))
         expected = sum(record["weight"][head].T @ record["bias"][head] for head in range(4))
         np.testing.assert_allclose(gamma["gamma"], expected.numpy(), rtol=1e-5, atol=1e-6)
-        check_distribution(
-            rows(tables["delta_distribution"], layer=layer), [delta.sum(0) for delta in record["deltas"]]
-        )
+        bins = []
+        for group, values in {"position 0": together[:, 0], "later": together[:, 1:]}.items():
+            found = rows(tables["delta_distribution"], layer=layer, group=group)
+            bins.append(found["delta"].to_numpy())
+            assert len(found) == BINS
+            assert found["count"].sum() == np.isfinite(values).sum()
+            mean = np.average(found["delta"], weights=found["count"])
+            assert abs(mean - np.nanmean(values)) <= 0.5 * np.diff(bins[0])[0]
+        np.testing.assert_array_equal(*bins)
     if name not in LEARNED:  # without learned positions there is no EPE
         assert tables["query_bias"]["key_alignment"].isna().all()
         assert tables["gamma"]["epe_0"].isna().all()
         assert not tables["gamma"]["is_massive_epe"].any()
 
 
-def check_distribution(table: pd.DataFrame, deltas: list[torch.Tensor]) -> None:
-    """Check that every token is counted once, in bins that are the same for both groups."""
-    centers = []
-    groups = {"position 0": torch.stack([d[0] for d in deltas]), "later": torch.cat([d[1:] for d in deltas])}
-    for group, values in groups.items():
-        found = rows(table, group=group)
-        assert len(found) == BINS
-        assert found["count"].sum() == len(values)
-        mean = float((found["delta"] * found["count"]).sum() / len(values))
-        assert abs(mean - float(values.mean())) <= 0.5 * float(found["delta"].diff().iloc[1])
-        centers.append(found["delta"].to_numpy())
-    np.testing.assert_array_equal(*centers)
-
-
-@pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 3, "left"), ("qwen2", 5, "right"), ("bloom", 2, "left")])
+@pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 3, "left"), ("qwen2", 5, "right"), ("opt", 2, "left")])
 def test_padding_and_batch_size_change_nothing(name: str, size: int, side: str) -> None:
     model, tables, _ = found_and_expected(name)
     for table, found in tables_of(model, LENGTHS, size, side).items():
         pd.testing.assert_frame_equal(found, tables[table], rtol=1e-9, atol=1e-9)
+    if name in LEARNED:
+        model, tables, _ = terms_of(name)
+        for table, found in tables_of(model, PAIRS, size, side, TERMS).items():
+            pd.testing.assert_frame_equal(found, tables[table], rtol=1e-5, atol=1e-6)
 
 
 def test_a_small_spread_with_a_large_mean_is_kept() -> None:
@@ -165,13 +154,6 @@ def test_a_small_spread_with_a_large_mean_is_kept() -> None:
         moments.add(part, torch.ones(part.shape[:2], dtype=torch.bool))
     assert float(moments.mean) == 1e8 + 2.5
     assert float(moments.variance) == pytest.approx(35 / 12, rel=1e-12)
-
-
-def test_half_precision_gives_the_figures_of_float32() -> None:
-    model = tiny_model("gpt2", dtype=torch.bfloat16, spread=3.0)
-    half, single = (tables_of(one)["query_bias"] for one in (model, model.float()))
-    scale = single["delta_mean"].abs().max()
-    np.testing.assert_allclose(half["delta_mean"], single["delta_mean"], atol=0.05 * scale)
 
 
 # ------------------------------------------------------------------------------------------- alignment
@@ -196,12 +178,10 @@ def test_alignment_and_epe_of_learned_positions(name: str) -> None:
         np.testing.assert_allclose(gamma["epe_0"], epe[0], rtol=1e-12)
         assert gamma[gamma["is_massive_epe"]]["coordinate"].tolist() == massive_coordinates(epe[0])
         keys = torch.einsum("hdc,pc->phd", record["weight"], epe)
-        for head in range(-1, 4):
-            k = keys.flatten(1) if head == -1 else keys[:, head]
-            b = record["bias"].flatten() if head == -1 else record["bias"][head]
-            expected = (k @ b) / (k.norm(dim=1) * b.norm())
-            found = rows(tables["query_bias"], layer=layer, head=head)["key_alignment"]
-            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+        together = torch.cosine_similarity(keys.flatten(1), record["bias"].flatten(), dim=-1)
+        expected = torch.stack([together, *torch.cosine_similarity(keys, record["bias"], dim=-1).T])
+        found = rows(tables["query_bias"], layer=layer).sort_values(["head", "position"])["key_alignment"]
+        np.testing.assert_allclose(found, expected.flatten(), rtol=1e-9, atol=1e-12)
 
 
 def gapped(*massive: float) -> torch.Tensor:
@@ -214,17 +194,13 @@ def gapped(*massive: float) -> torch.Tensor:
 
 def test_massive_coordinates_are_set_apart_by_a_gap() -> None:
     for vector, expected in (
-        (gapped(-60.0), [3]),
         (gapped(60.0, -25.0), [3, 10]),
-        (gapped(40.0, 60.0, -35.0), [3, 10, 17]),
-        (gapped(), []),
         (gapped(1.9), []),  # no gap
         (gapped(4.0), []),  # a gap, but not far from the median
         (torch.cat([torch.tensor([9.0, 3.0]), 0.01 * torch.ones(8)]), [0, 1]),
         (2.0 ** -torch.arange(40.0), [0]),  # all gaps are equal: the first is taken
         (torch.zeros(10), []),
         (torch.tensor([5.0, *[0.0] * 9]), [0]),
-        (torch.randn(4096, generator=torch.Generator().manual_seed(0)), []),
     ):
         assert massive_coordinates(vector) == expected
         assert massive_coordinates(-3 * vector) == expected
@@ -252,31 +228,32 @@ def terms_of(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[
     with in_double(model):
         sequences = map(torch.as_tensor, ragged_tokens(PAIRS))
         sites = [read_sites(model, find_family(model), ids[None]) for ids in sequences]
-    return model, tables_of(model, PAIRS, names=("logit-terms", "epe")), sites
+    return model, tables_of(model, PAIRS, names=TERMS), sites
 
 
-def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[np.ndarray]]:
-    """Return by term, for every later query and head, its value at position 0 and its mean over the other keys."""
+def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Return by term the means over heads and later queries of its value at position 0 and its mean at other keys."""
     x = sites["layer_in" if name == "opt-post-norm" else "attn_norm"][0]
     (w_q, w_k), (b_q, b_k) = halves(attention)
     scaling = WIDTH**-0.5 / (layer + 1 if name == "gpt2-by-layer" else 1)
-    found: dict[str, list[np.ndarray]] = {term: [] for term in ("biases", "content", "delta", "key bias")}
-    for t in range(1, len(x)):
-        for head in range(HEADS):
-            query, keys = w_q[head] @ x[t], x[: t + 1] @ w_k[head].T
-            parts = {
-                "content": keys @ query,
-                "key bias": (query @ b_k[head]).expand(t + 1),
-                "delta": keys @ b_q[head],
-                "biases": (b_q[head] @ b_k[head]).expand(t + 1),
-            }
-            for term, part in parts.items():
-                found[term].append(scaling * np.array([float(part[0]), float(part[1:].mean())]))
+    query, key = (torch.einsum("hdc,tc->htd", weight, x) for weight in (w_q, w_k))
+    pairs = {
+        "content": query @ key.transpose(1, 2),
+        "key bias": query @ b_k[..., None],
+        "delta": b_q[:, None] @ key.transpose(1, 2),
+        "biases": (b_q * b_k).sum(1)[:, None, None],
+    }
+    found = {}
+    for term, products in pairs.items():
+        by_key = scaling * products.expand(HEADS, len(x), len(x))
+        others = torch.stack([by_key[:, t, 1 : t + 1].mean(1) for t in range(1, len(x))])
+        found[term] = [float(by_key[:, 1:, 0].mean()), float(others.mean())]
     return found
 
 
 @pytest.mark.parametrize("name", [*LEARNED, "gpt2-by-layer"])
 def test_each_term_is_the_product_of_its_factors(name: str) -> None:
+    """Their gaps add up to that of the logits."""
     model, tables, sites_of = terms_of(name)
     found = tables["logit_terms_by_sequence"].set_index(["layer", "sequence", "term"])
     attentions = find_family(model).attentions(model)
@@ -284,37 +261,10 @@ def test_each_term_is_the_product_of_its_factors(name: str) -> None:
         for layer, sites in enumerate(layers):
             for term, values in terms_by_hand(name, layer, attentions[layer], sites).items():
                 row = found.loc[layer, sequence, term]
-                np.testing.assert_allclose(row[["at_first", "at_others"]].astype(float), np.mean(values, 0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", LEARNED)
-def test_the_terms_gaps_add_up_to_the_logits_gap(name: str) -> None:
-    model, tables, _ = terms_of(name)
-    terms = tables["logit_terms_by_sequence"]
-    gaps = (terms["at_first"] - terms["at_others"]).groupby([terms["layer"], terms["sequence"]]).sum()
-    twin = reference.eager_twin(model)
-    for sequence, ids in enumerate(ragged_tokens(PAIRS)):
-        with in_double(twin):
-            layers = reference.record(twin, ids).layers
-        for layer, seen in enumerate(layers):
-            expected = np.mean([
-                [head[t, 0] - head[t, 1 : t + 1].mean() for t in range(1, len(ids))] for head in seen.logits
-            ])  # fmt: skip
-            assert gaps[layer, sequence] == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 5, "right"), ("opt", 3, "left")])
-def test_padding_and_batch_size_change_no_term(name: str, size: int, side: str) -> None:
-    model, tables, _ = terms_of(name)
-    for table, found in tables_of(model, PAIRS, size, side, ("logit-terms", "epe")).items():
-        pd.testing.assert_frame_equal(found, tables[table], rtol=1e-5, atol=1e-6)
-
-
-def test_only_models_with_query_biases_and_learned_positions_have_these_terms() -> None:
-    for name in ("gpt2", "opt", "opt-post-norm", "gpt_neo", "qwen2", "bloom", "llama"):
-        model = tiny_model(name)
-        for kind in (LogitTerms, Epe):
-            assert (kind.inapplicable(model, find_family(model)) is None) == (name in LEARNED), name
+                np.testing.assert_allclose(row[["at_first", "at_others"]].astype(float), values, rtol=1e-6)
+    gaps = (found["at_first"] - found["at_others"]).groupby(["layer", "sequence"]).sum()
+    logits = tables["geometry_by_sequence"].groupby(["layer", "sequence"])["sink_logit_gap"].mean()
+    pd.testing.assert_series_equal(gaps, logits, rtol=1e-5, atol=1e-6, check_names=False, check_dtype=False)
 
 
 def test_a_rotated_query_has_no_effective_bias() -> None:
@@ -362,36 +312,6 @@ def run_of(model: PreTrainedModel, **options: Any) -> Run:
 NO_BIAS = "its queries have no bias"
 
 
-def test_every_family_has_a_query_bias_or_a_reason_not_to() -> None:
-    for name in TINY:
-        with naming(name):
-            model = tiny_model(name)
-            reason = QueryBias.inapplicable(model, find_family(model))
-            assert (reason is None) == (name in BIASED)
-            if name in ("llama", "qwen3", "gpt_neo", "gptj", "olmo2", "mpt"):
-                assert reason == NO_BIAS
-
-
-def test_a_norm_after_the_projection_is_a_reason() -> None:
-    model = tiny_model("qwen2")
-    family = find_family(model)
-    attention = model.model.layers[0].self_attn
-    attention.heads_norm = torch.nn.Identity()  # a norm of the mix, which affects no logit
-    assert QueryBias.inapplicable(model, family) is None
-    for name in ("q_norm", "k_norm", "q_layernorm", "query_layernorm", "qk_norm", "q_ln"):
-        attention.add_module(name, torch.nn.Identity())
-        reason = QueryBias.inapplicable(model, family)
-        assert reason == f"a norm ({name}) is between the projection of queries or keys and the logits"
-        delattr(attention, name)
-
-
-def test_weights_that_cannot_be_read_are_a_reason() -> None:
-    model = tiny_model("gpt2").to("meta")
-    assert QueryBias.inapplicable(model, find_family(model)) == "its weights cannot be read here: they are offloaded"
-    model.transformer.h[1].attn.c_attn.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), False)
-    assert "its weights are quantized" in str(QueryBias.inapplicable(model, find_family(model)))
-
-
 def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejected_by_name() -> None:
     model = tiny_model("llama")
     run = run_of(model)
@@ -408,24 +328,12 @@ def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejec
     assert "query-bias does not apply" not in "".join(doctor(tiny_model("gpt2")).notes)
 
 
-def test_layers_without_a_bias_are_left_out() -> None:
-    model = tiny_model("qwen2")
-    model.model.layers[1].self_attn.q_proj.bias = None
-    run = run_of(model, observables=("query-bias",))
-    for table in ("query_bias", "gamma", "delta_distribution"):
-        assert sorted(run.tables[table]["layer"].unique()) == [0, 2]
-
-
-def test_the_model_is_left_as_it_was_and_a_trainable_one_gives_the_same() -> None:
-    model, untouched = tiny_model("gpt2"), tiny_model("gpt2")
+def test_a_trainable_model_gives_the_same() -> None:
+    model = tiny_model("gpt2")
     frozen = run_of(model, observables=("query-bias",)).tables
     trainable = run_of(model.requires_grad_(True), observables=("query-bias",)).tables
     for name, table in frozen.items():
         assert table.equals(trainable[name]), name
-    for mine, other in zip(model.parameters(), untouched.parameters(), strict=True):
-        assert torch.equal(mine, other)
-        assert mine.grad is None
-    assert torch.equal(model(tiny_tokens()).logits, untouched(tiny_tokens()).logits)
 
 
 # -------------------------------------------------------------------------------- summary, verdict, table
@@ -459,77 +367,14 @@ def test_the_summary_says_how_far_position_0_is_apart(massive_run: Run) -> None:
         assert run.metric("key_alignment_later", layer) == pytest.approx(at["key_alignment"][1:].mean())
         gamma = rows(run.tables["gamma"], layer=layer)["gamma"].abs().to_numpy()
         assert run.metric("gamma_ratio", layer) == pytest.approx(gamma[7] / gamma.mean())
-        gaps.append(run.metric("delta_gap", layer))
+        later = at[1:]  # the gap is in standard deviations over all later tokens
+        spread = ((later["delta_std"] ** 2).mean() + later["delta_mean"].var(ddof=0)) ** 0.5
+        gaps.append((at["delta_mean"][0] - later["delta_mean"].mean()) / spread)
+        assert run.metric("delta_gap", layer) == pytest.approx(gaps[-1])
     assert run.metric("delta_gap") == pytest.approx(np.mean(gaps))
     assert run.metric("delta_outlier_share") == np.mean(np.array(gaps) > 2) > 0
     assert "The query bias lifts the logits of position 0" in run.verdict
     assert "EPE₀ is massive at coordinate 7, where |γ| is" in run.verdict
-
-
-def test_the_gap_is_in_standard_deviations_over_all_later_tokens() -> None:
-    tokens = np.random.default_rng(0).normal(3, 2, (4, 6))  # sequences × positions
-    table = pd.DataFrame(
-        {"layer": 0, "position": range(6), "delta_mean": tokens.mean(0), "delta_std": tokens.std(0)},
-    )
-    later = tokens[:, 1:]
-    assert delta_gap(table)[0] == pytest.approx((tokens[:, 0].mean() - later.mean()) / later.std())
-
-
-def test_figures_and_metrics_of_learned_positions_are_left_out_where_there_are_none() -> None:
-    run = run_of(tiny_model("qwen2"), observables=("query-bias",))
-    metrics = set(run.tables["summary"]["metric"])
-    assert {"delta_first", "delta_later", "delta_gap", "delta_outlier_share"} <= metrics
-    assert not {"key_alignment_first", "key_alignment_later", "gamma_ratio"} & metrics
-    assert "EPE" not in run.verdict
-    assert paper_tables(run) == {}
-    figures = ("query-bias-distribution", "query-bias-alignment", "epe-coordinates", "gamma")
-    assert set(figures) & set(applicable(run)) == {figures[0]}
-    draw(figures[0], run).draw_without_rendering()
-    for name in figures[1:]:
-        with pytest.raises(InputError, match=f"figure '{name}' has nothing to draw: its positions are not learned"):
-            draw(name, run)
-    zero = run.tables["query_bias"].assign(delta_mean=0.0)
-    with pytest.raises(InputError, match="its query bias is zero"):
-        draw("query-bias-alignment", Run(run.manifest, {"query_bias": zero}))
-    plain = Run(run.manifest, {"gamma": run.tables["gamma"].assign(epe_0=1.0)})
-    with pytest.raises(InputError, match="its EPE_0 has no massive coordinate"):
-        draw("gamma", plain)
-
-
-def test_the_table_is_that_of_the_stored_weights(massive_run: Run) -> None:
-    """NU computes GPT-2's W_k (in, out) times b_Q: magnitudes, mean ± 2 standard deviations of all entries."""
-    printed = paper_tables(massive_run)["gamma"]
-    for block, row in zip(with_massive_position().transformer.h, printed.to_dict("records"), strict=True):
-        weight, bias = block.attn.c_attn.weight.double(), block.attn.c_attn.bias.double()
-        gamma = (weight[:, 32:64] @ bias[:32]).abs().numpy()
-        assert row["baseline"] == f"{round(gamma.mean(), 3)} ± {round(2 * gamma.std(), 3)}"
-        assert row["d=7"] == round(float(gamma[7]), 3)
-    assert gamma_table(Run({}, {})) is None
-    assert paper_tables(Run({}, {"gamma": massive_run.tables["gamma"].assign(is_massive_epe=False)})) == {}
-
-
-def test_figures_draw_the_tables_values(massive_run: Run) -> None:
-    run = massive_run
-    together = rows(run.tables["query_bias"], head=-1, position=0).set_index("layer")
-    left, right = draw("query-bias-alignment", run).axes
-    np.testing.assert_allclose(left.lines[1].get_ydata(), together["key_alignment"])
-    heads = run.tables["query_bias"].query("head >= 0 and position == 0")["key_alignment"]
-    np.testing.assert_allclose(right.lines[0].get_ydata(), heads)
-    panels = draw("query-bias-distribution", run).axes
-    gaps = [run.metric("delta_gap", layer) for layer in range(3)]
-    titles = [f"layer {layer}: {gap:+.1f}σ".replace("-", "−") for layer, gap in enumerate(gaps)]
-    assert [ax.get_title() for ax in panels] == titles
-    for layer, ax in enumerate(panels):
-        for group, bars in zip(("later", "position 0"), ax.containers, strict=True):
-            counts = rows(run.tables["delta_distribution"], layer=layer, group=group)["count"]
-            np.testing.assert_allclose([bar.get_height() for bar in bars], counts / counts.max())
-    (ax,) = draw("epe-coordinates", run).axes
-    assert [text.get_text() for text in ax.texts] == ["7"]
-    (ax,) = draw("gamma", run).axes
-    mean, massive = ax.lines
-    magnitude = run.tables["gamma"].assign(magnitude=run.tables["gamma"]["gamma"].abs())
-    np.testing.assert_allclose(mean.get_ydata(), magnitude.groupby("layer")["magnitude"].mean())
-    np.testing.assert_allclose(massive.get_ydata(), rows(magnitude, coordinate=7)["magnitude"])
 
 
 # ------------------------------------------------------------------------------------------- a real model
@@ -543,14 +388,6 @@ def test_a_trained_gpt2_has_one_massive_coordinate_that_its_bias_reads(mgm: Load
     run = sinkscope.analyze(mgm, input=tmp_path / "ids.npy", num_seqs=6, observables=("query-bias",))
     gamma = run.tables["gamma"]
     assert gamma[gamma["is_massive_epe"]]["coordinate"].unique().tolist() == [165]
-    records = read_sites(mgm.model, find_family(mgm.model), ids)
-    for layer, block in enumerate(mgm.model.transformer.h):
-        weight, bias = block.attn.c_attn.weight.double(), block.attn.c_attn.bias.double()
-        plain = weight[:, 256:512] @ bias[:256]
-        np.testing.assert_allclose(rows(gamma, layer=layer)["gamma"], plain, rtol=1e-9, atol=1e-12)
-        delta = records[layer]["attn_norm"].double() @ plain
-        found = rows(run.tables["query_bias"], layer=layer, head=-1)
-        np.testing.assert_allclose(found["delta_mean"], delta.mean(0), rtol=1e-3, atol=1e-3)
     assert run.metric("gamma_ratio") > 4
     assert run.metric("key_alignment_first") > 0.4 > run.metric("key_alignment_later")
     assert paper_tables(run)["gamma"].columns.tolist() == ["layer", "baseline", "d=165"]

@@ -1,5 +1,8 @@
 """Models with random weights of the same scale, which leave the original model and the user's state unchanged."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from support.every_model import tiny_of
 from support.retrofitted import retrofitted
 from tiny import tiny_model
 from torch import nn
+from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
 from sinkscope.measuring.measure import measure
@@ -45,15 +49,12 @@ def test_each_tensor_keeps_its_scale_and_nothing_else(name: str) -> None:
             assert np.corrcoef(x.flatten(), own[key].flatten())[0, 1] < 5 / x.numel() ** 0.5
 
 
-def test_the_initialization_does_not_matter() -> None:
+def test_the_initialization_does_not_matter_and_what_is_not_learned_stays() -> None:
+    """Sines of positions and tensors with a single entry are copied."""
     model = tiny_model("llama")
     before = dict(redrawn(model, seed=0).named_parameters())
     model.config.initializer_range = 1.0
     assert all(torch.equal(x, before[key]) for key, x in redrawn(model, seed=0).named_parameters())
-
-
-def test_what_is_not_learned_stays() -> None:
-    """Sines of positions and tensors with a single entry are copied."""
     model = tiny_model("gpt2")
     model.transformer.wpe.weight.fill_(0.5)
     assert (redrawn(model, seed=0).transformer.wpe.weight == 0.5).all()
@@ -68,9 +69,7 @@ def test_it_is_measured_on_the_same_input_and_the_model_stays_as_it_was() -> Non
     with open_subject(model, None, config, QUIET) as subject:
         before, _ = measure(subject, config)
         with random_weights(subject) as null:
-            assert null.inputs is subject.inputs
-            assert null.loaded.model is not model
-            assert null.loaded.model.dtype == torch.bfloat16
+            assert (null.inputs is subject.inputs, null.loaded.model.dtype) == (True, torch.bfloat16)
             assert null.loaded.name == f"{subject.loaded.name} (random weights)"
             tables, _ = measure(null, config)
         again, _ = measure(subject, config)
@@ -79,16 +78,12 @@ def test_it_is_measured_on_the_same_input_and_the_model_stays_as_it_was() -> Non
     assert not tables["gradient"].equals(before["gradient"])
 
 
-def test_a_retrofit_is_built_in_at_its_start() -> None:
+def test_a_retrofit_is_built_in_at_its_start_and_a_quantized_models_null_has_ordinary_weights() -> None:
     model = retrofitted("llama", "vga", torch.float32)
     network = redrawn(model, seed=0)
-    assert type(network) is type(model)
     assert network.state_dict().keys() == model.state_dict().keys()
     assert (gate_displacement(network)["displacement"] == 0).all()
     assert (gate_displacement(model)["displacement"] > 0).any()
-
-
-def test_a_quantized_models_null_has_ordinary_weights() -> None:
     model = tiny_model("llama")
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     packed = model.model.layers[0].self_attn.q_proj
@@ -99,24 +94,20 @@ def test_a_quantized_models_null_has_ordinary_weights() -> None:
     assert model.config.quantization_config["bits"] == 4
 
 
-def test_a_model_that_was_changed_after_building_is_refused() -> None:
+REFUSED: dict[str, Callable[[PreTrainedModel], Any]] = {
+    r"describes another model: model\.layers\.2": lambda model: model.model.layers.__delitem__(2),
+    "cannot be built from its configuration alone": lambda model: setattr(
+        model.config, "hidden_act", "no such function"
+    ),
+    "several devices": lambda model: model.model.layers[1].to("meta"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_redrawn_is_refused(message: str) -> None:
     model = tiny_model("llama")
-    del model.model.layers[2]
-    with pytest.raises(InputError, match=r"describes another model: model\.layers\.2"):
-        redrawn(model, seed=0)
-
-
-def test_a_model_whose_configuration_builds_nothing_is_refused() -> None:
-    model = tiny_model("llama")
-    model.config.hidden_act = "no such function"
-    with pytest.raises(InputError, match="cannot be built from its configuration alone"):
-        redrawn(model, seed=0)
-
-
-def test_a_model_on_several_devices_is_refused() -> None:
-    model = tiny_model("llama")
-    model.model.layers[1].to("meta")
-    with pytest.raises(InputError, match="several devices"):
+    REFUSED[message](model)
+    with pytest.raises(InputError, match=message):
         redrawn(model, seed=0)
 
 

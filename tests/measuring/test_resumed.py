@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 from sinkscope.commands.intervene import intervene
 from sinkscope.interventions import INTERVENTIONS, Intervention, Target, parse
 from sinkscope.interventions.massive import RescaleNorm
-from sinkscope.measuring import resumed
+from sinkscope.measuring import passes
 from sinkscope.measuring.measure import prepared, tables_of
 from sinkscope.measuring.observables.observable import Observable, Settings
-from sinkscope.measuring.passes import Pass, pass_over
+from sinkscope.measuring.passes import Change, Pass, are_the_same, completed, pass_over, passes_over
 from sinkscope.measuring.quantization_study import Bench, calibrate_ranges
-from sinkscope.measuring.resumed import Change, are_the_same, completed, passes_over
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import make_config
@@ -68,7 +67,7 @@ def change(subject: Subject, layer: int, *stack: Intervention) -> Change:
     )
 
 
-def given(done: Pass[Observable]) -> tuple[Tables, list[float]]:
+def given(done: Pass) -> tuple[Tables, list[float]]:
     return tables_of(done.observables), done.losses.tolist()
 
 
@@ -87,10 +86,6 @@ def is_same(layer: int, resumed: tuple, unchanged: tuple, whole: tuple) -> bool:
     return are_the_same(completed(tables, layer, unchanged[0]), expected) and losses == expected_losses
 
 
-def test_every_intervention_is_here() -> None:
-    assert {text.partition(":")[0] for text in (*LATE, *EARLY)} == set(INTERVENTIONS)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_begins_at_a_layer_is_a_whole_pass(name: str, ragged: dict[str, Any]) -> None:
     model = made(name)
@@ -106,6 +101,7 @@ def test_what_begins_at_a_layer_is_a_whole_pass(name: str, ragged: dict[str, Any
         for layer, part, resumed in zip(layers, parts, passes, strict=True):
             assert is_same(layer, resumed, unchanged, whole_pass(subject, part)), part
         assert {parse(text).begins_at(target) for text in EARLY} == {0}
+    assert {text.partition(":")[0] for text in (*LATE, *EARLY)} == set(INTERVENTIONS)
 
 
 def test_what_begins_one_layer_too_late_is_seen(ragged: dict[str, Any]) -> None:
@@ -168,10 +164,9 @@ def test_sites_of_single_layers_cost_what_they_cost_in_a_whole_pass(
         ranges = calibrate_ranges(model, list(tiny_tokens(2, 12)))
         sites = [site for site in ranges if site.layer > 0 and site.kind == "mlp.down_proj"]
         settings = [{site: ranges[site]} for site in reversed(sites)]
-        passes: list[int] = []
-        pass_over = resumed.pass_over
-        monkeypatch.setattr(resumed, "pass_over", lambda *args: passes.append(1) or pass_over(*args))
+        plain, counted = passes.pass_over, list[int]()
+        monkeypatch.setattr(passes, "pass_over", lambda *args: counted.append(1) or plain(*args))
         together = bench.measure_each(settings, subject.inputs)
-        assert len(passes) == 2  # all of them together, and the trial
+        assert len(counted) == 3  # all of them together, and both passes of the trial
         assert together == [bench.measure(setting, subject.inputs) for setting in settings]
         assert len({measured.loss for measured in together}) == len(sites)

@@ -1,11 +1,10 @@
 """Reading a text with a short cache in one pass equals reading token by token, and takes linear memory."""
 
-import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -20,18 +19,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import streamed_attention, streaming
-from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.figures import draw
-from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import Settings
+from sinkscope.errors import InputError
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.tables import shape_table
-from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.output.run import Run
-from sinkscope.retrofits import retrofit_model
 from sinkscope.retrofits.retrofit import RETROFIT, registers_before
-from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
 CACHES = [(0, 1), (0, 5), (1, 1), (1, 4), (2, 3), (3, 4), (4, 9)]  # keep, window; the tiny models look back 6 tokens
@@ -85,18 +77,10 @@ class Reread:
         return torch.cat([self.rotate(x[..., :width], x[..., :width], cos, sin)[0], x[..., width:]], dim=-1)
 
     def attend(
-        self,
-        attention: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: None,
-        scaling: float,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        sliding_window: int | None = None,
-        **_: Any,
+        self, attention: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
     ) -> tuple[torch.Tensor, None]:
+        softcap, sliding_window = options.get("softcap"), options.get("sliding_window")
+        s_aux, scaling = options.get("s_aux"), options["scaling"]
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         width = getattr(attention, "rotary_ndims", query.shape[-1])
@@ -135,8 +119,7 @@ def reread(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) ->
     AttentionInterface.register("reread", oracle.attend)
     AttentionMaskInterface.register("reread", lambda **_: None)
     before = model.config._attn_implementation
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(code, "apply_rotary_pos_emb", oracle.unrotated)
+    with patch.object(code, "apply_rotary_pos_emb", oracle.unrotated):
         PreTrainedModel.set_attn_implementation(model, "reread")  # a retrofit's own method rejects other code
         try:
             return plain(model, ids)
@@ -168,14 +151,6 @@ def test_what_is_outside_the_text_is_read_as_from_a_cache(name: str, label: str,
         assert (mine - bare)[:, 12:].abs().max() > 1e-4 * mine.abs().max()
 
 
-def test_a_key_bias_with_a_value_is_refused_where_the_query_turns() -> None:
-    """Its weight would depend on the position of the query in the text."""
-    ids = tiny_tokens(2, 20)
-    with pytest.raises(InputError, match="its key biases have values"):
-        streamed(retrofit_model(smooth("llama"), None, "key-bias", value="learned"), ids, 0, 5)
-    streamed(retrofit_model(smooth("gpt2"), None, "key-bias", value="learned"), ids, 0, 5)
-
-
 # ------------------------------------------------------------- learned positions: transformers' own cache
 
 
@@ -198,12 +173,6 @@ def token_by_token(model: PreTrainedModel, ids: torch.Tensor, keep: int, window:
 @each_pair(LEARNED, CACHES, ("name", "cache"))
 def test_a_family_with_learned_positions_reads_as_with_transformers_cache(name: str, cache: tuple[int, int]) -> None:
     model, ids, (keep, window) = smooth(name), tiny_tokens(2, 20), cache
-    assert_close(streamed(model, ids, keep, window), token_by_token(model, ids, keep, window), 1e-12)
-
-
-@pytest.mark.parametrize(("label", "keep", "window"), zip(OUTSIDE, (1, 3, 4), (4, 4, 9), strict=True))
-def test_the_same_with_something_outside_the_text(label: str, keep: int, window: int) -> None:
-    model, ids = retrofitted("gpt2", label), tiny_tokens(2, 20)
     assert_close(streamed(model, ids, keep, window), token_by_token(model, ids, keep, window), 1e-12)
 
 
@@ -257,68 +226,18 @@ def test_nothing_grows_with_the_square_of_the_length(name: str) -> None:
 
 @contextmanager
 def opened(model: PreTrainedModel, keep: int = 2, window: int = 3) -> Iterator[None]:
-    family = find_family(model)
-    with open_seam(model, family) as seams:
-        kernels = [seam.kernel for seam in seams.values()]
-        implementation = model.config._attn_implementation
-        try:
-            with streaming(model, family, seams, keep, window):
-                yield
-        finally:
-            assert [seam.kernel for seam in seams.values()] == kernels
-            assert model.config._attn_implementation == implementation
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gpt2"])
-def test_the_model_is_as_before(name: str) -> None:
-    model = tiny_model(name)
-    before = state_of(model)
-    with opened(model):
-        plain(model, tiny_tokens(2, 12))
-    assert_as_before(model, before)
-
-
-@pytest.mark.parametrize("where", ["mlp", "self_attn.q_proj", "self_attn.o_proj"])
-def test_the_model_is_as_before_after_an_exception(where: str) -> None:
-    """This includes an exception in the forward call that only fetches a query."""
-    model = tiny_model("llama")
-    before = state_of(model)
-
-    def fail(*args: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    handle = model.model.layers[1].get_submodule(where).register_forward_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError), opened(model):
-        plain(model, tiny_tokens(2, 12))
-    handle.remove()
-    assert_as_before(model, before)
-
-
-def test_one_cache_after_the_other_in_one_seam() -> None:
-    model, ids = smooth("llama"), tiny_tokens(2, 20)
-    family = find_family(model)
-    with open_seam(model, family) as seams:
-        for keep, window in [(0, 3), (2, 5), (0, 3)]:
-            with streaming(model, family, seams, keep, window):
-                mine = plain(model, ids)
-            assert torch.equal(mine, streamed(smooth("llama"), ids, keep, window))
-        assert torch.equal(plain(model, ids), plain(model, ids))
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_in_a_trace_too_but_no_attention_weights_are_read(name: str) -> None:
-    """The weights would be those of dense attention, with the log-sum-exp of a cache."""
-    model, ids = tiny_model(name), tiny_tokens(2, 20)
-    batch = Batch(ids, torch.ones_like(ids))
-    family = find_family(model)
-    expected = streamed(model, ids, 2, 5)
-    before = state_of(model)
-    with open_tracer(model, family) as tracer, streaming(model, family, tracer.seams, 2, 5):
-        torch.testing.assert_close(tracer.logits(batch), expected)
-        tracer.forward(batch, [OBSERVABLES["massive"](Settings(positions=4, window=4))])
-        with pytest.raises(SinkscopeError, match="layer 0: its attention is not one softmax"):
-            tracer.forward(batch, [OBSERVABLES["attention"](Settings(positions=4, window=4))])
-    assert_as_before(model, before)
+    """Stream in a block; afterwards the model is as before."""
+    family, before = find_family(model), state_of(model)
+    try:
+        with open_seam(model, family) as seams:
+            kernels = [seam.kernel for seam in seams.values()]
+            try:
+                with streaming(model, family, seams, keep, window):
+                    yield
+            finally:
+                assert [seam.kernel for seam in seams.values()] == kernels
+    finally:
+        assert_as_before(model, before)
 
 
 # -------------------------------------------------------------------------------------------------- refusals
@@ -327,72 +246,21 @@ def test_in_a_trace_too_but_no_attention_weights_are_read(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_that_cannot_stream_is_refused_with_the_reason(name: str) -> None:
     model = tiny_model(name)
-    before = state_of(model)
     reason = "ALiBi" if name in ("bloom", "mpt", "falcon-alibi") else "attention code of its own"
     with pytest.raises(InputError, match=rf"streaming does not apply to \w+, because .*{reason}"), opened(model):
         pass
     with pytest.raises(InputError, match=reason):
         measure_streaming(model, find_family(model), inputs_of(2, 40), (4,), (1,))
-    assert_as_before(model, before)
-
-
-def test_padding_and_a_cache_are_refused() -> None:
-    model, ids = tiny_model("llama"), tiny_tokens(2, 12)
-    mask = torch.ones_like(ids)
-    with opened(model):
-        model(ids, attention_mask=mask, use_cache=False)
-        with pytest.raises(InputError, match="without padding"):
-            model(ids, attention_mask=mask.index_fill(1, torch.tensor([11]), 0), use_cache=False)
-        with pytest.raises(SinkscopeError, match="use_cache=False"):
-            model(ids, use_cache=True)
-    cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, use_cache=True)
-    with opened(model), pytest.raises(InputError, match="use_cache=False"):
-        model(ids, past_key_values=cache, use_cache=True)
 
 
 def test_frequencies_that_go_with_the_length_are_refused_past_it() -> None:
     model = tiny_model("phi3")
-    factors = [1.0] * 4
-    model.config.rope_parameters |= {
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "original_max_position_embeddings": 16,
-    }
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+    model.config.rope_parameters |= {"rope_type": "longrope", "original_max_position_embeddings": 16} | factors
     with opened(model):
         plain(model, tiny_tokens(1, 16))
         with pytest.raises(InputError, match="past 16 the rotary frequencies of this phi3"):
             plain(model, tiny_tokens(1, 17))
-
-
-@pytest.mark.parametrize(
-    ("windows", "keep", "message"),
-    [
-        ((), (1,), "at least one window"),
-        ((4, 0), (1,), "at least 1 token"),
-        ((4,), (2, -1), "-1 of the first tokens"),
-        ((4, 36), (1, 4), r"4 \+ 36 tokens never slides over a text of 40.* window of at most 34"),
-        ((35,), (4,), "never slides"),
-    ],
-)
-def test_wrong_lists_are_refused(windows: tuple, keep: tuple, message: str) -> None:
-    model = tiny_model("llama")
-    with pytest.raises(InputError, match=message):
-        measure_streaming(model, find_family(model), inputs_of(2, 40), windows, keep)
-
-
-def test_other_lengths_and_impossible_caches_are_refused() -> None:
-    model = tiny_model("llama")
-    with pytest.raises(InputError, match="one length: these have 20 to 40 tokens"):
-        measure_streaming(model, find_family(model), given(ragged_tokens((40, 20))), (4,), (1,))
-    broken = tiny_model("llama")
-    broken.lm_head.weight.fill_(float("nan"))
-    with pytest.raises(SinkscopeError, match="NaN"):
-        measure_streaming(broken, find_family(broken), inputs_of(1, 40), (5,), (1,))
-    for keep, window in ((-1, 4), (1, 0)):
-        with pytest.raises(InputError, match="at least 0 and 1"), opened(model, keep, window):
-            pass
 
 
 # --------------------------------------------------------------------------------------------------- the table
@@ -432,55 +300,4 @@ def test_the_table_holds_every_way_of_reading(name: str) -> None:
     assert set(published["layer"]) == {-1}
 
 
-def test_buckets_of_a_longer_text() -> None:
-    model = tiny_model("llama")
-    table = measure_streaming(model, find_family(model), inputs_of(2, 100), (16,), (2,))["streaming"]
-    for _, rows in table.groupby(["method", "keep"]):
-        buckets = rows[rows["bucket"] >= 0]
-        assert buckets["bucket"].tolist() == list(range(0, 100, 3))
-        assert buckets["tokens"].tolist() == [4, *[6] * 32, 2]
-        whole = rows[rows["bucket"] == -1]
-        assert np.average(buckets["loss"], weights=buckets["tokens"]) == pytest.approx(whole["loss"].item())
-    early = table[(table["bucket"] >= 0) & (table["bucket"] < 15)]
-    assert early.groupby("bucket")["loss"].agg(np.ptp).max() < 1e-4  # the window has not slid yet
-
-
 # -------------------------------------------------------------------------------------------------- the figure
-
-
-def streaming_table(windows: tuple[int, ...] = (8, 32), keep: tuple[int, ...] = (0, 1, 4), length: int = 64) -> Any:
-    """Return a table in published form, in which the plain window collapses."""
-    ways = [("dense", -1, 0), *[("sinks kept" if n else "window", w, n) for w in windows for n in keep]]
-    rows = [
-        (way, window, n, bucket, 2, math.log(12.0 + window / 10 + n + 4e3 * (way == "window" and bucket != 0)))
-        for way, window, n in ways
-        for bucket in (-1, *range(0, length, 2))
-    ]
-    table = pd.DataFrame(rows, columns=["method", "window", "keep", "bucket", "tokens", "loss"])
-    return shape_table("streaming", table.assign(layer=-1, perplexity=np.exp(table["loss"])), "tiny", "natural", {})
-
-
-def drawn(table: pd.DataFrame) -> Any:
-    run = Run({"model": {"name": "org/Tiny"}, "condition": "x"}, {"streaming": table})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure = draw("streaming-perplexity", run)
-        figure.draw_without_rendering()
-    return figure
-
-
-def test_the_figure_draws_what_the_table_says() -> None:
-    drawn(streaming_table((8, 9, 10, 11, 12, 13, 14), (0, 1)))
-    for perplexity in (0.0, float("nan"), float("inf")):
-        drawn(streaming_table((8,), (0,)).assign(perplexity=perplexity))
-    by_token, by_kept = drawn(streaming_table()).axes
-    lines = {line.get_label(): line for line in by_token.lines if not line.get_label().startswith("_")}
-    assert list(lines) == ["dense", "last 8", "first 4 and last 8"]
-    assert lines["last 8"].get_xdata() == pytest.approx(np.arange(0, 64, 2) + 0.5)
-    assert lines["last 8"].get_ydata() == pytest.approx([12.8] + 31 * [4012.8])
-    assert lines["first 4 and last 8"].get_ydata() == pytest.approx(32 * [16.8])
-    kept = {line.get_label(): line.get_ydata() for line in by_kept.lines}
-    assert kept["dense"] == pytest.approx([11.9, 11.9])
-    assert kept["last 8"] == pytest.approx([4012.8, 13.8, 16.8])
-    assert kept["last 32"] == pytest.approx([4015.2, 16.2, 19.2])
-    assert [tick.get_text() for tick in by_kept.get_xticklabels()] == ["0", "1", "4"]

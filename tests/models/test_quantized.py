@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hub import Hub, Repo
 from safetensors.torch import load_file, save_file
 from support.plain import run_plainly
 from tiny import TINY, tiny_model
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 import sinkscope
 from sinkscope.commands.doctor import doctor
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import InputError
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models import quantized
 from sinkscope.models.families import find_family
@@ -158,70 +157,8 @@ def test_unpacked_weights_are_those_of_the_checkpoint(method: str, plain: Path, 
     assert [(found.value, found.numbers["kind"]) for found in quantized_source(run)] == [(8, STORED[method][6:])]
 
 
-class Rounding(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward((x * 16).round() / 16)
-
-
-class WithoutBackward(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.detach())
-
-
-def test_wrong_gradients_are_refused() -> None:
-    model = tiny_model("llama")
-    model.is_quantized = True
-    assert quantized.without_gradients(model) is None
-    for kind in (WithoutBackward, Rounding):
-        model.model.layers[1].mlp.up_proj.__class__ = kind
-        assert quantized.without_gradients(model)
-    run = sinkscope.analyze(model, **SMALL)
-    assert "gradient" not in run.tables
-    assert "(model.layers.1.mlp.up_proj) does not match their outputs" in run.manifest["not_measured"]["gradient"]
-    with pytest.raises(InputError, match="--observables gradient does not apply"):
-        sinkscope.analyze(model, observables=("gradient",), **SMALL)
-
-
 def test_weights_that_are_still_packed_are_refused() -> None:
     model = tiny_model("llama")
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(torch.int8), requires_grad=False)
     with pytest.raises(InputError, match="unpacked in its first run: run it once before"):
         sinkscope.analyze(model, **SMALL)
-
-
-MISSING: dict[str, tuple[dict[str, Any], str]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "pip install gptqmodel optimum"),
-    "awq": ({"quant_method": "awq", "bits": 4}, "pip install gptqmodel"),
-    "torchao": ({"quant_method": "torchao"}, "pip install torchao"),
-    "old bitsandbytes": ({"load_in_8bit": True}, "pip install bitsandbytes"),
-    "compressed-tensors": (SETTINGS["compressed-tensors"], "pip install compressed-tensors"),
-    "eetq": ({"quant_method": "eetq"}, "kernels are code that would be downloaded"),
-    "tomorrow": ({"quant_method": "gtpq"}, "does not read: 'gtpq' is unknown; did you mean 'gptq'?"),
-}
-
-
-def test_unreadable_weights_are_refused_before_the_download(
-    hub: Hub, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantized, "_is_installed", lambda module: False)
-    for method, (settings, message) in MISSING.items():
-        folder = Path(shutil.copytree(plain, tmp_path / method))
-        edit(folder, quantization_config=settings)
-        hub.repos[f"org/{folder.name.split()[0]}"] = Repo({"main": folder})
-        for source in (f"org/{folder.name.split()[0]}", str(folder)):
-            with pytest.raises(SinkscopeError) as caught:
-                load(source)
-            assert message in str(caught.value)
-            assert str(caught.value).count("\n") == 0
-    assert not [request for request in hub.requests if "safetensors" in request]
-
-
-def test_how_weights_are_stored() -> None:
-    assert quantized.stored_as({}) is None
-    for given, stored in (
-        ({"quant_method": "gptq", "bits": 3}, "3-bit gptq"),
-        ({"load_in_4bit": True}, "4-bit bitsandbytes"),
-        ({"quant_method": "mxfp4"}, "4-bit mxfp4, dequantized"),
-        ({"quant_method": "torchao"}, "torchao"),
-    ):
-        assert quantized.stored_as({"quantization_config": given}) == stored

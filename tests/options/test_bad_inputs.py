@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import bad_inputs as bad
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,10 +19,10 @@ from sinkscope.errors import InputError
 from sinkscope.interventions import parse
 from sinkscope.models.files import read_settings
 from sinkscope.options import COMMANDS
-from sinkscope.options.files import kind_of, read_json, user_path
+from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.option import checked
 from sinkscope.options.recipe import find_recipe, read_recipe
-from sinkscope.text.inputs import TokenInputs, build_inputs
+from sinkscope.text.inputs import build_inputs
 from sinkscope.text.sources import check_source, documents
 from sinkscope.training.arms import parse_methods
 
@@ -61,96 +61,71 @@ def words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
 
 
-def check_inputs(path: Path, tokenizer: Any) -> None:
+def read_inputs(path: Path, tokenizer: Any) -> None:
     """Check that every id is in the vocabulary, and that no sequence is longer than asked for."""
-
-    def read() -> TokenInputs:
-        return build_inputs(path, vocab_size=VOCABULARY + 1, tokenizer=tokenizer, num_seqs=3, seq_len=4)
-
-    inputs = ends_well(read)
+    given = {"vocab_size": VOCABULARY + 1, "num_seqs": 3, "seq_len": 4}
+    inputs = ends_well(lambda: build_inputs(path, tokenizer=tokenizer if path.suffix != ".npy" else None, **given))
     for ids in inputs.sequences if inputs else ():
         assert 2 <= len(ids) <= 4
         assert ((ids >= 0) & (ids <= VOCABULARY)).all()
 
 
-def check_text(path: Path, tokenizer: Any, content: bytes) -> None:
+def read_text(path: Path, tokenizer: Any) -> None:
     """Check a text as the input of a measurement, and as the text of a training."""
-    path.write_bytes(content)
-    check_inputs(path, tokenizer)
+    read_inputs(path, tokenizer)
     for text in ends_well(lambda: list(documents(str(path))[1])) or ():
         text.encode()  # a tokenizer is trained on it
 
 
-@few
-@given(bad.text_files)
-def test_text(tmp_path: Path, words: Any, content: bytes) -> None:
-    check_text(tmp_path / "x.txt", words, content)
-
-
-@few
-@given(bad.json_lines)
-@example(b'{"text": "\\ud800", "input_ids": [1, 2]}')
-@example(bad.NESTED[0])
-def test_json_lines(tmp_path: Path, words: Any, content: bytes) -> None:
-    check_text(tmp_path / "x.jsonl", words, content)
-
-
-@few
-@given(bad.npy_files)
-def test_arrays(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "x.npy"
-    path.write_bytes(content)
-    check_inputs(path, None)
-
-
-def check_recipe(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
+def read_a_recipe(path: Path, _: Any) -> None:
     found = ends_well(lambda: read_recipe(path))
     if found is not None:
         json.dumps(found.record, allow_nan=False).encode()  # an entry of run.json
         ends_well(lambda: found.options({}))
 
 
-@few
-@given(bad.recipes)
-def test_recipes(tmp_path: Path, content: bytes) -> None:
-    check_recipe(tmp_path / "x.yaml", content)
-
-
-def test_recipes_that_attack_the_reader(tmp_path: Path) -> None:
-    for content in bad.YAMLS:
-        check_recipe(tmp_path / "x.yaml", content.encode())
-
-
-@few
-@given(bad.edited(CONFIG).map(bad.written) | bad.some_json | bad.damaged(bad.written(CONFIG)))
-def test_settings_of_models(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
+def read_a_config(path: Path, _: Any) -> None:
     found = ends_well(lambda: read_settings(path))
     if found is not None:
         assert isinstance(found.get("model_type", ""), str | None)
         assert (found.get("num_hidden_layers") or 1) in range(1, 1001)
 
 
+# file → its contents, and its reader
+FILES: dict[str, tuple[st.SearchStrategy[bytes], Callable[[Path, Any], None]]] = {
+    "x.txt": (bad.text_files, read_text),
+    "x.jsonl": (bad.json_lines | st.sampled_from([b'{"text": "\\ud800", "input_ids": [1]}', *bad.NESTED]), read_text),
+    "x.npy": (bad.npy_files, read_inputs),
+    "x.yaml": (bad.recipes, read_a_recipe),
+    "x.json": (bad.edited(CONFIG).map(bad.written) | bad.some_json | bad.damaged(bad.written(CONFIG)), read_a_config),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
 @few
-@given(bad.some_json | bad.text_files)
-def test_json(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(content)
-    ends_well(lambda: read_json(path))
+@given(data=st.data())
+def test_files(name: str, data: st.DataObject, words: Any, tmp_path: Path) -> None:
+    contents, read = FILES[name]
+    (tmp_path / name).write_bytes(data.draw(contents))
+    read(tmp_path / name, words)
 
 
+# kind of text → its values, and its readers
+TEXTS: dict[str, tuple[st.SearchStrategy[str], tuple[Callable[[str], Any], ...]]] = {
+    "interventions": (bad.interventions, (parse,)),
+    "retrofits": (bad.retrofits, (parse_methods,)),
+    "names": (bad.odd_texts, (lambda text: kind_of(user_path(text)), check_source, find_recipe)),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
 @settings(few, max_examples=100)
-@given(bad.interventions)
-def test_interventions(text: str) -> None:
-    ends_well(lambda: parse(text))
-
-
-@settings(few, max_examples=100)
-@given(bad.retrofits)
-def test_retrofits(text: str) -> None:
-    ends_well(lambda: parse_methods([text]))
+@given(data=st.data())
+def test_texts(kind: str, data: st.DataObject) -> None:
+    values, readers = TEXTS[kind]
+    text = data.draw(values)
+    for read in readers:
+        ends_well(lambda: read(text))  # noqa: B023
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -166,11 +141,3 @@ def test_options(command: str, data: st.DataObject) -> None:
     if found is not None:
         ends_well(found.folder)
         found.model_dump(mode="json")
-
-
-@settings(few, max_examples=100)
-@given(bad.odd_texts)
-def test_names(text: str) -> None:
-    ends_well(lambda: kind_of(user_path(text)))
-    ends_well(lambda: check_source(text))
-    ends_well(lambda: find_recipe(text))

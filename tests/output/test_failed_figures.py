@@ -89,31 +89,6 @@ def test_the_command_line_names_it_and_ends_with_1(
     assert (tmp_path / "run" / "figures" / "sink-map.pdf").is_file()
 
 
-def test_intervene_and_quantize(tiny: Path, tmp_path: Path, misspelled: Callable[..., None]) -> None:
-    misspelled("effects", "quantization-cost")
-    with pytest.warns(UserWarning, match=WARNED.format("effects")):
-        sinkscope.intervene(tiny, "mask-sink", out=tmp_path / "arms", draws=0, **SMALL)
-    check(tmp_path / "arms", "effects")
-    given = {name: value for name, value in SMALL.items() if name != "observables"}
-    with pytest.warns(UserWarning, match=WARNED.format("quantization-cost")):
-        sinkscope.quantize(tiny, out=tmp_path / "quantized", calibration=2, **given)
-    check(tmp_path / "quantized", "quantization-cost")
-
-
-def test_compare(tiny: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [sinkscope.analyze(tiny, seed=seed, **SMALL) for seed in (0, 1)]
-    misspelled("by-layer", "routes")
-    with pytest.warns(UserWarning, match=WARNED.format("by-layer")):
-        sinkscope.compare(*runs, out=tmp_path / "both")
-    check(tmp_path / "both", "by-layer")
-    monkeypatch.setattr(FigureSpec, "lacking", lambda spec, data: None)  # it needs two models
-    arms = [sinkscope.intervene(tiny, "mask-sink", draws=0, **SMALL | {"seed": seed}) for seed in (0, 1)]
-    with pytest.warns(UserWarning, match=WARNED.format("routes")):
-        found = sinkscope.compare(*arms, out=tmp_path / "routes")
-    check(tmp_path / "routes", "routes")
-    assert found.manifest["failed_figures"]
-
-
 def test_claims(
     tiny: Path, text: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,65 +144,33 @@ def test_sweep(tiny: Path, tmp_path: Path, misspelled: Callable[..., None], monk
     assert "sweep-inputs" in done.failure
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_recipe(several: bool, tiny: Path, tmp_path: Path, misspelled: Callable[..., None]) -> None:
-    path = tmp_path / "mine.yaml"
-    options = "{num-seqs: 2, seq-len: 16, batch-size: 1, observables: [attention], input: random}"
-    runs = "runs: {a: {seed: 1}, b: {seed: 2}}\n" if several else ""
-    path.write_text(f"title: Mine\ncommand: analyze\noptions: {options}\nfigures: [sink-map]\n{runs}")
-    misspelled("sink-map", "by-layer")
-    with pytest.warns(UserWarning, match=WARNED.format("sink-map")):
-        done = sinkscope.run_recipe(path, tiny, out=tmp_path / "out")
-    assert "sink-map" in done.failure
-    for name in ("a", "b") if several else ("",):
-        check(tmp_path / "out" / name, "sink-map")
-    if several:
-        check(tmp_path / "out" / "comparison", "by-layer")
-
-
-def test_a_training_by_steps(tmp_path: Path, misspelled: Callable[..., None]) -> None:
-    for step in (5, 10):
-        tiny_model("llama").save_pretrained(tmp_path / "model" / f"checkpoint-{step}")
-    misspelled("training-by-step", "sink-map")
-    with pytest.warns(UserWarning, match="could not be drawn"):
-        series = sinkscope.analyze_steps(tmp_path / "model", out=tmp_path / "out", **SMALL)
-    assert series.manifest["failed_figures"]
-    check(tmp_path / "out", "training-by-step")
-    check(tmp_path / "out" / "step5", "sink-map")
-
-
-def test_a_page_that_fails(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(contents: Any) -> None:
-        raise KeyError("sink_rte")
-
-    skip_figures(monkeypatch)
-    with monkeypatch.context() as patched:
-        patched.setattr(output, "page_of", fails)
-        with pytest.warns(UserWarning, match=WARNED.format("index.html")):
-            run = sinkscope.analyze(tiny, out=tmp_path / "run", **SMALL)
-    assert run.manifest["failed_figures"] == {"index.html": "KeyError: 'sink_rte'"}
-    sinkscope.show(tmp_path / "run")
-    assert (tmp_path / "run" / "index.html").is_file()
-
-
-def test_an_interrupted_drawing_is_repaired_by_show(
+def test_what_was_not_drawn_is_drawn_by_show(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
+    """The page of one run fails, and drawing the other is interrupted."""
+
+    def fails(error: BaseException) -> Callable[..., None]:
+        def raising(*args: Any) -> None:
+            raise error
+
+        return raising
 
     skip_figures(monkeypatch)
     with monkeypatch.context() as patched:
-        patched.setattr(output, "save_figures", interrupted)
+        patched.setattr(output, "page_of", fails(KeyError("sink_rte")))
+        with pytest.warns(UserWarning, match=WARNED.format("index.html")):
+            sinkscope.analyze(tiny, out=tmp_path / "failed", **SMALL)
+        patched.setattr(output, "save_figures", fails(KeyboardInterrupt()))
         with pytest.raises(SystemExit):
             app([*ANALYZE, str(tiny), "--out", str(tmp_path / "run")], prog_name="sinkscope")
     told = f"sinkscope: interrupted: the tables in {tmp_path / 'run'} are complete, and its figures are not\n"
     assert capsys.readouterr().err == told
-    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert manifest["drawn"] is False
-    assert len(Run.open(tmp_path / "run").tables["attention"])
-    sinkscope.show(tmp_path / "run")
-    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert "drawn" not in manifest
-    assert "index.html" in manifest["files"]
-    assert (tmp_path / "run" / "index.html").is_file()
+    left = {"failed": ("failed_figures", {"index.html": "KeyError: 'sink_rte'"}), "run": ("drawn", False)}
+    for name, (entry, value) in left.items():
+        assert json.loads((tmp_path / name / "run.json").read_text())[entry] == value
+        assert len(Run.open(tmp_path / name).tables["attention"])
+        sinkscope.show(tmp_path / name)
+        manifest = json.loads((tmp_path / name / "run.json").read_text())
+        assert entry not in manifest
+        assert "index.html" in manifest["files"]
+        assert (tmp_path / name / "index.html").is_file()

@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sinkscope.errors import InputError
 from sinkscope.figures import OF_SWEEP
-from sinkscope.output.sweep import one_cell_each, words
+from sinkscope.output.sweep import words
 from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
 
 CELL: dict[str, Any] = {
@@ -88,17 +87,6 @@ def test_a_figure_shows_the_rates_of_the_table(name: str) -> None:
     assert lines(OF_SWEEP[name](tables_of(*cells))) == expected
 
 
-@pytest.mark.parametrize("name", [name for name in OF_SWEEP if name not in ("sweep-inputs", "sweep-epsilon")])
-def test_a_figure_is_left_out_where_there_is_nothing_to_compare(name: str) -> None:
-    with pytest.raises(InputError, match="has nothing to draw"):
-        OF_SWEEP[name](tables_of({}, RANDOM, {"model": "b", "parameters": 5}))
-
-
-def test_without_any_cell_there_is_no_figure() -> None:
-    assert [name for name, spec in OF_SWEEP.items() if spec.lacking(SweepTables({}, {})) is None] == []
-    assert words(SweepTables({}, {}), {"content": {"title": "Empty"}}) == "## Empty\n\nNo cell of `analyze` is done."
-
-
 def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None:
     tables = tables_of(
         {"revision": "step0", "settings": "seed=0", "value": 0.1},
@@ -128,12 +116,6 @@ def test_rates_under_different_bos_policies_are_in_rows_of_their_own() -> None:
     assert tables.main["bos"].tolist() == ["with", "with"]
     names = [text.get_text() for text in OF_SWEEP["sweep-inputs"](tables).axes[0].get_yticklabels()]
     assert names == ["a, with BOS", "a, without BOS"]
-
-
-def test_claims_are_compared_by_one_cell_of_each_model() -> None:
-    rows = [("a", "step0", "1"), ("a", "step8", "2"), ("a", "step8", "3"), ("b", "", "4"), ("b", "", "4")]
-    chosen = one_cell_each(pd.DataFrame(rows, columns=["model", "revision", "cell"]))
-    assert chosen["cell"].tolist() == ["2", "4", "4"]
 
 
 def test_published_rates_are_next_to_those_of_the_same_setting() -> None:
@@ -191,11 +173,3 @@ def test_intervals_over_sequences_are_drawn(name: str) -> None:
     if name == "sweep-epsilon":  # every input has its panel
         assert [ax.get_title() for ax in figure.axes] == ["natural", "random"]
         assert figure.axes[1].lines[0].get_label() == "a"
-
-
-def test_cells_that_differ_in_nothing_that_is_shown_have_their_range_as_a_band() -> None:
-    steps = [{"step": step, "seed": seed, "value": seed / 4} for step in (0, 8) for seed in (1, 2)]
-    figure = OF_SWEEP["sweep-steps"](tables_of(*steps))
-    (path,) = figure.axes[0].collections[0].get_paths()
-    assert {25.0, 50.0} <= set(path.vertices[:, 1].round(6))
-    assert "lowest to highest" in [text.get_text() for text in figure.legends[0].get_texts()]

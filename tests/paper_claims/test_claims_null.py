@@ -16,7 +16,6 @@ from sinkscope.results.judgment import above, below, between
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate
-from sinkscope.text.inputs import build_inputs
 from sinkscope.verdict.scorecard import Scorecard, headline, scorecard_markdown
 
 
@@ -101,11 +100,6 @@ def test_a_method_is_compared_with_plain_training_of_another_seed() -> None:
     assert (falls.outcome, falls.tells) == (HOLDS, "yes")
 
 
-def test_which_claims_are_theorems() -> None:
-    theorems = {name for name, claim in CLAIMS.items() if claim.null == Null.THEOREM}
-    assert theorems == {"GS-10", "GS-12", "GS-13", "GS-19", "W-5", "W-7", "W-8", "W-9", "V-13"}
-
-
 def test_losses_are_compared_without_each_passage() -> None:
     """Leaving out single sequences is not sufficient, because sequences of one passage are similar."""
     loss = np.repeat([2.0, 3.0, 5.0], 4)
@@ -113,20 +107,3 @@ def test_losses_are_compared_without_each_passage() -> None:
     run = analysis({"loss_by_sequence": table})
     run.manifest["input"] |= {"sequences": 12, "per_passage": 4}
     assert Sequences(run).losses == pytest.approx([10 / 3, 4.0, 3.5, 2.5])
-
-
-def test_how_many_sequences_a_passage_gives() -> None:
-    class Characters:
-        bos_token_id = None
-        all_special_ids = ()
-
-        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-            return {"input_ids": [ord(letter) % 100 for letter in text]}
-
-        def __len__(self) -> int:
-            return 100
-
-    given = {"vocab_size": 100, "tokenizer": Characters(), "num_seqs": 4, "bos": "never"}
-    assert build_inputs("natural", seq_len=64, **given).per_passage == 8
-    assert build_inputs("natural", seq_len=1024, **given).per_passage == 1
-    assert build_inputs("random", seq_len=64, vocab_size=100, num_seqs=4).per_passage == 1

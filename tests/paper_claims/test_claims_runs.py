@@ -25,16 +25,14 @@ from support.hand_made_runs import (
 
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.paper_claims.arms import beyond_controls
-from sinkscope.paper_claims.claim import Judgment
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.papers.nu import CLAIMS, NULLIFIED
-from sinkscope.results.judgment import Outcome
+from sinkscope.paper_claims.papers.nu import NULLIFIED
 from sinkscope.results.run import RunData
-
-# --- NU
 
 LAYERS, WIDTH = 4, 300
 TERMS = ["biases", "content", "delta", "key bias"]
+
+# --- runs
 
 
 def gamma(massive: dict[int, float]) -> pd.DataFrame:
@@ -52,294 +50,86 @@ def alignment(first: float, later: float) -> pd.DataFrame:
     return table.assign(key_alignment=np.where(table["position"] == 0, first, later) * (table["head"] == -1))
 
 
+def deltas(first: Any, later: float = -140.0, spread: float = 30.0) -> pd.DataFrame:
+    return by_sequence({"delta": first, "delta_later": later, "delta_later_std": spread}, LAYERS, 1.0)
+
+
+def terms(first: Any, others: Any) -> pd.DataFrame:
+    return by_sequence({"at_first": first, "at_others": others}, LAYERS, 0.01, term=TERMS)
+
+
+def rests(cosine: float) -> pd.DataFrame:
+    return by_sequence({"cosine": cosine, "cosine_whole": 0.7}, LAYERS, 0.01)
+
+
 def natural(**given: Any) -> RunData:
-    """Make a model for which all claims on a single run hold, except for the given tables."""
+    """Make a model for which all claims of NU on a single run hold, except for the given tables."""
+    cosines = [(0, group, position, 0.7) for group in range(-1, 20) for position in range(16)]
     tables = {
         "query_bias": alignment(0.8, -0.1),
         "gamma": gamma({138: 12.0, 247: -18.0}),
-        "query_bias_by_sequence": by_sequence(
-            {"delta": 100.0, "delta_later": -140.0, "delta_later_std": 30.0}, LAYERS, 1.0
-        ),
-        "logit_terms_by_sequence": by_sequence(
-            {"at_first": [0.3, 1.0, 3.0, 0.5], "at_others": [0.3, 0.0, 0.0, 0.5]}, LAYERS, 0.01, term=TERMS
-        ),
-        "epe_by_group": pd.DataFrame(
-            [(0, group, position, 0.7) for group in range(-1, 20) for position in range(16)],
-            columns=["layer", "group", "position", "cosine"],
-        ),
-        "epe_rest_by_sequence": by_sequence({"cosine": 0.05, "cosine_whole": 0.7}, LAYERS, 0.01),
+        "query_bias_by_sequence": deltas(100.0),
+        "logit_terms_by_sequence": terms([0.3, 1.0, 3.0, 0.5], [0.3, 0.0, 0.0, 0.5]),
+        "epe_by_group": pd.DataFrame(cosines, columns=["layer", "group", "position", "cosine"]),
+        "epe_rest_by_sequence": rests(0.05),
         "attention_by_sequence": by_sequence({"sink_rate": [0.6, 0.1]}, LAYERS, 0.01, position=range(2)),
     }
     return analysis(tables | given)
 
 
-NO_GAP = by_sequence({"at_first": 0.0, "at_others": 1.0}, LAYERS, term=["content", "delta"])
-FLAT = {138: 0.5, 247: -0.4}
-OF_ONE_RUN = [  # claim, tables that differ, and the outcomes of its numbers
-    ("N-1", {"query_bias_by_sequence": by_sequence(
-        {"delta": [100.0, 100.0, -150.0, -80.0], "delta_later": -140.0, "delta_later_std": 50.0}, LAYERS, 1.0)},
-        (FAILS,)),
-    ("N-2", {"query_bias": alignment(0.4, -0.1)}, (FAILS, HOLDS)),
-    ("N-2", {"query_bias": alignment(0.8, -0.5)}, (HOLDS, FAILS)),  # later keys must not be parallel to the bias either
-    ("N-3", {"gamma": gamma({})}, (FAILS,)),
-    ("N-4", {"gamma": gamma(FLAT)}, (FAILS,)),
-    ("N-4", {"gamma": gamma({})}, ()),  # there is no γ at massive coordinates if there are none
-    ("N-5", {"gamma": gamma(FLAT)}, (FAILS,)),
-    ("N-11", {"logit_terms_by_sequence": by_sequence(
-        {"at_first": [0.0, 3.0, 1.0, 0.0], "at_others": 0.0}, LAYERS, 0.01, term=TERMS)}, (FAILS,)),
-    ("N-11", {"logit_terms_by_sequence": NO_GAP}, (INCONCLUSIVE,)),  # Δ has no share in a missing gap
-    ("N-14", {"epe_rest_by_sequence": by_sequence({"cosine": 0.6, "cosine_whole": 0.7}, LAYERS, 0.01)},
-        (FAILS, HOLDS)),
-    ("N-14", {"query_bias": alignment(0.1, 0.0)}, (HOLDS, FAILS)),  # neither the rest nor EPE is aligned
-]  # fmt: skip
+def elsewhere(positions: str, reason: str | None = None, rate: float = 0.6) -> RunData:
+    table = by_sequence({"sink_rate": [rate, 0.0]}, LAYERS, 0.01, position=range(2))
+    not_measured = {"query-bias": reason} if reason else {}
+    return analysis({"attention_by_sequence": table}, family=family(positions), not_measured=not_measured)
 
-
-@pytest.mark.parametrize(("claim", "tables", "outcomes"), OF_ONE_RUN)
-def test_claims_of_one_run_fail_where_it_is_not_so(
-    claim: str, tables: dict[str, pd.DataFrame], outcomes: tuple[Outcome, ...]
-) -> None:
-    found = judged(claim, natural(**tables))
-    assert found.outcomes == outcomes
-    assert outcomes or (found.outcome, found.reason) == (NOT_APPLIES, "EPE_0 has no massive coordinate")
-
-
-def test_claims_of_one_run_hold_where_it_is_so_with_the_numbers_of_the_tables() -> None:
-    run = natural()
-    found = {claim: judged(claim, run) for claim in {claim for claim, *_ in OF_ONE_RUN} | {"N-13"}}
-    assert {judgment.outcome for judgment in found.values()} == {HOLDS}
-    values = {claim: judgment.estimates[0] for claim, judgment in found.items()}
-    assert (values["N-3"].value, values["N-4"].value) == (2, 1.0)
-    assert values["N-5"].value == pytest.approx(100 * 1.5 / WIDTH)  # ranks 1 and 2
-    assert values["N-11"].value == pytest.approx(0.75, abs=0.01)
-    assert values["N-11"].low < 0.75 < values["N-11"].high
-    assert values["N-13"].value == pytest.approx(0.7)
-
-
-def test_the_spread_of_delta_is_that_of_all_later_tokens() -> None:
-    """Sequences with means −150 and −130 and deviations of 5 have a common deviation of √125."""
-    table = by_sequence({"delta": -117.0, "delta_later": -140.0, "delta_later_std": 5.0}, LAYERS)
-    table["delta_later"] += np.where(table["sequence"] % 2, 10.0, -10.0)
-    (estimate,) = judged("N-1", natural(query_bias_by_sequence=table)).estimates
-    assert f"{23 / 125**0.5:+.1f}" in estimate.note
-
-
-# --- interventions
 
 BEFORE = {"before": [0.6, 0.05]}
 QUIET = {f"control {draw}": [0.6 + 0.002 * draw, 0.05] for draw in range(3)}
-ARMS = {  # claim → intervention, rates with which the claim holds, and with which it fails
-    "N-6": ("nullify-query-bias", [0.3, 0.05], [0.62, 0.05]),
-    "N-7": ("replace-epe:at=epe", [0.0, 0.1], [0.4, 0.1]),
-    "N-8": ("transplant-epe:at=epe", [0.1, 0.5], [0.5, 0.1]),
-    "N-9": ("nullify-first-embedding", [0.55, 0.05], [0.1, 0.05]),
-    "N-10": ("zero-key-columns", [0.3, 0.05], [0.62, 0.05]),
-}
+WIDE = {f"control {draw}": [rate, 0.05] for draw, rate in enumerate((0.2, 0.4, 0.6))}
+LOW = {f"control {draw}": [0.2 + 0.001 * draw, 0.05] for draw in range(3)}
+NO_SINK = {condition: [0.02, 0.02] for condition in ("before", *QUIET)} | {"after": [0.0, 0.02]}
 
 
-@pytest.mark.parametrize("claim", ARMS)
-def test_an_arm_decides_if_there_was_a_sink(claim: str) -> None:
-    name, holds, fails = ARMS[claim]
-    for rates, outcome in ((holds, HOLDS), (fails, FAILS)):
-        run = experiment(BEFORE | {"after": rates} | QUIET, name)
-        noiseless = run.tables["attention_by_sequence"].assign(sink_rate=lambda table: table["sink_rate"].clip(0))
-        assert judged(claim, RunData(run.manifest, {"attention_by_sequence": noiseless})).outcome == outcome
-    no_sink = {condition: [0.02, 0.02] for condition in ("before", *QUIET)} | {"after": [0.0, 0.02]}
-    assert judged(claim, experiment(no_sink, name)).outcome == FAILS
-    missing = judged(claim, natural())
-    assert missing.outcome == UNMEASURED
-    assert missing.reason.startswith(f"sinkscope intervene MODEL --do {name}")
+def arm(name: str, after: list[float], controls: Mapping[str, Any] = QUIET, *read: str, **given: Any) -> RunData:
+    """Make an experiment on a model with a sink rate of 60 % at position 0."""
+    run = experiment(BEFORE | {"after": after} | dict(controls), name, *read, **given)
+    table = run.tables["attention_by_sequence"].assign(sink_rate=lambda rows: rows["sink_rate"].clip(0))
+    return RunData(run.manifest, {"attention_by_sequence": table})
 
 
-def test_a_fall_counts_only_beyond_that_of_random_changes() -> None:
-    wide = {f"control {draw}": [rate, 0.05] for draw, rate in enumerate((0.2, 0.4, 0.6))}
-    for controls in (wide, {"control 0": [0.6, 0.05]}, {}):
-        run = experiment(BEFORE | {"after": [0.3, 0.05]} | controls, "nullify-query-bias")
-        assert judged("N-6", run).outcome == INCONCLUSIVE
-    run = experiment(BEFORE | {"after": [0.3, 0.05]} | QUIET, "nullify-query-bias")
-    found = beyond_controls(Evidence.of([run], [NULLIFIED]), NULLIFIED)
-    assert found.value == pytest.approx(-30.2, abs=0.5)
-    assert found.low < found.value < found.high < 0
-    random_columns = {f"control {draw}": [0.2 + 0.001 * draw, 0.05] for draw in range(3)}
-    run = experiment(BEFORE | {"after": [0.0, 0.05]} | random_columns, "zero-key-columns")
-    assert judged("N-10", run).outcomes == (HOLDS, FAILS, HOLDS)
-
-
-def test_an_arm_is_known_by_its_intervention_and_not_by_its_label() -> None:
-    run = experiment(BEFORE | {"after": [0.0, 0.0]} | QUIET, "replace-epe:at=epe")
-    other = RunData(run.manifest | {"arms": {"replace-epe:at=epe": {"asked": ["replace-epe"]}}}, run.tables)
-    assert judged("N-7", natural(), other).outcome == UNMEASURED
-
-
-# --- scopes
-
-
-def test_other_models_are_none_of_nus() -> None:
-    rotary = analysis(natural().tables, family=family("rotary"), not_measured={"query-bias": NO_QUERY_BIAS})
-    learned = analysis(natural().tables, not_measured={"query-bias": NO_QUERY_BIAS})
-    for claim in (claim.id for claim in CLAIMS if claim.id != "N-12"):
-        assert judged(claim, rotary).outcome == NOT_APPLIES
-        assert judged(claim, learned).reason == NO_QUERY_BIAS
-    run = experiment(BEFORE | {"after": [0.5, 0.0]} | QUIET, "nullify-first-embedding")
-    run.manifest["input"]["token_zero"] = "the (id 5)"
-    assert judged("N-9", run).outcome == NOT_APPLIES  # the claim is about a BOS
-
-
-@pytest.mark.parametrize(
-    ("positions", "reason", "outcome"),
-    [
-        ("learned", None, NOT_APPLIES),
-        ("learned", NO_QUERY_BIAS, HOLDS),
-        ("rotary", NO_QUERY_BIAS, HOLDS),
-        ("rotary", None, HOLDS),  # a query bias, but no learned positions
-        ("learned", "its weights are quantized", NOT_APPLIES),
-    ],
-)
-def test_sinks_elsewhere_count_where_part_of_the_mechanism_is_missing(
-    positions: str, reason: str | None, outcome: Outcome
-) -> None:
-    not_measured = {"query-bias": reason} if reason else {}
-    run = analysis(natural().tables, family=family(positions), not_measured=not_measured)
-    assert judged("N-12", run).outcome == outcome
-    none = by_sequence({"sink_rate": [0.01, 0.0]}, LAYERS, position=range(2))
-    if outcome == HOLDS:
-        assert judged("N-12", RunData(run.manifest, {"attention_by_sequence": none})).outcome == FAILS
-
-
-# --- WSE: repeated tokens
-
-
-def equal(kind: str, layers: int = LAYERS, **given: Any) -> pd.DataFrame:
+def equal(kind: str, layers: int = LAYERS, wrong: Mapping[str, float] | None = None, **given: Any) -> pd.DataFrame:
+    """Make the table of equal tokens; `wrong` changes a column in one sequence of one layer."""
     columns = {"state_difference": 1e-5, "weight_difference": np.nan, "bound_share": np.nan, "bound_ratio": np.nan}
     columns |= {"bound_share": 1.0, "bound_ratio": 0.9} if kind == "rotary" else {"weight_difference": 1e-6}
-    return by_sequence(columns | given, layers).assign(positions=kind)
+    table = by_sequence(columns | given, layers).assign(positions=kind)
+    for column, value in (wrong or {}).items():
+        table.loc[len(table) // 2, column] = value
+    return table
 
 
-def repeated(kind: str, table: pd.DataFrame, smallest: float = 1000.0) -> RunData:
+def repeated(kind: str, wrong: Mapping[str, float] | None = None, smallest: float = 1000.0, **given: Any) -> RunData:
     norms = by_sequence({"norm": 1000.0, "norm_later": 1000.0, "norm_smallest": smallest}, LAYERS, 1.0)
-    return analysis(
-        {"equal_tokens": table, "activation_by_sequence": norms.assign(site="layer_out")},
-        "repeated",
-        family=family(kind),
-    )
+    tables = {"equal_tokens": equal(kind, wrong=wrong), "activation_by_sequence": norms.assign(site="layer_out")}
+    return analysis(tables, "repeated", family=family(kind), **given)
 
 
-@pytest.mark.parametrize(
-    ("claim", "kind", "column", "wrong"),
-    [
-        ("W-5", "rotary", "state_difference", 2e-3),
-        ("W-7", "none", "weight_difference", 2e-4),
-        ("W-8", "alibi", "weight_difference", 2e-4),
-        ("W-9", "rotary", "bound_share", 0.99),
-    ],
-)
-def test_one_wrong_sequence_of_one_layer_is_enough(claim: str, kind: str, column: str, wrong: float) -> None:
-    assert judged(claim, repeated(kind, equal(kind))).outcome == HOLDS
-    table = equal(kind)
-    table.loc[len(table) // 2, column] = wrong
-    found = judged(claim, repeated(kind, table))
-    assert found.outcome == FAILS
-    assert found.estimates[0].value == pytest.approx(wrong)
+def operating(operation: str) -> RunData:
+    return repeated("rotary", model={"name": "made", "weights": "trained", "operations": [operation]})
 
 
-def test_layers_of_other_positions_do_not_count() -> None:
-    """The first layers have rotary positions, and the last layer has none."""
-    mixed = pd.concat([equal("rotary"), equal("none", weight_difference=1e-6).assign(layer=LAYERS)])
-    run = analysis({"equal_tokens": mixed}, "repeated", family=family("rotary", layer_positions=["rotary", "none"]))
-    assert judged("W-7", run).outcome == HOLDS
-    assert judged("W-7", run).estimates[0].note == "1 layer"
-    assert judged("W-9", run).outcome == HOLDS
-    assert judged("W-8", run).outcome == NOT_APPLIES
+def mixed() -> RunData:
+    """Make a model whose first layers have rotary positions, and whose last layer has none."""
+    table = pd.concat([equal("rotary"), equal("none").assign(layer=LAYERS)])
+    return analysis({"equal_tokens": table}, "repeated", family=family("rotary", layer_positions=["rotary", "none"]))
 
 
-@pytest.mark.parametrize(
-    ("claim", "kind"), [("W-5", "learned"), ("W-6", "learned"), ("W-7", "rotary"), ("W-8", "none"), ("W-9", "alibi")]
-)
-def test_other_positions_are_out_of_scope(claim: str, kind: str) -> None:
-    found = judged(claim, repeated(kind, equal(kind)), text(kind=kind))
-    assert found.outcome == NOT_APPLIES
-    assert kind in found.reason
-
-
-@pytest.mark.parametrize(
-    ("operation", "applies"),
-    [("sigmoid", False), ("p-norm softmax", False), ("elu-kernel", True), ("softmax", True), ("scaled softmax", True)],
-)
-def test_equal_tokens_stay_equal_where_weights_have_one_sum(operation: str, applies: bool) -> None:
-    run = repeated("rotary", equal("rotary"))
-    run.manifest["model"]["operations"] = [operation]
-    found = judged("W-5", run)
-    assert (found.outcome == NOT_APPLIES) == (not applies)
-    assert applies or found.reason == f"its attention is {operation}, whose weights do not sum to 1"
-
-
-def test_models_and_runs_in_which_tokens_are_not_equal() -> None:
-    learned_sink = repeated("rotary", equal("rotary"))
-    learned_sink.manifest["outside"] = {"the model's own sink logits": [0]}
-    with_a_prefix = analysis({}, "repeated", family=family("rotary"))  # the prefix is before the repeated token
-    for run in (learned_sink, with_a_prefix):
-        assert judged("W-5", run).outcome == judged("W-9", run).outcome == NOT_APPLIES
-    assert "denominator" in judged("W-7", repeated("none", equal("none", weight_difference=np.nan))).reason
-
-
-# --- massive everywhere
-
-
-def text(massive: bool = True, kind: str = "rotary", rate: float = 0.5) -> RunData:
+def text(massive: bool = True, rate: float = 0.5, **given: Any) -> RunData:
     norms = by_sequence({"norm": 1000.0, "norm_later": 10.0, "norm_smallest": 5.0}, LAYERS, 1.0)
     entries = by_sequence({"position": 0.0}, LAYERS).assign(is_massive=massive)
     entries["is_massive"] &= entries["layer"] > 0
-    rates = by_sequence({"sink_rate": [rate]}, LAYERS, position=range(1))
     tables = {"activation_by_sequence": norms.assign(site="layer_out"), "massive": entries}
-    tables["attention_by_sequence"] = rates
-    return analysis(tables, family=family(kind), input=NO_BOS)
-
-
-@pytest.mark.parametrize(("smallest", "outcome"), [(990.0, HOLDS), (100.0, FAILS)])
-def test_the_smallest_token_must_be_as_massive_as_the_sink(smallest: float, outcome: Outcome) -> None:
-    found = judged("W-6", text(), repeated("rotary", equal("rotary"), smallest))
-    assert found.outcome == outcome
-    assert found.estimates[0].value == pytest.approx(smallest / 1000, rel=1e-2)
-
-
-def test_a_bos_or_no_massive_layers_leave_nothing_to_compare() -> None:
-    equal_tokens = repeated("rotary", equal("rotary"))
-    with_bos = RunData(text().manifest | {"input": BOS}, text().tables)
-    assert judged("W-6", with_bos, equal_tokens).outcome == UNMEASURED
-    assert judged("W-5", RunData(equal_tokens.manifest | {"input": BOS}, equal_tokens.tables)).outcome == UNMEASURED
-    assert judged("W-6", text(massive=False), equal_tokens).outcome == NOT_APPLIES
-    gone = judged("W-6", text(rate=0.0), equal_tokens)
-    assert (gone.outcome, "no sink without a BOS" in gone.reason) == (NOT_APPLIES, True)
-
-
-# --- table 7
-
-
-@pytest.mark.parametrize(
-    ("claim", "name", "holds", "fails"),
-    [
-        ("W-10", "replace-epe", [0.1, 0.05], [0.5, 0.05]),
-        ("W-11", "transplant-epe", [0.05, 0.55], [0.05, 0.1]),
-    ],
-)
-def test_vectors_of_positions_decide(claim: str, name: str, holds: list[float], fails: list[float]) -> None:
-    for rates, outcome in ((holds, HOLDS), (fails, FAILS)):
-        assert judged(claim, experiment(BEFORE | {"after": rates} | QUIET, name, "repeated")).outcome == outcome
-    weak = {condition: [0.03, 0.03] for condition in ("before", *QUIET)} | {"after": [0.01, 0.03]}
-    assert judged(claim, experiment(weak, name, "repeated")).outcome == FAILS
-    rotary = experiment(BEFORE | {"after": holds} | QUIET, name, "repeated", family=family("rotary"))
-    assert judged(claim, rotary).outcome == NOT_APPLIES
-    natural_text = experiment(BEFORE | {"after": holds} | QUIET, name)
-    assert judged(claim, analysis({}), natural_text).outcome == UNMEASURED
-
-
-def test_the_sink_has_to_leave_position_0() -> None:
-    run = experiment(BEFORE | {"after": [0.61, 0.55]} | QUIET, "transplant-epe", "repeated")
-    moved, left, before = judged("W-11", run).outcomes
-    assert (moved, before) == (HOLDS, HOLDS)
-    assert left != HOLDS
-
-
-# --- inputs: a comparison has the same BOS policy for all
+    tables["attention_by_sequence"] = by_sequence({"sink_rate": [rate]}, LAYERS, position=range(1))
+    return analysis(tables, **{"family": family("rotary"), "input": NO_BOS} | given)
 
 
 def read(condition: str, rate: float, bos: bool, kind: str = "rotary", main: bool = False) -> RunData:
@@ -358,101 +148,30 @@ def of_both(kind: str = "rotary", **rates: tuple[float, float]) -> list[RunData]
     ]
 
 
-def test_inputs_are_compared_under_one_policy() -> None:
-    """A sink at the BOS stays on random tokens after the BOS; without a BOS there is none."""
-    like_gemma = of_both(natural=(0.80, 0.0), random=(0.79, 0.0), repeated=(0.61, 0.0))
-    found = judged("W-2", *like_gemma)
-    assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(0.79 / 0.80, abs=0.01))
-    assert found.estimates[0].note == "with a BOS text 80.0, random 79.0 %; without text 0.0, random 0.0 %"
-    found = judged("W-2", read("natural", 0.8, True, main=True), read("random", 0.0, False))
-    assert (found.outcome, found.reason) == (UNMEASURED, "sinkscope analyze MODEL --input random --bos always")
-    assert judged("W-1", *like_gemma).estimates[0].note == "with a BOS text 80.0 %; without text 0.0 %"
-    assert judged("W-1", read("natural", 0.8, False, main=True)).estimates[0].note == "without text 80.0 %"
-    found = judged("W-3", *like_gemma)  # there was no sink without a BOS that equal tokens could lose
-    assert found.outcome == NOT_APPLIES
-    assert "with a BOS text 80.0, repeated 61.0 %; without text 0.0, repeated 0.0 %" in found.reason
+def by_length(*shares: tuple[float, float, float]) -> list[RunData]:
+    """Make a hundred heads of one layer: shares of them with a window mass above 0.2, 0.3 and 0.4 at each length."""
+    runs = []
+    for length, own in zip((16, 32, 64, 128), shares, strict=True):
+        heads = np.array([0.1 + 0.1 * sum(place < 100 * share for share in own) + 0.01 for place in range(100)])
+        table = by_sequence({"window_mass": heads[None]}, 1, 1e-3, head=range(100))
+        config = {"epsilon": 0.3, "seq_len": length, "window": length}
+        tables = {"attention_heads_by_sequence": table} | ({"attention": table} if length == 64 else {})
+        runs.append(RunData(manifest() | {"config": config}, tables))
+    return runs
 
 
-def test_repeated_tokens_are_judged_without_a_bos() -> None:
-    assert judged("W-3", *of_both(natural=(0.80, 0.7), repeated=(0.61, 0.0))).outcome == HOLDS
-    assert judged("W-3", *of_both(natural=(0.80, 0.7), repeated=(0.0, 0.61))).outcome == FAILS
-    found = judged("W-4", *of_both("learned", natural=(0.80, 0.7), repeated=(0.0, 0.6)))
-    assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(0.6 / 0.7, abs=0.01))
-    assert judged("W-4", *of_both("learned", natural=(0.80, 0.7), repeated=(0.6, 0.0))).outcome == FAILS
-
-
-def test_interventions_on_repeated_tokens_after_a_bos_are_another_experiment() -> None:
-    rates = {"before": [0.6, 0.05], "after": [0.1, 0.05], "control 0": [0.6, 0.05], "control 1": [0.6, 0.05]}
-    run = experiment(rates, "replace-epe", "repeated")
-    assert judged("W-10", run).outcome == HOLDS
-    after_bos = RunData(run.manifest | {"input": BOS}, run.tables)
-    assert judged("W-10", analysis({}), after_bos).outcome == UNMEASURED
-
-
-# --- lengths
-
-
-def of_length(length: int, *shares: float) -> RunData:
-    """Make a hundred heads of one layer; these shares of them have a window mass above 0.2, 0.3 and 0.4."""
-    heads = np.array([0.1 + 0.1 * sum(place < 100 * share for share in shares) + 0.01 for place in range(100)])
-    table = by_sequence({"window_mass": heads[None]}, 1, 1e-3, head=range(100))
-    config = {"epsilon": 0.3, "seq_len": length, "window": length}
-    tables = {"attention_heads_by_sequence": table} | ({"attention": table} if length == 64 else {})
-    return RunData(manifest() | {"config": config}, tables)
-
-
-def by_length(*shares: tuple[float, float, float]) -> Judgment:
-    return judged("W-20", *(of_length(length, *own) for length, own in zip((16, 32, 64, 128), shares, strict=True)))
-
-
-def test_a_rate_near_0_cannot_fall() -> None:
-    """In points, the same fall of a smaller rate is smaller, but it is not flatter."""
-    held = by_length((0.90, 0.78, 0.65), (0.72, 0.58, 0.42), (0.58, 0.43, 0.35), (0.44, 0.31, 0.24))
-    assert held.outcomes == (HOLDS, HOLDS)
-    assert held.estimates[1].note == "ε = 0.2: 90.0, 72.0, 58.0, 44.0 %; ε = 0.4: 65.0, 42.0, 35.0, 24.0 %"
-    assert by_length((0.90, 0.8, 0.5), (0.6, 0.5, 0.48), (0.4, 0.35, 0.3), (0.3, 0.28, 0.26)).outcomes == (HOLDS, FAILS)
-    assert by_length((0.3, 0.3, 0.3), (0.4, 0.4, 0.35), (0.5, 0.5, 0.4), (0.6, 0.6, 0.5)).outcomes[0] == FAILS
-    floor = by_length((0.9, 0.5, 0.12), (0.8, 0.3, 0.05), (0.7, 0.1, 0.0), (0.6, 0.0, 0.0))
-    assert (floor.outcome, "which is a floor" in floor.reason) == (NOT_APPLIES, True)
-    assert by_length(*[(0.05, 0.0, 0.0)] * 4).outcome == NOT_APPLIES
-
-
-# --- what the sink adds
-
-
-@pytest.mark.parametrize("bos", [True, False])
-def test_a_no_op_is_set_against_a_constant(bos: bool) -> None:
-    """If zeros do harm and the mean over sequences does not, the values of the sink are a bias."""
-    losses = {
-        "before": 2.0,
-        "scale-sink-value:where=sinks": 2.5,
-        "scale-sink-value:where=sinks control 0": 2.0,
-        "scale-sink-value:where=sinks control 1": 2.0,
-    }
-    zero, mean = (_with_losses(own) for own in (losses, {"before": 2.0, "mean-sink-value:where=sinks": 2.01}))
-    mass = by_sequence({"window_mass": [[0.9, 0.9]] * 4}, head=range(2))
-    natural = analysis({"attention_heads_by_sequence": mass}, input=BOS if bos else NO_BOS)
-    found = judged("V-24", natural, zero, mean)
-    assert found.outcome == FAILS
-    assert found.estimates[0].value == pytest.approx(np.exp(0.5))
-    assert "with their mean over sequences in place of zero ×1.01 [1.01, 1.01]" in found.estimates[0].note
-    assert ("constant anyway" in found.estimates[0].note) == bos
-
-
-def _with_losses(losses: Mapping[str, float]) -> RunData:
-    name = list(losses)[1]
+def no_op(name: str, *losses: float) -> RunData:
+    """Make an experiment from the losses before, in the arm, and in its controls."""
+    conditions = ["before", name, *(f"{name} control {draw}" for draw in range(len(losses) - 2))]
+    rows = {"layer": -1, "sequence": range(SEQUENCES), "predicted": 63}
     parts = [
-        pd.DataFrame({"layer": -1, "sequence": range(SEQUENCES), "loss": loss, "predicted": 63, "condition": condition})
-        for condition, loss in losses.items()
+        pd.DataFrame(rows | {"loss": loss, "condition": label}) for label, loss in zip(conditions, losses, strict=True)
     ]
     arms = {name: {"asked": [name], "do": [name], "watched": [0], "controls": [[name]] * (len(losses) - 2)}}
     return RunData(manifest("natural", "intervene", arms=arms), {"loss_by_sequence": pd.concat(parts)})
 
 
-# --- single tables
-
-
-def elsewhere(*shares: float) -> RunData:
+def outliers(*shares: float) -> RunData:
     """Make sequences whose other tokens have this share of the largest entry, in the second of two layers."""
     count = len(shares)
     entries = {"layer": 1, "sequence": range(count), "position": 0, "coordinate": 7, "value": 2e4, "ratio": 1e4}
@@ -462,87 +181,218 @@ def elsewhere(*shares: float) -> RunData:
     return RunData(manifest() | {"input": {**BOS, "sequences": count}}, tables)
 
 
-def test_outlier_features_are_looked_for_in_every_sequence() -> None:
-    assert judged("S-15", elsewhere(*[0.01] * 10)).outcome == HOLDS
-    later = judged("S-15", elsewhere(0.01, *[0.9] * 9))  # the first sequence does not represent the others
-    assert (later.outcome, later.estimates[0].value) == (FAILS, pytest.approx(0.811))
-    assert judged("S-15", elsewhere(*[0.01, 0.2] * 5)).outcome == INCONCLUSIVE
+def prefixed(position: int, late: bool = False, count: int = 40, prefix: int = 3) -> RunData:
+    sinks = pd.DataFrame({"layer": 0, "head": 0, "sequence": range(count), "position": position, "queries": 30})
+    if late:  # a key with only two queries does not count
+        sinks = pd.concat([sinks, sinks.assign(position=60, queries=2)])
+    return analysis({"sink_positions": sinks}, family=family("rotary", prefix=prefix))
 
 
-@pytest.mark.parametrize(("position", "expected"), [(2, HOLDS), (3, FAILS)])
-def test_the_sinks_of_a_prefix_lm(position: int, expected: Outcome) -> None:
-    sinks = pd.DataFrame({"layer": 0, "head": 0, "sequence": range(40), "position": position, "queries": 30})
-    late = sinks.assign(position=60, queries=2)  # a key with only two queries does not count
-
-    def outcome(table: pd.DataFrame, **given: Any) -> Outcome:
-        return judged("W-39", analysis({"sink_positions": table}, **given)).outcome
-
-    prefix = family("rotary", prefix=3)
-    assert outcome(sinks, family=prefix) == outcome(pd.concat([sinks, late]), family=prefix) == expected
-    assert outcome(sinks) == outcome(sinks[:0], family=prefix) == NOT_APPLIES
-
-
-@pytest.mark.parametrize(("mass", "expected"), [(0.01, HOLDS), (0.2, FAILS)])
-def test_the_first_token_of_a_window(mass: float, expected: Outcome) -> None:
+def windowed(mass: float, window: int | None = 8) -> RunData:
     table = {"window_edge_by_sequence": by_sequence({"edge_mass": mass}, noise=0.001)}
-    model = {"name": "made", "weights": "trained", "sliding_window": 8}
-    assert judged("W-41", analysis(table, model=model)).outcome == expected
-    assert judged("W-41", analysis(table)).outcome == NOT_APPLIES
+    return analysis(table, model={"name": "made", "weights": "trained", "sliding_window": window})
 
 
-def test_post_norm_models_have_no_gradient_gain_of_one_branch_and_no_bound() -> None:
+def branch(*names: str, compress: float = 1.0) -> RunData:
     gains = {name: np.ones(16) for name in ("bloat", "compress", "change", "input_norm")}
-    attn = by_sequence(gains, noise=0.01, position=range(16)).assign(branch="attn")
-    found = judged("GS-15", analysis({"gradient_ratio_by_sequence": attn}))
-    assert found.outcome == NOT_APPLIES
-    assert found.reason == "the gradient's gain in the mlp branch is not defined in any layer"
-    both = pd.concat([attn, attn.assign(branch="mlp")], ignore_index=True)
-    assert judged("GS-15", analysis({"gradient_ratio_by_sequence": both})).outcome in (HOLDS, FAILS, INCONCLUSIVE)
-    few = judged("GS-17", analysis({"gradient_ratio_by_sequence": attn.assign(compress=0.0)}))
-    assert (few.outcome, "too few layers" in few.reason) == (NOT_APPLIES, True)
-    bound = pd.DataFrame({"layer": [0, 0], "position": [0, 1], "holds": [np.nan] * 2, "tightness": [np.nan] * 2})
-    found = judged("GS-19", analysis({"norm_bound": bound}))
-    assert (found.outcome, found.reason) == (NOT_APPLIES, "the bound applies to no layer of this model")
+    one = by_sequence(gains, noise=0.01, position=range(16))
+    one = one.assign(compress=one["compress"] * compress)
+    parts = [one.assign(branch=name) for name in names]
+    return analysis({"gradient_ratio_by_sequence": pd.concat(parts, ignore_index=True)})
 
-
-# --- streaming
 
 USUAL = {None: 10.0, 0: 90.0, 1: 13.0, 2: 12.0, 4: 10.1}  # first tokens kept (None: dense) → perplexity
 
 
-def streamed(perplexities: dict[int | None, float]) -> RunData:
-    """Make eight texts, each about equally hard for every method."""
+def streams(otherwise: Mapping[int | None, float], registers: int = 0) -> list[RunData]:
+    """Make a model with eight streamed texts, each about equally hard for every method."""
     rows = [
         {"method": "dense" if keep is None else "kept", "window": -1 if keep is None else 64, "keep": keep or 0}
         | {"sequence": text, "loss": np.log(perplexity) + 0.5 * np.sin(text) + 0.002 * np.sin((keep or 7) * text)}
-        for keep, perplexity in perplexities.items()
+        for keep, perplexity in (USUAL | dict(otherwise)).items()
         for text in range(8)
     ]
-    run = analysis({})
-    run.manifest["input"]["longest"] = 512
+    run, streamed = analysis({}), analysis({})
+    run.manifest["model"]["registers"] = registers
+    streamed.manifest["input"]["longest"] = 512
     tables = {"streaming": pd.DataFrame(), "streaming_by_sequence": pd.DataFrame(rows)}
-    return RunData(run.manifest | {"command": "intervene", "arms": {}}, tables)
+    return [run, RunData(streamed.manifest | {"command": "intervene", "arms": {}}, tables)]
 
 
-def judged_stream(claim: str, perplexities: dict[int | None, float], registers: int = 0) -> Judgment:
-    natural = analysis({})
-    natural.manifest["model"]["registers"] = registers
-    return judged(claim, natural, streamed(perplexities))
+# --- cases
 
 
-@pytest.mark.parametrize(
-    ("claim", "otherwise"), [("S-1", {0: 10.5}), ("S-2", {4: 13.0}), ("S-3", {2: 10.1}), ("S-3", {1: 10.1})]
+LIKE_GEMMA = of_both(natural=(0.80, 0.0), random=(0.79, 0.0), repeated=(0.61, 0.0))
+OUTSIDE = repeated("rotary", outside={"the model's own sink logits": [0]})
+BOUND = pd.DataFrame({"layer": [0, 0], "position": [0, 1], "holds": [np.nan] * 2, "tightness": [np.nan] * 2})
+ON_REPEATED = {condition: [0.03, 0.03] for condition in ("before", *QUIET)} | {"after": [0.01, 0.03]}
+AFTER_BOS = arm("replace-epe", [0.1, 0.05], QUIET, "repeated")
+AFTER_BOS = RunData(AFTER_BOS.manifest | {"input": BOS}, AFTER_BOS.tables)
+OTHER_LABEL = arm("replace-epe:at=epe", [0.0, 0.0])
+OTHER_LABEL = RunData(
+    OTHER_LABEL.manifest | {"arms": {"replace-epe:at=epe": {"asked": ["replace-epe"]}}}, OTHER_LABEL.tables
 )
-def test_perplexities_decide(claim: str, otherwise: dict[int | None, float]) -> None:
-    assert judged_stream(claim, USUAL).outcome == HOLDS
-    assert judged_stream(claim, USUAL | otherwise).outcome == FAILS
+NO_BOS_BEFORE = arm("nullify-first-embedding", [0.5, 0.0], input=NO_BOS)
+# claim, runs, outcome of the claim or of each number, value of the first number, words of its note or the reason
+CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
+    # NU, on one run
+    *((f"N-{number}", [natural()], HOLDS, value, "")
+        for number, value in ((1, 1), (2, 0.8), (3, 2), (4, 1), (5, 150 / WIDTH), (11, 0.75), (13, 0.7), (14, 0.05))),
+    ("N-1", [natural(query_bias_by_sequence=deltas([100.0, 100.0, -150.0, -80.0], spread=50.0))], (FAILS,), None, ""),
+    ("N-2", [natural(query_bias=alignment(0.4, -0.1))], (FAILS, HOLDS), 0.4, ""),
+    ("N-2", [natural(query_bias=alignment(0.8, -0.5))], (HOLDS, FAILS), 0.8, ""),  # later keys are no parallels either
+    ("N-3", [natural(gamma=gamma({}))], (FAILS,), 0.0, ""),
+    ("N-4", [natural(gamma=gamma({138: 0.5, 247: -0.4}))], (FAILS,), 0.0, ""),
+    ("N-4", [natural(gamma=gamma({}))], NOT_APPLIES, None, "EPE_0 has no massive coordinate"),
+    ("N-5", [natural(gamma=gamma({138: 0.5, 247: -0.4}))], (FAILS,), None, ""),
+    ("N-11", [natural(logit_terms_by_sequence=terms([0.0, 3.0, 1.0, 0.0], 0.0))], (FAILS,), 0.25, ""),
+    ("N-11", [natural(logit_terms_by_sequence=terms(0.0, 1.0))], (INCONCLUSIVE,), None, ""),  # there is no gap
+    ("N-14", [natural(epe_rest_by_sequence=rests(0.6))], (FAILS, HOLDS), 0.6, ""),
+    ("N-14", [natural(query_bias=alignment(0.1, 0.0))], (HOLDS, FAILS), 0.05, ""),  # neither the rest nor EPE
+    # interventions: an arm decides if there was a sink, and beyond random changes
+    *((claim, [arm(name, after)], outcome, None, "")
+        for claim, name, holds, fails in (
+            ("N-6", "nullify-query-bias", [0.3, 0.05], [0.62, 0.05]),
+            ("N-7", "replace-epe:at=epe", [0.0, 0.1], [0.4, 0.1]),
+            ("N-8", "transplant-epe:at=epe", [0.1, 0.5], [0.5, 0.1]),
+            ("N-9", "nullify-first-embedding", [0.55, 0.05], [0.1, 0.05]),
+            ("N-10", "zero-key-columns", [0.3, 0.05], [0.62, 0.05]))
+        for after, outcome in ((holds, HOLDS), (fails, FAILS))),
+    *((claim, [experiment(NO_SINK, name)], FAILS, None, "") for claim, name in (
+        ("N-6", "nullify-query-bias"), ("N-7", "replace-epe:at=epe"), ("N-8", "transplant-epe:at=epe"),
+        ("N-9", "nullify-first-embedding"), ("N-10", "zero-key-columns"))),
+    ("N-6", [natural()], UNMEASURED, None, "sinkscope intervene MODEL --do nullify-query-bias"),
+    *(("N-6", [arm("nullify-query-bias", [0.3, 0.05], controls)], INCONCLUSIVE, None, "")
+        for controls in (WIDE, {"control 0": [0.6, 0.05]}, {})),
+    ("N-10", [arm("zero-key-columns", [0.0, 0.05], LOW)], (HOLDS, FAILS, HOLDS), None, ""),
+    ("N-7", [natural(), OTHER_LABEL], UNMEASURED, None, ""),
+    ("N-9", [NO_BOS_BEFORE], NOT_APPLIES, None, "position 0 is no BOS"),
+    # sinks elsewhere count where part of the mechanism is missing
+    ("N-12", [elsewhere("learned")], NOT_APPLIES, None, "it has a query bias and learned positions"),
+    ("N-12", [elsewhere("learned", NO_QUERY_BIAS)], HOLDS, None, NO_QUERY_BIAS),
+    ("N-12", [elsewhere("rotary", NO_QUERY_BIAS)], HOLDS, None, "its positions are rotary"),
+    ("N-12", [elsewhere("rotary")], HOLDS, None, "its positions are rotary"),  # a query bias, but no learned positions
+    ("N-12", [elsewhere("learned", "its weights are quantized")], NOT_APPLIES, None, "not known"),
+    ("N-12", [elsewhere("rotary", rate=0.01)], FAILS, None, ""),
+    # equal tokens: one wrong sequence of one layer is enough; layers of other positions do not count
+    *((claim, [repeated(kind, {column: value} if value else None)], FAILS if value else HOLDS, value or None, "")
+        for claim, kind, column, wrong in (
+            ("W-5", "rotary", "state_difference", 2e-3), ("W-7", "none", "weight_difference", 2e-4),
+            ("W-8", "alibi", "weight_difference", 2e-4), ("W-9", "rotary", "bound_share", 0.99))
+        for value in (0.0, wrong)),
+    ("W-7", [mixed()], HOLDS, None, "1 layer"),
+    ("W-9", [mixed()], HOLDS, None, ""),
+    ("W-8", [mixed()], NOT_APPLIES, None, "its positions are none and rotary"),
+    ("W-5", [repeated("learned")], NOT_APPLIES, None, "its positions are learned"),
+    *(("W-5", [operating(name)], NOT_APPLIES, None, f"its attention is {name}, whose weights do not sum to 1")
+        for name in ("sigmoid", "p-norm softmax")),
+    *(("W-5", [operating(name)], HOLDS, None, "") for name in ("elu-kernel", "softmax", "scaled softmax")),
+    ("W-5", [OUTSIDE], NOT_APPLIES, None, "get more attention"),
+    ("W-9", [analysis({}, "repeated", family=family("rotary"))], NOT_APPLIES, None, "not one repeated token"),
+    ("W-7", [repeated("none", dict.fromkeys(["weight_difference"], np.nan))], HOLDS, None, "4 layers"),
+    # the smallest repeated token is as massive as the sink; a BOS or no massive layers leave nothing to compare
+    ("W-6", [text(), repeated("rotary", smallest=990.0)], HOLDS, 0.99, ""),
+    ("W-6", [text(), repeated("rotary", smallest=100.0)], FAILS, 0.1, ""),
+    ("W-6", [text(input=BOS), repeated("rotary")], UNMEASURED, None, ""),
+    ("W-5", [repeated("rotary", input=BOS)], UNMEASURED, None, ""),
+    ("W-6", [text(massive=False), repeated("rotary")], NOT_APPLIES, None, "no layer has massive activations"),
+    ("W-6", [text(rate=0.0), repeated("rotary")], NOT_APPLIES, None, "no sink without a BOS"),
+    # table 7, also with runs on text or after a BOS, which are other experiments
+    *((claim, [experiment(BEFORE | {"after": after} | QUIET, name, "repeated", **given)], outcome, None, "")
+        for claim, name, holds, fails in (
+            ("W-10", "replace-epe", [0.1, 0.05], [0.5, 0.05]), ("W-11", "transplant-epe", [0.05, 0.55], [0.05, 0.1]))
+        for after, outcome, given in (
+            (holds, HOLDS, {}), (fails, FAILS, {}), (holds, NOT_APPLIES, {"family": family("rotary")}))),
+    ("W-10", [experiment(ON_REPEATED, "replace-epe", "repeated")], FAILS, None, ""),
+    ("W-10", [analysis({}), arm("replace-epe", [0.1, 0.05])], UNMEASURED, None, ""),
+    ("W-10", [analysis({}), AFTER_BOS], UNMEASURED, None, ""),
+    ("W-11", [arm("transplant-epe", [0.61, 0.55], QUIET, "repeated")], (HOLDS, INCONCLUSIVE, HOLDS), None, ""),
+    # inputs are compared under one policy: a sink at the BOS stays on random tokens after it, and only there
+    ("W-2", LIKE_GEMMA, HOLDS, 0.79 / 0.80, "with a BOS text 80.0, random 79.0 %; without text 0.0, random 0.0 %"),
+    ("W-2", [read("natural", 0.8, True, main=True), read("random", 0.0, False)], UNMEASURED, None,
+        "sinkscope analyze MODEL --input random --bos always"),
+    ("W-1", LIKE_GEMMA, HOLDS, 80.0, "with a BOS text 80.0 %; without text 0.0 %"),
+    ("W-1", [read("natural", 0.8, False, main=True)], HOLDS, 80.0, "without text 80.0 %"),
+    ("W-3", LIKE_GEMMA, NOT_APPLIES, None, "with a BOS text 80.0, repeated 61.0 %; without text 0.0, repeated 0.0 %"),
+    ("W-3", of_both(natural=(0.80, 0.7), repeated=(0.61, 0.0)), HOLDS, None, ""),
+    ("W-3", of_both(natural=(0.80, 0.7), repeated=(0.0, 0.61)), FAILS, None, ""),
+    ("W-4", of_both("learned", natural=(0.80, 0.7), repeated=(0.0, 0.6)), HOLDS, 0.6 / 0.7, ""),
+    ("W-4", of_both("learned", natural=(0.80, 0.7), repeated=(0.6, 0.0)), FAILS, None, ""),
+    # lengths: in points, the same fall of a smaller rate is smaller, but it is not flatter; a rate near 0 cannot fall
+    ("W-20", by_length((0.90, 0.78, 0.65), (0.72, 0.58, 0.42), (0.58, 0.43, 0.35), (0.44, 0.31, 0.24)), (HOLDS, HOLDS),
+        None, ""),
+    ("W-20", by_length((0.90, 0.8, 0.5), (0.6, 0.5, 0.48), (0.4, 0.35, 0.3), (0.3, 0.28, 0.26)), (HOLDS, FAILS),
+        None, ""),
+    ("W-20", by_length((0.3, 0.3, 0.3), (0.4, 0.4, 0.35), (0.5, 0.5, 0.4), (0.6, 0.6, 0.5)), FAILS, None, ""),
+    ("W-20", by_length((0.9, 0.5, 0.12), (0.8, 0.3, 0.05), (0.7, 0.1, 0.0), (0.6, 0.0, 0.0)), NOT_APPLIES, None,
+        "which is a floor"),
+    ("W-20", by_length(*[(0.05, 0.0, 0.0)] * 4), NOT_APPLIES, None, "at no length is a sink rate above"),
+    # outlier features are looked for in every sequence: the first does not represent the others
+    ("S-15", [outliers(*[0.01] * 10)], HOLDS, None, ""),
+    ("S-15", [outliers(0.01, *[0.9] * 9)], FAILS, 0.811, ""),
+    ("S-15", [outliers(*[0.01, 0.2] * 5)], INCONCLUSIVE, None, ""),
+    # other masks
+    *(("W-39", [prefixed(at, late)], outcome, None, "") for at, outcome in ((2, HOLDS), (3, FAILS)) for late in (0, 1)),
+    ("W-39", [prefixed(2, prefix=0)], NOT_APPLIES, None, "it is no prefix LM"),
+    ("W-39", [prefixed(2, count=0)], NOT_APPLIES, None, "no sink at any position"),
+    ("W-41", [windowed(0.01)], HOLDS, 0.01, ""),
+    ("W-41", [windowed(0.2)], FAILS, 0.2, ""),
+    ("W-41", [windowed(0.01, None)], NOT_APPLIES, None, "it has no sliding window"),
+    # models without the gradient's gain of one branch, without enough points, or without a bound
+    ("GS-15", [branch("attn")], NOT_APPLIES, None, "the gradient's gain in the mlp branch is not defined in any layer"),
+    ("GS-15", [branch("attn", "mlp")], FAILS, 1.0, ""),
+    ("GS-17", [branch("attn", compress=0.0)], NOT_APPLIES, None, "too few layers"),
+    ("GS-19", [analysis({"norm_bound": BOUND})], NOT_APPLIES, None, "the bound applies to no layer of this model"),
+    # streaming
+    *((claim, streams(otherwise), FAILS if otherwise else HOLDS, None, "")
+        for claim, wrong in (("S-1", {0: 10.5}), ("S-2", {4: 13.0}), ("S-3", {2: 10.1}), ("S-3", {1: 10.1}))
+        for otherwise in ({}, wrong)),
+    ("S-4", streams({}), NOT_APPLIES, None, "no register tokens"),
+    ("S-4", streams({2: 10.1, 5: 10.0}, registers=2), HOLDS, None, ""),
+    ("S-4", streams({2: 12.0, 5: 10.0}, registers=2), FAILS, 1.2, "2 register tokens"),
+    ("S-4", streams({}, registers=2), UNMEASURED, None, "keep=5"),
+]  # fmt: skip
 
 
-def test_register_tokens_alone_against_more_first_tokens() -> None:
-    assert "no register tokens" in judged_stream("S-4", USUAL).reason
-    assert judged_stream("S-4", {**USUAL, 2: 10.1, 5: 10.0}, registers=2).outcome == HOLDS
-    found = judged_stream("S-4", {**USUAL, 2: 12.0, 5: 10.0}, registers=2)
-    assert (found.outcome, found.estimates[0].value) == (FAILS, pytest.approx(1.2, rel=0.01))
-    assert found.estimates[0].note == "2 register tokens"
-    missing = judged_stream("S-4", USUAL, registers=2)  # no stream kept five first tokens
-    assert (missing.outcome, "keep=5" in missing.reason) == (UNMEASURED, True)
+@pytest.mark.parametrize(("claim", "runs", "expected", "value", "words"), CASES)
+def test_claims_are_decided(claim: str, runs: list[RunData], expected: Any, value: float | None, words: str) -> None:
+    found = judged(claim, *runs)
+    assert (found.outcomes if isinstance(expected, tuple) else found.outcome) == expected
+    assert words in (found.reason or found.estimates[0].note)
+    if value is not None:
+        assert found.estimates[0].value == pytest.approx(value, rel=0.01, abs=0.001)
+        assert found.estimates[0].low <= found.estimates[0].value <= found.estimates[0].high
+
+
+def test_the_spread_of_delta_is_that_of_all_later_tokens() -> None:
+    """Sequences with means −150 and −130 and deviations of 5 have a common deviation of √125."""
+    table = by_sequence({"delta": -117.0, "delta_later": -140.0, "delta_later_std": 5.0}, LAYERS)
+    table["delta_later"] += np.where(table["sequence"] % 2, 10.0, -10.0)
+    (estimate,) = judged("N-1", natural(query_bias_by_sequence=table)).estimates
+    assert f"{23 / 125**0.5:+.1f}" in estimate.note
+
+
+def test_a_fall_is_the_change_beyond_random_changes() -> None:
+    found = beyond_controls(Evidence.of([arm("nullify-query-bias", [0.3, 0.05])], [NULLIFIED]), NULLIFIED)
+    assert found.value == pytest.approx(-30.2, abs=0.5)
+    assert found.low < found.value < found.high < 0
+
+
+def test_a_further_term_in_the_denominator_takes_part_of_the_weight() -> None:
+    run = repeated("none")
+    run.tables["equal_tokens"]["weight_difference"] = np.nan
+    assert "denominator" in judged("W-7", run).reason
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_no_op_is_set_against_a_constant(bos: bool) -> None:
+    """If zeros do harm and the mean over sequences does not, the values of the sink are a bias."""
+    zero = no_op("scale-sink-value:where=sinks", 2.0, 2.5, 2.0, 2.0)
+    mean = no_op("mean-sink-value:where=sinks", 2.0, 2.01)
+    mass = by_sequence({"window_mass": [[0.9, 0.9]] * 4}, head=range(2))
+    run = analysis({"attention_heads_by_sequence": mass}, input=BOS if bos else NO_BOS)
+    found = judged("V-24", run, zero, mean)
+    assert found.outcome == FAILS
+    assert found.estimates[0].value == pytest.approx(np.exp(0.5))
+    assert "with their mean over sequences in place of zero ×1.01 [1.01, 1.01]" in found.estimates[0].note
+    assert ("constant anyway" in found.estimates[0].note) == bos

@@ -1,7 +1,6 @@
 """Claims on trainings that differ in one setting, on steps, and on related models, with a known truth."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,13 @@ from support.hand_made_runs import FAILS, FEW_SEEDS, HOLDS, INCONCLUSIVE, NOT_AP
 from support.hand_made_trainings import SHAPE, Tables, gradients, judged, rates, steps, training
 
 from sinkscope.commands.evidence import Collection
-from sinkscope.errors import InputError
 from sinkscope.paper_claims.claim import Judgment, judge
 from sinkscope.paper_claims.over_seeds import mean_over_seeds, range_of_rates
 from sinkscope.paper_claims.papers.wse import _best_decay
 from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.paper_claims.studies import Steps, Training, base_of, family_of
+from sinkscope.paper_claims.studies import Training
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
-from sinkscope.results.scores import Scores
 
 SIGMOID = "operation:kind=sigmoid"
 
@@ -81,28 +78,6 @@ def test_a_slope_is_a_regression_for_each_seed() -> None:
     assert found.note == "0.0001: 4.0, 0.0002: 11.0, 0.0008: 17.7 %; 3 seeds, Student's t"
 
 
-def test_trainings_that_differ_in_more_are_not_compared() -> None:
-    one, other = plain(3, learning_rate=1e-4), {"learning_rate": 4e-4}
-    assert judged("W-31", one, plain(18, **other)).outcome == HOLDS
-    reason = judged("W-31", one, plain(18, **other, steps=9)).reason
-    assert reason.endswith("--method none --learning-rate R, with several R")
-    assert judged("W-31", one, plain(18, **other, **shaped(hidden_act="relu"))).outcome == UNMEASURED
-    assert judged("W-32", one, plain(18, **other)).outcome == UNMEASURED  # not the same product
-    texts = (plain(0.1, text="a.txt", blocks=10), plain(50, text="b.txt", blocks=1000))
-    assert judged("W-34", *texts).outcome == UNMEASURED
-
-
-def test_levels_that_decide_nothing() -> None:
-    """The level of the claim is missing, a window is shorter than the average, or no level has a sink."""
-    decays = judged("W-38", *(plain(18, weight_decay=decay) for decay in (0.0, 0.1)))
-    assert (decays.outcome, "weight decays of 5 or more" in decays.reason) == (UNMEASURED, True)
-    windows = judged("W-40", *(plain(18, **shaped(sliding_window=size)) for size in (8, None)))
-    assert (windows.outcome, "lets only the first 8 see" in windows.reason) == (UNMEASURED, True)
-    sizes = judged("W-33", *(plain(2, batch_size=size) for size in (2, 4, 8)))
-    assert (sizes.outcome, sizes.reason) == (NOT_APPLIES, "no sink rate is above 10 %")
-    assert judged("W-31", *(plain(5, learning_rate=rate) for rate in (1e-3, 1e-4))).outcome == NOT_APPLIES
-
-
 def test_extremes_of_many_levels_are_not_further_apart_by_chance() -> None:
     """For eight levels that differ only by noise, few intervals are above 0; the means are far from the extremes."""
     decays, drawn = np.array([0.0, 0.1, 0.2, 0.4, 0.5, 1.0, 2.0, 5.0]), np.random.default_rng(0)
@@ -112,16 +87,6 @@ def test_extremes_of_many_levels_are_not_further_apart_by_chance() -> None:
     for found, by_chance in ((of_decays, 3.5), (of_ranges, 14.2)):
         assert np.mean([each.low > 0 for each in found]) <= 0.08
         assert abs(np.mean([each.value for each in found])) < by_chance / 2
-
-
-def test_of_several_groups_of_levels_the_one_with_most_sinks_is_read_and_named() -> None:
-    """This holds for any order of the trainings."""
-    rising = [plain(rate, steps=800, learning_rate=level) for level, rate in ((1e-4, 20), (1e-3, 60))]
-    falling = [plain(rate, steps=400, learning_rate=level) for level, rate in ((1e-4, 30), (1e-3, 10))]
-    for given in (rising + falling, falling + rising):
-        found = judged("W-31", *given)
-        assert found.outcome == HOLDS
-        assert "steps=800, of 2 settings the one with most plain sinks" in found.estimates[0].note
 
 
 def test_random_first_tokens() -> None:
@@ -197,41 +162,6 @@ def test_steps_of_one_training_are_judged_over_its_sequences() -> None:
     assert [each.outcome for each in flat] == [FAILS, NOT_APPLIES]
 
 
-def test_steps_of_an_arm_belong_to_its_training(tmp_path: Path) -> None:
-    made = training({"none": {"loss": (1.0, 2.0, 3.0)}, "vga": {"loss": (1.0, 2.0, 3.0)}}, folder=tmp_path / "out")
-
-    def of(arm: str, last: float) -> Steps:
-        sinks = {0: last / 100, 100: last}
-        return steps(str(tmp_path / "out" / arm / "checkpoints"), by_step({0: 2, 100: 4}, sinks), f"series-{arm}")
-
-    seeds = [of(f"none-seed{seed}", rate) for seed, rate in enumerate((0.5, 0.6, 0.4))]
-    found = judged("W-30", made, *seeds)
-    assert found.outcome == HOLDS
-    low, high = stats.t.interval(0.95, 2, 49.5, stats.sem([49.5, 59.4, 39.6]))
-    assert (found.estimates[0].low, found.estimates[0].high) == pytest.approx((low, high))
-    spike = judged("GS-27", made, *seeds)
-    assert (spike.outcome, spike.estimates[0].value) == (HOLDS, pytest.approx(2.0))
-    evidence = Collection((), (made,), (*seeds, of("vga-seed0", 0.0))).evidence({})
-    assert list(evidence) == ["made", "made (vga)"]
-    assert judge(CLAIMS["W-30"], evidence["made (vga)"]).outcome == FAILS
-    with pytest.raises(InputError, match="are steps of one training"):
-        judged("W-30", made, seeds[0], steps(str(seeds[0].of), by_step({0: 2}, {0: 0.0}), "again"))
-    without = judged("W-30", made)
-    assert without.reason == f"sinkscope analyze {tmp_path}/out/none-seed0/checkpoints, and so on for the other seeds"
-
-
-def test_a_training_that_logged_its_sink_rate_needs_no_steps() -> None:
-    """The log shows when the sink appears; the spike of gradients has to be measured."""
-    logged = {"none": {"sink_rate": [[0.005, 0.05, 0.505], [0.006, 0.2, 0.606], [0.004, 0.0, 0.404]]}}
-    made = training({"none": {"loss": (1.0, 2.0, 3.0)}}, courses=logged)
-    found = judged("W-30", made)
-    assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(50))
-    assert found.estimates[0].note.startswith("first above 10 % at step 2, first above 10 % at step 1;")
-    never = {"none": {"sink_rate": [[0.0, 0.05, 0.06], [0.0, 0.0, 0.04], [0.0, 0.05, 0.05]]}}
-    assert judged("W-30", training({"none": {"loss": (1.0, 2.0, 3.0)}}, courses=never)).outcome == FAILS
-    assert judged("GS-27", made).outcome == UNMEASURED
-
-
 def test_of_several_settings_it_is_judged_in_the_one_with_most_sinks() -> None:
     """The note names the setting; in the first setting, which has as many seeds, no sink appears."""
     ends = {1e-4: (0.01, 0.02, 0.03), 2e-4: (0.4, 0.5, 0.6), 4e-4: (0.7, 0.8)}  # by learning rate
@@ -262,23 +192,14 @@ def model(name: str, rate: float, parameters: int = 1, **given: Any) -> RunData:
     return RunData(described, {"attention_by_sequence": rates(rate, 0.0)})
 
 
-def test_names_say_which_models_belong_together() -> None:
-    assert family_of("EleutherAI/pythia-70m-deduped") == family_of("EleutherAI/pythia-1.4b-deduped")
-    assert family_of("EleutherAI/pythia-70m") != family_of("EleutherAI/pythia-70m-deduped")
-    assert family_of("gpt2") == family_of("gpt2-xl") != family_of("facebook/opt-125m")
-    assert family_of("meta-llama/Llama-3.2-1B") != family_of("meta-llama/Meta-Llama-3-8B")
-    assert base_of("meta-llama/Llama-2-7b-chat-hf") == "meta-llama/Llama-2-7b-hf"
-    assert base_of("mistralai/Mistral-7B-Instruct-v0.1") == "mistralai/Mistral-7B-v0.1"
-    assert base_of("google/gemma-3-270m") is None
-
-
 def of_sizes(claim: str, found: Sequence[float], scores: Sequence[float] = ()) -> Judgment:
     names = {f"org/pythia-{count}m": count for count in COUNTS}
     runs = [model(name, rate, count * 10**6) for (name, count), rate in zip(names.items(), found, strict=False)]
     given = []
     for name, score in zip(names, scores, strict=False):
         row = {"condition": "hellaswag", "metric": "acc_norm", "score": score, "is_asked": True}
-        given.append(Scores({"model": {"name": name}}, pd.DataFrame([row, row | {"metric": "acc", "score": 0.0}])))
+        table = pd.DataFrame([row, row | {"metric": "acc", "score": 0.0}])
+        given.append(RunData({"model": {"name": name}}, {"benchmark": table}))
     evidence = Collection([*runs, model("org/other-9m", 0.9, 9)], scores=tuple(given)).evidence({})
     assert judge(CLAIMS[claim], evidence["org/other-9m"]).outcome == UNMEASURED
     return judge(CLAIMS[claim], evidence["org/pythia-14m"])
@@ -308,9 +229,3 @@ def test_a_chat_model_is_compared_with_its_base() -> None:
         assert (found(0.5 + rate.value / 100).outcome == FAILS) == (rate.name == "Mistral-7B")
     alone = Collection([model("org/lm-1b-instruct", 0.5)]).evidence({})["org/lm-1b-instruct"]
     assert judge(CLAIMS["W-12"], alone).reason == "sinkscope analyze org/lm-1b"
-
-
-def test_claims_about_post_norm_models_apply_only_to_them() -> None:
-    wired = {"family": manifest()["family"] | {"wiring": "post-norm"}}
-    evidence = Collection([model("a", 0.5, **wired), model("b", 0.01, **wired), model("c", 0.5)]).evidence({})
-    assert [judge(CLAIMS["W-43"], evidence[name]).outcome for name in "abc"] == [HOLDS, FAILS, NOT_APPLIES]

@@ -4,21 +4,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_hex
 from support.hand_made_runs import experiment
 
-from sinkscope.errors import InputError
-from sinkscope.figures import OF_ROUTES
-from sinkscope.figures.claims import SHADES
 from sinkscope.output.run import Run
 from sinkscope.output.side_by_side import Routes, compare
 from sinkscope.paper_claims.arms import beyond_controls
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.need import Need
-from sinkscope.paper_claims.routes import ROLES, ROUTES, Effect, routes_of, routes_text
+from sinkscope.paper_claims.routes import ROLES, Effect, routes_of
+from sinkscope.paper_claims.studies import Need
 from sinkscope.results.run import RunData
 
 NAME = "nullify-query-bias"
@@ -81,13 +76,6 @@ def test_each_edit_is_its_own_route() -> None:
     assert found[["position vector", "effective position"]].tolist() == pytest.approx([30, 50], abs=0.5)
 
 
-def test_tables_of_older_versions_have_fewer_routes() -> None:
-    table = routes_of(Evidence.of([cut(0.3)], ROLES))
-    older = table[table["route"] != "effective position"]
-    assert routes_text(older)["effective position"].tolist()[1:] == ["not measured"]
-    assert OF_ROUTES["routes"](older).axes
-
-
 # --- several models
 
 
@@ -108,38 +96,5 @@ def test_models_are_shown_side_by_side(tmp_path: Path) -> None:
     assert "diminishes (fig. 3b)" in (tmp_path / "both/routes.md").read_text()
 
 
-def test_runs_of_other_commands_are_not_compared() -> None:
-    learned, rotary = both()
-    analysis = Run(rotary.manifest | {"command": "analyze"}, rotary.tables)
-    with pytest.raises(InputError, match="runs of `intervene` and `analyze` have nothing in common"):
-        compare(learned, analysis)
-
-
 def texts(axes: Sequence[Any]) -> list[list[str]]:
     return [[text.get_text().replace("\n", " ") for text in ax.texts] for ax in axes]
-
-
-def test_the_figure_has_a_cell_for_each_model_and_route_below_those_of_nu() -> None:
-    table = compare(*both()).table
-    figure = OF_ROUTES["routes"](table)
-    assert len(figure.axes) == 3 * len(ROUTES)
-    published, learned, rotary = (figure.axes[first : first + len(ROUTES)] for first in (0, 6, 12))
-    assert texts(published)[0][-1] == "diminishes (fig. 3b)"
-    shown = table[table["model"] == "org/learned"].set_index("route").loc["query bias"]
-    assert f"{shown['before']:.1f} → {shown['after']:.1f}" in texts(learned)[0]
-    assert texts(rotary)[0] == ["does not apply: its queries have no bias"]
-    assert texts(rotary)[1] == ["not measured"]
-    drawn = {line.get_marker(): np.asarray(line.get_xdata(), float) for line in learned[0].lines}
-    assert drawn["|"] == pytest.approx([shown["control"]])
-    spans = [np.sort(np.asarray(line.get_xdata(), float)) for line in learned[0].lines if len(line.get_xdata()) == 2]
-    wanted = [[shown[f"{name}_low"], shown[f"{name}_high"]] for name in ("control", "after", "before")]
-    assert np.allclose(spans, wanted)
-
-    shades = [to_hex(ax.get_facecolor()) for ax in (learned[0], rotary[5], rotary[0])]
-    assert shades == [SHADES[Effect.FALLS], SHADES[Effect.GOES], "#ffffff"]
-
-
-def test_without_interventions_there_is_no_figure() -> None:
-    table = routes_of(Evidence.of([cut(0.3, name="mask-sink")], ROLES))
-    assert OF_ROUTES["routes"].lacking(table) == "no route was cut"
-    assert len(routes_text(table)) == 2

@@ -1,33 +1,39 @@
-"""Grids by channel and by token, and the KV cache: against a Llama written out in torch, in float64."""
+"""Grids by channel and token, the KV cache, and `scheme=full`: against a Llama written out in torch, in float64."""
 
 import copy
-import json
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from gradient_reference import in_double
+from rich.console import Console
 from support.plain import only_float64
 from support.written_llama import as_it_is, llama
-from tiny import ragged_tokens, tiny_model, tiny_tokens
+from tiny import REPRESENTATIVE, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 
 from sinkscope import InputError
 from sinkscope.commands.quantize import quantize
-from sinkscope.measuring.quantization_study import calibrate_ranges, measured_roundings
+from sinkscope.figures.quantization import draw_quantization_cost as draw
+from sinkscope.measuring.quantization_study import Bench, calibrate_ranges, measured_roundings
+from sinkscope.measuring.subject import open_subject
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.quantization.grids import Precision
+from sinkscope.models.family import Family, first_tensor
+from sinkscope.options.measuring import make_config
+from sinkscope.quantization.grids import Precision, Range
 from sinkscope.quantization.simulation import quantized
-from sinkscope.quantization.sites import CACHED, INPUT, OUTPUT, WEIGHT
-from sinkscope.verdict.quantization import whole
+from sinkscope.quantization.sites import CACHED, INPUT, OUTPUT, SCORES, SOFTMAX, SUM, WEIGHT, Site
 
 BITS = 4
 ACTIVATIONS = (INPUT, OUTPUT)
+AT_THE_INTERFACE = [name for name in REPRESENTATIVE if find_family(tiny_model(name)).door == "interface"]
+SMALL: dict[str, Any] = {"input": "random", "num_seqs": 1, "seq_len": 12, "calibration": 1}
 # What is quantized, by which grids, in how many bits. Not all with few bits at once: products of numbers on grids often
 # lie half-way between two steps of the next grid, where round-off decides.
 SCHEMES: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
+    "full": ((WEIGHT, *ACTIVATIONS, SUM, SCORES, SOFTMAX), {}, BITS),
     "weights per channel": ((WEIGHT,), {"weights_per": "channel"}, BITS),
     "activations per token": (ACTIVATIONS, {"activations_per": "token"}, BITS),
     "KV cache per tensor": (CACHED, {"kv_cache_per": "tensor"}, BITS),
@@ -63,7 +69,7 @@ class ByHand:
     def __init__(
         self, model: PreTrainedModel, texts: torch.Tensor, parts: tuple[str, ...], bits: int, **per: str
     ) -> None:
-        self.parts, self.bits = parts, bits
+        self.parts, self.bits, self.is_full = parts, bits, SUM in parts
         self.per = {"weights_per": "tensor", "activations_per": "tensor", "kv_cache_per": "tensor"} | per
         self.seen: dict[str, list[torch.Tensor]] = {}
         for text in texts:
@@ -74,8 +80,9 @@ class ByHand:
         return x
 
     def activation(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        if not name.endswith(("_proj input", "_proj output")) or name.split()[-1] not in self.parts:
-            return x  # the scheme `linear` has only linear layers
+        is_linear = name.endswith(("_proj input", "_proj output")) and name.split()[-1] in self.parts
+        if not is_linear and not self.is_full:
+            return x
         return by_token(x, self.bits) if self.per["activations_per"] == "token" else self.static(name, x)
 
     def static(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +90,7 @@ class ByHand:
         return asymmetric(x, held.min(), held.max(), self.bits)
 
     def weight(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        if not name.endswith("_proj") or WEIGHT not in self.parts:
+        if WEIGHT not in self.parts or not (name.endswith("_proj") or self.is_full):
             return x
         by_channel = self.per["weights_per"] == "channel"
         return symmetric(x, x.abs().amax(1, keepdim=True) if by_channel else x.abs().max(), self.bits)
@@ -111,24 +118,21 @@ def test_a_llama_as_written_out(model: PreTrainedModel, name: str) -> None:
     with in_double(model), only_float64():
         hand = ByHand(model, texts, parts, bits, **per)
         expected = llama(model, ids, hand.activation, hand.weight, hand.cached)
-        ranges = calibrate_ranges(model, list(texts), has_cache="kv_cache_per" in per)
-        assert any(site.part in CACHED for site in ranges) == ("kv_cache_per" in per)
+        scheme = "full" if name == "full" else "linear"
+        ranges = calibrate_ranges(model, list(texts), scheme, has_cache="kv_cache_per" in per)
         before = model(ids).logits
-        found = {}
-        for grids, options in {"these": per, "one a tensor": {}}.items():
-            with quantized(
-                model,
-                ranges,
-                except_sites=[site for site in ranges if site.part not in parts],
-                **{"bits_weights": bits, "bits_activations": bits, "bits_kv_cache": bits},
-                **options,
-            ):
-                found[grids] = model(ids).logits
+
+        def found(without: tuple[str, ...] = (), **options: Any) -> torch.Tensor:
+            kept = [site for site in ranges if site.part not in parts or site.part in without]
+            few = {"bits_weights": bits, "bits_activations": bits, "bits_kv_cache": bits}
+            with quantized(model, ranges, except_sites=kept, **few, **options):
+                return model(ids).logits
+
+        assert (found(**per) - expected).abs().max() < 1e-10
         least = 1e-3 if bits == BITS else 1e-7
-        assert (found["these"] - expected).abs().max() < 1e-10
-        assert (before - expected).abs().max() > least
-        if name != "KV cache per tensor":
-            assert (found["one a tensor"] - expected).abs().max() > least
+        others = [before, *(found((part,), **per) for part in parts)]  # each part has an effect
+        others += [found()] if any(value != "tensor" for value in per.values()) else []
+        assert all((other - expected).abs().max() > least for other in others)
         assert torch.equal(model(ids).logits, before)
 
 
@@ -159,31 +163,90 @@ def test_steps_are_the_mean_of_the_grids(model: PreTrainedModel) -> None:
             assert 0 < known.step < Precision(BITS, BITS, BITS, kv_cache_per="tensor").grid(site, ranges[site]).step
 
 
-def test_padding_changes_no_grid_of_a_token(tmp_path: Path) -> None:
-    lines = [json.dumps({"input_ids": ids.tolist()}) for ids in ragged_tokens((20, 9, 14, 7, 18, 12))]
-    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
-    options: dict[str, Any] = {"num_seqs": 4, "seq_len": 20, "calibration": 2, "input": str(tmp_path / "texts.jsonl")}
-    options |= {"activations_per": "token", "kv_cache_per": "token"}
-    runs = [quantize(tiny_model("llama"), batch_size=size, **options) for size in (1, 4)]
-    losses = [whole(run)["loss"] for run in runs]
-    assert losses[0].to_dict() == pytest.approx(losses[1].to_dict(), rel=1e-3)
+@pytest.mark.parametrize("name", AT_THE_INTERFACE)
+def test_a_quantized_sum_is_also_what_goes_past_the_branch(name: str) -> None:
+    """If only h+½ is quantized, layer_out − mlp_out is on its grid; a quantized layer output is on its own grid."""
+    model, family = tiny_model(name), find_family(tiny_model(name))
+    ranges = calibrate_ranges(model, list(tiny_tokens(3, 24, seed=7)), "full")
+    sums = {site: known for site, known in ranges.items() if site.part == SUM}
+    assert {site.layer for site in sums if site.kind == "layer_out"} == {0, 1, 2}
+    for kind in ("mid", "layer_out"):
+        chosen = {site: known for site, known in sums.items() if site.kind == kind}
+        assert bool(chosen) == (kind in family.sites)
+        found = outputs(model, family, chosen)
+        for site, known in chosen.items():
+            x = found[site.layer, "layer_out"] - (found[site.layer, "mlp_out"] if kind == "mid" else 0.0)
+            wholes = x / Precision(8, 6).grid(site, known).step
+            if family.wiring != "post-norm":  # there the stream continues with the output of the next norm
+                assert (wholes - wholes.round()).abs().max() < 1e-2
 
 
-@pytest.mark.parametrize("name", ["bloom", "gptj"])
-def test_a_cache_that_cannot_be_reached_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"--kv-cache-per does not apply to .* its keys and values cannot be"):
-        calibrate_ranges(tiny_model(name), list(tiny_tokens(1)), has_cache=True)
+def outputs(model: PreTrainedModel, family: Family, ranges: dict[Site, Range]) -> dict[tuple[int, str], torch.Tensor]:
+    """Return, by layer and site, the tensors that plain hooks record in the model with these sites in six bits."""
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    with quantized(model, ranges, bits_activations=6), ExitStack() as hooks:
+        for at, layer in enumerate(family.layer_modules(model)):
+            for site in ("mlp_out", "layer_out"):
+
+                def keep(module: Any, args: Any, output: Any, place: tuple[int, str] = (at, site)) -> None:
+                    found[place] = first_tensor(output).double().clone()
+
+                module = layer.get_submodule(family.sites[site].rpartition(".")[0])
+                hooks.callback(module.register_forward_hook(keep).remove)
+        model(tiny_tokens())
+    return {place: x.view(*tiny_tokens().shape, -1) for place, x in found.items()}
 
 
-def test_the_command_says_which_grids() -> None:
-    options: dict[str, Any] = {"input": "random", "num_seqs": 1, "seq_len": 12, "calibration": 1}
-    run = quantize(tiny_model("llama"), weights_per="channel", kv_cache_per="channel", bits_kv_cache=4, **options)
+@pytest.mark.parametrize("name", ["gpt_oss", "opt-post-norm"])
+def test_sixteen_bits_change_almost_nothing(name: str) -> None:
+    """The models have softcap, windows, learned sink logits, and positions that are added."""
+    model = tiny_model(name)
+    ranges = calibrate_ranges(model, list(tiny_tokens()), "full")
+    plain = model(tiny_tokens()).logits
+    with quantized(model, ranges, bits_weights=16, bits_activations=16):
+        fine = model(tiny_tokens()).logits
+    with quantized(model, ranges, bits_weights=4, bits_activations=4):
+        coarse = model(tiny_tokens()).logits
+    assert (fine - plain).abs().max() < 0.02 * plain.abs().max()
+    assert (coarse - plain).abs().max() > 0.05 * plain.abs().max()
+
+
+def test_a_measured_setting_is_the_quantized_model() -> None:
+    model, texts = tiny_model("llama"), list(tiny_tokens(3, 24, seed=7))
+    with open_subject(model, None, make_config(input="random", num_seqs=5, seq_len=20), Console(quiet=True)) as subject:
+        bench = Bench(subject, Precision(5, 5), scheme="full", batch_size=2)
+        ranges = calibrate_ranges(model, texts, "full")
+        measured = bench.measure(ranges, subject.inputs).loss
+        with quantized(model, ranges, bits_weights=5, bits_activations=5):
+            texts = [torch.tensor(ids)[None] for ids in subject.inputs.sequences]
+            losses = [model(ids, labels=ids).loss for ids in texts]
+    assert measured == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
+
+
+def test_what_cannot_be_reached_is_refused() -> None:
+    for name, options, message in (
+        ("bloom", {"has_cache": True}, "--kv-cache-per does not apply to .* its keys and values cannot be"),
+        ("gptj", {"scheme": "full"}, "--scheme full does not apply to .* its attention code is its own"),
+        ("llama", {"scheme": "ful"}, "scheme 'ful' is unknown; did you mean 'full'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            calibrate_ranges(tiny_model(name), list(tiny_tokens(1)), **options)
+
+
+def test_the_command_says_what_it_quantized_and_by_which_grids() -> None:
+    run = quantize(tiny_model("llama"), weights_per="channel", kv_cache_per="channel", bits_kv_cache=4, **SMALL)
     assert "simulated W8A8KV4" in run.verdict
     assert "weights have a grid for each output channel; keys and values are quantized, with a static" in run.verdict
-    table = run.tables["quantization"].set_index("setting")
-    assert table.loc["kv-cache", "quantized"] == 2 * 3
     assert "keys and values only (4 bits)" in run.verdict
+    assert run.tables["quantization"].set_index("setting").loc["kv-cache", "quantized"] == 2 * 3
     assert set(CACHED) <= set(run.tables["quantization_sites"]["part"])
-    plain = quantize(tiny_model("llama"), **options)
+    full = quantize(tiny_model("llama"), scheme="full", bits_activations=4, **SMALL)
+    assert "simulated W8A4 (full)" in full.verdict
+    assert "also the weights and outputs of embeddings, residual sums" in full.verdict
+    assert set(full.tables["quantization_sites"]["part"]) == {*SCHEMES["full"][0]}
+    assert len(draw(full).axes) >= 2
+    plain = quantize(tiny_model("llama"), **SMALL)
     assert "grid for" not in plain.verdict
+    assert "residual sums" not in plain.verdict
     assert "kv-cache" not in set(plain.tables["quantization"]["setting"])
+    assert full.manifest["quantization"]["linear_layers"] == plain.manifest["quantization"]["linear_layers"] == 21

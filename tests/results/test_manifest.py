@@ -13,15 +13,14 @@ from tiny import FORWARD, tiny_model
 
 import sinkscope
 import sinkscope.results.run
-from sinkscope.commands.repeat import differences, options_of_run
+from sinkscope.commands.measured import differences, options_of_run
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Expectation
 from sinkscope.options import COMMANDS
 from sinkscope.output.run import Run
 from sinkscope.output.side_by_side import compare
 from sinkscope.results.folders import check_output
 from sinkscope.results.manifest import read_manifest
-from sinkscope.results.schema import InterventionArm, RunManifest
+from sinkscope.results.schema import RunManifest
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16}
 VALUES: tuple[Any, ...] = (
@@ -105,18 +104,3 @@ def test_every_entry_edited_by_hand(command: str, runs: Path, tmp_path: Path) ->
         refusal(lambda: options_of_run(folder, command, COMMANDS[command]))
         refusal(lambda: check_output(folder, overwrite=True))
     assert min(count.values()) > (50 if command == "analyze" else 5), count
-
-
-def test_only_known_expectations_of_a_paper() -> None:
-    arm = {"do": [], "paper": "", "watched": [], "controls": []}
-    for value in (*Expectation, "", None):
-        InterventionArm.model_validate(arm | {"expects": value and str(value)})
-    with pytest.raises(ValueError, match="expects"):
-        InterventionArm.model_validate(arm | {"expects": "anything"})
-
-
-def test_the_entry_is_named(runs: Path, tmp_path: Path) -> None:
-    content = json.loads((runs / "analyze" / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps(content | {"input": content["input"] | {"tokens": "many"}}))
-    with pytest.raises(InputError, match=r"run.json is not .*: it is damaged \(`input.tokens`: .*integer"):
-        options_of_run(tmp_path, "analyze", COMMANDS["analyze"])

@@ -1,8 +1,4 @@
-"""The register of metrics has every metric of a table, and no label is repeated elsewhere."""
-
-import ast
-from collections.abc import Iterator
-from pathlib import Path
+"""The register of metrics has every metric of a table, with its format."""
 
 import pytest
 from tiny import tiny_model
@@ -13,19 +9,6 @@ from sinkscope.measuring.summary import arm_metrics
 from sinkscope.results.metrics import EFFECT, METRICS, RETROFIT, SUMMARY, Metric
 from sinkscope.training.tables import ROWS
 from sinkscope.verdict.analysis import SHOWN
-
-PACKAGE = Path(sinkscope.__file__).parent
-REGISTER = PACKAGE / "results" / "metrics.py"
-
-
-def literals(path: Path) -> Iterator[str]:
-    """Yield the complete strings of a module, without docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef
-    docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in docstrings:
-            yield node.value
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -47,15 +30,6 @@ def test_each_metric_is_distinct_and_defined() -> None:
             assert len(set(texts)) == len(texts)
     assert all(name == metric.name for name, metric in METRICS.items())
     assert list(listing("metrics")["metrics"]["metric"]) == list(METRICS)
-
-
-def test_no_label_is_repeated_in_the_source() -> None:
-    """Labels that equal the name of the metric, such as `loss`, are ignored."""
-    labels = {text.lower() for name, metric in METRICS.items() for text in (metric.label, metric.short) if text != name}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path != REGISTER:
-            found = {text for text in literals(path) if text.lower() in labels}
-            assert not found, f"{path.relative_to(PACKAGE)} repeats {found}: read it from METRICS"
 
 
 def test_values_are_printed_in_the_metrics_format() -> None:

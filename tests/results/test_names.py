@@ -11,8 +11,6 @@ from sinkscope.errors import InputError
 from sinkscope.output.run import Run
 from sinkscope.output.series import Series
 from sinkscope.output.trained import Trained
-from sinkscope.quantization.grids import Precision
-from sinkscope.results.run import RunData
 from sinkscope.verdict.scorecard import Scorecard
 
 
@@ -40,19 +38,10 @@ def test_names_in_a_run(run: Run) -> None:
         run.tables["sumary"]
 
 
-def test_a_layer_without_the_metric_is_nan() -> None:
-    """The summary may lack the last layers of a model with attention in only some layers."""
-    run = made_up(layers=2)
-    hybrid = RunData(run.manifest | {"family": {"kinds": ["attention", "attention", "mamba"]}}, run.tables)
-    assert np.isnan(hybrid.metric("sink_rate", 2))
-    with pytest.raises(InputError, match="no layer 3"):
-        hybrid.metric("sink_rate", 3)
-
-
 def test_names_in_what_holds_several_runs() -> None:
     run = made_up()
-    trained = Trained(Path("out"), {"arms": {"vga": {}}}, {"vga": run}, None, {"gates": run.tables["summary"]})
-    series = Series({}, {512: run}, run.tables["summary"])
+    trained = Trained({"arms": {"vga": {}}}, {"gates": run.tables["summary"]}, folder=Path("out"), runs={"vga": run})
+    series = Series({}, {"series": run.tables["summary"]}, runs={512: run})
     card: Any = Scorecard({}, run.tables["summary"].assign(claim="GS-1"), run.tables["summary"])
     for ask, message in (
         (lambda: trained.runs["vgaa"], "arm 'vgaa' is unknown; did you mean 'vga'"),
@@ -64,8 +53,3 @@ def test_names_in_what_holds_several_runs() -> None:
     ):
         with pytest.raises(InputError, match=message):
             ask()
-
-
-def test_grids_of_quantized() -> None:
-    with pytest.raises(InputError, match="weights_per 'chanel' is unknown; did you mean 'channel'"):
-        Precision(weights_per="chanel")  # type: ignore[arg-type]

@@ -2,14 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 
 from sinkscope.errors import InputError
 from sinkscope.results.manifest import MANIFEST, format_of
-from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, read_table, write_table
+from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, read_table
 from sinkscope.verdict.register import written_tables
 
 REPORTS = sorted((Path(__file__).parents[2] / "reports").glob("*/tables/*.parquet"))
@@ -51,17 +50,3 @@ def test_tables_are_read_by_their_columns(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
         with pytest.raises(InputError, match=r"summary.parquet is damaged"):
             read_table(path, (Column("layer", "", kind="whole"),))
-
-
-def test_a_killed_run_leaves_no_partial_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(self: pd.DataFrame, path: Path, **options: Any) -> None:
-        Path(path).write_bytes(b"PAR1 and no more")
-        raise KeyboardInterrupt
-
-    write_table(ROWS, tmp_path / "t.parquet")
-    monkeypatch.setattr(pd.DataFrame, "to_parquet", killed)
-    for path in (tmp_path / "t.parquet", tmp_path / "u.parquet"):
-        with pytest.raises(KeyboardInterrupt):
-            write_table(ROWS.assign(value=2), path)
-    assert not (tmp_path / "u.parquet").exists()
-    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "t.parquet"), ROWS)

@@ -5,8 +5,8 @@ import torch
 
 from sinkscope.models.families import find_family
 from sinkscope.retrofits import retrofit_model
+from sinkscope.retrofits.gates import shrink
 from sinkscope.retrofits.gradient_valve import Valve, at_others, at_position
-from sinkscope.retrofits.vscale import shrink
 from tests.tiny import tiny_model
 
 IDS = torch.arange(3, 3 + 24).reshape(2, 12)

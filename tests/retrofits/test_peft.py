@@ -12,7 +12,6 @@ from support.retrofitted import IDS, METHODS, assert_close, in_double, plain_mod
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sinkscope
-from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import load
@@ -152,10 +151,3 @@ def test_saved_and_loaded_again(label: str, tmp_path: Path) -> None:
         merged.save_pretrained(tmp_path / "merged")
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         assert torch.equal(whole(IDS, use_cache=False).logits, merged(IDS, use_cache=False).logits)
-
-
-def test_replicas_that_share_their_hooks_are_refused() -> None:
-    model = retrofit(plain_model("llama"), "vga")
-    model.model.layers[0].self_attn._is_replica = True
-    with pytest.raises(SinkscopeError, match=r"nn\.DataParallel cannot run a retrofitted model"):
-        logits(model)

@@ -15,6 +15,7 @@ from support.attention_rows import Rows
 from support.naming import naming
 from support.retrofitted import (
     AT_TAPS,
+    EVERYWHERE,
     IDS,
     METHODS,
     SETTINGS,
@@ -26,7 +27,6 @@ from support.retrofitted import (
     retrofitted,
     shared,
     shared_plain,
-    train,
 )
 from tiny import TINY, VOCAB, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
@@ -37,16 +37,14 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 import sinkscope
 from sinkscope.attention.seam import open_seam
-from sinkscope.attention.streaming import streaming
-from sinkscope.attention.taps import NAME, Seam
+from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.intervening import intervening
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.models.projections import projections
-from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
-from sinkscope.retrofits.retrofit import gated, layers_of, registers_before
-from sinkscope.retrofits.vscale import ValueScale, shrink
+from sinkscope.retrofits import new_parameters, retrofit_model
+from sinkscope.retrofits.gates import ValueScale, shrink
+from sinkscope.retrofits.retrofit import gated
 from sinkscope.text.batch import REGISTER, Batch
 
 
@@ -54,9 +52,6 @@ from sinkscope.text.batch import REGISTER, Batch
 def logits(model: PreTrainedModel, ids: torch.Tensor = IDS, **inputs: Any) -> torch.Tensor:
     with in_double(model):
         return model(ids, use_cache=False, **inputs).logits
-
-
-# ------------------------------------------------------------------------------------------ the mathematics
 
 
 def v_scale(value: torch.Tensor, c: float) -> torch.Tensor:
@@ -81,63 +76,23 @@ def test_v_scale_has_the_papers_jacobian_and_eigenvalues() -> None:
 def test_v_scale_at_its_ends() -> None:
     value = torch.randn(2, 3, 4)
     assert torch.equal(v_scale(value, 0.0), value)
-    assert torch.equal(v_scale(value.bfloat16(), 0.0), value.bfloat16())
     nothing = torch.zeros(4, requires_grad=True)
     v_scale(nothing, 0.0).sum().backward()
     assert nothing.grad is not None
     assert nothing.grad.isfinite().all()
-    assert shrink(torch.tensor([1e-3], dtype=torch.float64), 2.0).item() == pytest.approx(5e-7, rel=1e-5)
     rounded = (value * 0.01).bfloat16()
     assert torch.equal(v_scale(rounded, 1.0), v_scale(rounded.double(), 1.0).bfloat16())  # rounded once
 
 
 def test_c_is_as_defined_for_each_layer_and_key_value_head() -> None:
     """C = (dσ)² λ, λ = exp(θ)."""
-    model = retrofit_model(tiny_model("llama"), None, "vscale", sigma=0.1)
+    model = retrofit_model(tiny_model("llama"), None, "vscale", sigma=0.1, strength=0.5)
     scales = [module for module in model.modules() if isinstance(module, ValueScale)]
-    assert [tuple(scale.theta.shape) for scale in scales] == [(2,)] * 3
-    assert all(torch.equal(scale.theta, torch.zeros(2)) for scale in scales)
+    for scale in scales:
+        torch.testing.assert_close(scale.c(), torch.full((2,), (8 * 0.1) ** 2 * 0.5))
     with torch.no_grad():
         scales[1].theta.copy_(torch.tensor([1.0, -2.0]))
-    expected = (8 * 0.1) ** 2 * torch.tensor([1.0, -2.0]).exp()
-    torch.testing.assert_close(scales[1].c(), expected)
-    fixed = retrofit_model(tiny_model("llama"), None, "vscale", learned=False)
-    assert [module.c() for module in fixed.modules() if isinstance(module, ValueScale)] == [(8 * 0.02) ** 2] * 3
-    assert not new_parameters(fixed)
-    started = retrofit_model(tiny_model("llama"), None, "vscale", strength=0.5)
-    assert all(torch.allclose(p.exp(), torch.tensor(0.5)) for p in new_parameters(started).values())
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "falcon-new"])
-def test_vga_in_a_model_has_the_papers_gradient_at_every_layer(name: str) -> None:
-    """Appendix A, eq. 15: ∂L/∂V_j = Σ_i α_ij [g_j I + g_j (1 − g_j) W_g V_j] ∂L/∂z_i, from ∇v̂ at the value tap."""
-    model = retrofitted(name, "vga").requires_grad_(True)
-    family = find_family(model)
-    at_tap, raw = [], []
-    with open_seam(model, family) as seams, in_double(model):
-        for index, seam in seams.items():
-            seam.value.register_forward_hook(lambda m, a, out: at_tap.append(_kept(out)))
-            module = projections(model, family, index)["value"].module
-            module.register_forward_hook(lambda m, a, out: raw.append(_kept(out.clone())) or raw[-1], prepend=True)
-        model(IDS, labels=IDS, use_cache=False).loss.backward()
-    for index, (seen, whole) in enumerate(zip(at_tap, raw, strict=True)):
-        places = projections(model, family, index)["value"].places
-        part = layers_of(model, family)[index].attention.retrofit
-        value, gradient = whole.detach()[..., places], seen.grad.transpose(1, 2)
-        sigmoid = torch.sigmoid(value.flatten(-2) @ part.weight)
-        content = 2 * sigmoid[..., None] * gradient
-        regulation = (2 * sigmoid * (1 - sigmoid) * (value * gradient).sum(-1)) @ part.weight.T
-        expected = content + regulation.unflatten(-1, value.shape[-2:])
-        assert_close(whole.grad[..., places], expected.detach())
-        assert regulation.abs().max() > 1e-3 * content.abs().max()  # otherwise the comparison would be trivial
-
-
-def _kept(x: torch.Tensor) -> torch.Tensor:
-    x.retain_grad()
-    return x
-
-
-# -------------------------------------------------------------------- in a model: the definition, at the taps
+    torch.testing.assert_close(scales[1].c(), (8 * 0.1) ** 2 * torch.tensor([1.0, -2.0]).exp())
 
 
 @contextmanager
@@ -294,16 +249,13 @@ def test_other_starts_come_as_near_as_their_parameters_say() -> None:
         model = retrofit_model(plain_model(name), None, method, **parameters)
         return float((logits(model) - before).abs().max() / before.abs().max())
 
-    for name in ("llama", "gemma2", "gpt2", "bloom"):
-        with naming(name):
-            assert distance(name, "vscale", strength=1e-9) < 1e-6 < distance(name, "vscale")
-            assert distance(name, "learnable-sink", first=-60) < 1e-6 < distance(name, "learnable-sink", first=0)
+    for name in ("llama", "bloom"):
+        assert distance(name, "vscale", strength=1e-9) < 1e-6 < distance(name, "vscale")
+        assert distance(name, "learnable-sink", first=-60) < 1e-6 < distance(name, "learnable-sink", first=0)
     model, plain = retrofit_model(plain_model("llama"), None, "vga", scale=1), plain_model("llama")
-    with torch.no_grad():
-        for layer in plain.model.layers:
-            layer.self_attn.v_proj.weight.mul_(0.5)
+    for layer in plain.model.layers:
+        layer.self_attn.v_proj.weight.data.mul_(0.5)
     assert_close(logits(model), logits(plain))  # the paper's own gate starts at ½
-    assert model.config.retrofit["parameters"] == {"placement": "value", "scale": 1.0}  # recorded
 
 
 @each_pair(list(TINY), list(METHODS))
@@ -322,41 +274,28 @@ def test_gradients_reach_every_new_parameter(name: str, label: str) -> None:
 
 def test_so_many_parameters_are_added() -> None:
     """There are H query heads, K key/value heads of width d, and D is the width of the attention's input."""
-    for name in ("llama", "qwen3", "gpt2", "falcon", "gptj"):
-        with naming(name):
-            plain = tiny_model(name)
-            before = set(plain.state_dict())
-            found = projections(plain, find_family(plain), 0)
-            value, query = (found[role].places for role in ("value", "query"))
-            heads, (key_heads, d), width = query.shape[0], value.shape, 32
-            shapes = {
-                "vscale": (key_heads,),
-                "vga": (key_heads * d, key_heads),
-                "vga-output": (key_heads * d, heads),
-                "iga": (width, key_heads),
-                "iga-output": (width, heads),
-                "learnable-sink": (heads,),
-                "key-bias": (heads, d),
-            }
-            for label, shape in shapes.items():
+    for name, heads, key_heads in (("llama", 4, 2), ("gpt2", 4, 4), ("falcon", 4, 1)):
+        d, width, before = 8, 32, set(tiny_model(name).state_dict())
+        shapes: dict[str, tuple[int, ...]] = {
+            "vscale": (key_heads,), "vga": (key_heads * d, key_heads), "vga-output": (key_heads * d, heads),
+            "iga": (width, key_heads), "iga-output": (width, heads), "learnable-sink": (heads,), "key-bias": (heads, d),
+        }  # fmt: skip
+        for label, shape in shapes.items():
+            with naming(name, label):
                 model = retrofitted(name, label, torch.float32)
                 added = new_parameters(model)
                 assert [tuple(parameter.shape) for parameter in added.values()] == [shape] * 3
                 assert added.keys() == {key for key, _ in model.named_parameters() if ".retrofit." in key}
-                assert before | added.keys() == set(model.state_dict()), label
-            assert not new_parameters(retrofitted(name, "vscale-fixed", torch.float32))
-            registers = new_parameters(retrofitted(name, "register-tokens", torch.float32))
-            assert {key: tuple(value.shape) for key, value in registers.items()} == {"retrofit.embeddings": (3, 32)}
-
-
-# ------------------------------------------------------------------------------------- generating and padding
+                assert before | added.keys() == set(model.state_dict())
+    registers = new_parameters(retrofitted("llama", "register-tokens", torch.float32))
+    assert {key: tuple(value.shape) for key, value in registers.items()} == {"retrofit.embeddings": (3, 32)}
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor = IDS, **options: Any) -> Any:
     return model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
 
 
-@each_pair(list(TINY), list(METHODS))
+@EVERYWHERE
 def test_generates_the_same_with_the_cache_and_without(name: str, label: str) -> None:
     model = shared(name, label)
     wanted = {"output_logits": True, "return_dict_in_generate": True}
@@ -379,7 +318,7 @@ def test_generates_the_same_with_the_cache_and_without(name: str, label: str) ->
                 assert torch.equal(together[row, 9:], alone[0, len(ids) :])
 
 
-@each_pair(list(TINY), list(METHODS))
+@EVERYWHERE
 def test_padding_changes_nothing(name: str, label: str) -> None:
     """An exception is a sliding window, which counts tokens instead of positions when the padding is inside it."""
     model, sequences = shared(name, label), ragged_tokens([9, 5, 7])
@@ -397,16 +336,6 @@ def test_padding_changes_nothing(name: str, label: str) -> None:
                 assert_close(found, expected, 1e-5 if has_alibi else 1e-9)
 
 
-def test_registers_are_in_a_continued_cache_once() -> None:
-    """The cache may come from a second turn, or from a prompt that is read in chunks."""
-    model = retrofitted("llama", "register-tokens")
-    first = generate(model, return_dict_in_generate=True)
-    prompt = torch.cat([first.sequences, IDS], dim=1)
-    again = generate(model, prompt, past_key_values=first.past_key_values)
-    assert torch.equal(again, generate(model, prompt))
-    assert torch.equal(generate(model, prefill_chunk_size=4), first.sequences)
-
-
 def test_registers_keep_the_texts_length() -> None:
     model = retrofitted("llama", "register-tokens", torch.float32)
     with torch.no_grad():
@@ -415,36 +344,15 @@ def test_registers_keep_the_texts_length() -> None:
         assert torch.equal(model(IDS, logits_to_keep=4).logits, whole.logits[:, -4:])
         assert torch.equal(model(IDS, logits_to_keep=11).logits, whole.logits)
         assert torch.equal(model(IDS, return_dict=False)[0], whole.logits)
-        embedded = model.get_input_embeddings()(IDS)
-        assert torch.equal(model(inputs_embeds=embedded).logits, whole.logits)
-        loss = model(IDS, labels=IDS).loss
-    expected = nn.functional.cross_entropy(whole.logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
-    torch.testing.assert_close(loss, expected)
-    batch = padded(ragged_tokens([9, 5]), "left")
-    labels = batch.token_ids.masked_fill(batch.attention_mask == 0, -100)
-    with torch.no_grad():
-        found = model(batch.token_ids, attention_mask=batch.attention_mask, labels=labels)
-    targets = labels.clone()
-    targets[torch.arange(2), batch.start] = -100
-    expected = nn.functional.cross_entropy(found.logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
-    torch.testing.assert_close(found.loss, expected)
-
-
-def test_registers_say_what_they_cannot_do() -> None:
-    model = retrofitted("gpt2", "register-tokens", torch.float32)
-    with pytest.raises(InputError, match="254 tokens and 3 registers are beyond the model's 256 positions"):
-        model(torch.ones(1, 254, dtype=torch.long))
-    with pytest.raises(InputError, match="static"):
-        model.generate(IDS, cache_implementation="static", max_new_tokens=2, disable_compile=True)
-    with pytest.raises(InputError, match="two dimensions"):
-        model(IDS, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
-    with pytest.raises(InputError, match="logits_to_keep"):
-        model(IDS, logits_to_keep=torch.tensor([3]))
-    with pytest.raises(InputError, match="beyond the model's 253 positions"):
-        sinkscope.analyze(model, input="random", num_seqs=2, seq_len=254)
-
-
-# ------------------------------------------------------------------------------------------ being trained
+        assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(IDS)).logits, whole.logits)
+        batch = padded(ragged_tokens([9, 5]), "left")
+        for ids, mask, start in ((IDS, None, [0, 0]), (batch.token_ids, batch.attention_mask, batch.start)):
+            labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+            found = model(ids, attention_mask=mask, labels=labels)
+            targets = labels.clone()
+            targets[torch.arange(2), start] = -100
+            expected = nn.functional.cross_entropy(found.logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+            torch.testing.assert_close(found.loss, expected)
 
 
 def without_dropout(model: PreTrainedModel) -> None:
@@ -485,29 +393,6 @@ def test_dropout_of_the_weights_is_kept_in_training(name: str, label: str) -> No
             elif name == "opt" and hasattr(module, "num_heads"):
                 module.dropout = 0.5
         assert not torch.equal(model(IDS).logits, model(IDS).logits)
-
-
-def test_displacement_is_measured_from_the_start() -> None:
-    for label in METHODS:
-        if label == "vscale-fixed":
-            continue
-        model = retrofitted("llama", label, torch.float32, trained=False)
-        still = gate_displacement(model)
-        assert (still["displacement"] == 0).all()
-        before = {name: parameter.detach().clone() for name, parameter in new_parameters(model).items()}
-        train(model)
-        moved = gate_displacement(model)
-        assert list(moved.columns) == ["layer", "head", "parameter", "displacement"]
-        assert (moved["displacement"] > 0).all()
-        name, parameter = list(new_parameters(model).items())[-1]
-        change = (parameter.detach() - before[name]).double()
-        by_head = change.norm(dim=0 if label[1:3] == "ga" else 1) if change.dim() > 1 else change.abs()
-        last = moved[moved["layer"] == (-1 if label == "register-tokens" else 2)]
-        assert last["displacement"].tolist() == pytest.approx(by_head.tolist())
-    assert gate_displacement(tiny_model("llama")).empty
-
-
-# ---------------------------------------------------------------------------------- measuring: against eager
 
 
 def as_the_plain_family(model: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -559,7 +444,7 @@ def backward_tables(name: str, label: str) -> dict[str, pd.DataFrame]:
     return gradient_tables(shared(name, label), ragged_tokens(LENGTHS))
 
 
-@each_pair(list(TINY), list(METHODS))
+@EVERYWHERE
 def test_the_value_gradient_is_what_attention_routes_to_it(name: str, label: str) -> None:
     """∇v_s = Σ_t a[t,s] g_t at the value tap, for any change of the value before it and of the mix after it."""
     check = backward_tables(name, label)["gradient_check"]
@@ -609,29 +494,19 @@ def test_registers_are_measured_as_the_first_positions(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "label"), [("llama", "vga"), ("llama", "register-tokens"), ("gpt2", "vscale"), ("bloom", "key-bias")]
+    ("name", "label"), [("llama", "register-tokens"), ("gpt2", "iga-output"), ("bloom", "key-bias")]
 )
 def test_analyze_takes_a_retrofitted_model_and_leaves_it_as_it_was(name: str, label: str) -> None:
     model = retrofitted(name, label, torch.float32)
-    with torch.no_grad():
-        before = model(IDS).logits
-    parts = dict(model.named_modules())
+    before, parts = logits(model), dict(model.named_modules())
     run = sinkscope.analyze(model, input="random", num_seqs=4, seq_len=16)
     assert {"attention", "geometry", "activation", "massive", "outlier", "gradient"} <= set(run.tables)
     assert dict(model.named_modules()) == parts
-    with torch.no_grad():
-        assert torch.equal(model(IDS).logits, before)
-        assert torch.equal(model.generate(IDS, max_new_tokens=1, pad_token_id=0)[:, :9], IDS)
+    assert torch.equal(logits(model), before)
     for kernel in ("sdpa", "eager"):
         with open_tracer(model, find_family(model), kernel) as tracer:
             assert_close(tracer.logits(Batch(IDS, torch.ones_like(IDS))), before, 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "label"), [("llama", "register-tokens"), ("gpt2", "iga-output"), ("gptj", "learnable-sink")]
-)
-def test_the_doctor_finds_nothing_wrong(name: str, label: str) -> None:
-    report = sinkscope.doctor(retrofitted(name, label, torch.float32))
+    report = sinkscope.doctor(model)
     assert report.ok, str(report)
 
 
@@ -641,20 +516,16 @@ def test_the_doctor_finds_nothing_wrong(name: str, label: str) -> None:
 def test_interventions_act_on_a_retrofitted_model(name: str, label: str) -> None:
     """No later token sees position 0, which is the first register if there are registers."""
     model = retrofitted(name, label, torch.float32)
-    with torch.no_grad():
-        before = model(IDS).logits
-        with intervening(model, "mask-sink"):
-            masked = model(IDS).logits
-            assert torch.equal(generate(model), generate(model, use_cache=False))
-        assert torch.equal(model(IDS).logits, before)
-        if label == "register-tokens":  # the same as a change of that register, because no token sees it
-            model.retrofit.embeddings[0] += 1.0
-            with intervening(model, "mask-sink"):
-                assert_close(model(IDS).logits, masked, 1e-5)
+    before = logits(model)
+    with intervening(model, "mask-sink"):
+        masked = logits(model)
+        assert torch.equal(generate(model), generate(model, use_cache=False))
+    assert torch.equal(logits(model), before)
     assert (masked - before).abs().max() > 1e-3 * before.abs().max()
-
-
-# ------------------------------------------------------------------------------------------------- refusals
+    if label == "register-tokens":  # a change of that register has no effect, because no token sees it
+        model.retrofit.embeddings.data[0] += 1.0
+        with intervening(model, "mask-sink"):
+            assert_close(logits(model), masked, 1e-5)
 
 
 def test_unknown_methods_and_parameters_are_refused() -> None:
@@ -663,12 +534,11 @@ def test_unknown_methods_and_parameters_are_refused() -> None:
         ("vgaa", {}, "retrofit 'vgaa' is unknown; did you mean 'vga'"),
         ("vga", {"placment": "value"}, "vga: parameter 'placment' is unknown; did you mean 'placement'"),
         ("vga", {"placement": "key"}, "vga: placement: input should be 'value' or 'output'"),
-        ("vga", {"scale": 0}, "vga: scale: input should be greater than 0"),
         ("vscale", {"strength": 0}, "λ = exp.θ. is never 0"),
-        ("vscale", {"sigma": "much"}, "vscale: sigma: "),
         ("register-tokens", {"count": 0}, "register-tokens: count: "),
-        ("key-bias", {"heads": 1}, "key-bias: parameter .heads. is unknown"),
-        ("learnable-sink", {"first": "nan"}, "learnable-sink: first: "),
+        ("operation", {"kind": "sigmiod"}, "operation: kind: 'sigmiod' is unknown; did you mean 'sigmoid'"),
+        ("operation", {"kind": "sigmoid", "factor": 2}, "factor and power are of kind=softmax"),
+        ("key-bias", {"norm": 2.0}, "norm applies only to value=axis"),
     ):
         with pytest.raises(InputError, match=words):
             retrofit_model(model, None, method, **parameters)
@@ -698,24 +568,3 @@ def test_models_that_cannot_be_retrofitted_are_refused_and_stay_as_they_were() -
         layer.self_attention.slow_but_exact, layer.self_attention.pretraining_tp = True, 2
     with pytest.raises(SinkscopeError, match="output projection was not called"):
         bloom(IDS)
-
-
-@pytest.mark.parametrize("label", ["learnable-sink", "key-bias"])
-def test_an_attention_that_would_leave_a_denominator_out_is_refused(label: str) -> None:
-    model = retrofitted("llama", label)
-    for kernel in ("eager", "sdpa", {"": "sdpa"}):
-        with pytest.raises(InputError, match=f"does not support this model's {label}"):
-            model.set_attn_implementation(kernel)
-    assert model.config._attn_implementation == NAME
-    gated = retrofitted("llama", "vga")
-    gated.set_attn_implementation("eager")
-    assert gated.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("label", METHODS)
-def test_a_window_of_the_complete_text_changes_nothing(label: str) -> None:
-    model = shared("llama", label)
-    family, length = find_family(model), IDS.shape[1] + registers_before(model)
-    with open_seam(model, family) as seams, streaming(model, family, seams, 0, length):
-        streamed = logits(model)
-    assert_close(streamed, logits(model), 1e-9)

@@ -1,6 +1,5 @@
 """A retrofitted model is saved and loaded again: the logits are equal bit for bit, and the plain class refuses it."""
 
-import copy
 import json
 import shutil
 import subprocess
@@ -13,27 +12,29 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.retrofit_command import words_tokenizer
+from support.retrofitted import FURTHER, pairs
 from support.retrofitted import METHODS as ALL_METHODS
-from support.retrofitted import pairs
 from tiny import TINY, tiny_model, tiny_tokens
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import sinkscope
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
-from sinkscope.models.model_types import base_type
 from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
 
 # with parameters that are not at their defaults
-METHODS = ALL_METHODS | {
-    "vscale": ("vscale", {"sigma": 0.3}),
-    "vscale-fixed": ("vscale", {"learned": False, "strength": 30.0}),
-    "vga": ("vga", {"scale": 1.5}),
-    "learnable-sink": ("learnable-sink", {"first": -1}),
-}
-EACH_METHOD = pytest.mark.parametrize("label", METHODS)
+METHODS = (
+    ALL_METHODS
+    | FURTHER
+    | {
+        "vscale": ("vscale", {"sigma": 0.3}),
+        "vscale-fixed": ("vscale", {"learned": False, "strength": 30.0}),
+        "vga": ("vga", {"scale": 1.5}),
+        "learnable-sink": ("learnable-sink", {"first": -1}),
+    }
+)
 IDS = tiny_tokens(2, 9)
 ROOT = Path(__file__).parents[2]
 
@@ -75,8 +76,9 @@ HALVED = ("llama", "mixtral", "gemma2", "gpt_oss", "gpt2", "gptj", "falcon", "bl
 
 @pytest.mark.parametrize(
     ("name", "label", "dtype"),
-    [(*pair, torch.float32) for pair in pairs(list(TINY), list(METHODS))]
-    + [(*pair, torch.bfloat16) for pair in pairs(HALVED, list(METHODS))],
+    [(*pair, torch.float32) for pair in pairs(list(TINY), list(ALL_METHODS))]
+    + [(*pair, torch.bfloat16) for pair in pairs(HALVED, list(ALL_METHODS))]
+    + [("llama", label, torch.float32) for label in ("mlp-kernel", "p-norm", "kv-bias", "key-bias-axis")],
 )
 def test_saved_and_loaded_it_gives_the_same_logits(name: str, label: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = trained(name, label, dtype)
@@ -106,18 +108,6 @@ def test_the_folder_says_what_was_done(tmp_path: Path) -> None:
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")).__name__ == "LlamaForCausalLM"
 
 
-@EACH_METHOD
-def test_tied_weights_stay_tied(label: str, tmp_path: Path) -> None:
-    config = AutoConfig.for_model("llama", **TINY["llama"][1], tie_word_embeddings=True)
-    model = AutoModelForCausalLM.from_config(config)
-    method, parameters = METHODS[label]
-    retrofit_model(model.eval(), None, method, **parameters).save_pretrained(tmp_path)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.lm_head.weight is again.model.embed_tokens.weight
-    assert torch.equal(logits(again), logits(model))
-
-
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss", "gpt2"])
 def test_a_model_read_from_a_folder_is_retrofitted_saved_and_read(name: str, tmp_path: Path) -> None:
     """Mixtures of experts have other shapes in a file, also if the model came from such a file."""
@@ -131,23 +121,6 @@ def test_a_model_read_from_a_folder_is_retrofitted_saved_and_read(name: str, tmp
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "twice")), logits(model))
     plain, gated = (set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("plain", "gated"))
     assert {name for name in gated if "retrofit" not in name} == plain
-
-
-@EACH_METHOD
-def test_copied_in_memory_it_is_a_model_of_its_own(label: str) -> None:
-    """The hooks are copied too: changes of the copy's parameters affect the copy."""
-    for name in ("llama", "gptj"):
-        model = trained(name, label)
-        twin, before = copy.deepcopy(model), logits(model)
-        assert torch.equal(logits(twin), before)
-        with torch.no_grad():
-            for parameter in new_parameters(model).values():
-                parameter.add_(1.0)
-        assert torch.equal(logits(twin), before)
-        assert label == "vscale-fixed" or not torch.equal(logits(model), before)
-
-
-# ----------------------------------------------------------------------------------- without sinkscope, and with it
 
 
 @pytest.fixture(scope="module")
@@ -205,45 +178,22 @@ def test_plain_transformers_refuses_it_and_importing_the_retrofits_is_enough(fol
     }
 
 
-def test_the_folder_says_how_to_load_it(folder: Path) -> None:
-    """The README names the method and its parameters, and has the lines that load it, which are run here."""
-    readme = (folder / "README.md").read_text(encoding="utf-8")
-    assert "`vga` (placement = value, scale = 1.5)" in readme
-    program = readme.split("```python\n")[1].split("```")[0].replace("this folder", str(folder))
-    assert program.index("import sinkscope.retrofits") < program.index("transformers import")
-    names: dict[str, Any] = {}
-    exec(program, names)
-    assert type(names["model"]).__name__ == "SinkscopeLlamaForCausalLM"
-
-
 def test_transformers_own_types_are_what_they_were() -> None:
-    for model_type in ("llama", "gpt2"):
-        assert CONFIG_MAPPING[model_type].__module__.startswith("transformers.")
-        assert not hasattr(AutoConfig.for_model(model_type), "retrofit")
+    assert CONFIG_MAPPING["llama"].__module__.startswith("transformers.")
+    assert not hasattr(AutoConfig.for_model("llama"), "retrofit")
     assert "sinkscope_llama" in CONFIG_MAPPING
-    assert "sinkscope_nothing" not in CONFIG_MAPPING
     assert "sinkscope_sinkscope_llama" not in CONFIG_MAPPING
-    with pytest.raises(KeyError):
-        CONFIG_MAPPING["sinkscope_nothing"]
-    assert base_type("sinkscope_gpt2") == "gpt2"
 
 
-# --------------------------------------------------------------------------------------- with sinkscope's commands
-
-
-@pytest.mark.parametrize("label", ["vscale", "key-bias", "register-tokens"])
+@pytest.mark.parametrize("label", ["key-bias", "register-tokens"])
 def test_sinkscope_loads_and_analyzes_the_folder(label: str, tmp_path: Path) -> None:
     model = trained("llama", label)
     model.save_pretrained(tmp_path)
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{index}": index for index in range(3, 96)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>").save_pretrained(tmp_path)
+    words_tokenizer().save_pretrained(tmp_path)
     loaded = sinkscope.load(str(tmp_path))
     assert torch.equal(logits(loaded.model), logits(model))
     assert loaded.tokenizer is not None
-    assert loaded.tokenizer("w5 w7")["input_ids"] == [5, 7]
-    assert AutoTokenizer.from_pretrained(tmp_path)("w9")["input_ids"] == [9]
+    assert AutoTokenizer.from_pretrained(tmp_path)("w9")["input_ids"] == loaded.tokenizer("w9")["input_ids"]
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     run = sinkscope.analyze(str(tmp_path), input="random", num_seqs=2, seq_len=12)
     if label == "register-tokens":

@@ -30,10 +30,9 @@ from sinkscope.models.in_memory import undisturbed
 from sinkscope.text.batch import IGNORED, Batch
 from sinkscope.text.inputs import masked
 from support.encoders import word_tokenizer
-from support.every_model import NOT_BUILT, VOCAB, tiny_of
+from support.every_model import NOT_BUILT, TOLD, VOCAB, tiny_of
 from support.everything import differences as differences_of_state
 from support.everything import snapshot
-from support.multimodal import TOLD
 from support.plain import Plain, only_float64, run_plainly
 
 

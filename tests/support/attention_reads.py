@@ -16,6 +16,21 @@ def causal_mask(length: int, window: int | None = None) -> torch.Tensor:
     return seen if window is None else seen.triu(1 - window)
 
 
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> tuple[torch.Tensor, ...]:
+    """Compute weights, mix and log-sum-exp by the definition; NaN where a query sees no key."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    logits = call.scaling * query @ key.mT
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    mask = causal_mask(query.shape[2]) if call.mask is None else call.mask
+    logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    total = logits.exp().sum(-1)
+    if call.sink_logits is not None:
+        total = total + call.sink_logits.exp()[:, None]
+    weights = logits.exp() / total[..., None]
+    return weights, weights @ value, total.log()
+
+
 def call_of(kind: str, length: int, batch: Batch) -> AttentionCall:
     """Return a call with a mask or another extra of some family; masks hide padding keys, as in transformers."""
     seen = causal_mask(length)[None, None] & batch.attention_mask.bool()[:, None, None]

@@ -1,5 +1,6 @@
 """One figure of each name, drawn from small tables made by hand."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,22 @@ from sinkscope.output.run import Run
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED
 from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
-from support.figure_tables import grid, make_run
+from support.figure_tables import gradient_tables, grid, make_run
 
-SEEDS, NAMES = range(3), ("untouched", "none", "vga")
+SEEDS, STEPS = range(3), range(0, 101, 10)
+SINGLE = {"nullify-query-bias": [0]}
+MANY = {
+    "nullify-first-embedding": [0],
+    "transplant-epe": [0, 1],
+    "costs $5, or $x$ more": [0],
+    "zero-massive+nullify-query-bias+mask-sink": [0],
+    **{f"arm {place}": [0] for place in range(7)},
+}
+ELSEWHERE = {"first": [0], "second": [2, 4, 5], "third": [3]}
+STEP_METRICS = (
+    "loss", "sink_rate", "value_gradient_ratio", "key_gradient_ratio", "norm_ratio", "compress_slope",
+    "compress_correlation",
+)  # fmt: skip
 OF_EXPERIMENTS = {"effects", "effects-by-layer", "arm-maps", "arm-maps-by-layer"}
 # figures of text, whose cells have no axes
 TEXTS = {"scorecard", "scorecard-by-model", "routes"}
@@ -25,12 +39,12 @@ def drawn(name: str) -> Figure:
     if name in OF_RUNS:
         return OF_RUNS[name]([make_run(model="org/One_1"), make_run(model="org/Two_2")])
     if name in OF_STEPS:
-        return OF_STEPS[name]([(step, _with_norms(step)) for step in (0, 100, 1000)])
+        return OF_STEPS[name]([checkpoint(step) for step in (0, 100, 1000)])
     if name in OF_ARMS:
         return OF_ARMS[name](_arms())
     if name in OF_SWEEP:
         return OF_SWEEP[name](_sweep())
-    return draw(name, _experiment() if name in OF_EXPERIMENTS else _run())
+    return draw(name, experiment() if name in OF_EXPERIMENTS else _run())
 
 
 def names() -> list[str]:
@@ -61,53 +75,96 @@ def _run() -> Run:
     )
 
 
-def _experiment() -> Run:
-    labels = {"zero-key-columns": [0], "transplant-epe": [0, 1]}
-    arms = pd.DataFrame({"arm": ["before", "after", *["control"] * 3], "draw": [-1, -1, 0, 1, 2]})
+def effect_table(watched: dict[str, list[int]], layers: int, draws: int) -> pd.DataFrame:
+    random = np.random.default_rng(1)
+    by_arm = [("before", -1), ("after", -1), *(("control", draw) for draw in range(draws))]
     parts = []
-    for label, positions in labels.items():
-        for metric in ("sink_rate", "window_mass"):
-            parts.append(grid(condition=[label], layer=range(-1, 4), metric=[metric], position=positions))
-        parts.append(grid(condition=[label], layer=[-1], metric=["perplexity", "massive_magnitude"], position=[-1]))
-    effect = _values(pd.concat(parts, ignore_index=True).merge(arms, how="cross"))
-    effect = effect.assign(name=effect["condition"])
-    of_model = effect["position"] == -1
-    effect.loc[of_model, "value"] *= 10 ** (1 + 3 * effect.loc[of_model, "value"])
-    conditions = ["before", *labels, *(f"{label} control 0" for label in labels)]
-    maps = grid(condition=conditions, layer=range(3), query=range(8), key=range(8))
-    maps = _values(maps[maps["key"] <= maps["query"]], column="weight")
-    record = {"command": "intervene", "arms": {label: {"watched": at} for label, at in labels.items()}, "draws": 3}
-    return Run(make_run().manifest | record, {"effect": effect, "arm_maps": maps})
+    for label, positions in watched.items():
+        rows = [(metric, at) for metric in ("sink_rate", "window_mass") for at in positions]
+        rows += [("massive_magnitude", -1), ("perplexity", -1)]
+        for arm, draw_ in by_arm:
+            for metric, position in rows:
+                own = range(-1, 0) if metric == "perplexity" else range(-1, layers)
+                value = random.uniform(0, 1, len(own)) * (100 if position == -1 else 1)
+                one = pd.DataFrame({"layer": own, "value": value, "metric": metric, "position": position})
+                parts.append(one.assign(condition=label, name=label, arm=arm, draw=draw_, model="org/Tiny-1M"))
+    return pd.concat(parts, ignore_index=True)
 
 
-def _with_norms(step: int) -> Run:
-    metrics = ["loss", "sink_rate", "value_gradient_ratio", "key_gradient_ratio", "norm_ratio", "compress_slope"]
-    run = make_run(summary=_values(grid(layer=range(-1, 4), metric=metrics)))
-    gradient = run.tables["gradient"]
-    return make_run(
-        summary=run.tables["summary"], gradient=gradient.assign(grad_norm=gradient["grad_norm"] * (1 + step))
-    )
+def maps_table(conditions: Sequence[str], layers: Sequence[int], tokens: int) -> pd.DataFrame:
+    table = grid(condition=conditions, layer=layers, query=range(tokens), key=range(tokens))
+    table = table[table["key"] <= table["query"]].assign(model="org/Tiny-1M")
+    return table.assign(weight=np.random.default_rng(2).uniform(0, 1, len(table)))
+
+
+def experiment(
+    watched: dict[str, list[int]] = MANY,
+    layers: int = 4,
+    draws: int = 3,
+    tokens: int = 8,
+    without_maps: Sequence[str] = (),
+    **replaced: pd.DataFrame,
+) -> Run:
+    labels = [label for label in watched if label not in without_maps]
+    conditions = ["before", *labels, *(f"{label} control 0" for label in labels if draws)]
+    tables = {
+        "effect": effect_table(watched, layers, draws),
+        "arm_maps": maps_table(conditions, range(layers), tokens),
+        "attention": make_run().tables["attention"],  # one table for all arms, which sink-map cannot draw
+    }
+    arms: dict[str, dict[str, Any]] = {label: {"watched": positions} for label, positions in watched.items()}
+    arms["streaming-window"] = {"watched": []}  # this arm is measured only by perplexity
+    return Run(make_run().manifest | {"command": "intervene", "arms": arms, "draws": draws}, tables | replaced)
+
+
+def checkpoint(step: int, layers: int = 3, positions: int = 16, **names: str) -> tuple[int, Run]:
+    """Return the step and a run with random tables."""
+    random = np.random.default_rng(step)
+    summary = grid(layer=range(-1, layers), metric=STEP_METRICS)
+    activation = grid(layer=range(layers), site=["mlp_out", "layer_out"], position=range(positions))
+    gradient = gradient_tables(layers, positions=positions)["gradient"]
+    tables = {
+        "summary": summary.assign(value=random.uniform(0.1, 0.9, len(summary))),
+        "activation": activation.assign(norm_mean=random.uniform(1, 100, len(activation))),
+        "gradient": gradient.assign(grad_norm=gradient["grad_norm"] * (1 + step / 1000)),
+    }
+    return step, make_run(layers=layers, **names, **tables)
+
+
+def backcopy_training(arms: int = 3, seeds: int = 2, layers: int = 1) -> pd.DataFrame:
+    names = [f"arm {arm}" for arm in range(arms)]
+    table = grid(model=["tiny"], condition=names, layer=range(layers), seed=range(seeds), step=STEPS, metric=BACKCOPY)
+    of_model = table["metric"].str.endswith("risk")
+    table = table[~of_model | (table["layer"] == 0)].assign(layer=table["layer"].mask(of_model, -1))
+    return table.assign(value=np.random.default_rng(0).uniform(0.1, 1, len(table)))
+
+
+def backcopy_maps(arms: int = 2, layers: int = 1, heads: int = 1) -> tuple[pd.DataFrame, pd.DataFrame]:
+    text = pd.Series(["<s>", "h", " ", "h", "$", "t"])
+    tokens, names = range(len(text)), [f"arm {arm}" for arm in range(arms)]
+    of_arm = {"model": ["tiny"], "condition": names, "layer": range(layers)}
+    weights = grid(**of_arm, head=range(heads), sequence=[0], query=tokens, key=tokens)
+    weights = weights[weights["key"] <= weights["query"]]
+    weights = weights.assign(token_id=10 + weights["key"], token=weights["key"].map(text))
+    weights["weight"] = np.random.default_rng(0).uniform(size=len(weights))
+    norms = grid(**of_arm, sequence=[0], position=tokens)
+    at = norms["position"]
+    norms = norms.assign(token_id=10 + at, token=at.map(text), is_trigger=at.map(text.isin([" ", "t"])), norm=1.0 + at)
+    return weights, norms.assign(attended_norm=norms["norm"] / (1 + norms["condition"].str[-1].astype(int)))
 
 
 def _arms() -> Arms:
     metrics = ["perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count"]
-    at = {"model": ["org/m_1"], "condition": list(NAMES), "layer": [-1], "seed": SEEDS}
-    training = _values(grid(**at, step=range(0, 101, 10), metric=["loss", "gate_displacement_mean", *BACKCOPY]))
-    training.loc[~training["metric"].isin(["loss", "backcopy_risk", "bigram_risk"]), "layer"] = 0
-    text = pd.DataFrame({"token": ["<s>", "h", " ", "h", "e", "t"], "token_id": range(6)})
-    of_arm = {"model": ["m"], "condition": list(NAMES), "layer": [0]}
-    maps = grid(**of_arm, head=[0], sequence=[0], query=range(6), key=range(6))
-    maps = _values(maps[maps["key"] <= maps["query"]], column="weight")
-    norms = grid(**of_arm, sequence=[0], position=range(6))
-    norms = norms.join(text, on="position").assign(is_trigger=norms["position"] % 3 == 2)
-    norms = _values(_values(norms, 1, 2, "norm"), 1, 2, "attended_norm")
+    of_model = {"model": ["tiny"], "condition": [f"arm {arm}" for arm in range(3)], "layer": [-1], "seed": SEEDS}
+    course = _values(grid(**of_model, step=STEPS, metric=["loss", "gate_displacement_mean"]))
+    maps, norms = backcopy_maps(3)
     tables = {
-        "retrofit": _values(grid(**at, metric=metrics), 0.2, 0.9),
-        "training": training,
+        "retrofit": _values(grid(**of_model, metric=metrics), 0.2, 0.9),
+        "training": pd.concat([course, backcopy_training(3, len(SEEDS))], ignore_index=True),
         "attention_maps": maps,
         "value_norms": norms,
     }
-    return Arms(tables, {name: make_run(model="org/m_1") for name in NAMES})
+    return Arms(tables, {name: make_run(model="org/m_1") for name in of_model["condition"]})
 
 
 def _sweep() -> SweepTables:

@@ -19,14 +19,9 @@ SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]")
 WORDS = (*SPECIAL, ".", ",", *(f"w{number}" for number in range(VOCAB - len(SPECIAL) - 2)))
 
 _COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _COMMON,
     "roberta": {**_COMMON, "pad_token_id": 1},  # counts positions from the one after its padding token

@@ -5,12 +5,17 @@ files are opened or renamed. A hook stays until its process ends, so use it in f
 """
 
 import errno
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
+
+from sinkscope.results.manifest import strangers
 
 RENAMES = ("os.rename",)
 WRITES = ("open", "os.mkdir", "os.rename")  # a full disk refuses these; a rename represents the writing before it
@@ -48,3 +53,19 @@ def kill() -> None:
 
 def refuse() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def assert_same_folder(out: Path, unbroken: Path) -> None:
+    """Compare files, weights, tables and lists of files, and check that nothing else is left."""
+    files = {path.relative_to(unbroken) for path in unbroken.rglob("*") if path.is_file()}
+    assert {path.relative_to(out) for path in out.rglob("*") if path.is_file()} == files
+    for path in files:
+        if path.suffix == ".safetensors":
+            assert (out / path).read_bytes() == (unbroken / path).read_bytes(), path
+        if path.suffix == ".parquet":
+            pd.testing.assert_frame_equal(pd.read_parquet(out / path), pd.read_parquet(unbroken / path))
+        if path.name == "run.json":
+            ours, others = (json.loads((folder / path).read_text())["files"] for folder in (out, unbroken))
+            assert ours == others, path
+    assert not list(strangers(out))
+    assert list(out.parent.iterdir()) == [out]

@@ -120,11 +120,14 @@ def make_run(
     length: int = 24,
     model: str = "org/Tiny-1M",
     condition: str = "natural",
+    wiring: str = "sequential",
     **replaced: pd.DataFrame,
 ) -> Run:
     manifest = {
-        "model": {"name": model, "layer_types": None, "sliding_window": None},
+        "model": {"name": model, "source": model, "layer_types": None, "sliding_window": None},
         "condition": condition,
+        "family": {"wiring": wiring},
+        "dtype": "float32",
         "config": {"epsilon": 0.3},
         "input": {
             "sequences": sequences,

@@ -1,7 +1,7 @@
 """Helpers for tests of figures, and for tests that skip figures because drawing all of them takes seconds."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,7 @@ import pytest
 from matplotlib.axes import Axes
 
 import sinkscope.figures
-from sinkscope.figures.spec import FigureSpec
 from sinkscope.figures.style import SETTINGS, Figure
-from sinkscope.output.drawing import drawings_of
 from sinkscope.results.run import RunData
 
 
@@ -28,11 +26,6 @@ def rough_figures(patch: pytest.MonkeyPatch) -> None:
     """Draw and save figures in half of the time: without a layout, and with few pixels."""
     patch.setattr(Figure, "lay_out", lambda figure: figure.set_layout_engine("none"))
     patch.setitem(SETTINGS, "savefig.dpi", 50)
-
-
-def draw_all(specs: Mapping[str, FigureSpec[Any]], data: Any) -> dict[str, Figure]:
-    """Draw the figures that the data allow, by name."""
-    return {name: draw() for name, draw in drawings_of(specs, data).items()}
 
 
 def check_all_draw(run: RunData, names: Iterable[str], layout: bool = True) -> None:

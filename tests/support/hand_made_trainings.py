@@ -40,16 +40,10 @@ def training(
     shape: Mapping[str, Any] = SHAPE,
     **options: Any,
 ) -> Training:
-    """Return one folder of a training.
+    """Return one folder of a training, from methods as on the command line (or "untouched") → metrics by seed.
 
-    Args:
-        arms: Method as on the command line (`vga:placement=output`), or "untouched" → its metrics by seed.
-        command: "retrofit" or "train".
-        tables: Method → for each seed the tables of its run.
-        courses: Method → metric → for each seed its values by step, in layer 0 and for the whole model.
-        model, folder, blocks: The model's name, the path, and the number of blocks to train on.
-        shape: The configuration of a new model.
-        options: The options of the command.
+    `tables` has for each method and seed the tables of its run, and `courses` for each method, metric and seed the
+    values by step, in layer 0 and for the whole model.
     """
     seeds = range(max(len(next(iter(numbers.values()), ())) for numbers in arms.values()))
     records, runs, rows, by_step = {}, {}, [], []

@@ -28,7 +28,6 @@ from typing import Any
 from unittest.mock import patch
 
 import gradient_reference
-import numpy as np
 import pandas as pd
 import reference
 import torch
@@ -311,20 +310,14 @@ class Plain:
         return [layer.attended for layer in self.layers if layer.attended is not None]
 
     def masses_and_norms(self) -> dict[str, pd.DataFrame]:
-        """Compute two columns of a forward pass's tables, quickly: sink masses, and the norms of the layers' inputs."""
-        masses, norms = {}, {}
-        for at, layer in enumerate(self.layers):
-            if layer.attended is not None:
-                masses[at] = self.sink_mass(layer.attended.weights)
-            if layer.sites:
-                x = layer.sites["layer_in"]
-                norms[at] = self._mean(self._own(row, x[row]).norm(dim=-1)[None] for row in self._rows())
-        tables = {"activation": _long(norms, "norm_mean").drop(columns="head").assign(site="layer_in")}
-        return tables | ({"attention": _long(masses, "sink_mass")} if masses else {})
-
-    def sink_mass(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return (B,H,T,T) → (H,P): mean weight on a position of the queries that see it, over sequences."""
-        return self._mean(self._sink_mass(row, weights[row]) for row in self._rows())
+        """Compute two columns of a forward pass's tables: sink masses, and the norms of the layers' inputs."""
+        sequences, longest = [self._sequence(row) for row in self._rows()], int(self.lengths.max())
+        inputs = reference.activation(sequences, longest).query("site == 'layer_in'")
+        tables = {"activation": inputs.drop(columns="norm_max")}
+        if self.attended:
+            masses = reference.attention(sequences, longest, longest, 0.0, self.causal)
+            tables["attention"] = masses[["layer", "head", "position", "sink_mass"]]
+        return tables
 
     def grad_norms(self, pathway: str) -> list[torch.Tensor]:
         """Return by layer the norm over all heads of each position's gradient, summed over sequences, (1,P)."""
@@ -374,46 +367,11 @@ class Plain:
         """Return (H,T,T) of one sequence without its padding."""
         return self._own(row, self._own(row, weights).transpose(1, 2)).transpose(1, 2)
 
-    def _sink_mass(self, row: int, weights: torch.Tensor) -> torch.Tensor:
-        own = self._square(row, weights).transpose(1, 2)  # (H,keys,queries)
-        return own.sum(-1) / (torch.arange(own.shape[1], 0, -1) if self.causal else own.shape[1])
-
-    def _mean(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Average (H,P) over the sequences that have the position."""
-        longest = int(self.lengths.max())
-        padded = [F.pad(part, (0, longest - part.shape[-1])) for part in parts]
-        return torch.stack(padded).sum(0) / (self.lengths[:, None] > torch.arange(longest)).sum(0)
-
     def _sum_of_gradients(self, gradient: torch.Tensor) -> torch.Tensor:
         longest = int(self.lengths.max())
         own = [self._own(row, gradient[row]) for row in self._rows()]
         total = torch.stack([F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in own]).sum(0)
         return total.transpose(0, 1).flatten(1).norm(dim=-1)[None]
-
-
-def _long(by_layer: dict[int, torch.Tensor], name: str) -> pd.DataFrame:
-    """Return one row per entry of (H,P) of each layer."""
-    frames = [
-        pd.DataFrame({
-            "layer": at,
-            "head": np.arange(len(x)).repeat(x.shape[1]),
-            "position": np.tile(np.arange(x.shape[1]), len(x)),
-            name: x.numpy().ravel(),
-        })
-        for at, x in by_layer.items()
-    ]  # fmt: skip
-    return pd.concat(frames, ignore_index=True)
-
-
-def padded_inputs(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, first_position: int | None
-) -> dict[str, Any]:
-    """Return the inputs of a model of transformers: with a mask and, after padding, positions if it takes them."""
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters and first_position is not None
-    if takes_positions and not mask[:, 0].all():
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first_position
-    return inputs
 
 
 def run_plainly(
@@ -438,18 +396,21 @@ def run_plainly(
     """
     inputs = {"input_ids": ids, "use_cache": False}
     if not mask.all():
-        inputs = padded_inputs(model, ids, mask, first_position)
+        inputs["attention_mask"] = mask
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters and first_position is not None
+    if takes_positions and not mask[:, 0].all():
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first_position
     inputs |= {name: torch.full_like(ids, value) for name, value in arguments.items()}
     modules = list(model.get_submodule(layers))
-    for with_own_attention in (False, True):
+    for own_attention in (False, True):
         found = Plain(ids, mask.int().argmax(1), mask.sum(1), [Layer() for _ in modules], causal=labels is None)
-        watch = _Watch(model, ids.shape, with_branches=backward, with_own_attention=with_own_attention)
+        watch = _Watch(ids.shape, getattr(model.config.get_text_config(), "hidden_size", None), backward, own_attention)
         with watch.watching(modules, found.layers), _dense(model, watch), torch.set_grad_enabled(backward):
             given = model.get_input_embeddings()(ids)
             embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(backward)
             with _embeddings_replaced(model, embedded):
                 logits = model(**inputs).logits
-            if found.attended or with_own_attention:
+            if found.attended or own_attention:
                 break
     if backward:
         _loss(logits, ids, mask.bool(), labels).backward()
@@ -464,18 +425,18 @@ def _loss(logits: torch.Tensor, ids: torch.Tensor, real: torch.Tensor, labels: t
     return F.cross_entropy(logits[:, :-1][predicted], ids[:, 1:][predicted])
 
 
+@dataclass
 class _Watch:
     """Records the input, the sums, the attention and the output of the current layer."""
 
-    def __init__(
-        self, model: PreTrainedModel, shape: torch.Size, with_branches: bool, with_own_attention: bool
-    ) -> None:
-        self.shape = shape  # (B,T)
-        self.width = getattr(model.config.get_text_config(), "hidden_size", None)  # D
-        self.with_branches = with_branches
-        self.with_own_attention = with_own_attention
+    shape: torch.Size  # (B,T)
+    width: int | None  # D
+    with_branches: bool
+    with_own_attention: bool
+
+    def __post_init__(self) -> None:
         self.additions = Additions()
-        self.attention = OwnAttention(shape)
+        self.attention = OwnAttention(self.shape)
 
     @contextmanager
     def watching(self, modules: list[nn.Module], layers: list[Layer]) -> Iterator[None]:

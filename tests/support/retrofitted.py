@@ -9,11 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import batched, measured, tiny_model, tiny_tokens
+from tiny import TINY, batched, measured, tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.retrofits import new_parameters, retrofit_model
+from sinkscope.retrofits.operation import KINDS
 
 # label → method and parameters
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,6 +27,21 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "learnable-sink": ("learnable-sink", {}),
     "key-bias": ("key-bias", {}),
     "register-tokens": ("register-tokens", {"count": 3}),
+}
+
+
+# other attention operations and biases, for models without attention code of their own
+FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: ("operation", {"kind": kind}) for kind in KINDS},
+    "scaled": ("operation", {"kind": "softmax", "factor": 0.1}),
+    "p-norm": ("operation", {"kind": "softmax", "power": 2.0}),
+    "kv-bias": ("key-bias", {"value": "learned", "deviation": 0.02}),
+    "kv-bias-shared": ("key-bias", {"value": "learned", "shared": True}),
+    "key-bias-axis": ("key-bias", {"value": "axis", "norm": 5.0}),
+    "key-bias-uniform": ("key-bias", {"value": "uniform", "norm": 2.0}),
+    "key-bias-some-dimensions": ("key-bias", {"dimensions": 3}),
+    "value-bias": ("value-bias", {"deviation": 0.02}),
+    "value-bias-shared": ("value-bias", {"shared": True}),
 }
 
 
@@ -65,6 +81,11 @@ EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 
 OWN_SINKS = "gpt_oss"  # has learnable sinks already
 
+# every method in the first family, one in every other family, and the further ones
+EVERYWHERE = pytest.mark.parametrize(
+    ("name", "label"), [*pairs(list(TINY), list(METHODS)), *(("llama", label) for label in FURTHER)]
+)
+
 IDS = tiny_tokens(2, 9)
 
 SETTINGS = Settings(positions=8, window=8, epsilon=0.3)
@@ -81,7 +102,8 @@ def retrofitted(name: str, label: str, dtype: torch.dtype = torch.float64, train
     """Return a tiny model with the method; `trained` moves its parameters away from their start."""
     if name == OWN_SINKS and label == "learnable-sink":
         pytest.skip("has learnable sinks of its own")
-    method, parameters = METHODS[label]
+    method, parameters = (METHODS | FURTHER)[label]
+    torch.manual_seed(3)  # some starts are drawn
     model = retrofit_model(plain_model(name, dtype), None, method, **parameters)
     if trained:
         train(model)

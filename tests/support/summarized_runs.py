@@ -31,8 +31,7 @@ def summarized(
         "absent": {},
     }
     measured = {"summary": pd.DataFrame(rows, columns=["layer", "metric", "value"])}
-    measured |= _by_sequence(summary or {}) | _gradients(means) | _query_bias(means, (summary or {}).get("delta_gap"))
-    measured |= tables or {}
+    measured |= _by_sequence(summary or {}) | (tables or {})
     if "gradient" in measured:  # the groups of sequences are all the same
         parts = [measured["gradient"].assign(group=group) for group in range(GROUPS)]
         measured["gradient_by_group"] = pd.concat(parts, ignore_index=True)
@@ -65,37 +64,4 @@ def _by_sequence(summary: Mapping[str, list[float]]) -> dict[str, pd.DataFrame]:
         tables["geometry_by_sequence"] = _table(at, value_norm=drains, value_norm_later=1.0)
         if "sink_rate" not in summary:
             tables["attention_heads_by_sequence"] = _table(at, window_mass=0.1)
-    return tables
-
-
-def _gradients(whole: Mapping[str, float]) -> dict[str, pd.DataFrame]:
-    """Return norms with these ratios, and points of the branch around a line."""
-    tables = {}
-    if {"value_gradient_ratio", "key_gradient_ratio", "value_over_key_gradient"} <= whole.keys():
-        ratios = np.array([whole["value_gradient_ratio"], whole["key_gradient_ratio"]])
-        later = np.array([1.0, ratios[0] / whole["value_over_key_gradient"] / ratios[1]])
-        norms = np.where(np.arange(POSITIONS) == 0, (ratios * later)[:, None], later[:, None])
-        at = {"layer": [0], "pathway": ["value", "key"], "head": [-1], "position": range(POSITIONS)}
-        tables["gradient"] = _table(at, grad_norm=norms[:, None])
-    slope, r = (whole.get(f"compress_{name}", np.nan) for name in ("slope", "correlation"))
-    if np.isfinite([slope, r]).all():
-        x, apart = np.array([-1, -1, 1, 1]), abs(slope) * np.sqrt(1 / r**2 - 1) * np.array([-1, 1, -1, 1])
-        at = {"layer": [0, 1], "branch": ["attn"], "sequence": range(SEQUENCES), "position": range(4)}
-        points = {"input_norm": 10.0**x, "compress": 10.0 ** (slope * x + apart)}
-        tables["gradient_ratio_by_sequence"] = _table(at, **points)
-    return tables
-
-
-def _query_bias(whole: Mapping[str, float], gaps: list[float] | None) -> dict[str, pd.DataFrame]:
-    tables = {}
-    if gaps:
-        at = {"layer": range(len(gaps)), "sequence": range(SEQUENCES)}
-        columns = {"delta": np.array(gaps)[:, None], "delta_later": 0.0, "delta_later_std": 1.0}
-        tables["query_bias_by_sequence"] = _table(at, **columns)
-    if "key_alignment_first" in whole:
-        cosines = np.where(
-            np.arange(POSITIONS) == 0, whole["key_alignment_first"], whole.get("key_alignment_later", 0.0)
-        )
-        at = {"layer": range(2), "head": [-1], "position": range(POSITIONS)}
-        tables["query_bias"] = _table(at, key_alignment=cosines)
     return tables

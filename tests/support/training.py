@@ -43,11 +43,3 @@ def random_blocks(count: int) -> Blocks:
     """Return different blocks, so that the result depends on the blocks that a step reads."""
     rows = np.random.default_rng(1).integers(3, VOCAB, (count + 2, 16)).astype(np.int64)
     return Blocks(rows[:count], rows[count:], "random")
-
-
-# Two ways of training on two processes. 11 blocks are not a multiple of the batch size 4: the third step continues in
-# the next epoch.
-CASES = {
-    "a batch a step": {"batch_size": 2, "accumulation": 1},
-    "three batches a step": {"batch_size": 1, "accumulation": 3},
-}

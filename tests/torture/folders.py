@@ -53,7 +53,7 @@ COMMANDS = {
     "compare": ("compare", "analyze", "other", "--quiet"),
 }  # fmt: skip
 RUNS = ("analyze", "intervene", "quantize")
-WAYS = ("value", "value", "value", "delete", "cut", "change", "swap", "missing", "folder", "json")
+WAYS = ("value", "value", "value", "delete", "cut", "change", "swap", "missing", "folder")
 
 
 def attack_folders(count: int, number: int, counts: Counts) -> None:
@@ -87,11 +87,8 @@ def damage(run: Path, random: np.random.Generator, value: Any) -> str:
     manifest = manifests[int(random.integers(len(manifests)))]
     if way in ("value", "delete"):
         return f"{manifest.relative_to(run)}: {_damage_json(manifest, way, random, value)}"
-    if way == "json":
-        manifest.write_bytes(manifest.read_bytes()[: int(random.integers(manifest.stat().st_size))])
-        return f"{manifest.relative_to(run)} cut"
     table, other = (tables[int(at)] for at in random.integers(len(tables), size=2))
-    if way == "folder" and random.random() < 0.3:
+    if way in ("cut", "folder") and random.random() < 0.3:
         table = manifest
     if way == "cut":
         table.write_bytes(table.read_bytes()[: int(random.integers(table.stat().st_size))])
@@ -128,19 +125,28 @@ def _damage_json(path: Path, way: str, random: np.random.Generator, value: Any) 
 
 def openings(home: Path, kind: str) -> Iterator[tuple[str, str]]:
     """Yield the name and the outcome of everything that opens a folder of this kind."""
-    yield "compare", _afterwards_without(home / "out", ("compare", "run", "other"))
-    if kind in RUNS:
-        yield "--from", _afterwards_without(home / "out", (kind, "--from", "run"))
-        yield from _python_openings(home / "run")
-    if kind == "series":
-        opened: list[Series] = []
-        yield "Series.open", outcome_of_call(lambda: opened.append(Series.open("run")))
-        for series in opened:
-            yield "figures", outcome_of_call(series.figures)
-            yield "headlines", outcome_of_call(partial(getattr, series, "headlines"))
-            yield "warnings", outcome_of_call(partial(getattr, series, "warnings"))
+
+    def of_command(*args: str) -> str:
+        try:
+            return outcome_of_command((*args, "--out", "out", "--quiet"))
+        finally:
+            shutil.rmtree(home / "out", ignore_errors=True)
+
+    yield "compare", of_command("compare", "run", "other")
     for arm in sorted(path.parent.name for path in (home / "run").glob("*/run.json")):
-        yield "compare an arm", _afterwards_without(home / "out", ("compare", f"run/{arm}", "other"))
+        yield "compare an arm", of_command("compare", f"run/{arm}", "other")
+    if kind in RUNS:
+        yield "--from", of_command(kind, "--from", "run")
+    opened: list[Any] = []
+    if kind in (*RUNS, "series"):
+        yield "open", outcome_of_call(lambda: opened.append((Run if kind in RUNS else Series).open("run")))
+    for found in opened:
+        yield "repr", outcome_of_call(partial(repr, found))
+        for name in ("verdict",) if kind in RUNS else ("headlines", "warnings"):
+            yield name, outcome_of_call(partial(getattr, found, name))
+        figures = [partial(found.figure, name) for name in FIGURES] if kind in RUNS else [found.figures]
+        for draw in figures:
+            yield "figures", outcome_of_call(draw)
     again = (*COMMANDS[kind], "--out", "run")
     if kind in ("retrofit", "train"):
         yield "the same again", outcome_of_command(again)
@@ -150,24 +156,6 @@ def openings(home: Path, kind: str) -> Iterator[tuple[str, str]]:
     (home / "copy").rename(home / "run")
     recipe = ("run", "x.yaml", "--model", "tiny", "--out", "run", "--overwrite", "--quiet")
     yield "run --overwrite", outcome_of_command(recipe)
-
-
-def _afterwards_without(out: Path, args: tuple[str, ...]) -> str:
-    try:
-        return outcome_of_command((*args, "--out", out.name, "--quiet"))
-    finally:
-        shutil.rmtree(out, ignore_errors=True)
-
-
-def _python_openings(folder: Path) -> Iterator[tuple[str, str]]:
-    opened: list[Run] = []
-    yield "Run.open", outcome_of_call(lambda: opened.append(Run.open(folder)))
-    for run in opened:
-        yield "verdict", outcome_of_call(partial(getattr, run, "verdict"))
-        yield "_repr_", outcome_of_call(partial(repr, run))
-        yield "metric", outcome_of_call(partial(run.metric, "sink_rate"))
-        for figure in FIGURES:
-            yield "figures", outcome_of_call(partial(run.figure, figure))
 
 
 if __name__ == "__main__":

@@ -19,16 +19,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from support.figures import skip_figures
+from support.retrofit_command import command_line, words_tokenizer
 from tiny import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
-from sinkscope.cli.app import app
 from sinkscope.errors import SinkscopeError
 
 SECONDS = 60  # a command that takes longer hangs
-WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
 TEXT = "the of and drain " * 300
 SMALL = ("--num-seqs", "2", "--seq-len", "8", "--quiet")
 TRAINED = ("--steps", "1", "--num-seqs", "2", "--block-length", "8", "--batch-size", "1", "--quiet")
@@ -59,7 +55,7 @@ def outcome_of_command(args: tuple[str, ...]) -> str:
     """ "right", "refused", "failed", or what is wrong with how a command ended."""
     try:
         with limited():
-            result = CliRunner().invoke(app, list(args))
+            result = command_line(*args)
     except HungError:
         return "HUNG"
     if isinstance(result.exception, HungError):
@@ -117,9 +113,7 @@ def save_models(folder: Path) -> None:
     """Save `tiny`, with a tokenizer and a text, and `bare`, which reads token ids."""
     for name in ("tiny", "bare"):
         tiny_model("llama").save_pretrained(folder / name)
-    core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>").save_pretrained(folder / "tiny")
+    words_tokenizer().save_pretrained(folder / "tiny")
     (folder / "tiny" / "x.txt").write_text(TEXT)
 
 

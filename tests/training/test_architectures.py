@@ -1,8 +1,6 @@
 """Architectures by name, followed by fields of their configuration."""
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from sinkscope.errors import InputError
 from sinkscope.models.loading import count_parameters
@@ -13,45 +11,26 @@ from sinkscope.training.architectures import architecture
 
 def test_llama_60m_has_its_number_of_parameters() -> None:
     config = architecture("llama-60m")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    embeddings = 2 * 768 * config.vocab_size
-    assert sum(p.numel() for p in model.parameters()) - embeddings == pytest.approx(60e6, rel=0.02)
-    assert (config.num_hidden_layers, config.num_attention_heads, config.hidden_size, config.intermediate_size) == (
-        10, 8, 768, 1536,
-    )  # fmt: skip
-    assert (config.max_position_embeddings, config.tie_word_embeddings) == (2048, False)
+    assert count_parameters(config) - 2 * 768 * config.vocab_size == pytest.approx(60e6, rel=0.02)
 
 
 def test_fields_behind_the_name_take_the_place_of_its_own() -> None:
-    text = "llama-1m:position_scheme=alibi,num_attention_heads=4,sliding_window=16,tie_word_embeddings=true"
-    config = architecture(text)
-    assert (config.position_scheme, config.num_attention_heads, config.sliding_window) == ("alibi", 4, 16)
-    assert (config.num_key_value_heads, config.head_dim, config.tie_word_embeddings) == (4, 64, True)
-    assert config.hidden_size == architecture("llama-1m").hidden_size
+    config = architecture("llama-1m:position_scheme=alibi,num_attention_heads=4,tie_word_embeddings=true")
+    assert (config.position_scheme, config.num_attention_heads, config.tie_word_embeddings) == ("alibi", 4, True)
+    assert (config.num_key_value_heads, config.head_dim, config.hidden_size) == (4, 64, 256)
     assert architecture("tiny-llama:num_attention_heads=8").num_key_value_heads == 8
-    assert count_parameters(architecture("tiny-llama:num_hidden_layers=1")) < count_parameters(
-        architecture("tiny-llama")
-    )
-
-
-def test_its_folder_says_what_differs() -> None:
     folders = {str(checked(TrainOptions, {"config": f"llama-1m:rms_norm_eps={eps}"}).folder()) for eps in (0.5, 0.25)}
     assert len(folders) == 2
     assert all(folder.startswith("runs/llama-1m-rms_norm_eps=0.") for folder in folders)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_wrong_fields_are_refused() -> None:
+    for text, message in (
         ("llama-1m:position_shceme=alibi", "field 'position_shceme' is unknown; did you mean 'position_scheme'"),
         ("llama-1m:position_scheme", "write fields as key=value"),
         ("llama-1m:position_scheme=albi", "position_scheme 'albi' is unknown; did you mean 'alibi'"),
-        ("llama-1m:num_hidden_layers=many", "num_hidden_layers"),
         ("llama-1m:num_attention_heads=7", "not a multiple"),
         ("llama-2m:num_hidden_layers=2", "'llama-2m:num_hidden_layers=2' is unknown"),
-    ],
-)
-def test_wrong_fields_are_refused(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        architecture(text)
+    ):
+        with pytest.raises(InputError, match=message):
+            architecture(text)

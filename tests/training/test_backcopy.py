@@ -5,7 +5,7 @@ import pytest
 
 from sinkscope.text.sources import documents
 from sinkscope.training.tasks import TASKS, Task
-from sinkscope.training.tasks.backcopy import CHARACTERS, NAME, BigramBackcopy, Opening, bigram_backcopy
+from sinkscope.training.tasks.backcopy import NAME, BigramBackcopy, Opening, bigram_backcopy
 
 # <s>, two triggers, three other characters
 SMALL = BigramBackcopy(
@@ -24,36 +24,20 @@ SMALL = BigramBackcopy(
 )
 
 
-def test_samples_follow_the_rules() -> None:
-    ids = SMALL.sample(4000, 12, seed=1)
+def test_samples_follow_the_rules_with_the_frequencies_of_the_chain() -> None:
+    ids = SMALL.sample(20000, 12, seed=1)
     assert ids.dtype == np.int64
     assert (ids[:, 0] == 0).all()
     assert (ids[:, 1:] != 0).all()
     assert not SMALL.is_trigger(ids[:, 1]).any()
     after = SMALL.is_trigger(ids[:, 1:-1])
-    assert after.any()
     assert (ids[:, 2:] == ids[:, :-2])[after].all()
     assert not SMALL.is_trigger(ids[:, :-2])[after].any()  # a copied token is not a trigger
-
-
-def test_samples_have_the_frequencies_of_the_chain() -> None:
-    ids = SMALL.sample(20000, 10, seed=2)
     for last in (0, 3, 4, 5):
         following = ids[:, 1:][ids[:, :-1] == last]
         shares = np.bincount(following, minlength=6) / len(following)
         error = np.sqrt(SMALL.transitions[last] * (1 - SMALL.transitions[last]) / len(following))
         assert (np.abs(shares - SMALL.transitions[last]) <= 5 * error).all()
-
-
-def test_a_seed_repeats_and_another_does_not() -> None:
-    assert (SMALL.sample(5, 20, 3) == SMALL.sample(5, 20, 3)).all()
-    assert (SMALL.sample(5, 20, 3) != SMALL.sample(5, 20, 4)).any()
-    blocks = SMALL.blocks(20, 6, 4, seed=3)
-    assert blocks.train.shape == (6, 20)
-    assert blocks.held_out.shape == (4, 20)
-    assert (blocks.train[:4] != blocks.held_out).any()
-    assert blocks.sha256 == SMALL.blocks(20, 6, 4, seed=3).sha256
-    assert blocks.sha256 != SMALL.blocks(20, 6, 4, seed=4).sha256
 
 
 def test_without_a_bos_the_first_character_is_first_and_at_position_0_a_fixed_start_is_the_bos() -> None:
@@ -103,14 +87,6 @@ def test_the_chain_is_that_of_the_text() -> None:
     assert (task.transitions[list(task.triggers)] == 0).all()
 
 
-def test_the_bundled_text_gives_the_papers_sizes() -> None:
-    task = bigram_backcopy()
-    assert task.vocabulary == CHARACTERS + 1 == 65
-    assert {task.tokens[trigger] for trigger in task.triggers} == {" ", "e", "t"}
-    sums = task.transitions.sum(1)
-    assert np.allclose(np.delete(sums, task.triggers), 1, atol=1e-12)
-
-
 def test_the_tokenizer_knows_the_characters_and_puts_the_start_in_front(tmp_path: object) -> None:
     task = bigram_backcopy()
     tokenizer = task.tokenizer()
@@ -122,8 +98,6 @@ def test_the_tokenizer_knows_the_characters_and_puts_the_start_in_front(tmp_path
         assert known.decode(ids[1:]) == "the end.\nx"
         assert known.bos_token_id == task.start
 
-
-# --- blocks, alone and mixed with text
 
 LENGTH = 40
 
@@ -151,6 +125,4 @@ def test_every_second_block_is_a_passage_of_the_text(opening: Opening) -> None:
     rest = slice(opening.in_front, None)
     assert all(follows_the_chain(task, block[rest]) for block in mixed.train[::2])
     assert not any(follows_the_chain(task, block[rest]) for block in mixed.train[1::2])
-    again, other = (task.blocks(LENGTH, 9, 6, seed).train[1::2] for seed in (3, 4))
-    assert (mixed.train[1::2] == again).all()
-    assert (again != other).any()
+    assert mixed.sha256 == task.blocks(LENGTH, 9, 6, 3).sha256 != task.blocks(LENGTH, 9, 6, 4).sha256

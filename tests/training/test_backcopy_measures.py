@@ -13,7 +13,7 @@ from sinkscope.models.families import find_family
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.text.batch import Batch
-from sinkscope.training.tasks.backcopy import bigram_backcopy, example, measure, risks, start_lead
+from sinkscope.training.tasks.backcopy import bigram_backcopy, example, measure, risks
 
 TASK = bigram_backcopy()
 HELD_OUT = TASK.sample(70, 12, seed=7)  # more than are measured at once
@@ -51,8 +51,8 @@ def as_series(table: pd.DataFrame) -> pd.Series:
     return table.set_index(["layer", "metric"])["value"]
 
 
-def by_hand(model: Any, arm: str) -> dict[str, float]:
-    """Compute the metrics of one layer of GPT-2 from its weights."""
+def by_hand(model: Any, arm: str, opening: int) -> dict[str, float]:
+    """Compute the metrics of one layer of GPT-2 from its weights; an opening is not measured."""
     block, ids = model.transformer.h[0], torch.from_numpy(HELD_OUT)
     count, length = ids.shape
     h = model.transformer.wte.weight[ids] + model.transformer.wpe.weight[:length]
@@ -82,7 +82,7 @@ def by_hand(model: Any, arm: str) -> dict[str, float]:
     found: dict[str, list[float]] = {metric: [] for metric in BACKCOPY}
     to_start: list[list[float]] = [[], []]
     for n in range(count):
-        for t in range(length):
+        for t in (0, *range(max(1, opening), length)):
             token = int(ids[n, t])
             trigger = token in TASK.triggers
             norms = (heads[2][n, :, t].norm().item(), values[n, :, t].norm().item())
@@ -97,7 +97,7 @@ def by_hand(model: Any, arm: str) -> dict[str, float]:
                 found[f"{'trigger' if trigger else 'plain'}_output_gate"].append(gates[n, t, head].item())
                 if not trigger:
                     to_start[head].append(weight)
-                    seen = [s for s in range(t) if int(ids[n, s]) in TASK.triggers]
+                    seen = [s for s in range(opening, t) if int(ids[n, s]) in TASK.triggers]
                     found["attention_to_triggers"].append(weights[n, head, t, seen].sum().item())
                     if not seen:
                         found["early_attention_to_start"].append(weight)
@@ -112,13 +112,13 @@ def by_hand(model: Any, arm: str) -> dict[str, float]:
     return means | {"attention_to_start_max": max(float(np.mean(head)) for head in to_start)}
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_every_metric_is_what_the_weights_give(arm: str) -> None:
+@pytest.mark.parametrize(("arm", "opening"), [*((arm, 0) for arm in ARMS), ("vanilla", 4)])
+def test_every_metric_is_what_the_weights_give(arm: str, opening: int) -> None:
     model = built("gpt2", GPT2, arm)
     with torch.no_grad():
-        expected = by_hand(model, arm)
+        expected = by_hand(model, arm, opening)
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    found = measure(TASK, model, find_family(model), HELD_OUT)
+    found = measure(TASK, model, find_family(model), HELD_OUT, opening)
     assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
     assert set(found["metric"]) == set(BACKCOPY) == set(expected)
     assert set(found.loc[found["metric"].str.endswith("risk"), "layer"]) == {-1}
@@ -157,42 +157,6 @@ def test_the_tasks_own_probabilities_risk_nothing() -> None:
     excess = np.log(TASK.vocabulary) + (p * np.log(p.clip(min=1e-300))).sum(1)
     assert even["bigram_risk"].numpy() == pytest.approx(excess, rel=1e-6)
     assert even["backcopy_risk"].numpy() == pytest.approx(np.log(TASK.vocabulary), rel=1e-6)
-
-
-@pytest.mark.parametrize("opening", [0, 4])
-def test_an_opening_is_not_measured(opening: int) -> None:
-    model = built("gpt2", GPT2, "vanilla")
-    ids = torch.from_numpy(HELD_OUT)
-    with torch.no_grad():
-        log_q, weights = model(ids).logits.log_softmax(-1), model(ids, output_attentions=True).attentions[0]
-    measured = torch.arange(ids.shape[1]) >= max(1, opening)
-    trigger = torch.from_numpy(TASK.is_trigger(HELD_OUT)) & measured
-    plain = ~torch.from_numpy(TASK.is_trigger(HELD_OUT)) & measured
-    found = as_series(measure(TASK, model, find_family(model), HELD_OUT, opening))
-    copied = -log_q.gather(-1, ids.roll(1, dims=1)[..., None])[..., 0][trigger].mean()
-    assert found[-1, "backcopy_risk"] == pytest.approx(copied.item())
-    assert found[0, "attention_to_start"] == pytest.approx(weights[..., 0].movedim(1, -1)[plain].mean().item())
-
-
-def test_register_tokens_are_no_tokens_of_the_task() -> None:
-    model = built("gpt2", GPT2 | {"n_positions": 14}, "vanilla")
-    retrofit_model(model, None, "register-tokens", count=2)
-    with torch.no_grad():
-        weights = model(torch.from_numpy(HELD_OUT), output_attentions=True).attentions[0]
-    plain = torch.from_numpy(~TASK.is_trigger(HELD_OUT))
-    plain[:, 0] = False
-    found = as_series(measure(TASK, model, find_family(model), HELD_OUT))
-    to_start = weights[:, :, 2:, 2].movedim(1, -1)[plain].mean().item()
-    assert found[0, "attention_to_start"] == pytest.approx(to_start)
-    close = example(TASK, model, find_family(model), HELD_OUT[0])["value_norms"]
-    at_start = as_series(measure(TASK, model, find_family(model), HELD_OUT[:1]))[0, "start_value_norm"]
-    assert (len(close), close["norm"][0]) == (12, pytest.approx(at_start))
-
-
-def test_the_lead_of_the_start() -> None:
-    logits = torch.tensor([[5.0, 99, 99], [4, 1, 99], [6, 1, 3]], dtype=torch.float64)[None, None]
-    allowed = torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
-    assert start_lead(logits, allowed)[0, 0, 1:].tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("arm", ["vga-value", "iga-output"])

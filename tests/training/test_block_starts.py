@@ -12,7 +12,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.option import checked
 from sinkscope.options.training import TrainOptions
-from sinkscope.training.blocks import begun, check_starts, limited
+from sinkscope.training.blocks import begun, check_options, limited
 
 BLOCKS = random_blocks(200)
 LENGTH = BLOCKS.train.shape[1]
@@ -54,15 +54,13 @@ def test_one_token_stands_at_the_fixed_position_of_every_block() -> None:
         assert np.array_equal(np.delete(part, 3, axis=1), np.delete(before, 3, axis=1))
 
 
-@pytest.mark.parametrize(
-    ("given", "task", "message"),
-    [
+def test_what_cannot_be_is_refused() -> None:
+    for given, task, message in (
         ({"random_tokens": LENGTH}, None, "within the --block-length"),
         ({"fixed_position": LENGTH}, None, "within the --block-length"),
         ({"tokens": LENGTH - 1}, None, "less than one block"),
+        ({"text": "random"}, None, "nothing can be learned from it"),
         ({"fixed_position": 0, "random_tokens": 1}, "bigram-backcopy", "give one of --random-tokens and"),
-    ],
-)
-def test_what_cannot_be_is_refused(given: dict[str, Any], task: str | None, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        check_starts(options(**given), task)
+    ):
+        with pytest.raises(InputError, match=message):
+            check_options(options(**given), task)

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,9 @@ import pandas as pd
 import pytest
 import torch
 from support.figures import skip_figures
-from support.naming import naming
 from support.ranks import on_two_ranks, sharded_retrofit, sharding_environment
 from support.retrofit_command import words_tokenizer
-from support.training import CASES, config, model, random_blocks, repetitive
+from support.training import config, model, random_blocks
 from tiny import TINY, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -23,16 +20,16 @@ import sinkscope.figures
 import sinkscope.training.sharding
 from sinkscope.commands.retrofit import retrofit
 from sinkscope.errors import InputError
-from sinkscope.models.families import find_family
 from sinkscope.results.tables import read_table
-from sinkscope.retrofits import retrofit_model
-from sinkscope.training.sharding import CONFIGURATION, NEEDED, check_sharding, launched
+from sinkscope.training.sharding import NEEDED, launched
 from sinkscope.training.trainer import shuffled, train
 
-LAUNCH = (
-    *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGURATION)),
-    *("--num_processes", "2", "--main_process_port", "0"),
-)
+# Two ways of training on two processes. 11 blocks are not a multiple of the batch size 4: the third step continues in
+# the next epoch.
+CASES = {
+    "a batch a step": {"batch_size": 2, "accumulation": 1},
+    "three batches a step": {"batch_size": 1, "accumulation": 3},
+}
 # round-off of float32 sums in another order
 ROUND_OFF: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-6}
 
@@ -46,7 +43,7 @@ def train_all(folder: Path) -> None:
             history.to_parquet(folder / f"{name}.parquet")
             torch.save(changed.state_dict(), folder / f"{name}.pt")
     changed = model()
-    train(changed, repetitive(), config(), folder / "one model")
+    train(changed, random_blocks(11), config(), folder / "one model")
     torch.save(changed.state_dict(), folder / f"rank-{launched().process_index}.pt")
 
 
@@ -75,9 +72,7 @@ def test_two_processes_train_as_one_with_the_same_global_batch(case: str, two: P
 def test_two_processes_train_one_model(two: Path) -> None:
     assert json.loads((two / "one model" / "run.json").read_text())["processes"] == 2
     one, other = (torch.load(two / f"rank-{rank}.pt") for rank in (0, 1))
-    before = model().state_dict()
-    assert all(torch.equal(one[name], other[name]) for name in before)
-    assert not all(torch.equal(one[name], before[name]) for name in before)
+    assert all(torch.equal(one[name], other[name]) for name in model().state_dict())
 
 
 def test_every_block_is_read_once_before_any_is_read_again() -> None:
@@ -88,9 +83,6 @@ def test_every_block_is_read_once_before_any_is_read_again() -> None:
     assert order[:5].tolist() != order[5:10].tolist()
     assert order.tolist() == shuffled(5, 13, seed=3).tolist() != shuffled(5, 13, seed=4).tolist()
     assert shuffled(5, 3, seed=3).tolist() == order[:3].tolist()
-
-
-# --- FSDP ---
 
 
 OPTIONS: dict[str, Any] = {
@@ -108,19 +100,6 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_model("tied", spread=2.0).save_pretrained(folder)
     words_tokenizer().save_pretrained(folder)
     return folder
-
-
-def test_what_a_launcher_tells_its_processes(tmp_path: Path) -> None:
-    """The environment of the processes that the tests fork is that of `accelerate launch`."""
-    script = tmp_path / "launched.py"
-    script.write_text("import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))")
-    done = subprocess.run([*LAUNCH, str(script), str(tmp_path / "rank")], timeout=180, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for rank in ("0", "1"):
-        given = json.loads((tmp_path / f"rank{rank}").read_text())
-        assert sharding_environment().items() <= given.items()
-        assert (given["LOCAL_RANK"], given["WORLD_SIZE"], given["LOCAL_WORLD_SIZE"]) == (rank, "2", "2")
-        assert {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} <= given.keys()
 
 
 def test_retrofit_with_shards_is_retrofit_on_one_process(
@@ -167,38 +146,11 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(
             pd.testing.assert_frame_equal(ours, expected, rtol=1e-4, atol=2e-6)
 
 
-def test_every_family_says_what_its_decoder_layers_are() -> None:
-    """A retrofitted model is sharded at its `_no_split_modules`, which are exactly its layers."""
-    for kind in TINY:
-        with naming(kind):
-            changed = tiny_model(kind)
-            family = find_family(changed)
-            layers = family.layer_modules(changed)
-            retrofit_model(changed, family, "vscale")
-            cut = [module for module in changed.modules() if type(module).__name__ in changed._no_split_modules]
-            assert {id(module) for module in cut} == {id(layer) for layer in layers}
-
-
-def test_configurations_that_would_train_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_sharding()  # without FSDP there is no error
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    for name, value in NEEDED.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match="accelerate shards models on GPUs only"):
-        check_sharding()
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    with pytest.raises(InputError, match="fsdp_cpu_ram_efficient_loading is true, and only false is known to work"):
-        check_sharding()
-    monkeypatch.delenv("FSDP_VERSION")
-    with pytest.raises(InputError, match="fsdp_version is not given, and only 2"):
-        check_sharding()
-
-
 def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would run only on the first process, and wait forever for the shards of the other processes."""
     for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sinkscope.training.sharding, "check_device", lambda: None)
+    monkeypatch.setattr(sinkscope.training.sharding, "check_sharding", lambda: None)
     with pytest.raises(InputError, match="a probe needs the whole model"):
         train(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
     assert not (tmp_path / "out").exists()

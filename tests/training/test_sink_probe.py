@@ -84,12 +84,8 @@ def test_the_sink_rate_is_that_of_a_position_of_the_text(method: str, before: in
     assert first[-1, "sink_rate"] == pytest.approx(by_position[before])
     assert first[-1, "total_weight"] == pytest.approx(1)
     assert by_position[before + 3] != by_position[before] > 0
-
-
-def test_a_token_after_the_measured_ones_has_no_rate() -> None:
-    model = changed("none")
-    for position, has_rate in ((11, True), (12, False)):
-        table = sinks(model, find_family(model), IDS.numpy(), EPSILON, position)
+    for at, has_rate in ((11, True), (12, False)):  # a token after the measured ones has no rate
+        table = sinks(model, find_family(model), IDS.numpy(), EPSILON, at)
         assert table["metric"].eq("sink_rate").any() == has_rate
 
 

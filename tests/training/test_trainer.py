@@ -1,12 +1,10 @@
 """Training: the learning rates of parameters, and equal weights after a training that was killed and resumed."""
 
-import copy
 import errno
 import json
 import shutil
 import signal
 import time
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pandas as pd
 import pytest
 import torch
 from support.forked import forked
-from support.retrofitted import each_pair
 from support.training import config, model, repetitive
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Trainer
@@ -38,9 +35,6 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted((path.name for path in folder.glob("checkpoint-*")), key=lambda name: int(name[11:]))
 
 
-# --- the effect of training ---
-
-
 @pytest.mark.parametrize("method", ["vga", "register-tokens"])
 def test_the_loss_falls_on_a_text_that_repeats_itself(method: str, tmp_path: Path) -> None:
     changed = model(method=method)
@@ -54,48 +48,26 @@ def test_the_loss_falls_on_a_text_that_repeats_itself(method: str, tmp_path: Pat
     assert json.loads((tmp_path / "run.json").read_text())["retrofit"]["method"] == method
     assert not changed.training
     assert not any(p.requires_grad or p.grad is not None for p in changed.parameters())
-
-
-def test_the_history_says_how_far_the_gates_have_moved(tmp_path: Path) -> None:
-    changed = model()
-    history = train(changed, repetitive(), config(), tmp_path)
-    last = history[(history["step"] == 12) & (history["layer"] >= 0)].pivot(
-        index="layer", columns="metric", values="value"
-    )
+    last = history[history["step"] == 30].set_index(["metric", "layer"])["value"]
     moved = gate_displacement(changed).groupby("layer")["displacement"]
     assert last["gate_displacement_mean"].tolist() == pytest.approx(moved.mean().tolist())
     assert last["gate_displacement_max"].tolist() == pytest.approx(moved.max().tolist())
-    assert (moved.max() > 0).all()
 
 
-def test_new_parameters_have_a_learning_rate_of_their_own_and_are_decayed_with_all_or_not(tmp_path: Path) -> None:
+def test_new_parameters_have_a_learning_rate_of_their_own_and_are_decayed_with_all_or_not() -> None:
     changed = model("gpt2").requires_grad_(True)
-    decayed, plain, new = parameter_groups(changed, config(weight_decay=0.1, new_learning_rate=1e-2))
-    assert {id(p) for p in new["params"]} == {id(p) for p in new_parameters(changed).values()}
-    assert (new["lr"], new["weight_decay"]) == (1e-2, 0.0)
-    assert "lr" not in decayed | plain
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert all(p.dim() == 1 for p in plain["params"])
-    everything = [id(p) for group in (decayed, plain, new) for p in group["params"]]
-    assert sorted(everything) == sorted(id(p) for p in changed.parameters())
-    every, of_method = parameter_groups(changed, config(weight_decay=0.1, decay="all"))
-    assert [id(p) for p in of_method["params"]] == [id(p) for p in new["params"]]
-    assert sorted(id(p) for p in every["params"]) == sorted(id(p) for p in decayed["params"] + plain["params"])
-    assert every["weight_decay"] == of_method["weight_decay"] == 0.1
+
+    def groups(**options: Any) -> list[tuple[set[int], float | None, float]]:
+        found = parameter_groups(changed, config(weight_decay=0.1, new_learning_rate=1e-2, **options))
+        return [({id(p) for p in group["params"]}, group.get("lr"), group["weight_decay"]) for group in found]
+
+    new = {id(p) for p in new_parameters(changed).values()}
+    vectors = {id(p) for p in changed.parameters() if p.dim() == 1}
+    old = {id(p) for p in changed.parameters()} - new
+    assert groups() == [(old - vectors, None, 0.1), (vectors, None, 0.0), (new, 1e-2, 0.0)]
+    assert groups(decay="all") == [(old, None, 0.1), (new, 1e-2, 0.1)]
 
 
-def test_one_step_of_adam_is_as_long_as_its_learning_rate(tmp_path: Path) -> None:
-    """Adam's first step moves every weight that has a gradient by the learning rate."""
-    before = model()
-    after = copy.deepcopy(before)
-    train(after, repetitive(), config(steps=1, weight_decay=0.0, learning_rate=1e-4, new_learning_rate=1e-2), tmp_path)
-    old = before.model.layers[0].mlp.down_proj.weight - after.model.layers[0].mlp.down_proj.weight
-    assert old.abs().max().item() == pytest.approx(1e-4, rel=0.01)
-    for parameter in new_parameters(after).values():
-        assert parameter.abs().max().item() == pytest.approx(1e-2, rel=0.01)
-
-
-# the rates of four steps, the first of them warmup, as shares of the highest
 @pytest.mark.parametrize(
     ("schedule", "shares"),
     [("linear", [0, 1, 2 / 3, 1 / 3]), ("cosine", [0, 1, 0.75, 0.25]), ("constant", [0, 1, 1, 1])],
@@ -120,8 +92,7 @@ def test_a_prefix_is_not_predicted() -> None:
 
 
 def test_only_new_leaves_every_old_parameter_as_it_was(tmp_path: Path) -> None:
-    before = model()
-    after = copy.deepcopy(before)
+    before, after = model(), model()
     train(after, repetitive(), config(only_new=True), tmp_path)
     new = new_parameters(after)
     for name, parameter in before.named_parameters():
@@ -137,9 +108,6 @@ def test_bf16_computes_in_it_and_keeps_the_weights(tmp_path: Path) -> None:
     assert not same(fine, coarse)
     assert coarse.forward.__func__ is forward  # nothing of accelerate's stays on it
     assert coarse.config.use_cache == tiny_model("llama").config.use_cache
-
-
-# --- measurements during training ---
 
 
 def probe(seen: Any) -> pd.DataFrame:
@@ -171,9 +139,6 @@ def test_a_training_does_not_see_that_it_is_measured(options: dict[str, Any], tm
     if "bf16" not in options:
         assert found[found["step"] == 0]["value"].tolist() == first["value"].tolist()
         assert found[found["step"] == 12]["value"].tolist() == last["value"].tolist()
-
-
-# --- broken off and resumed ---
 
 
 def train_slowly(folder: Path) -> None:
@@ -215,22 +180,6 @@ def test_logs_do_not_depend_on_where_it_was_resumed(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(resumed, expected, check_exact=True)
 
 
-@each_pair(["llama", "mixtral"], ["trainer_state.json", "optimizer.pt", "model.safetensors"], ("kind", "missing"))
-def test_half_a_checkpoint_is_skipped(kind: str, missing: str, tmp_path: Path) -> None:
-    """In mixtral, experts are saved under other names than they have in the model."""
-    unbroken, resumed = model(kind), model(kind)
-    expected = train(unbroken, repetitive(), config(), tmp_path)
-    assert checkpoints(tmp_path) == ["checkpoint-8", "checkpoint-12"]
-    (tmp_path / "checkpoint-12" / missing).write_bytes(b'{"log_history": [') if missing.endswith("json") else (
-        tmp_path / "checkpoint-12" / missing
-    ).unlink()
-    assert train(resumed, repetitive(), config(), tmp_path).equals(expected)
-    assert same(resumed, unbroken)
-
-
-# --- refusals and failures ---
-
-
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--learning-rate nan: it must be a number"):
         checked(TrainingConfig, {"learning_rate": float("nan")})
@@ -251,38 +200,6 @@ def test_a_finished_training_is_not_repeated_unless_it_is_asked_for(
     assert same(done, again)
     assert train(anew, repetitive(), config(), tmp_path, resume=False).equals(expected)
     assert same(done, anew)
-
-
-def test_another_training_is_not_resumed(tmp_path: Path) -> None:
-    train(model(), repetitive(), config(steps=4), tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for changed, blocks, options, unlike in (
-        (model(), repetitive(), {"learning_rate": 1e-2}, "learning_rate was 0.001, now 0.01"),
-        (model(), repetitive(9), {}, "text was [0-9a-f]+…, now"),
-        (model(method="iga"), repetitive(), {}, "method was vga, now iga"),
-    ):
-        with pytest.raises(InputError, match=f"holds what `training` made with other options .{unlike}"):
-            train(changed, blocks, config(steps=4, **options), tmp_path)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_a_folder_of_an_older_sinkscope_is_resumed(tmp_path: Path) -> None:
-    """Options that are missing in its run.json had the default values."""
-    train(model(), repetitive(), config(steps=4), tmp_path)
-    record = json.loads((tmp_path / "run.json").read_text())
-    del record["sharded"], record["config"]["weight_decay"]
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    with pytest.raises(InputError, match=r"made with other options .weight_decay was 0.01, now 0.1"):
-        train(model(), repetitive(), config(steps=4, weight_decay=0.1), tmp_path)
-    train(model(), repetitive(), config(steps=4), tmp_path)
-
-
-def test_a_disk_that_is_too_small_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 50, 50))
-    with pytest.raises(InputError, match="left on its disk and its checkpoints need"):
-        train(model(), repetitive(), config(), tmp_path)
-    assert checkpoints(tmp_path) == []
 
 
 def test_a_disk_that_is_full_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,8 @@
 
 import pandas as pd
 import pytest
-from support.figures import draw_all
 
-from sinkscope.figures import OF_SWEEP
 from sinkscope.output.sweep import words
-from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.results.papers import SOFTMAX, WSE_TRAININGS
 from sinkscope.verdict.factor_study import (
     ONSET,
     PAPER,
@@ -18,11 +14,8 @@ from sinkscope.verdict.factor_study import (
     studied,
     summary,
     with_levels,
-    without_key,
 )
 from sinkscope.verdict.sweep_tables import SweepTables
-
-NAMES = ("sweep-factor", "sweep-training-sink", "sweep-training-loss")
 
 
 def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
@@ -89,42 +82,6 @@ def test_published_rates_are_those_of_a_single_factor(level: str, rate: float | 
     assert (None if found is None else found.value) == rate
 
 
-def test_a_setting_of_all_levels_is_named_once() -> None:
-    assert without_key(["rate=1 softmax", "rate=2 sigmoid"]) == ("rate", ["1 softmax", "2 sigmoid"])
-    assert without_key(["n_layer=3 scheme=none", "scheme=alibi"]) == ("scheme", ["n_layer=3 none", "alibi"])
-    for several in (["softmax", "sigmoid"], ["rate=1 steps=4", "rate=1 steps=8"], ["rate=1", "softmax"]):
-        assert without_key(several) == ("", several)
-
-
-def test_transcribed_rates_are_marked_wherever_they_are_shown() -> None:
-    rows = table({(f"config=llama-1m:feed_forward={name}", "none"): [0.2] for name in ("gelu", "swiglu")})
-    assert summary(rows)[PAPER].tolist() == ["14.76†", "18.18"]
-    tables = SweepTables({TABLE: rows}, {})
-    assert "†: from a transcription" in words(tables, {"content": {"title": "Designs"}})
-    assert "†" not in words(SweepTables({TABLE: SCHEMES}, {}), {"content": {"title": "Schemes"}})
-    names = [text.get_text() for text in draw_all(OF_SWEEP, tables)["sweep-factor"].axes[0].get_legend().get_texts()]
-    assert names == ["each seed", "mean", "WSE, 60M", "WSE, 60M, transcribed"]
-
-
-def test_claims_publish_the_same_rates() -> None:
-    """Each rate, with its mark, is among the published values of the claims from the same table."""
-    known = [value for claim in CLAIMS.values() for value in claim.published]
-    for own in WSE_TRAININGS.values():
-        text = f"{own.value:.2f}"
-        assert (
-            own.value == SOFTMAX
-            or own.name.startswith("bos=")
-            or any(
-                value.source == own.source
-                and (
-                    f"{text}{own.mark}" in value.setting
-                    or ((value.value == own.value or text in value.setting) and value.mark == own.mark)
-                )
-                for value in known
-            )
-        ), own
-
-
 def test_the_end_of_each_training() -> None:
     end = at_the_end(with_levels(SCHEMES))
     assert end.loc[("position_scheme=alibi", 1), "sink_rate"] == pytest.approx(40)
@@ -147,50 +104,18 @@ def test_after_how_many_tokens_a_sink_is_there() -> None:
     assert summary(some).set_index("level")[ONSET].to_dict() == {"a": "3.2 (1 of 2)", "b": "3.2 ± 0"}
 
 
-def test_large_numbers_have_no_exponent_and_only_metrics_of_the_study_are_kept() -> None:
-    rows = [("m", "a", -1, "config=small", seed, 200, 6400, "loss", value) for seed, value in enumerate((1000, 4000))]
-    text = summary(pd.DataFrame(rows, columns=SCHEMES.columns)).set_index("level")
-    assert text["loss"].to_dict() == {"small a": "2500 ± 2100"}
-    columns = ["layer", "metric", "value"]
-    whole = pd.DataFrame([(-1, "loss", 1.0), (0, "sink_rate", 0.5), (-1, "learning_rate", 0.1)], columns=columns)
-    assert studied(whole)["metric"].tolist() == ["loss"]
-
-
-def test_total_weights_are_those_of_the_seeds_that_have_them() -> None:
-    totals = {("a", 0): 1.0, ("a", 1): 1.0, ("b", 0): 0.2, ("b", 1): 0.4}
-    at_sink = {("a", 0): 1.0, ("a", 1): 1.0, ("b", 1): 0.001}
+def test_numbers_are_those_of_the_seeds_that_have_them() -> None:
+    values = {"total_weight": (1.0, 1.0), "total_weight_at_sink": (0.001,), "loss": (1000.0, 4000.0)}
     rows = [
-        ("m", arm, -1, "config=small", seed, 200, 6400, metric, value)
-        for metric, values in (("total_weight", totals), ("total_weight_at_sink", at_sink))
-        for (arm, seed), value in values.items()
+        ("m", "a", -1, "config=small", seed, 200, 6400, metric, value)
+        for metric, of_seeds in values.items()
+        for seed, value in enumerate(of_seeds)
     ]
-    table = pd.DataFrame(rows, columns=SCHEMES.columns)
-    text = summary(table).set_index("level")
-    assert text["total weight"].to_dict() == {"a": "1 ± 0", "b": "0.3 ± 0.14"}
-    assert text["total weight at the sink"].to_dict() == {"a": "1 ± 0", "b": "0.001 (1 of 2)"}
-    assert list(text)[-2:] == ["total weight", "total weight at the sink"]
-    said = {
-        name: words(SweepTables({TABLE: of}, {}), {"content": {"title": ""}})
-        for name, of in (("new", table), ("old", SCHEMES))
-    }
-    assert ["Σ|sim ÷ Z|" in said[name] for name in ("new", "old")] == [True, False]
-
-
-@pytest.mark.parametrize("rows", [SCHEMES, DECAYS], ids=["schemes", "decays"])
-def test_its_figures(rows: pd.DataFrame) -> None:
-    figures = draw_all(OF_SWEEP, SweepTables({TABLE: rows}, {}))
-    assert set(figures) == set(NAMES)
-    levels = set(with_levels(rows)["level"])
-    titles = {ax.get_title() for ax in figures["sweep-training-sink"].axes} - {""}
-    assert len(titles) == len(levels)
-    factor = figures["sweep-factor"].axes[0]
-    drawn = dict(zip([text.get_text() for text in factor.get_yticklabels()], factor.lines[1].get_xdata(), strict=True))
-    means = at_the_end(with_levels(rows)).groupby(level="level")["sink_rate"].mean()
-    assert sorted(drawn.values()) == pytest.approx(sorted(means))
-
-
-def test_curves_name_their_seeds_and_without_trainings_there_are_none() -> None:
-    both = {("learning_rate=1", "none"): [0.1, 0.2], ("learning_rate=2", "none"): [0.3]}
-    title = draw_all(OF_SWEEP, SweepTables({TABLE: table(both)}, {}))["sweep-training-sink"].get_suptitle()
-    assert "mean and range of 1 to 2 seeds" in title
-    assert not set(draw_all(OF_SWEEP, SweepTables({}, {}))) & set(NAMES)
+    whole = pd.DataFrame(rows, columns=SCHEMES.columns)
+    (row,) = summary(whole).to_dict("records")
+    assert (row["total weight"], row["total weight at the sink"]) == ("1 ± 0", "0.001 (1 of 2)")
+    assert row["loss"] == "2500 ± 2100"  # without an exponent
+    others = pd.DataFrame({"layer": [-1, 0, -1], "metric": ["loss", "sink_rate", "learning_rate"], "value": 0.5})
+    assert studied(others)["metric"].tolist() == ["loss"]
+    said = [words(SweepTables({TABLE: of}, {}), {"content": {"title": ""}}) for of in (whole, SCHEMES)]
+    assert ["Σ|sim ÷ Z|" in each for each in said] == [True, False]

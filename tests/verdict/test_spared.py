@@ -1,13 +1,11 @@
 """The files with the sites to spare: llm-compressor's own reader leaves out exactly these modules."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from tiny import tiny_model
-from torch import nn
 
 from sinkscope import Run
 from sinkscope.commands.quantize import quantize
@@ -69,31 +67,3 @@ def test_llm_compressors_reader_quantizes_all_but_them(written: Run) -> None:
     for activations in (scheme.input_activations, scheme.output_activations):
         assert (activations.num_bits, activations.strategy) == (3, "tensor")
         assert (activations.symmetric, activations.dynamic) == (False, False)
-
-
-def test_grids_by_token_are_dynamic_and_a_cache_by_tensor_is_named() -> None:
-    options = SMALL | {"num_seqs": 1, "calibration": 1}
-    run = quantize(tiny_model("llama"), activations_per="token", kv_cache_per="tensor", **options)
-    modifier = modifier_of(run)
-    assert modifier["config_groups"]["group_0"]["input_activations"]["dynamic"]
-    assert modifier["kv_cache_scheme"]["strategy"] == "tensor"
-    pytest.importorskip("compressed_tensors.quantization").QuantizationConfig(**modifier)
-    assert "kv_cache_scheme" not in modifier_of(quantize(tiny_model("llama"), kv_cache_per="token", **options))
-
-
-def test_a_model_that_llm_compressor_cannot_quantize_has_no_recipe(tmp_path: Path) -> None:
-    """The linear layers of GPT-2 are not torch.nn.Linear."""
-    options = SMALL | {"num_seqs": 1, "calibration": 1}
-    run = quantize(tiny_model("gpt2"), out=tmp_path / "run", figures=(), **options)
-    assert llm_compressor_recipe(run) is None
-    assert (tmp_path / "run" / JSON).exists()
-    assert not (tmp_path / "run" / RECIPE).exists()
-
-
-def test_without_costly_sites_only_the_head_is_left_out() -> None:
-    model = tiny_model("llama")
-    run = quantize(model, bits_weights=16, bits_activations=16, **SMALL)
-    assert spared(run)["sites"] == spared(run)["modules"] == []
-    assert spared(run)["perplexity"]["spared"] is None
-    assert modifier_of(run)["ignore"] == ["lm_head"]
-    assert isinstance(model.lm_head, nn.Linear)

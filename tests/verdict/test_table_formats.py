@@ -39,21 +39,6 @@ def test_latex_is_escaped_and_has_rules() -> None:
     assert r"\begin{tabular}{lp{6cm}}" in formatted(pd.DataFrame({"a": ["b"], "c": ["word " * 20]}), "latex")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("**fails**", r"\textbf{fails}"),
-        ("a\\b^c~d#$", r"a\textbackslash{}b\textasciicircum{}c\textasciitilde{}d\#\$"),
-        ("0.7 [0.6, 0.8]", "0.7 {[}0.6, 0.8{]}"),
-        ("EPE₀ ≥ 2 × 10²", r"EPE$_{0}$ $\geq$ 2 $\times$ 10$^2$"),
-    ],
-)
-def test_latex_of_single_cells(text: str, expected: str) -> None:
-    table = pd.DataFrame({"a": ["b"], "c": [text]})
-    assert formatted(table, "latex").splitlines()[4] == rf"b & {expected} \\"
-    assert "**" not in formatted(table)
-
-
 def test_a_comparison_in_every_format(tmp_path: Path) -> None:
     runs = [made_up("my_input", sink_rate=0.25), made_up("random", sink_rate=0.5)]
     folders = [str(save(run, tmp_path / run.condition)) for run in runs]

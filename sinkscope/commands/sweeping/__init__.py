@@ -1,1 +1,1 @@
-"""The parts of `sweep`: the plan, the worker that measures cells, and the engines that run workers."""
+"""The parts of `sweep`: the worker that measures cells, and the engines that run workers."""

@@ -5,7 +5,6 @@ uses the processes of `accelerate launch`. When a worker is lost, the cell that 
 worker takes the rest of its group.
 """
 
-import math
 import multiprocessing
 import os
 import signal
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,15 +31,14 @@ class Pool(Protocol):
     """Workers, each of which measures one group."""
 
     workers: int  # how many there can be at once
-    share: float  # bytes that each can have when all run; 0 if the memory of every group must be estimated
 
     def has_room(self, group: Group) -> bool: ...
 
-    def start(self, group: Group) -> int:
-        """Start a worker, and return its number."""
+    def start(self, group: Group) -> Hashable:
+        """Start a worker, and return what identifies it."""
 
-    def heard(self) -> Iterable[tuple[int, Event | str]]:
-        """Wait for reports, and yield each worker's number and event, or at its end how it was lost ("": finished)."""
+    def heard(self) -> Iterable[tuple[Hashable, Event | str]]:
+        """Wait for reports, and yield each worker with its event, or at its end with how it was lost ("": finished)."""
 
     def close(self) -> None:
         """End all workers that still run."""
@@ -49,22 +47,22 @@ class Pool(Protocol):
 def run_groups(groups: Iterable[Group], pool: Pool) -> Iterator[Event]:
     """Run all groups, and yield the events of their cells as they occur."""
     waiting = deque(groups)
-    running: dict[int, Group] = {}  # the unfinished cells of each worker
-    current: dict[int, str] = {}  # the cell that each worker is measuring
+    running: dict[Hashable, Group] = {}  # the unfinished cells of each worker
+    current: dict[Hashable, str] = {}  # the cell that each worker is measuring
     try:
         while waiting or running:
             while waiting and (not running or pool.has_room(waiting[0])):
                 group = waiting.popleft()
                 running[pool.start(group)] = group
-            for number, heard in pool.heard():
+            for worker, heard in pool.heard():
                 if isinstance(heard, Event):
-                    current[number] = heard.name
+                    current[worker] = heard.name
                     if heard.state in (State.DONE, State.FAILED):
-                        running[number] = _without(running[number], heard.name)
-                        del current[number]
+                        running[worker] = _without(running[worker], heard.name)
+                        del current[worker]
                     yield heard
                     continue
-                left, at = running.pop(number), current.pop(number, None)
+                left, at = running.pop(worker), current.pop(worker, None)
                 # a worker that is lost before its first cell could not start, and the next one could not either
                 lost = [task.name for task in left.tasks if at in (None, task.name)]
                 for name in lost:
@@ -102,7 +100,7 @@ GRACE = 15.0  # seconds for a worker to clean up before it is killed
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     process: Any
     receiver: Connection
@@ -125,43 +123,38 @@ class Processes:
         self.workers, self._devices = workers, torch.cuda.device_count() if workers > 1 else 0
         self._threads = max(1, (os.cpu_count() or 1) // workers)
         self._budget = available_memory()
-        self.share = self._budget / workers if workers > 1 else math.inf
-        self._workers: dict[int, _Worker] = {}
-        self._started = 0
+        self._workers: list[_Worker] = []
 
     def has_room(self, group: Group) -> bool:
-        used = sum(worker.memory for worker in self._workers.values())
+        used = sum(worker.memory for worker in self._workers)
         return len(self._workers) < self.workers and used + group.memory <= self._budget
 
-    def start(self, group: Group) -> int:
+    def start(self, group: Group) -> Hashable:
         receiver, sender = self._context.Pipe(duplex=False)
-        slot = min(set(range(self.workers)) - {worker.slot for worker in self._workers.values()})
+        slot = min(set(range(self.workers)) - {worker.slot for worker in self._workers})
         device = slot % self._devices if self._devices else None
         process = self._context.Process(target=_main, args=(group, sender, self._threads, device))
         process.start()
         sender.close()  # so that only the worker has an open end for sending
-        self._started += 1
-        self._workers[self._started] = _Worker(process, receiver, group.memory, slot)
-        return self._started
+        self._workers.append(_Worker(process, receiver, group.memory, slot))
+        return self._workers[-1]
 
-    def heard(self) -> Iterator[tuple[int, Event | str]]:
-        ready = wait([worker.receiver for worker in self._workers.values()])
-        for number, worker in list(self._workers.items()):
-            if worker.receiver in ready:
-                try:
-                    yield number, worker.receiver.recv()
-                except (EOFError, OSError):
-                    del self._workers[number]
-                    worker.process.join()
-                    worker.receiver.close()
-                    yield number, _how_lost(worker.process.exitcode)
+    def heard(self) -> Iterator[tuple[Hashable, Event | str]]:
+        ready = wait([worker.receiver for worker in self._workers])
+        for worker in [worker for worker in self._workers if worker.receiver in ready]:
+            try:
+                yield worker, worker.receiver.recv()
+            except (EOFError, OSError):
+                self._workers.remove(worker)
+                worker.process.join()
+                worker.receiver.close()
+                yield worker, _how_lost(worker.process.exitcode)
 
     def close(self) -> None:
-        workers = list(self._workers.values())
-        for worker in workers:
+        for worker in self._workers:
             worker.process.terminate()
         until = time.monotonic() + GRACE
-        for worker in workers:
+        for worker in self._workers:
             worker.process.join(max(0.0, until - time.monotonic()))
             if worker.process.is_alive():
                 worker.process.kill()
@@ -230,8 +223,6 @@ class RayTasks:
     `address` names a running cluster; None: start one here with `cpus` cores (None: all), and end it with the pool.
     """
 
-    share = 0.0  # Ray finds the machine that has room for a group
-
     def __init__(self, address: str | None, cpus: int | None = None) -> None:
         try:
             import ray
@@ -247,13 +238,12 @@ class RayTasks:
                 raise SinkscopeError(f"the Ray cluster cannot be used: {described(error)}") from error
         self._gpus = int(ray.cluster_resources().get("GPU", 0))
         self.workers = self._gpus or int(ray.cluster_resources().get("CPU", 1))
-        self._running: dict[Any, int] = {}  # the generator of a task → its number
-        self._started = 0
+        self._running: list[Any] = []  # the generators of the tasks
 
     def has_room(self, group: Group) -> bool:
-        return True  # tasks wait in Ray
+        return True  # tasks wait in Ray, which finds a machine that has room
 
-    def start(self, group: Group) -> int:
+    def start(self, group: Group) -> Hashable:
         options = {
             "num_cpus": 1,
             "num_gpus": 1 if self._gpus else 0,
@@ -261,22 +251,18 @@ class RayTasks:
             "max_retries": 0,  # run_groups marks the cell of a lost worker as failed, and starts the others again
         }
         task = self._ray.remote(_measured).options(num_returns="streaming", **options)
-        self._started += 1
-        self._running[task.remote(group, os.getcwd())] = self._started
-        return self._started
+        self._running.append(task.remote(group, os.getcwd()))
+        return self._running[-1]
 
-    def heard(self) -> Iterator[tuple[int, Event | str]]:
-        ready, _ = self._ray.wait(list(self._running), num_returns=1)
+    def heard(self) -> Iterator[tuple[Hashable, Event | str]]:
+        ready, _ = self._ray.wait(self._running, num_returns=1)
         for generator in ready:
-            number = self._running[generator]
             try:
-                yield number, self._ray.get(next(generator))
-            except StopIteration:
-                del self._running[generator]
-                yield number, ""
-            except Exception as error:  # Ray lost the worker or its machine
-                del self._running[generator]
-                yield number, f"its Ray worker was lost: {described(error)}"
+                yield generator, self._ray.get(next(generator))
+            except Exception as error:  # its end, or Ray lost the worker or its machine
+                self._running.remove(generator)
+                lost = not isinstance(error, StopIteration)
+                yield generator, f"its Ray worker was lost: {described(error)}" if lost else ""
 
     def close(self) -> None:
         for generator in self._running:
@@ -303,26 +289,22 @@ class Launched:
     """
 
     workers = 1
-    share = math.inf
 
     def __init__(self, members: Team) -> None:
         self._members = members
-        self._events: Iterator[Event] = iter(())
-        self._started = 0
 
     def has_room(self, group: Group) -> bool:
         return False  # one group at a time
 
-    def start(self, group: Group) -> int:
+    def start(self, group: Group) -> Any:
         self._members.of_the_first(lambda: group)
-        self._events = measured(group)
-        self._started += 1
-        return self._started
+        self._events: Any = measured(group)
+        return self._events
 
-    def heard(self) -> Iterator[tuple[int, Event | str]]:
+    def heard(self) -> Iterator[tuple[Hashable, Event | str]]:
         for event in self._events:
-            yield self._started, event
-        yield self._started, ""
+            yield self._events, event
+        yield self._events, ""
 
     def close(self) -> None:
         """Do nothing: the other processes end when the first one sends its last object or fails."""

@@ -3,16 +3,14 @@
 from collections.abc import Iterable
 
 from sinkscope.errors import InputError, unknown
-from sinkscope.measuring.observables.activation import Activation
+from sinkscope.measuring.observables.activation import Activation, Outlier
 from sinkscope.measuring.observables.attention import Attention, WindowEdge
 from sinkscope.measuring.observables.close_ups import AttentionMaps, MassiveMap, MeanMaps
 from sinkscope.measuring.observables.equal_tokens import EqualTokens
-from sinkscope.measuring.observables.gate import Gate
-from sinkscope.measuring.observables.geometry import Geometry
+from sinkscope.measuring.observables.geometry import Gate, Geometry
 from sinkscope.measuring.observables.gradient import Gradient
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable
-from sinkscope.measuring.observables.outlier import Outlier
 from sinkscope.measuring.observables.query_bias import Epe, LogitTerms, QueryBias
 
 # the order of `sinkscope list` and of the tables

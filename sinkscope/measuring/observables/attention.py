@@ -7,14 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
-from sinkscope.measuring.observables.observable import (
-    BySequence,
-    Means,
-    Observable,
-    Rows,
-    Settings,
-    with_kv_head,
-)
+from sinkscope.measuring.observables.observable import BySequence, Means, Observable, Rows, Settings
+from sinkscope.measuring.observables.reductions import mean_over, with_kv_head
 from sinkscope.models.family import Family
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
@@ -99,13 +93,12 @@ class Attention(Observable):
         self.heads_by_sequence.add(batch, at_first, layer=layer, group=group)
         # NaN if a sequence is too long to read all columns, and then for the mean over sequences
         entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
-        rows = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
-        self.by_head.add(
-            {name: mean_over_queries(row, batch.valid) for name, row in rows.items()}, layer=layer, group=group
-        )
+        by_head = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
+        means = {name: mean_over(rows, batch.valid) for name, rows in by_head.items()}
+        self.by_head.add(means, layer=layer, group=group)
         outside = outside_mass(read, batch)
         if outside is not None:
-            mass = mean_over_queries(outside, batch.of_text)
+            mass = mean_over(outside, batch.of_text)
             rates = is_sink(mass, self.settings.epsilon)
             self.outside.add({"outside_mass": mass, "sink_rate_outside": rates}, layer=layer, group=group)
         self._list_sinks(layer, window_means(sums.window, batch, window, read.length, *seen), batch, seen)
@@ -149,23 +142,13 @@ def window_means(
 def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
     """Return each query's weight (B,H,T) on sink logits and register tokens (WSE §7, table 4); None without any."""
     registers = batch.registers
-    if read.call.sink_logits is None and registers is None:
-        return None
     mass = read.missing_mass
     if registers is None:
-        return mass
+        return None if read.call.sink_logits is None else mass
     keys = slice(0, int(registers.nonzero()[:, 1].max()) + 1)
     is_register = registers[:, None, None, keys].to(mass)
     to_registers = [(read.weights(rows, keys)[0] * is_register).sum(-1) for rows in row_chunks(read.length)]
     return mass + torch.cat(to_registers, dim=-1)
-
-
-def mean_over_queries(rows: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
-    """Average over queries, (B,H,T) → (B,H); `counted` (B,T) selects queries, None means all."""
-    if counted is None:
-        return rows.mean(-1)
-    counted = counted[:, None].to(rows.device)
-    return rows.masked_fill(~counted, 0.0).sum(-1) / counted.sum(-1)
 
 
 class WindowEdge(Observable):

@@ -1,18 +1,15 @@
-"""Maps of a few tokens, for the figures `attention-maps`, `arm-maps` and `massive-map`.
-
-They show attention weights by query and key, and the tokens and coordinates around the largest activation.
-"""
+"""Maps of a few tokens, for the figures `attention-maps`, `arm-maps` and `massive-map`."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 import numpy as np
 import pandas as pd
-import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.observable import Mean, Observable, Reading, Settings, long_form
+from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
+from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.results.tables import COORDINATE, HEAD, KEY, POSITION, QUERY, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -42,7 +39,12 @@ class AttentionMaps(Observable):
 
     @classmethod
     def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
-        return cls(settings, telling_heads(tables["attention"]))
+        """Choose heads from strong to weak sinks at position 0, and the head with the most mass at a later position."""
+        ranked = tables["attention"].sort_values("window_mass", ascending=False, kind="stable")
+        first = ranked[ranked["position"] == 0]
+        ranks = [round(share * (len(first) - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        chosen = pd.concat([first.iloc[ranks], ranked[ranked["position"] >= 1].head(1)])
+        return cls(settings, sorted({(int(row.layer), int(row.head)) for row in chosen.itertuples()}))
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         shown = _shown(batch)
@@ -51,10 +53,8 @@ class AttentionMaps(Observable):
             return
         weights = read.weights(shown, shown)[0][0, chosen]  # (heads, query, key)
         positions = range(shown.stop - shown.start)
-        frame = long_form(
-            {"layer": layer, "head": chosen, "sequence": batch.first, "query": positions, "key": positions},
-            {"weight": weights.cpu().numpy()},
-        )
+        axes = {"layer": layer, "head": chosen, "sequence": batch.first, "query": positions, "key": positions}
+        frame = long_table([(axes, {"weight": weights.cpu().numpy()})])
         if not read.call.looks_ahead:
             frame = frame[frame["key"] <= frame["query"]]
         self.frames.append(frame.assign(token_id=batch.token_ids[0].numpy()[shown.start + frame["key"]]))
@@ -77,23 +77,23 @@ class MeanMaps(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.maps = Mean()
+        self.maps = Means()
         self.causal = True
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         columns = slice(0, batch.columns(MAP_TOKENS))
         by_key = batch.tokens_at(read.weights(columns, columns)[0].mean(1).transpose(1, 2), MAP_TOKENS)
         by_both = batch.tokens_at(by_key.transpose(1, 2), MAP_TOKENS)  # (B, query, key)
-        self.maps.add(layer, by_both.transpose(1, 2), batch.present(MAP_TOKENS))
+        self.maps.add({"weight": by_both.transpose(1, 2)}, batch.present(MAP_TOKENS), layer=layer)
         self.causal = not read.call.looks_ahead
 
     def tables(self) -> dict[str, pd.DataFrame]:
         frames = []
-        for layer in self.maps:
-            weights = self.maps[layer].T.astype(np.float32)
+        for labels, means in self.maps:
+            weights = means["weight"].T.astype(np.float32)
             positions = range(int(np.isfinite(weights[:, 0]).sum()))  # queries that some sequence has
             shown = weights[: len(positions), : len(positions)]
-            frame = long_form({"layer": layer, "query": positions, "key": positions}, {"weight": shown})
+            frame = long_table([(labels | {"query": positions, "key": positions}, {"weight": shown})])
             frames.append(frame[frame["key"] <= frame["query"]] if self.causal else frame)
         return {"arm_maps": pd.concat(frames, ignore_index=True)} if frames else {}
 
@@ -132,12 +132,10 @@ class MassiveMap(Observable):
         even = np.linspace(0, magnitude.shape[1] - 1, OTHER_COORDINATES).round().astype(int).tolist()
         coordinates = top + [coordinate for coordinate in even if coordinate not in top]
         positions = range(shown.stop - shown.start)
-        frame = long_form(
-            {"layer": layer, "sequence": batch.first, "position": positions, "coordinate": coordinates},
-            {"magnitude": magnitude[:, torch.tensor(coordinates)].cpu().numpy()},
-        )
-        ids = batch.token_ids[0].numpy()
-        self.frame = frame.assign(token_id=ids[shown.start + frame["position"]], is_top=frame["coordinate"].isin(top))
+        axes = {"layer": layer, "sequence": batch.first, "position": positions, "coordinate": coordinates}
+        frame = long_table([(axes, {"magnitude": magnitude[:, coordinates].cpu().numpy()})])
+        token_ids = batch.token_ids[0].numpy()[shown.start + frame["position"]]
+        self.frame = frame.assign(token_id=token_ids, is_top=frame["coordinate"].isin(top))
 
     def tables(self) -> dict[str, pd.DataFrame]:
         return {} if self.frame is None else {"massive_map": self.frame}
@@ -147,12 +145,3 @@ def _shown(batch: Batch) -> slice:
     """Return the columns of the first sequence's first tokens."""
     start = int(batch.start[0])
     return slice(start, start + min(TOKENS, int(batch.lengths[0])))
-
-
-def telling_heads(attention: pd.DataFrame) -> list[tuple[int, int]]:
-    """Choose heads from strong to weak sinks at position 0, and the head with the most mass at a later position."""
-    first = attention[attention["position"] == 0].sort_values("window_mass", ascending=False, kind="stable")
-    ranks = [round(share * (len(first) - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    later = attention[attention["position"] >= 1].sort_values("window_mass", ascending=False, kind="stable")
-    chosen = pd.concat([first.iloc[ranks], later.head(1)])
-    return sorted({(int(row.layer), int(row.head)) for row in chosen.itertuples()})

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen, row_chunks
 from sinkscope.measuring.observables.observable import BySequence, Observable, Reading, Settings
+from sinkscope.measuring.observables.reductions import filled
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.tables import SEQUENCE, Column
 from sinkscope.retrofits.retrofit import registers_before
@@ -99,10 +100,7 @@ def state_difference(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
     states = batch.tokens_at(upcast(hidden), longest)
     first = states[:, :1]
     distance = torch.linalg.vector_norm(states - first, dim=-1)
-    present = batch.present(longest)
-    if present is not None:
-        distance = distance.masked_fill(~present.to(distance.device), 0.0)
-    return distance.amax(1) / torch.linalg.vector_norm(first, dim=-1)[:, 0]
+    return filled(distance, batch.present(longest)).amax(1) / torch.linalg.vector_norm(first, dim=-1)[:, 0]
 
 
 def linear_slope(read: AttentionRead, batch: Batch) -> torch.Tensor:

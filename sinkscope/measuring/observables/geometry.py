@@ -1,22 +1,18 @@
-"""Reasons why a key is a sink: norms and angles of q, k, v (WSE fig. 2) and the logit gap (VGA §4.1)."""
+"""Reasons why a key is a sink: norms and angles of q, k, v (WSE fig. 2), the logit gap (VGA §4.1), and gates."""
 
 from typing import ClassVar
 
 import pandas as pd
 import torch
+from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import (
-    LATER,
-    BySequence,
-    Means,
-    Observable,
-    Settings,
-    later_mean,
-    with_kv_head,
-)
+from sinkscope.measuring.observables.observable import BySequence, Means, Observable, Settings
+from sinkscope.measuring.observables.reductions import LATER, later_mean, with_kv_head
+from sinkscope.models.family import Family
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, Column
+from sinkscope.retrofits import has_gates
 from sinkscope.text.batch import Batch
 
 
@@ -80,6 +76,47 @@ class Geometry(Observable):
     def tables(self) -> dict[str, pd.DataFrame]:
         tables = {"geometry": self.means.table(), "geometry_by_sequence": self.by_sequence.table()}
         return {name: with_kv_head(table) for name, table in tables.items()}
+
+
+class Gate(Observable):
+    """Averages gates, which may close at the sink (VGA §3.2, GS §5), and norms of the values before them."""
+
+    name = "gate"
+    about = "gates of a retrofit or of the model's own, and norms of the values before them, per head and position"
+    sites = ("gate",)
+    expected = False  # few models have gates
+    columns: ClassVar = {
+        "gate": (
+            Column("head", "key/value head if values are gated, query head if heads' outputs are", kind="whole"),
+            KV_HEAD,
+            POSITION,
+            Column(
+                "gate",
+                "the factor: scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale; for a model's own gate on the channels "
+                "of a head's output, its mean over channels, weighted by the squares of the gated entries",
+            ),
+            Column("raw_value_norm", "L2 norm of the value as it is projected, before any gate"),
+        ),
+    }
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.means = Means("head", "position")
+
+    @classmethod
+    def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
+        return None if has_gates(model) or family.gated else "it has no gates, such as those of vga, iga and vscale"
+
+    def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
+        positions = self.settings.positions
+        heads = gate.shape[-1]
+        norms = torch.linalg.vector_norm(upcast(value), dim=-1).transpose(1, 2)
+        by_column = {"gate": upcast(gate).transpose(1, 2), "raw_value_norm": repeat_heads(norms, heads)}
+        at_positions = {name: batch.at_positions(x, positions) for name, x in by_column.items()}
+        self.means.add(at_positions, batch.present(positions), layer=layer, group=heads // value.shape[2])
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {"gate": with_kv_head(self.means.table())}
 
 
 def pair_means(

@@ -10,12 +10,12 @@ noise four times, while the delete-a-group jackknife counts each sequence once.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import nn
@@ -24,18 +24,8 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.observable import (
-    ALL_HEADS,
-    GROUPS,
-    Accumulator,
-    BySequence,
-    Constants,
-    Means,
-    Observable,
-    Settings,
-    Sums,
-    long_table,
-)
+from sinkscope.measuring.observables.observable import Accumulator, BySequence, Means, Observable, Settings, Sums
+from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, filled, long_table
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.quantized import without_gradients
 from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column, names_of
@@ -55,7 +45,7 @@ class GroupSums(Accumulator):
 
     def __init__(self) -> None:
         self.sums: Sums[tuple[int, str]] = Sums()  # by layer and pathway, (GROUPS,P,heads,d)
-        self.predicted: Constants[int, int] = Constants()  # sequence → number of its tokens in the loss
+        self.predicted: Sums[int] = Sums()  # sequence → number of its tokens in the loss
 
     def add(self, key: tuple[int, str], gradient: torch.Tensor, batch: Batch) -> None:
         """Add the gradients (B,P,heads,d) of one batch's sequences at one layer and pathway."""
@@ -63,15 +53,13 @@ class GroupSums(Accumulator):
             predicts = batch.targets != IGNORED
             if batch.registers is not None:  # a register token predicts nothing
                 predicts = predicts & ~batch.registers
-            self.predicted |= enumerate(predicts.sum(1).tolist(), batch.first)
+            self.predicted.update(enumerate(predicts.sum(1).tolist(), batch.first))
         if key not in self.sums:
             self.sums[key] = gradient.new_zeros(GROUPS, *gradient.shape[1:])
-        sums = self.sums[key]
         # GROUPS consecutive sequences are all in different groups
         for index, part in enumerate(gradient.split(GROUPS)):
             first = batch.first + index * GROUPS
-            groups = torch.arange(first, first + len(part), device=sums.device) % GROUPS
-            sums[groups] += part
+            self.sums[key][torch.arange(first, first + len(part), device=part.device) % GROUPS] += part
 
     def table(self, totals: Mapping[tuple[int, str], torch.Tensor]) -> pd.DataFrame:
         """Return the norms of the run's gradient without each group, from its sums over all sequences, (heads,P,d)."""
@@ -80,45 +68,48 @@ class GroupSums(Accumulator):
         others = [whole - sum(self.predicted[i] for i in self.predicted if i % GROUPS == g) for g in range(groups)]
         scales = torch.tensor([1 / count if count else math.nan for count in others], dtype=torch.float64)
         parts = []
-        for (layer, pathway), sums in sorted(self.sums.items()):
-            without = totals[layer, pathway] - sums[:groups].transpose(1, 2)
+        for key, sums in sorted(self.sums.items()):
+            without = totals[key] - sums[:groups].transpose(1, 2)
             norms = torch.linalg.vector_norm(without, dim=-1) * scales.to(without.device)[:, None, None]
-            heads, columns = [ALL_HEADS], norms.square().sum(1, keepdim=True).sqrt()
-            if pathway in BY_HEAD:
-                heads, columns = [ALL_HEADS, *range(norms.shape[1])], torch.cat([columns, norms], dim=1)
-            axes = {"group": range(groups), "pathway": pathway, "head": heads, "position": range(norms.shape[2])}
-            parts.append(({"layer": layer} | axes, {"grad_norm": columns.to(sums.dtype).cpu().numpy()}))
+            parts.append(_rows_of_norms(key, norms, sums.dtype, key[1] in BY_HEAD, group=range(groups)))
         return long_table(parts)
 
 
-@dataclass(frozen=True)
+def _rows_of_norms(
+    key: tuple[int, str], norms: torch.Tensor, dtype: torch.dtype, by_head: bool = True, **axes: Any
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return a layer's and pathway's rows for `long_table`: of all heads together, and of each; norms (…,heads,P)."""
+    columns = norms.square().sum(-2, keepdim=True).sqrt()
+    if by_head:
+        columns = torch.cat([columns, norms], dim=-2)
+    axes |= {"head": [ALL_HEADS, *range(columns.shape[-2] - 1)], "position": range(columns.shape[-1])}
+    return dict(zip(("layer", "pathway"), key, strict=True)) | axes, {"grad_norm": columns.to(dtype).cpu().numpy()}
+
+
 class NormGain:
-    """The bound of a norm layer's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm."""
+    """The bound of a norm layer's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm.
 
-    largest: float  # ‖γ‖∞
-    centered: bool  # LayerNorm
-    epsilon: float
+    A norm's gain is found by probing it, because families store γ differently (Gemma as 1 + weight).
+    """
 
-    def divisor(self, x: torch.Tensor) -> torch.Tensor:
-        """Return √(mean square + ε), (B,T,D) → (B,T), of the centered entries for LayerNorm."""
+    @torch.no_grad()
+    def __init__(self, module: nn.Module, width: int) -> None:
+        # Alternating ±1 has mean 0 and mean square 1: half the difference of the outputs for it and for its negative is
+        # γ without bias. LayerNorm maps a constant input to its bias; RMSNorm does not.
+        weight = next(module.parameters(), torch.zeros(1))
+        device = "cpu" if weight.is_meta else weight.device  # if offloaded, accelerate moves the input
+        signs = torch.ones(1, 1, width, dtype=weight.dtype, device=device)
+        self.centered = torch.equal(module(signs.clone()), module(-signs))  # LayerNorm
+        signs[..., 1::2] = -1
+        gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
+        self.epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0.0
+        self.largest = gain * (1 + self.epsilon) ** 0.5  # ‖γ‖∞
+
+    def bound(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ‖γ‖∞ ÷ √(mean square + ε), (B,T,D) → (B,T), of the centered entries for LayerNorm."""
         if self.centered:
             x = x - x.mean(-1, keepdim=True)
-        return (x.square().mean(-1) + self.epsilon).sqrt()
-
-
-@torch.no_grad()
-def norm_gain(module: nn.Module, width: int) -> NormGain:
-    """Determine the gain of a norm layer by probing it, because families store γ differently (Gemma as 1 + weight)."""
-    # Alternating ±1 has mean 0 and mean square 1: half the difference of the outputs for it and for its negative is γ
-    # without bias. LayerNorm maps a constant input to its bias; RMSNorm does not.
-    weight = next(module.parameters(), torch.zeros(1))
-    device = "cpu" if weight.is_meta else weight.device  # if offloaded, accelerate moves the input
-    signs = torch.ones(1, 1, width, dtype=weight.dtype, device=device)
-    centered = torch.equal(module(signs.clone()), module(-signs))
-    signs[..., 1::2] = -1
-    gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
-    epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0.0
-    return NormGain(gain * (1 + epsilon) ** 0.5, centered, epsilon)
+        return self.largest / (x.square().mean(-1) + self.epsilon).sqrt()
 
 
 class TheoremOne(Accumulator):
@@ -132,10 +123,9 @@ class TheoremOne(Accumulator):
 
     def __init__(self, positions: int) -> None:
         self.positions = positions
-        self.identity: dict[int, Sums[str]] = defaultdict(Sums)  # by layer, `error` and `size`, (K,P)
+        self.identity: Sums[tuple[int, str]] = Sums()  # by layer, `error` and `size`, (K,P)
         self.moments: dict[int, Sums[str]] = {}  # sums for the bounds, by layer
         self.longest: dict[int, int] = {}  # the length of the sequences in `moments`
-        self.groups: Constants[int, int] = Constants()  # layer → query heads per key/value head
 
     def add_upstream(self, layer: int, read: AttentionRead, upstream: torch.Tensor) -> torch.Tensor:
         """Add g (B,H,T,d) of one batch. Returns Σ_t a[t,s] g_t of each query head, (B,H,P,d)."""
@@ -150,7 +140,6 @@ class TheoremOne(Accumulator):
             mass[..., cols] += weights.sum(2)
             second[..., cols] += (weights * weights).sum(2)
         routed = batch.tokens_at(routed.transpose(1, 2), self.positions).transpose(1, 2)
-        self.groups[layer] = read.query.shape[1] // read.key.shape[1]
         if self._keep_longest(layer, read.length):
             full = slice(None) if batch.valid is None else batch.valid.all(1).to(upstream.device)
             queries = torch.linspace(0, read.length - 1, min(GRAM_QUERIES, read.length)).round().long()
@@ -173,27 +162,24 @@ class TheoremOne(Accumulator):
     def add_value_gradient(self, layer: int, gradient: torch.Tensor, routed: torch.Tensor, batch: Batch) -> None:
         """Compare autograd's ∇v (B,K,P,d) with the sum of `routed` over the query heads of each group."""
         summed = routed.unflatten(1, (gradient.shape[1], -1)).sum(2)
-        present = batch.present(self.positions)
         for name, x in (("error", gradient - summed), ("size", gradient)):
-            square = x.double().square().sum(-1)
-            if present is not None:
-                square = square.masked_fill(~present[:, None].to(square.device), 0.0)
-            self.identity[layer].add(name, square.sum(0))
+            square = filled(x.double().square().sum(-1), batch.present(self.positions))
+            self.identity.add((layer, name), square.sum(0))
 
     def merge(self, other: Self) -> None:
-        self.groups.merge(other.groups)
-        for layer, sums in other.identity.items():
-            self.identity[layer].merge(sums)
+        self.identity.merge(other.identity)
         for layer, longest in other.longest.items():
             if self._keep_longest(layer, longest):
                 self.moments[layer].merge(other.moments[layer])
 
     def table(self) -> pd.DataFrame:
         parts = []
-        for layer, sums in sorted(self.identity.items()):
-            residual = (sums["error"] / sums["size"]).sqrt().repeat_interleave(self.groups[layer], dim=0)
-            columns = {"identity_residual": residual} | _bounds(self.moments[layer])
-            axes = {"layer": layer, "head": range(len(residual)), "position": range(residual.shape[1])}
+        for layer, sums in sorted(self.moments.items()):
+            bounds = _bounds(sums)
+            heads, positions = bounds["measured"].shape
+            residual = (self.identity[layer, "error"] / self.identity[layer, "size"]).sqrt()
+            columns = {"identity_residual": residual.repeat_interleave(heads // len(residual), dim=0)} | bounds
+            axes = {"layer": layer, "head": range(heads), "position": range(positions)}
             parts.append((axes, {name: value.cpu().numpy() for name, value in columns.items()}))
         table = long_table(parts)
         lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
@@ -227,28 +213,24 @@ class Branch:
     z: str | None  # the residual stream after it, z = x + r
 
 
+# wiring → branch → its input, and the residual stream after it
+_STREAMS: dict[str, dict[str, tuple[str, str | None]]] = {
+    "single": {"attn": ("layer_in", "layer_out"), "mlp": ("layer_in", "layer_out")},
+    "sequential": {"attn": ("layer_in", "mid"), "mlp": ("mid", "layer_out")},
+    "parallel": {"attn": ("layer_in", None), "mlp": ("layer_in", None)},
+    "post-norm": {"attn": ("layer_in", "mid")},  # the MLP's sum is inside the layer
+    "unknown": {},
+}
+
+
 def branches_of(block: Family | Block) -> dict[str, Branch]:
     """Return the branches of this wiring by name (attn, mlp)."""
-    attn_norm, mlp_norm = (site if site in block.sites else None for site in ("attn_norm", "mlp_norm"))
-    if block.wiring == "parallel" and mlp_norm is None:
-        attn_norm = None  # attention and MLP share one norm, whose gradient is the sum of both gradients
-    branches = {
-        "single": {
-            "attn": Branch("layer_in", attn_norm, "attn_out", "layer_out"),
-            "mlp": Branch("layer_in", mlp_norm, "mlp_out", "layer_out"),
-        },
-        "sequential": {
-            "attn": Branch("layer_in", attn_norm, "attn_out", "mid"),
-            "mlp": Branch("mid", mlp_norm, "mlp_out", "layer_out"),
-        },
-        "parallel": {
-            "attn": Branch("layer_in", attn_norm, "attn_out", None),
-            "mlp": Branch("layer_in", mlp_norm, "mlp_out", None),
-        },
-        "post-norm": {"attn": Branch("layer_in", None, "attn_out", "mid")},  # the MLP's sum is inside the layer
-        "unknown": {},
-    }[block.wiring]
-    return {name: branch for name, branch in branches.items() if branch.r in block.sites}
+    norms = {branch: f"{branch}_norm" if f"{branch}_norm" in block.sites else None for branch in ("attn", "mlp")}
+    shares_norm = block.wiring == "parallel" and norms["mlp"] is None  # its gradient is the sum of both gradients
+    if shares_norm or block.wiring == "post-norm":
+        norms["attn"] = None
+    streams = _STREAMS[block.wiring].items()
+    return {name: Branch(x, norms[name], r, z) for name, (x, z) in streams if (r := f"{name}_out") in block.sites}
 
 
 def undefined_ratios(family: Family) -> dict[str, str]:
@@ -346,10 +328,11 @@ class Gradient(Observable):
         # overflowed gradients of any token
         self.counts: Sums[str] = Sums({"vanished": 0, "all": 0, "overflowed": 0})
         self.theorem = TheoremOne(settings.positions)
-        self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients of this batch, until ratios are computed
+        # of this batch, until they have been used
+        self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients by layer and site
         self._norms: dict[tuple[int, str], torch.Tensor] = {}  # ‖x‖ of the branches' inputs, (B,T)
-        self._scales: dict[tuple[int, str], torch.Tensor] = {}  # divisors of the branches' norms, (B,T)
-        self._routed: dict[int, torch.Tensor] = {}  # Σ_t a[t,s] g_t by layer, until ∇v_s is computed
+        self._bounds: dict[tuple[int, str], torch.Tensor] = {}  # theorem 2's bounds, (B,T)
+        self._routed: dict[int, torch.Tensor] = {}  # Σ_t a[t,s] g_t by layer
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.loss_scale = 1.0 / predicted
@@ -360,7 +343,7 @@ class Gradient(Observable):
             for name, branch in self.branches[layer].items():
                 if branch.y is not None and branch.z is not None:
                     norm = module.get_submodule(block.sites[branch.y].removesuffix(".output"))
-                    self.gains[layer, name] = norm_gain(norm, model.config.get_text_config().hidden_size)
+                    self.gains[layer, name] = NormGain(norm, model.config.get_text_config().hidden_size)
 
     # --- the forward pass: register hooks
 
@@ -370,7 +353,7 @@ class Gradient(Observable):
                 entries = upcast(tensor.detach()).view(*batch.token_ids.shape, -1)
                 self._norms[layer, name] = torch.linalg.vector_norm(entries, dim=-1)
                 if (layer, name) in self.gains:
-                    self._scales[layer, name] = self.gains[layer, name].divisor(entries)
+                    self._bounds[layer, name] = self.gains[layer, name].bound(entries)
         tensor.register_hook(partial(self._on_stream, layer, site, batch, scale))
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
@@ -382,10 +365,7 @@ class Gradient(Observable):
         mix.register_hook(partial(self._on_mix, layer, read.detached()))
 
     def watch_raw_value(self, layer: int, value: torch.Tensor, batch: Batch) -> None:
-        def on_raw_value(gradient: torch.Tensor) -> None:
-            self._on_pathway(layer, "raw_value", batch, False, gradient.transpose(1, 2))
-
-        value.register_hook(on_raw_value)
+        value.register_hook(lambda found: self._on_pathway(layer, "raw_value", batch, False, found.transpose(1, 2)))
 
     # --- the backward pass: last layer first
 
@@ -443,7 +423,7 @@ class Gradient(Observable):
         present = batch.present(self.settings.positions)
         self.by_sequence.add(batch, finite, present, layer=layer, branch=name)
         if (layer, name) in self.gains:
-            bound = self.gains[layer, name].largest / self._scales.pop((layer, name))
+            bound = self._bounds.pop((layer, name))
             # half a percent for the round-off of the two gradients' difference
             within = (compress <= 1.005 * bound).to(bound.dtype)
             holds = torch.where(compress.isfinite(), within, torch.nan)
@@ -482,13 +462,8 @@ class Gradient(Observable):
     def tables(self) -> dict[str, pd.DataFrame]:
         tables = {"norm_bound": self._table_of("norm_bound", self.bounds)}
         if self.pathways:
-            parts = []
-            for (layer, pathway), total in sorted(self.pathways.items()):
-                norms = torch.linalg.vector_norm(total, dim=-1) * self.loss_scale
-                columns = torch.cat([norms.square().sum(0, keepdim=True).sqrt(), norms])
-                heads = [ALL_HEADS, *range(len(norms))]
-                axes = {"layer": layer, "pathway": pathway, "head": heads, "position": range(norms.shape[1])}
-                parts.append((axes, {"grad_norm": columns.cpu().numpy()}))
+            norms = {key: torch.linalg.vector_norm(total, dim=-1) for key, total in sorted(self.pathways.items())}
+            parts = [_rows_of_norms(key, norm * self.loss_scale, norm.dtype) for key, norm in norms.items()]
             tables |= {"gradient": long_table(parts), "gradient_by_group": self.groups.table(self.pathways)}
             tables["gradient_check"] = self.theorem.table()
         if any(self.branches.values()):

@@ -10,6 +10,7 @@ import torch
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import token_peaks
 from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
+from sinkscope.measuring.observables.reductions import filled
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -20,10 +21,7 @@ SAMPLED = 61  # every 61st entry is sampled to locate the median; 61 divides no 
 
 
 class Massive(Observable):
-    """Lists the largest and all massive entries of each layer's output and sequence: table `massive`.
-
-    The table `massive_elsewhere` has the magnitude of other tokens at the coordinate of the largest entry.
-    """
+    """Lists the largest and all massive entries, and the magnitude of other tokens at the largest one's coordinate."""
 
     name = "massive"
     about = "massive activations: layer, token, coordinate, value, and the ratio to the median"
@@ -97,8 +95,7 @@ def largest_entries(
     Earlier entries come first on ties. `hidden` is (B,T,D), `peaks` (B,T), `medians` (B,). Only the tokens with the
     largest peaks are searched, because no entry is above its token's peak.
     """
-    if batch.valid is not None:
-        peaks = peaks.masked_fill(~batch.valid.to(peaks.device), -1.0)
+    peaks = filled(peaks, batch.valid, -1.0)
     highest = peaks.topk(min(TOP, peaks.shape[1]))
     entries = hidden.gather(1, highest.indices[..., None].expand(-1, -1, hidden.shape[-1])).abs()
     entries = entries.masked_fill(highest.values[..., None] < 0, 0.0).flatten(1)  # zeros for padding

@@ -4,10 +4,9 @@ Several processes may share the sequences of a run (measuring/processes.py) and 
 attribute of an observable that a batch changes permanently is an Accumulator, or a dict of them.
 """
 
-import math
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
+from sinkscope.measuring.observables.reductions import filled, long_table
 from sinkscope.models.family import Family
 from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import Columns
@@ -50,13 +50,6 @@ class Maxima(Sums[Key]):
 
     def add(self, key: Key, term: torch.Tensor) -> None:
         self[key] = torch.maximum(self[key], term) if key in self else term
-
-
-class Constants(dict[Key, Value], Accumulator):
-    """Maps each key to a value that is the same in all batches that have the key."""
-
-    def merge(self, other: Self) -> None:
-        self.update(other)
 
 
 class Lists(defaultdict[Key, list[Value]], Accumulator):
@@ -105,10 +98,7 @@ def merge(mine: Any, other: Any) -> None:
 
 Settings = ObservableOptions  # in a run, `positions` and `window` are limited to the longest sequence
 
-ALL_HEADS = -1  # the head of rows for all heads together
-GROUPS = 20  # maximum number of groups of sequences for a jackknife; sequence i of a run is in group i modulo GROUPS
 ATTENTION_SITES = ("raw_value", "gate", "attention")  # in the order in which a forward pass reaches them
-LATER = slice(5, 16)  # positions that position 0 is compared with, independent of --positions
 NO_ATTENTION = "no layer attends by a softmax"
 
 
@@ -188,84 +178,48 @@ class Observable:
         return {}
 
 
-class Mean(Accumulator):
-    """Running means over sequences of statistics (…,P), by key; summed in float64 on the device of the statistic."""
-
-    def __init__(self) -> None:
-        self._sum: Sums[Any] = Sums()
-        self._count: Sums[Any] = Sums()
-
-    def add(self, key: Any, x: torch.Tensor, present: torch.Tensor | None = None) -> None:
-        """Add x (B,…,P). `present` (B,P) is True where a sequence has the position; None means everywhere."""
-        count: torch.Tensor | int = x.shape[0]
-        if present is not None:
-            present = present.to(x.device)
-            x = x.masked_fill(~present.view(present.shape[0], *[1] * (x.dim() - 2), present.shape[-1]), 0.0)
-            count = present.sum(0)
-        self._sum.add(key, x.sum(0, dtype=torch.float64))
-        self._count.add(key, count)
-
-    def __getitem__(self, key: Any) -> np.ndarray:
-        """Return the mean (…,P); NaN at positions that no sequence has."""
-        return (self._sum[key] / self._count[key]).cpu().numpy()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(sorted(self._sum))
-
-
-def long_form(axes: dict[str, Any], columns: dict[str, np.ndarray]) -> pd.DataFrame:
-    """Make a table in long format from arrays of one shape: one row per entry, one index column per axis.
-
-    `axes`: column name → the labels of an axis, in the order of the arrays' axes, or a scalar for a constant column.
-    """
-    return long_table([(axes, columns)])
-
-
-def long_table(parts: Iterable[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:
-    """Make one table from the `axes` and `columns` of several parts; faster than `pd.concat` of many tables."""
-    found = []
-    for axes, columns in parts:
-        shape = next(iter(columns.values())).shape
-        indices = iter(np.indices(shape))
-        labels = {
-            name: np.full(math.prod(shape), label) if np.isscalar(label) else np.asarray(label)[next(indices).ravel()]
-            for name, label in axes.items()
-        }
-        found.append(labels | {name: array.ravel() for name, array in columns.items()})
-    return pd.DataFrame({name: np.concatenate([part[name] for part in found]) for name in found[0]})
-
-
 class Means(Accumulator):
-    """Running means over sequences of statistics (B, *axes), as a table with one row per entry."""
+    """Running means over sequences of statistics (B, *axes), summed in float64 on their device.
+
+    Iterating gives each combination of labels, in order, with its means by name; NaN at positions that no sequence has.
+    """
 
     def __init__(self, *axes: str) -> None:
         self._axes = axes
-        self._means: dict[str, Mean] = defaultdict(Mean)
+        self._sums: Sums[tuple] = Sums()  # by labels and name
+        self._counts: Sums[tuple] = Sums()
 
     def add(self, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any) -> None:
-        """Add a batch's statistics by column name. `labels`: constant columns, such as the layer."""
-        for name, statistic in statistics.items():
-            self._means[name].add(tuple(labels.items()), statistic, present)
+        """Add a batch's statistics by column name. `labels`: constant columns, such as the layer.
+
+        `present` (B,P) is True where a sequence has the position, the last axis; None means everywhere.
+        """
+        for name, x in statistics.items():
+            key = tuple(labels.items()), name
+            self._sums.add(key, filled(x, present).sum(0, dtype=torch.float64))
+            self._counts.add(key, len(x) if present is None else present.to(x.device).sum(0))
 
     def __bool__(self) -> bool:
-        return bool(self._means)
+        return bool(self._sums)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+        means: dict[tuple, dict[str, np.ndarray]] = defaultdict(dict)
+        for (labels, name), total in self._sums.items():
+            means[labels][name] = (total / self._counts[labels, name]).cpu().numpy()
+        return iter([(dict(labels), means[labels]) for labels in sorted(means)])
 
     def table(self) -> pd.DataFrame:
         """Return the table sorted by labels."""
         parts = []
-        for labels in next(iter(self._means.values())):
-            arrays = {name: mean[labels] for name, mean in self._means.items()}
-            shape = next(iter(arrays.values())).shape
+        for labels, means in self:
+            shape = next(iter(means.values())).shape
             axes = {axis: range(size) for axis, size in zip(self._axes, shape, strict=True)}
-            parts.append((dict(labels) | axes, arrays))
+            parts.append((labels | axes, means))
         return long_table(parts)
 
 
 class BySequence(Accumulator):
-    """Statistics (B, *axes) of every sequence in float32, as a table with one row per sequence and entry.
-
-    The uncertainty of means over sequences is computed from such tables.
-    """
+    """Statistics (B, *axes) of every sequence in float32, from which the uncertainty of their means is computed."""
 
     def __init__(self, *axes: str) -> None:
         self._axes = axes
@@ -278,10 +232,7 @@ class BySequence(Accumulator):
         self, batch: Batch, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any
     ) -> None:
         """Add a batch's statistics in float32 or float64, as in `Means.add`; NaN where `present` (B,P) is False."""
-        values = torch.stack(list(statistics.values()))
-        if present is not None:
-            absent = ~present.to(values.device)
-            values = values.masked_fill(absent.view(len(absent), *[1] * (values.dim() - 3), -1), torch.nan)
+        values = torch.stack([filled(statistic, present, torch.nan) for statistic in statistics.values()])
         start = len(self._values)
         self._values.frombytes(values.cpu().numpy().astype(np.float32).tobytes())
         self._parts[tuple(labels.items())][batch.first] = slice(start, len(self._values)), values.shape
@@ -309,20 +260,3 @@ class BySequence(Accumulator):
             columns = dict(zip(self._names, arrays, strict=True))
             tables.append((dict(labels) | {"sequence": sequences} | axes, columns))
         return long_table(tables)
-
-
-def with_kv_head(table: pd.DataFrame) -> pd.DataFrame:
-    """Replace the column `group`, the number of query heads per key/value head, by the `kv_head` that a head reads."""
-    return table.assign(kv_head=table["head"] // table["group"]).drop(columns="group")
-
-
-def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
-    """Average statistics by position (B,…,P) over the positions LATER that a sequence has; NaN if it has none of them.
-
-    `present` (B,P) is True where a sequence has the position; None means everywhere.
-    """
-    x = x[..., LATER]
-    if present is None:
-        return x.mean(-1)
-    present = present[:, LATER].to(x.device).view(len(present), *[1] * (x.dim() - 2), -1)
-    return x.masked_fill(~present, 0.0).sum(-1) / present.sum(-1)

@@ -19,10 +19,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen
 from sinkscope.errors import InputError
-from sinkscope.measuring.observables.attention import mean_over_queries
 from sinkscope.measuring.observables.observable import (
-    ALL_HEADS,
-    GROUPS,
     NO_ATTENTION,
     Accumulator,
     BySequence,
@@ -31,12 +28,10 @@ from sinkscope.measuring.observables.observable import (
     Reading,
     Settings,
     Sums,
-    long_form,
-    long_table,
 )
+from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, long_table, mean_over
 from sinkscope.models.family import Family
-from sinkscope.models.positions import effective_positions, massive_coordinates
-from sinkscope.models.projections import Projection, check_plain, projections
+from sinkscope.models.projections import Projection, check_plain, effective_positions, massive_coordinates, projections
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
@@ -47,10 +42,7 @@ QUERY_OR_KEY_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_\w*(norm|ln)\w*$")
 
 
 class QueryBias(Observable):
-    """Measures Δ and γ in layers whose queries have a bias.
-
-    Head -1 is all heads together: the sum of their Δ, and the alignment of their concatenated vectors.
-    """
+    """Measures Δ and γ in layers whose queries have a bias. All heads together have the sum of the heads' Δ."""
 
     name = "query-bias"
     about = (
@@ -132,10 +124,7 @@ class QueryBias(Observable):
         x = upcast(reading.tensor)
         by_head = batch.tokens_at(x @ self.directions[layer].to(x).T, int(batch.lengths.max()))
         delta = torch.cat([by_head.sum(-1, keepdim=True), by_head], dim=-1)  # (B,P,1+H)
-        present = batch.present(delta.shape[1])
-        if present is None:
-            present = torch.ones(delta.shape[:2], dtype=torch.bool)
-        present = present.to(delta.device)
+        present = (torch.arange(delta.shape[1]) < batch.lengths[:, None]).to(delta.device)
         self.moments.setdefault(layer, Moments()).add(delta, present)
         together = delta[..., 0].masked_fill(~present, torch.nan)
         self.deltas[layer].append(together)
@@ -158,11 +147,9 @@ class QueryBias(Observable):
                 weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
                 alignment = key_alignment(epe[: mean.shape[1]], weight, bias).T.cpu().numpy()
                 epe_0, massive = epe[0].double().cpu().numpy(), massive_coordinates(epe[0])
-            heads = [ALL_HEADS, *range(len(mean) - 1)]
-            by_position.append((
-                {"layer": layer, "head": heads, "position": range(mean.shape[1])},
-                {"delta_mean": mean, "delta_std": np.sqrt(variance), "key_alignment": alignment},
-            ))  # fmt: skip
+            axes = {"layer": layer, "head": [ALL_HEADS, *range(len(mean) - 1)], "position": range(mean.shape[1])}
+            columns = {"delta_mean": mean, "delta_std": np.sqrt(variance), "key_alignment": alignment}
+            by_position.append((axes, columns))
             coordinates = np.arange(len(gamma))
             columns = {"gamma": gamma, "epe_0": epe_0, "is_massive_epe": np.isin(coordinates, massive)}
             by_coordinate.append(({"layer": layer, "coordinate": coordinates}, columns))
@@ -174,9 +161,8 @@ class QueryBias(Observable):
             found = [values[~values.isnan()].cpu().numpy() for values in groups.values()]
             edges = np.histogram_bin_edges(np.concatenate(found), BINS)
             counts = np.concatenate([np.histogram(values, edges)[0] for values in found])
-            centers = np.tile((edges[1:] + edges[:-1]) / 2, len(found))
-            axes = {"layer": layer, "group": np.repeat(list(groups), BINS)}
-            distributions.append((axes, {"delta": centers, "count": counts}))
+            columns = {"delta": np.tile((edges[1:] + edges[:-1]) / 2, len(found)), "count": counts}
+            distributions.append(({"layer": layer, "group": np.repeat(list(groups), BINS)}, columns))
         return {
             "query_bias": long_table(by_position),
             "query_bias_by_sequence": self.by_sequence.table(),
@@ -192,36 +178,37 @@ class Moments(Accumulator):
     """
 
     def __init__(self) -> None:
-        self.count = self.mean = self._squares = torch.zeros(0, 0)
+        self._sums = torch.zeros(3, 0, 0)  # by position: number of sequences, mean, and sum of squared deviations
+
+    @property
+    def mean(self) -> torch.Tensor:
+        return self._sums[1]
 
     @property
     def variance(self) -> torch.Tensor:
-        return self._squares / self.count
+        return self._sums[2] / self._sums[0]
 
     def add(self, x: torch.Tensor, present: torch.Tensor) -> None:
         """Add x (B,P,H); `present` (B,P) is True where a sequence has the position."""
-        x, present = x.double(), present[..., None]
-        count = present.sum(0)  # (P,1)
-        mean = x.masked_fill(~present, 0.0).sum(0) / count
-        squares = (x - mean).square().masked_fill(~present, 0.0).sum(0)
-        self._add(count, mean, squares)
+        x, absent = x.double(), ~present[..., None]
+        count = present.sum(0)[:, None].expand(x.shape[1:])
+        mean = x.masked_fill(absent, 0.0).sum(0) / count
+        self._add(torch.stack([count, mean, (x - mean).square().masked_fill(absent, 0.0).sum(0)]))
 
     def merge(self, other: Self) -> None:
-        self._add(other.count, other.mean, other._squares)
+        self._add(other._sums)
 
-    def _add(self, count: torch.Tensor, mean: torch.Tensor, squares: torch.Tensor) -> None:
-        if not self.mean.numel():
-            self.count, self.mean, self._squares = count, mean, squares
+    def _add(self, sums: torch.Tensor) -> None:
+        if not self._sums.numel():
+            self._sums = sums
             return
-        longest = max(len(mean), len(self.mean))
-        old, new = (
-            [F.pad(part, (0, 0, 0, longest - len(part))) for part in parts]
-            for parts in ((self.count, self.mean, self._squares), (count, mean, squares))
+        longest = max(self._sums.shape[1], sums.shape[1])
+        (count, mean, squares), (added, mean_added, squares_added) = (
+            F.pad(part, (0, 0, 0, longest - part.shape[1])) for part in (self._sums, sums)
         )
-        self.count = old[0] + new[0]
-        apart = new[1] - old[1]
-        self.mean = old[1] + apart * new[0] / self.count
-        self._squares = old[2] + new[2] + apart.square() * old[0] * new[0] / self.count
+        total, apart = count + added, mean_added - mean
+        squares = squares + squares_added + apart.square() * count * added / total
+        self._sums = torch.stack([total, mean + apart * added / total, squares])
 
 
 def key_weight_and_query_bias(model: PreTrainedModel, family: Family, layer: int) -> tuple[torch.Tensor, Any]:
@@ -294,12 +281,10 @@ class Epe(Observable):
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if site == "layer_out" and layer == 0:
             states = batch.tokens_at(upcast(reading.tensor), self.settings.positions)  # (B,P,D)
-            present = batch.present(states.shape[1])
-            counted = torch.ones(states.shape[:2]) if present is None else present
-            for index, state in enumerate(states.double()):
-                group = (batch.first + index) % GROUPS
-                self.sums.add(group, state)
-                self.counts.add(group, counted[index].float().cpu())
+            present = torch.arange(states.shape[1]) < batch.lengths[:, None]
+            for group, (state, counted) in enumerate(zip(states.double(), present.float(), strict=True), batch.first):
+                self.sums.add(group % GROUPS, state)
+                self.counts.add(group % GROUPS, counted)
         if site == "layer_in" and layer in self.attending:
             weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
             if bias is None:
@@ -313,15 +298,12 @@ class Epe(Observable):
         groups = sorted(self.sums)
         total = torch.stack([self.sums[group] for group in groups]).sum(0)
         count = torch.stack([self.counts[group] for group in groups]).sum(0).to(total)
-        rows = {WHOLE_RUN: (total, count)}
+        means = {WHOLE_RUN: total / count[:, None]}
         if len(groups) > 1:
-            rows |= {at: (total - self.sums[at], count - self.counts[at].to(count)) for at in groups}
-        cosines = [
-            torch.cosine_similarity(summed / number[:, None], self.epe.to(total), dim=-1, eps=0.0)
-            for summed, number in rows.values()
-        ]
-        axes = {"layer": 0, "group": list(rows), "position": range(len(self.epe))}
-        table = long_form(axes, {"cosine": torch.stack(cosines).cpu().numpy()})
+            means |= {at: (total - self.sums[at]) / (count - self.counts[at].to(count))[:, None] for at in groups}
+        cosines = [torch.cosine_similarity(mean, self.epe.to(total), dim=-1, eps=0.0) for mean in means.values()]
+        axes = {"layer": 0, "group": list(means), "position": range(len(self.epe))}
+        table = long_table([(axes, {"cosine": torch.stack(cosines).cpu().numpy()})])
         return {"epe_by_group": table, "epe_rest_by_sequence": self.by_sequence.table()}
 
 
@@ -395,7 +377,7 @@ class LogitTerms(Observable):
         counted = None if present is None else present[:, 1:]
         for term, (first, others) in terms(*tokens, *biases).items():
             scaled = {"at_first": read.call.scaling * first, "at_others": read.call.scaling * others}
-            statistics = {name: mean_over_queries(x.mean(1, keepdim=True), counted)[:, 0] for name, x in scaled.items()}
+            statistics = {name: mean_over(x.mean(1), counted) for name, x in scaled.items()}
             self.by_sequence.add(batch, statistics, layer=layer, term=term)
 
     def tables(self) -> dict[str, pd.DataFrame]:

@@ -1,23 +1,23 @@
 """Claims of Attention Sinks Induce Gradient Sinks (GS)."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
+import pandas as pd
 
 from sinkscope.measuring import estimates
 from sinkscope.measuring.estimates import AFTER_FIRST, SPIKE, before_valves, branch_ratios, gradients, later_positions
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.measuring.observables.gradient import ALL_HEADS
-from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.summary import uniform_mass
 from sinkscope.paper_claims import over_seeds
 from sinkscope.paper_claims.arms import NO_COST, onset, perplexity_ratio, rates_over_steps
 from sinkscope.paper_claims.claim import Claim, Null, Part, run_claim
 from sinkscope.paper_claims.evidence import MAIN, NULL, Evidence
-from sinkscope.paper_claims.need import Need
-from sinkscope.paper_claims.over_seeds import PERCENT, OfArm, difference, metric, of_one, ratio, together
+from sinkscope.paper_claims.over_seeds import PERCENT, difference, metric, of_one, ratio, together
 from sinkscope.paper_claims.scopes import causal, in_float32
-from sinkscope.paper_claims.studies import PLAIN, Arm
+from sinkscope.paper_claims.studies import PLAIN, Arm, Need
 from sinkscope.results import statistics
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
@@ -33,17 +33,16 @@ BRANCH = "gradient_ratio_by_sequence"
 # --- the sink and its norm (figure 1)
 
 
+def _more_at_first(by_layer: np.ndarray, least: float = 0.0) -> Estimate:
+    """Return the share of layers with more at position 0 than at 1–15, and than `least`."""
+    return bootstrap((by_layer[..., 0] > by_layer[..., AFTER_FIRST].max(-1).clip(least)).mean(1))
+
+
 def _more_mass(evidence: Evidence) -> Estimate:
-    """Return the share of layers with more mass, in units of uniform causal attention, which favors position 0."""
+    """Compare in units of uniform causal attention, which favors position 0."""
     by_layer = estimates.attention(evidence.natural, "sink_mass")
-    length = evidence.natural.run.manifest["input"]["shortest"]
-    times = by_layer / uniform_mass(length, by_layer.shape[-1])
-    return bootstrap(((times[..., 0] > times[..., AFTER_FIRST].max(-1)) & (times[..., 0] > APART)).mean(1))
-
-
-def _higher_rate(evidence: Evidence) -> Estimate:
-    by_layer = estimates.attention(evidence.natural, "sink_rate")
-    return bootstrap((by_layer[..., 0] > by_layer[..., AFTER_FIRST].max(-1)).mean(1))
+    uniform = uniform_mass(evidence.natural.run.manifest["input"]["shortest"], by_layer.shape[-1])
+    return _more_at_first(by_layer / uniform, least=APART)
 
 
 def _top_two_writers(evidence: Evidence) -> Estimate:
@@ -53,8 +52,7 @@ def _top_two_writers(evidence: Evidence) -> Estimate:
 
 def _co_occurrence(evidence: Evidence) -> Estimate:
     rates = estimates.attention(evidence.natural, "sink_rate")[0, :, 0]
-    sizes = estimates.norms(evidence.natural, "layer_in")[0]
-    return rank_correlation(rates, sizes, np.arange(len(rates)))
+    return rank_correlation(rates, estimates.norms(evidence.natural, "layer_in")[0], np.arange(len(rates)))
 
 
 # --- gradients (figure 2)
@@ -76,12 +74,14 @@ def _against_null(measure: Callable[[Sequences], Estimate], evidence: Evidence, 
     return (found / null).against(1.0).over(note)
 
 
-def _above_null(pathway: str, role: Need = MAIN) -> Callable[[Evidence], Estimate]:
-    def measure(evidence: Evidence) -> Estimate:
-        uniform = evidence.natural.run.metric("uniform_gradient_ratio") if pathway == "value" else 0.0
-        return _against_null(lambda run: estimates.gradient_ratio(run, pathway), evidence, role, uniform)
+def _spike(pathway: str, evidence: Evidence, role: Need = MAIN) -> Estimate:
+    uniform = evidence.natural.run.metric("uniform_gradient_ratio") if pathway == "value" else 0.0
+    return _against_null(lambda run: estimates.gradient_ratio(run, pathway), evidence, role, uniform)
 
-    return measure
+
+def _drop(evidence: Evidence) -> Estimate:
+    by_position = gradients(evidence.natural, "value").mean(1)
+    return positive_jackknife(by_position[:, 1] / by_position[:, 0])
 
 
 def _flat_queries(evidence: Evidence) -> Estimate:
@@ -95,39 +95,30 @@ def _first_query(evidence: Evidence) -> Estimate:
     return exact(measured / np.median(gradients(evidence.natural, "query")[0].mean(0)[AFTER_FIRST]))
 
 
-def _drop(evidence: Evidence) -> Estimate:
-    by_position = gradients(evidence.natural, "value").mean(1)
-    return positive_jackknife(by_position[:, 1] / by_position[:, 0])
-
-
 # --- theorems
 
 
 def _theorem_one(evidence: Evidence) -> Estimate:
-    table = evidence.natural.table("gradient_check")
-    rows = table[table["position"] == 0]
+    rows = evidence.natural.table("gradient_check").query("position == 0")
     tight = (rows["measured"] / rows["upper_bound"]).median()
-    return _over_units(rows["holds"].to_numpy(float)).over(f"median of measured ÷ upper bound {tight:.2g}")
+    return _share_that_holds(rows).over(f"median of measured ÷ upper bound {tight:.2g}")
 
 
 def _theorem_two(evidence: Evidence) -> Estimate:
     rows = evidence.natural.table("norm_bound").dropna(subset=["holds"])
-    return _over_units(rows["holds"].to_numpy(float)).over(f"measured ÷ bound {rows['tightness'].mean():.2g}")
+    return _share_that_holds(rows).over(f"measured ÷ bound {rows['tightness'].mean():.2g}")
 
 
-def _over_units(x: np.ndarray) -> Estimate:
-    """Return a mean over heads or tokens, which are resampled. Raises NotDefined if there are none."""
-    if len(x) == 0:
+def _share_that_holds(rows: pd.DataFrame) -> Estimate:
+    """Return a share of heads or tokens, which are resampled."""
+    if rows.empty:
         raise NotDefined("the bound applies to no layer of this model")
-    return bootstrap(statistics.weighted_means(x[:, None], statistics.resamplings(len(x)))[:, 0])
+    return bootstrap(statistics.weighted_means(rows["holds"].to_numpy(float), statistics.resamplings(len(rows))))
 
 
 def _column_strength(evidence: Evidence) -> Estimate:
-    attention = evidence.natural.table("attention")
-    first = attention[attention["position"] == 0]
-    mass = first.groupby(["layer", "kv_head"])["sink_mass"].mean()
-    gradient = before_valves(evidence.natural.table("gradient"))
-    value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
+    mass = evidence.natural.table("attention").query("position == 0").groupby(["layer", "kv_head"])["sink_mass"].mean()
+    value = before_valves(evidence.natural.table("gradient")).query("pathway == 'value' and head >= 0")
     by_head = value.pivot(index=["layer", "head"], columns="position", values="grad_norm")
     ratio = by_head[0] / by_head.iloc[:, LATER].mean(axis=1)
     both = ratio.rename_axis(["layer", "kv_head"]).to_frame("ratio").join(mass)
@@ -162,7 +153,6 @@ def _unchanged(evidence: Evidence) -> Estimate:
 
 
 def _with_another_masked(evidence: Evidence) -> Estimate:
-    """Return the gradient ratio with another position masked ÷ without a mask."""
     table = before_valves(table_of(evidence.run(MASKED), "gradient"))
     rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
     rows = rows[rows["condition"].isin([BEFORE, *evidence.controls(MASKED)])]
@@ -186,30 +176,20 @@ def _inverse(evidence: Evidence) -> Estimate:
     return bootstrap(factor * after[:, layer, 0] / before[:, layer, 0]).over(f"layer {layer}, factor {factor:g}")
 
 
-_BOTH = (MAIN, NULL)
-_RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random weights{1}"
-_OR_UNIFORM = " or under uniform attention, whichever is larger"
-
-
 # --- V-scale: an arm compared with a plain training or fine-tuning
 
 VALVE = "vscale"
 ARMS = Need("arms", f"{PLAIN},{VALVE}")
 
 
-def largest_norm(site: str) -> OfArm:
-    """Return the norm at position 0, mean over sequences, in the layer where it is largest."""
-
-    def of(arm: Arm) -> float:
-        table = table_of(arm.run, "activation")
-        return float(table[(table["site"] == site) & (table["position"] == 0)]["norm_mean"].max())
-
-    return of
+def _largest_norm(site: str, arm: Arm) -> float:
+    table = table_of(arm.run, "activation")
+    return float(table[(table["site"] == site) & (table["position"] == 0)]["norm_mean"].max())
 
 
 def _falls_more(arms: Mapping[str, Arm]) -> float:
     """Return the share of their norm that MLP outputs lose − the share that attention outputs lose."""
-    left = [largest_norm(site)(arms[VALVE]) / largest_norm(site)(arms[PLAIN]) for site in ("mlp_out", "attn_out")]
+    left = [_largest_norm(site, arms[VALVE]) / _largest_norm(site, arms[PLAIN]) for site in ("mlp_out", "attn_out")]
     return (1 - left[0]) - (1 - left[1])
 
 
@@ -219,7 +199,6 @@ STEPS = Need("steps")
 
 
 def _gradient_ratios(run: RunData) -> np.ndarray:
-    """(1 + groups,): the value gradient at position 0 ÷ at later positions."""
     by_position = gradients(Sequences(run), "value").mean(1)
     return by_position[:, 0] / later_positions(by_position).mean(1)
 
@@ -229,8 +208,7 @@ def _least_spike(evidence: Evidence) -> Estimate:
     found = []
     for runs in evidence.studies[STEPS].steps:
         steps, rates = rates_over_steps(runs)
-        first_sink = onset(rates)
-        if first_sink is None:
+        if (first_sink := onset(rates)) is None:
             raise NotDefined(f"at no step is the sink rate above {SINK:g} %")
         first = runs[0] if steps[0] == 0 and first_sink > 0 else evidence.runs.get(NULL)
         if first is None:
@@ -240,13 +218,18 @@ def _least_spike(evidence: Evidence) -> Estimate:
     common = [step for step in found[0] if all(step in each for each in found)]
     if not common:
         raise Lacks("the seeds have no step in common from the onset on")
-    words = "one training, interval over its sequences"
-    by_step = [positive_jackknife(found[0][step]) for step in common]
     if len(found) > 1:
         words = over_seeds.words_for(len(found))
         by_step = [over_seeds.mean_of_ratios(np.array([ratios[step][0] for ratios in found])) for step in common]
+    else:
+        words = "one training, interval over its sequences"
+        by_step = [positive_jackknife(found[0][step]) for step in common]
     return statistics.least_of(by_step).over(f"steps from the onset on: {len(common)}; {words}")
 
+
+_BOTH = (MAIN, NULL)
+_RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15, ÷ the same on random weights{1}"
+_OR_UNIFORM = " or under uniform attention, whichever is larger"
 
 CLAIMS = (
     Claim("GS-1", "fig. 1", "Token 0 has a distinctly larger sink mass.",
@@ -254,7 +237,7 @@ CLAIMS = (
             _more_mass, at_least(0.5)),), scope=(causal,)),
     Claim("GS-2", "fig. 1", "Token 0 has a distinctly larger sink rate.",
         (Part("share of layers in which position 0 has a higher sink rate than any of 1–15",
-            _higher_rate, at_least(0.5)),)),
+            lambda e: _more_at_first(estimates.attention(e.natural, "sink_rate")), at_least(0.5)),)),
     Claim("GS-3", "fig. 1", "The residual norm of token 0 is elevated.",
         (Part("share of layers whose input has a larger norm at token 0 than at positions 5–15",
             lambda e: bootstrap((estimates.norm_ratios(e.natural, "layer_in") > 1).mean(1)), at_least(0.5)),)),
@@ -263,9 +246,9 @@ CLAIMS = (
     Claim("GS-5", "§3.1", "Sinks and massive activations co-occur.",
         (Part("rank correlation over layers of sink rate and ‖h₀‖", _co_occurrence, above(0.0)),), is_ours=False),
     Claim("GS-6", "fig. 2", "The value gradient spikes at token 0.",
-        (Part(_RATIO.format("v", _OR_UNIFORM), _above_null("value"), at_least(SPIKE)),), _BOTH, (causal,)),
+        (Part(_RATIO.format("v", _OR_UNIFORM), partial(_spike, "value"), at_least(SPIKE)),), _BOTH, (causal,)),
     Claim("GS-7", "fig. 2", "The key gradient spikes at token 0.",
-        (Part(_RATIO.format("k", ""), _above_null("key"), at_least(SPIKE)),), _BOTH, (causal,)),
+        (Part(_RATIO.format("k", ""), partial(_spike, "key"), at_least(SPIKE)),), _BOTH, (causal,)),
     run_claim("GS-8", Part("÷ the same on random weights",
             lambda e: _against_null(estimates.value_over_key, e, MAIN, 0.0), above(1.0)), needs=_BOTH),
     Claim("GS-9", "fig. 2", "Query gradients are flat.",
@@ -297,25 +280,23 @@ CLAIMS = (
     run_claim("GS-20"),
     Claim("GS-28", "title", "Without a sink there is no gradient sink.",
         (Part(f"value-gradient ratio with position 0 masked ÷ that on random weights{_OR_UNIFORM}",
-            _above_null("value", MASKED), below(2.0)),
-         Part("the same ratio without a mask", _above_null("value"), at_least(SPIKE)),
+            partial(_spike, "value", role=MASKED), below(2.0)),
+         Part("the same ratio without a mask", partial(_spike, "value"), at_least(SPIKE)),
          Part("the ratio with another position masked ÷ without a mask", _with_another_masked, at_least(0.5))),
         (*_BOTH, MASKED), (causal,)),
     Claim("GS-29", "§4", "The norm alone regulates gradients.",
         (Part("compress at 0 × the factor of the norm, after ÷ before", _inverse, between(0.9, 1.1)),
-         Part("perplexity ÷ before", lambda e: perplexity_ratio(e, RESCALED), between(0.95, 1.05))),
-        (MAIN, RESCALED)),
+         Part("perplexity ÷ before", lambda e: perplexity_ratio(e, RESCALED), between(0.95, 1.05))), (MAIN, RESCALED)),
     Claim("GS-21", "fig. 5", "V-scale keeps the sink.",
         (Part("sink rate, V-scale − plain", difference(ARMS, metric("sink_rate"), VALVE), at_least(-0.05)),
          Part("sink rate of plain training in %", of_one(ARMS, metric("sink_rate", 100), PLAIN, ends=PERCENT),
-            above(SINK))),
-        (ARMS,)),
+            above(SINK))), (ARMS,)),
     Claim("GS-22", "fig. 5", "V-scale lowers token 0's norm.",
-        (Part("largest ‖h_out,0‖, V-scale ÷ plain", ratio(ARMS, largest_norm("layer_out"), VALVE), below(1.0)),),
-        (ARMS,), is_ours=False),
+        (Part("largest ‖h_out,0‖, V-scale ÷ plain",
+            ratio(ARMS, partial(_largest_norm, "layer_out"), VALVE), below(1.0)),), (ARMS,), is_ours=False),
     Claim("GS-23", "fig. 5", "V-scale lowers token 0's MLP outputs.",
-        (Part("largest ‖mlp_out₀‖, V-scale ÷ plain", ratio(ARMS, largest_norm("mlp_out"), VALVE), below(1.0)),),
-        (ARMS,), is_ours=False),
+        (Part("largest ‖mlp_out₀‖, V-scale ÷ plain",
+            ratio(ARMS, partial(_largest_norm, "mlp_out"), VALVE), below(1.0)),), (ARMS,), is_ours=False),
     Claim("GS-24", "§5.2", "MLP outputs fall more than attention outputs.",
         (Part("(1 − ratio) of mlp_out − of attn_out", together(ARMS, _falls_more, PLAIN, VALVE), above(0.0)),),
         (ARMS,), is_ours=False),
@@ -323,8 +304,7 @@ CLAIMS = (
         (Part("held-out loss, V-scale − plain", difference(ARMS, metric("loss"), VALVE), at_most(NO_COST)),), (ARMS,)),
     Claim("GS-26", "§5.1", "V-scale lowers the value gradient of token 0.",
         (Part("raw value gradient at 0, V-scale ÷ plain", ratio(ARMS, metric("value_gradient_norm"), VALVE),
-            below(1.0)),),
-        (ARMS,), is_ours=False),
+            below(1.0)),), (ARMS,), is_ours=False),
     Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
         (Part("value-gradient ratio ÷ null, smallest over steps from the onset on", _least_spike, at_least(SPIKE)),),
         (STEPS,)),

@@ -1,20 +1,24 @@
 """Claims of Attention Sink Mechanisms Are Not Universal (NU). The paper counts layers and tokens from 1."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.estimates import RUN_CLAIMS, second_half, sink_rates
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.measuring.observables.query_bias import DELTA, NO_QUERY_BIAS, WHOLE_RUN
-from sinkscope.paper_claims.arms import before_and_after, falls, had_a_sink, share_left
-from sinkscope.paper_claims.arms import controls as rates_under_controls
+from sinkscope.measuring.observables.query_bias import DELTA, NO_QUERY_BIAS
+from sinkscope.paper_claims import arms
+from sinkscope.paper_claims.arms import falls, had_a_sink, share_left
 from sinkscope.paper_claims.claim import Claim, Part, of_run, run_claim
 from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.scopes import causal, learned_positions, query_bias
+from sinkscope.paper_claims.studies import Need
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.papers import GPT2_MASSIVE, PRINTED
+from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate, bootstrap, exact, jackknife, mean_of_controls
 
 NULLIFIED, COLUMNS = Need("do", "nullify-query-bias"), Need("do", "zero-key-columns")
@@ -27,18 +31,17 @@ SCOPE = (causal, query_bias, learned_positions)
 # --- scopes
 
 
-def _without_its_mechanism(evidence: Evidence) -> str | None:
+def _without_its_mechanism(run: RunData) -> str | None:
     """Require a model without a query bias or without learned positions, unlike NU's own model."""
-    if learned_positions(evidence):
+    reason = query_bias(run)
+    if learned_positions(run) or reason == NO_QUERY_BIAS:
         return None
-    reason = query_bias(evidence)
-    if reason is None:
-        return "it has a query bias and learned positions"
-    return None if reason == NO_QUERY_BIAS else f"whether its queries have a bias is not known: {reason}"
+    unknown = f"whether its queries have a bias is not known: {reason}"
+    return unknown if reason else "it has a query bias and learned positions"
 
 
-def _with_a_bos(evidence: Evidence) -> str | None:
-    token = evidence.any_run.manifest["input"]["token_zero"]
+def _with_a_bos(run: RunData) -> str | None:
+    token = run.manifest["input"]["token_zero"]
     return None if token.startswith("bos") else f"position 0 is no BOS but {token}"
 
 
@@ -46,38 +49,31 @@ def _with_a_bos(evidence: Evidence) -> str | None:
 
 
 def _massive(evidence: Evidence) -> pd.DataFrame:
-    """Return γ at massive coordinates of EPE_0: magnitude, rank, and mean + 2 std of the layer."""
+    """Return γ at massive coordinates of EPE_0, with its rank and width, and mean + 2 std of the layer."""
     table = evidence.natural.table("gamma")
-    magnitude = table["gamma"].abs()
-    by_layer = magnitude.groupby(table["layer"])
+    by_layer = table["gamma"].abs().groupby(table["layer"])
     usual = by_layer.transform("mean") + 2 * by_layer.transform("std", ddof=0)
-    table = table.assign(magnitude=magnitude, usual=usual, rank=by_layer.rank(ascending=False))
-    rows = table[table["is_massive_epe"]]
-    if not len(rows):
+    table = table.assign(is_large=table["gamma"].abs() > usual, rank=by_layer.rank(ascending=False))
+    return table[table["is_massive_epe"]]
+
+
+def _at_massive(of: Callable[[pd.DataFrame], float], evidence: Evidence, words: str = "") -> Estimate:
+    rows = _massive(evidence)
+    if rows.empty:
         raise NotDefined("EPE_0 has no massive coordinate")
-    return rows
-
-
-def _coordinates(rows: pd.DataFrame) -> str:
     found = sorted(rows["coordinate"].unique())
-    return f"{'coordinate' if len(found) == 1 else 'coordinates'} {', '.join(map(str, found))}"
+    return exact(of(rows)).over(f"coordinate{'s' * (len(found) > 1)} {', '.join(map(str, found))}{words}")
 
 
 def _massive_coordinates(evidence: Evidence) -> Estimate:
-    table = evidence.natural.table("gamma")
-    rows = table[table["is_massive_epe"]]
-    return exact(rows["coordinate"].nunique()).over(_coordinates(rows) if len(rows) else "no gap among its entries")
-
-
-def _large_gamma(evidence: Evidence) -> Estimate:
-    rows = _massive(evidence)
-    return exact((rows["magnitude"] > rows["usual"]).mean()).over(_coordinates(rows))
+    if _massive(evidence).empty:
+        return exact(0).over("no gap among its entries")
+    return _at_massive(lambda rows: rows["coordinate"].nunique(), evidence)
 
 
 def _rank(evidence: Evidence) -> Estimate:
-    rows = _massive(evidence)
     width = evidence.natural.table("gamma")["coordinate"].nunique()
-    return exact(100 * rows["rank"].median() / width).over(f"{_coordinates(rows)} of {width}")
+    return _at_massive(lambda rows: 100 * rows["rank"].median() / width, evidence, f" of {width}")
 
 
 # --- the logit's four terms
@@ -87,15 +83,9 @@ def _share_of_delta(evidence: Evidence) -> Estimate:
     """Return Δ's share of the mean logit gap over all layers except the first, which reads no EPE."""
     if "logit_terms_by_sequence" not in evidence.natural.run.tables:
         raise NotDefined("its queries and keys are not what its projections give, or its attention has a window")
-    first, others = (
-        evidence.natural.means("logit_terms_by_sequence", column, ("layer", "term"))[:, 1:]
-        for column in ("at_first", "at_others")
-    )
-    delta, delta_others = (
-        evidence.natural.means("logit_terms_by_sequence", column, term=DELTA)[:, 1:]
-        for column in ("at_first", "at_others")
-    )
-    delta = delta - delta_others
+    means, columns = partial(evidence.natural.means, "logit_terms_by_sequence"), ("at_first", "at_others")
+    first, others = (means(column, ("layer", "term"))[:, 1:] for column in columns)
+    delta = np.subtract(*(means(column, term=DELTA)[:, 1:] for column in columns))
     gap = (first - others).sum(-1)
     if not gap.shape[1]:
         raise NotDefined("it has one layer, which reads no EPE")
@@ -109,13 +99,13 @@ def _share_of_delta(evidence: Evidence) -> Estimate:
 
 
 def _rate_after(evidence: Evidence) -> Estimate:
-    before, after = before_and_after(evidence, REPLACED)
+    before, after = arms.before_and_after(evidence, REPLACED)
     return bootstrap(after).over(f"before: {before[0]:.1f} %")
 
 
 def _random_columns(evidence: Evidence) -> Estimate:
     before = sink_rates(evidence.sequences(COLUMNS, BEFORE))[0]
-    rates = rates_under_controls(evidence, COLUMNS)
+    rates = arms.controls(evidence, COLUMNS)
     if not len(rates) or not before:
         return Estimate(np.nan).over("no random controls" if before else "no sink before")
     return mean_of_controls(rates / before)
@@ -127,7 +117,6 @@ def _random_columns(evidence: Evidence) -> Estimate:
 def _first_order(evidence: Evidence) -> Estimate:
     table = evidence.natural.table("epe_by_group")
     by_position = table.pivot(index="group", columns="position", values="cosine").sort_index()
-    assert by_position.index[0] == WHOLE_RUN
     at_first, others = by_position.iloc[0, 0], by_position.iloc[0, 1:].mean()
     return jackknife(by_position.mean(axis=1).to_numpy()).over(f"{at_first:.2f} at position 0, {others:.2f} at others")
 
@@ -140,7 +129,7 @@ def _rest(evidence: Evidence) -> Estimate:
 
 
 def _elsewhere(evidence: Evidence) -> Estimate:
-    reasons = filter(None, (learned_positions(evidence), query_bias(evidence)))
+    reasons = filter(None, (learned_positions(evidence.any_run), query_bias(evidence.any_run)))
     return bootstrap(sink_rates(evidence.natural)).over("; ".join(reasons))
 
 
@@ -159,7 +148,7 @@ CLAIMS = (
         published=_gpt2("NU fig. 6", (2, "coordinates 138 and 447")), is_ours=False),
     Claim("N-4", "tables 1, 2", "γ is large where EPE₀ is massive.",
         (Part("share of layers and massive coordinates with |γ| above its layer's mean + 2 standard deviations",
-            _large_gamma, at_least(0.5)),), scope=SCOPE,
+            lambda e: _at_massive(lambda rows: rows["is_large"].mean(), e), at_least(0.5)),), scope=SCOPE,
         published=_gpt2("NU tables 1 and 2", (20 / 24, "12 layers, coordinates 138 and 447"),
             *((entry, f"|γ| at {coordinate}, its layer 7, against {PRINTED[7][0]}")
               for coordinate, entry in zip(GPT2_MASSIVE, PRINTED[7][1:], strict=True)))),
@@ -174,18 +163,15 @@ CLAIMS = (
     Claim("N-8", "intervention 3", "EPE₀ makes a sink of the position that it is moved to.",
         (Part("sink rate at position 1 after ÷ at position 0 before",
             lambda e: share_left(e, EXCHANGED, position=1), at_least(0.5)),
-         had_a_sink(EXCHANGED)),
-        (EXCHANGED,), SCOPE),
+         had_a_sink(EXCHANGED)), (EXCHANGED,), SCOPE),
     Claim("N-9", "intervention 4", "The sink stays without the embedding of the BOS.",
         (Part("sink rate at position 0, after ÷ before", lambda e: share_left(e, FIRST), at_least(0.5)),
-         had_a_sink(FIRST)),
-        (FIRST,), (*SCOPE, _with_a_bos)),
+         had_a_sink(FIRST)), (FIRST,), (*SCOPE, _with_a_bos)),
     Claim("N-10", "intervention 5", "The sink falls without W_k's columns where EPE₀ is massive, not without others.",
         (falls(COLUMNS),
          Part("sink rate at position 0 without random columns ÷ before, mean over draws", _random_columns,
             at_least(0.5)),
-         had_a_sink(COLUMNS)),
-        (COLUMNS,), SCOPE),
+         had_a_sink(COLUMNS)), (COLUMNS,), SCOPE),
     Claim("N-11", "§4.1", "Δ is the reason why the logits of position 0 are above the others.",
         (Part("Δ's part of the logit gap at position 0, means over all layers except the first", _share_of_delta,
             above(0.5)),), scope=SCOPE),
@@ -196,6 +182,5 @@ CLAIMS = (
             at_least(0.5)),), scope=SCOPE),
     Claim("N-14", "§4.2.2", "W_k EPE₀ is parallel to b_Q, and the rest of the state of position 0 is not.",
         (Part("cos(W_k(h₀ − EPE₀), b_Q), mean over the second half of layers", _rest, between(-0.2, 0.2)),
-         of_run(RUN_CLAIMS["N-2"].parts[0])),
-        scope=SCOPE),
+         of_run(RUN_CLAIMS["N-2"].parts[0])), scope=SCOPE),
 )  # fmt: skip

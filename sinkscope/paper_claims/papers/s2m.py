@@ -1,6 +1,6 @@
 """Claims of StreamingLLM and of Massive Activations (Sun et al. 2024), as in the notes on both (S2M)."""
 
-from collections.abc import Callable
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -9,12 +9,12 @@ import pandas as pd
 from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.paper_claims.claim import Claim, Part, run_claim
 from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import metric, of_one
-from sinkscope.paper_claims.scopes import causal
-from sinkscope.paper_claims.studies import PLAIN
+from sinkscope.paper_claims.scopes import causal, requires
+from sinkscope.paper_claims.studies import PLAIN, Need
 from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
+from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings, weighted_means
 
@@ -42,30 +42,23 @@ def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
     return np.exp([loss.mean(), *without])
 
 
-def _streamed(keep: int, against: int | None) -> Callable[[Evidence], Estimate]:
-    return lambda evidence: positive_jackknife(_perplexities(evidence, keep) / _perplexities(evidence, against))
+def _streamed(keep: int, against: int | None, evidence: Evidence) -> Estimate:
+    return positive_jackknife(_perplexities(evidence, keep) / _perplexities(evidence, against))
+
+
+def _registers(run: RunData) -> int:
+    return int(run.manifest["model"].get("registers") or 0)
 
 
 def _registers_alone(evidence: Evidence) -> Estimate:
-    """Return perplexity with only the register tokens kept ÷ with three first tokens of the text kept as well."""
-    count = _registers(evidence)
-    alone, more = (_perplexities(evidence, keep) for keep in (count, count + 3))
-    return positive_jackknife(alone / more).over(f"{count} register token{'s' * (count > 1)}")
-
-
-def _registers(evidence: Evidence) -> int:
-    return int(evidence.any_run.manifest["model"].get("registers") or 0)
-
-
-def with_registers(evidence: Evidence) -> str | None:
-    return None if _registers(evidence) else "it has no register tokens before its text"
+    count = _registers(evidence.any_run)
+    return _streamed(count, count + 3, evidence).over(f"{count} register token{'s' * (count > 1)}")
 
 
 # --- massive activations
 
 
 def _massive(evidence: Evidence) -> pd.DataFrame:
-    """Return the massive activations. Raises NotDefined if there are none."""
     found = evidence.natural.table("massive").query("is_massive")
     if found.empty:
         raise NotDefined("no entry is a massive activation")
@@ -75,9 +68,11 @@ def _massive(evidence: Evidence) -> pd.DataFrame:
 def _largest(evidence: Evidence, column: str) -> np.ndarray:
     """(R, layers): the largest entry of the output of each layer in `column`, mean over sequences."""
     table = evidence.natural.table("massive")
-    by_layer = table[column].abs().groupby([table["sequence"], table["layer"]]).max().unstack()
-    values = by_layer.to_numpy(float)
-    return weighted_means(values, resamplings(len(values)))
+    return _means(table[column].abs().groupby([table["sequence"], table["layer"]]).max().unstack())
+
+
+def _means(by_sequence: pd.DataFrame | pd.Series) -> np.ndarray:
+    return weighted_means(by_sequence.to_numpy(float), resamplings(len(by_sequence)))
 
 
 def _onset(evidence: Evidence) -> Estimate:
@@ -88,27 +83,20 @@ def _onset(evidence: Evidence) -> Estimate:
 
 
 def _fixed_coordinate(evidence: Evidence) -> Estimate:
-    """Return the share of sequences whose largest entry of all layers is at the most frequent coordinate."""
     massive = _massive(evidence)
     places = massive.loc[massive.groupby("sequence")["value"].apply(lambda x: x.abs().idxmax())]
     usual = places["coordinate"].mode().iloc[0]
-    return _mean_over_sequences(places["coordinate"] == usual).over(f"coordinate {usual}")
+    return bootstrap(_means(places["coordinate"] == usual)).over(f"coordinate {usual}")
 
 
-def _mean_over_sequences(x: pd.Series) -> Estimate:
-    values = x.to_numpy(float)
-    return bootstrap(weighted_means(values[:, None], resamplings(len(values)))[:, 0])
-
-
-def is_delimiter(token: object) -> bool:
+def _is_delimiter(token: object) -> bool:
     return isinstance(token, str) and bool(token.strip(" ▁Ġ")) and set(token.strip(" ▁Ġ")) <= DELIMITERS
 
 
 def _at_first_or_delimiter(evidence: Evidence) -> Estimate:
     massive = _massive(evidence)
-    there = (massive["position"] == 0) | massive["token"].map(is_delimiter)
-    by_sequence = pd.DataFrame({"there": there, "all": 1}).groupby(massive["sequence"]).sum().to_numpy(float)
-    means = weighted_means(by_sequence, resamplings(len(by_sequence)))
+    there = (massive["position"] == 0) | massive["token"].map(_is_delimiter)
+    means = _means(pd.DataFrame({"there": there, "all": 1}).groupby(massive["sequence"]).sum())
     return bootstrap(means[:, 0] / means[:, 1])
 
 
@@ -125,15 +113,12 @@ def _attracts(evidence: Evidence) -> Estimate:
     places = places.assign(layer=places["layer"] + 1)  # a layer's output is the next one's input
     places = places[places["layer"].isin(layers) & (places["position"] <= longest - FEWEST_QUERIES)]
     sinks = sinks[sinks["layer"].isin(layers) & (sinks["queries"] >= FEWEST_QUERIES)]
-    both = sinks.merge(places, on=["layer", "sequence", "position"])
-    width = heads[layers].sum() * (longest - FEWEST_QUERIES + 1)
-    sums = np.stack([
-        both.groupby("sequence").size().reindex(range(count), fill_value=0),
-        places["layer"].map(heads).groupby(places["sequence"]).sum().reindex(range(count), fill_value=0),
-        sinks.groupby("sequence").size().reindex(range(count), fill_value=0),
-        np.full(count, width),
-    ], axis=1).astype(float)  # fmt: skip
-    hits, of, all_hits, of_all = np.moveaxis(weighted_means(sums, resamplings(count)), 1, 0)
+    sums = pd.DataFrame({
+        "hits": sinks.merge(places, on=["layer", "sequence", "position"]).groupby("sequence").size(),
+        "of": places["layer"].map(heads).groupby(places["sequence"]).sum(),
+        "all_hits": sinks.groupby("sequence").size(),
+    }).reindex(range(count)).fillna(0).assign(of_all=heads[layers].sum() * (longest - FEWEST_QUERIES + 1))  # fmt: skip
+    hits, of, all_hits, of_all = _means(sums).T
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = (hits / of) / (all_hits / of_all)
     return bootstrap(ratio).over(f"{hits[0] / of[0]:.0%} against {all_hits[0] / of_all[0]:.1%}")
@@ -147,23 +132,24 @@ def _outlier_features(evidence: Evidence) -> Estimate:
     table = evidence.natural.table("massive_elsewhere")
     rows = table[table["layer"] == layer]
     note = f"layer {layer}, mostly coordinate {rows['coordinate'].mode().iloc[0]}"
-    return _mean_over_sequences(rows["elsewhere"] / rows["largest"]).over(note)
+    return bootstrap(_means(rows["elsewhere"] / rows["largest"])).over(note)
 
 
 TO_ZERO, TO_MEAN = Need("loss-do", "zero-massive"), Need("loss-do-alone", "mean-massive")
 
 CLAIMS = (
     Claim("S-1", "StreamingLLM", "A bare window fails.",
-        (Part("perplexity with a window ÷ dense", _streamed(0, None), above(1.5)),), (STREAM,), (causal,)),
+        (Part("perplexity with a window ÷ dense", partial(_streamed, 0, None), above(1.5)),), (STREAM,), (causal,)),
     Claim("S-2", "StreamingLLM", "Four kept tokens suffice.",
-        (Part("perplexity with four first tokens kept ÷ dense", _streamed(4, None), below(1.1)),), (STREAM,),
+        (Part("perplexity with four first tokens kept ÷ dense", partial(_streamed, 4, None), below(1.1)),), (STREAM,),
         (causal,)),
     Claim("S-3", "StreamingLLM", "One or two kept tokens do not suffice.",
-        (Part("perplexity with one kept ÷ with four", _streamed(1, 4), above(1.05)),
-         Part("perplexity with two kept ÷ with four", _streamed(2, 4), above(1.05))), (STREAM,), (causal,)),
+        (Part("perplexity with one kept ÷ with four", partial(_streamed, 1, 4), above(1.05)),
+         Part("perplexity with two kept ÷ with four", partial(_streamed, 2, 4), above(1.05))), (STREAM,), (causal,)),
     Claim("S-4", "StreamingLLM", "A sink token that was trained with the model suffices alone.",
         (Part("perplexity with the register tokens kept ÷ with three first tokens in addition", _registers_alone,
-            between(0.95, 1.05)),), (STREAM,), (causal, with_registers)),
+            between(0.95, 1.05)),),
+        (STREAM,), (causal, requires(_registers, "it has no register tokens before its text"))),
     Claim("S-5", "Sun et al.", "Massive activations are huge.",
         (Part("largest entry ÷ median, mean over sequences",
             lambda e: bootstrap(_largest(e, "ratio").max(1)), at_least(1e4)),)),
@@ -190,8 +176,6 @@ CLAIMS = (
         (Part("median entry at the massive coordinate, other tokens ÷ the massive one, mean over sequences",
             _outlier_features, at_most(0.1)),)),
     Claim("S-14", "Sun et al.", "Key-value biases remove massive activations.",
-        (Part("number of massive activations",
-            of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN, (0.0, inf),
-                ("massive activation: their number", metric("massive_count"), 0.0)), at_most(0.0)),),
-        (WITH_BIASES,)),
+        (Part("number of massive activations", of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN, (0.0, inf),
+                ("massive activation: their number", metric("massive_count"), 0.0)), at_most(0.0)),), (WITH_BIASES,)),
 )  # fmt: skip

@@ -7,14 +7,13 @@ import pandas as pd
 from scipy import stats
 
 from sinkscope.measuring import estimates
-from sinkscope.measuring.observables.observable import LATER
+from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.paper_claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
 from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_sink_heads
 from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import CORRELATION, OfArm, difference, metric, of_one, ratio, together
 from sinkscope.paper_claims.scopes import causal, gated
-from sinkscope.paper_claims.studies import PLAIN, Arm
+from sinkscope.paper_claims.studies import PLAIN, Arm, Need
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
 from sinkscope.results.papers import published
 from sinkscope.results.run import WITH
@@ -28,32 +27,26 @@ STRONG = 0.9  # mean attention to position 0 in the heads of V-3
 
 
 def _drain_follows(evidence: Evidence) -> Estimate:
-    mass = estimates.by_head(evidence.natural, "attention_heads_by_sequence", "window_mass")[0]
-    first, later = (
-        estimates.by_head(evidence.natural, "geometry_by_sequence", name)[0]
-        for name in ("value_norm", "value_norm_later")
-    )
-    return rank_correlation(mass, first / later, estimates.layers_of_heads(evidence.natural))
+    run, geometry = evidence.natural, "geometry_by_sequence"
+    mass = estimates.by_head(run, "attention_heads_by_sequence", "window_mass")[0]
+    first, later = (estimates.by_head(run, geometry, name)[0] for name in ("value_norm", "value_norm_later"))
+    return rank_correlation(mass, first / later, estimates.layers_of_heads(run))
 
 
 def _starved(evidence: Evidence) -> Estimate:
     """Return the median over key/value heads that attend almost only to position 0."""
-    attention = evidence.natural.table("attention")
-    mass = attention[attention["position"] == 0].groupby(["layer", "kv_head"])["window_mass"].mean()
+    attention = evidence.natural.table("attention").query("position == 0")
+    mass = attention.groupby(["layer", "kv_head"])["window_mass"].mean()
     strong = mass.index[mass > STRONG]
     if strong.empty:
         raise NotDefined(f"no head gives position 0 more than {STRONG} of its attention")
-    tables = [evidence.natural.table("gradient")]
-    tables += [rows for _, rows in evidence.natural.table("gradient_by_group").groupby("group")]
-    ratios = np.array([_later_over_first(table, strong) for table in tables])
-    return positive_jackknife(ratios).over(f"{len(strong)} key/value head{'s' * (len(strong) > 1)}")
-
-
-def _later_over_first(gradient: pd.DataFrame, heads: pd.MultiIndex) -> float:
-    gradient = estimates.before_valves(gradient)
-    value = gradient[(gradient["pathway"] == "value") & (gradient["head"] >= 0)]
-    by_position = value.pivot(index=["layer", "head"], columns="position", values="grad_norm").loc[list(heads)]
-    return float((by_position.iloc[:, LATER].mean(axis=1) / by_position[0]).median())
+    ratios = []
+    groups = evidence.natural.table("gradient_by_group").groupby("group")
+    for table in (evidence.natural.table("gradient"), *(rows for _, rows in groups)):
+        value = estimates.before_valves(table).query("pathway == 'value' and head >= 0")
+        by_position = value.pivot(index=["layer", "head"], columns="position", values="grad_norm").loc[list(strong)]
+        ratios.append((by_position.iloc[:, LATER].mean(axis=1) / by_position[0]).median())
+    return positive_jackknife(np.array(ratios)).over(f"{len(strong)} key/value head{'s' * (len(strong) > 1)}")
 
 
 def _gate_closes(evidence: Evidence) -> Estimate:
@@ -90,21 +83,17 @@ TRAINED = "trained from scratch"
 
 def _gated_gradients(arm: Arm) -> pd.DataFrame:
     """Return, by layer, key/value head and position, the gate and the value gradient before it ÷ after it."""
-    gradient = table_of(arm.run, "gradient")
-    wide = gradient[gradient["head"] >= 0].pivot_table(
-        index=["layer", "head", "position"], columns="pathway", values="grad_norm"
-    )
+    gradient, index = table_of(arm.run, "gradient").query("head >= 0"), ["layer", "head", "position"]
+    wide = gradient.pivot_table(index=index, columns="pathway", values="grad_norm")
     if "raw_value" not in wide:
         raise NotDefined(f"the gates of {arm.label} are on heads' outputs, not on values")
-    gates = table_of(arm.run, "gate").set_index(["layer", "head", "position"])["gate"]
+    gates = table_of(arm.run, "gate").set_index(index)["gate"]
     return pd.DataFrame({"gate": gates, "left": wide["raw_value"] / wide["value"]}).dropna()
 
 
 def _follows_gate(arm: Arm) -> float:
     rows = _gated_gradients(arm)
-    if rows.nunique().min() < 2:
-        return float("nan")
-    return float(stats.spearmanr(rows["gate"], rows["left"])[0])
+    return _correlated(rows["gate"], rows["left"]) if rows.nunique().min() > 1 else float("nan")
 
 
 # --- quantization and cost
@@ -121,7 +110,6 @@ def _against_best(evidence: Evidence) -> Estimate:
 
 
 def _step_seconds(arm: Arm) -> float:
-    """Return the wall time of the training ÷ its steps. Raises Lacks if it was resumed, or is of an older version."""
     records = arm.training.manifest["arms"].values()
     record = next(one for one in records if (one["label"], one["seed"]) == (arm.label, arm.seed))
     if record.get("step_seconds") is None:
@@ -151,44 +139,31 @@ BOTH = Need("backcopy", f"{PLAIN},{GATE}")
 ALL = Need("backcopy", f"{PLAIN},{GATE},{INPUT_GATE}")
 COST = 0.02  # nats: smaller differences of risks are ignored
 
-Course = Callable[[Arm], pd.Series]  # step → value
+
+def _attention(arm: Arm) -> pd.Series:
+    return arm.by_step("early_attention_to_start", arm.training.sinking_layer)
 
 
-def _recorded(name: str) -> Course:
-    return lambda arm: arm.by_step(name, arm.training.sinking_layer)
-
-
-ATTENTION, LOGIT = _recorded("early_attention_to_start"), _recorded("delta_logit")
+def _logit(arm: Arm) -> pd.Series:
+    return arm.by_step("delta_logit", arm.training.sinking_layer)
 
 
 def _value(arm: Arm) -> pd.Series:
     """Return the norm of the projected value of <s> ÷ the norm for tokens that are not triggers."""
-    return _recorded("start_value_norm")(arm) / _recorded("other_value_norm")(arm)
+    own, others = (arm.by_step(f"{of}_value_norm", arm.training.sinking_layer) for of in ("start", "other"))
+    return own / others
 
 
-def _at_end(course: Course) -> OfArm:
+def _at_end(course: Callable[[Arm], pd.Series]) -> OfArm:
     return lambda arm: float(course(arm).iloc[-1])
 
 
-def _since_start(course: Course) -> OfArm:
-    return lambda arm: float(course(arm).iloc[-1] - course(arm).iloc[0])
-
-
-def _range(course: Course) -> OfArm:
+def _range(course: Callable[[Arm], pd.Series]) -> OfArm:
     return lambda arm: float(np.ptp(course(arm)))
 
 
-def _risk(name: str) -> OfArm:
-    return lambda arm: float(arm.by_step(name).iloc[-1])
-
-
-def _cycle(arm: Arm) -> float:
-    return float(stats.spearmanr(ATTENTION(arm), _value(arm))[0])
-
-
-def _trend(arm: Arm) -> float:
-    course = LOGIT(arm)
-    return float(stats.spearmanr(course.index, course)[0])
+def _correlated(x: pd.Series | pd.Index, y: pd.Series) -> float:
+    return float(stats.spearmanr(x, y)[0])
 
 
 def _claim(id: str, reference: str, statement: str, role: Need, *parts: tuple) -> Claim:
@@ -214,14 +189,11 @@ CLAIMS = (
         (Part("gate at 0 ÷ later, means over heads and layers", _gate_closes, below(0.5)),), scope=(gated,)),
     Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
         (Part("perplexity with v = 0 at position 0 in the heads with a sink ÷ with v = 0 there at others", _no_op,
-            at_most(1.05)),
-         HAS_SINK_HEADS),
-        (MAIN, TO_ZERO), (causal,), also_reads=(TO_MEAN,)),
+            at_most(1.05)), HAS_SINK_HEADS), (MAIN, TO_ZERO), (causal,), also_reads=(TO_MEAN,)),
     Claim("V-13", "eq. 8", "A closed gate cuts off the gradient.",
         (Part("rank correlation over heads and positions of the gate and the value gradient before it ÷ after it",
             of_one(ARMS, _follows_gate, GATE, ends=CORRELATION), above(0.0)),
-         Part("value gradient at 0 before the gate ÷ after it, median over heads",
-            of_one(ARMS,
+         Part("value gradient at 0 before the gate ÷ after it, median over heads", of_one(ARMS,
                 lambda arm: float(_gated_gradients(arm).xs(0, level="position")["left"].median()), GATE), below(1.0))),
         (ARMS,), set_against=Null.THEOREM),
     Claim("V-14", "table 1", "Perplexity is no worse.",
@@ -263,25 +235,28 @@ CLAIMS = (
         (Part("perplexity, VGA − plain fine-tune", difference(GATED, metric("perplexity"), GATE), below(0.0)),),
         (GATED,), published=published("VGA table 3", {"GPT-2": -0.07}, "fine-tuned"), is_ours=False),
     _claim("V-4", "fig. 4", "The plain lab model has a sink.", ALONE,
-        (BEFORE_TRIGGERS, of_one(ALONE, _at_end(ATTENTION), PLAIN, ends=(0.0, 1.0)), at_least(0.5))),
+        (BEFORE_TRIGGERS, of_one(ALONE, _at_end(_attention), PLAIN, ends=(0.0, 1.0)), at_least(0.5))),
     _claim("V-5", "fig. 4", "The plain lab model has a value drain.", ALONE,
         (DRAIN, of_one(ALONE, _at_end(_value), PLAIN), at_most(0.5))),
-    _claim("V-6", "fig. 4", "VGA has no sink.", BOTH,
-        (f"{BEFORE_TRIGGERS}, VGA − untrained", of_one(BOTH, _since_start(ATTENTION), GATE, PLAIN), at_most(0.0))),
+    _claim("V-6", "fig. 4", "VGA has no sink.", BOTH, (f"{BEFORE_TRIGGERS}, VGA − untrained",
+            of_one(BOTH, lambda arm: float(_attention(arm).iloc[-1] - _attention(arm).iloc[0]), GATE, PLAIN),
+            at_most(0.0))),
     _claim("V-7", "fig. 4", "VGA has no value drain.", BOTH,
         (DRAIN, of_one(BOTH, _at_end(_value), GATE, PLAIN), at_least(0.8))),
     _claim("V-8", "fig. 5", "The plain model runs a cycle.", ALONE,
         ("rank correlation of attention and value norm over steps",
-            of_one(ALONE, _cycle, PLAIN, ends=CORRELATION), below(0.0)),
-        ("rank correlation of Δlogit and the step", of_one(ALONE, _trend, PLAIN, ends=CORRELATION), above(0.0))),
+            of_one(ALONE, lambda arm: _correlated(_attention(arm), _value(arm)), PLAIN, ends=CORRELATION), below(0.0)),
+        ("rank correlation of Δlogit and the step",
+            of_one(ALONE, lambda arm: _correlated(_logit(arm).index, _logit(arm)), PLAIN, ends=CORRELATION),
+            above(0.0))),
     _claim("V-9", "fig. 5", "VGA is stable.", BOTH,
-        ("range of the attention over steps, VGA ÷ plain", ratio(BOTH, _range(ATTENTION), GATE), below(0.5)),
+        ("range of the attention over steps, VGA ÷ plain", ratio(BOTH, _range(_attention), GATE), below(0.5)),
         ("range of the value norm", ratio(BOTH, _range(_value), GATE), below(0.5)),
-        ("range of Δlogit", ratio(BOTH, _range(LOGIT), GATE), below(0.5))),
-    _claim("V-10", "fig. 5", "VGA learns as well.", BOTH,
-        ("backcopy risk, VGA − plain, in nats", difference(BOTH, _risk("backcopy_risk"), GATE), NOT_MORE),
-        ("of bigrams", difference(BOTH, _risk("bigram_risk"), GATE), NOT_MORE)),
+        ("range of Δlogit", ratio(BOTH, _range(_logit), GATE), below(0.5))),
+    _claim("V-10", "fig. 5", "VGA learns as well.", BOTH, ("backcopy risk, VGA − plain, in nats",
+            difference(BOTH, _at_end(lambda arm: arm.by_step("backcopy_risk")), GATE), NOT_MORE),
+        ("of bigrams", difference(BOTH, _at_end(lambda arm: arm.by_step("bigram_risk")), GATE), NOT_MORE)),
     _claim("V-11", "fig. 6", "IGA is between plain and VGA.", ALL,
-        (f"{BEFORE_TRIGGERS}, plain − IGA", difference(ALL, _at_end(ATTENTION), PLAIN, INPUT_GATE), above(0.0)),
-        ("IGA − VGA", difference(ALL, _at_end(ATTENTION), INPUT_GATE, GATE), above(0.0))),
+        (f"{BEFORE_TRIGGERS}, plain − IGA", difference(ALL, _at_end(_attention), PLAIN, INPUT_GATE), above(0.0)),
+        ("IGA − VGA", difference(ALL, _at_end(_attention), INPUT_GATE, GATE), above(0.0))),
 )  # fmt: skip

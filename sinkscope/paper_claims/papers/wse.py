@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -16,10 +17,9 @@ from sinkscope.paper_claims import arms, over_seeds, scopes, studies
 from sinkscope.paper_claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, share_left
 from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, of_sink_heads, run_claim
 from sinkscope.paper_claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence
-from sinkscope.paper_claims.need import Need
 from sinkscope.paper_claims.over_seeds import PERCENT, Ends, Measure, difference, metric, of_one, over_levels, ranked
-from sinkscope.paper_claims.scopes import causal, equal_tokens_stay_equal, learned_positions, some_positions
-from sinkscope.paper_claims.studies import PLAIN, Arm, Study
+from sinkscope.paper_claims.scopes import causal, equal_tokens_stay_equal, learned_positions, requires, some_positions
+from sinkscope.paper_claims.studies import PLAIN, Arm, Need, Study
 from sinkscope.results import statistics
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
@@ -88,7 +88,7 @@ def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate
 
 
 def _on_repeated(evidence: Evidence) -> Estimate:
-    """Return the sink rate on repeated tokens without a BOS: the propositions need equal tokens from position 0 on."""
+    """Return the sink rate without a BOS: the propositions need equal tokens from position 0 on."""
     after, _, words = _on_drawn(evidence, REPEATED, WITHOUT)
     return after.over(words)
 
@@ -97,9 +97,7 @@ def _on_repeated(evidence: Evidence) -> Estimate:
 
 
 def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
-    """Return the ratio of norms in layers with massive activations. Raises NotDefined if there are none."""
-    ratios = norm_ratios(evidence.natural, "layer_out")
-    layers = massive_layers(evidence.natural)
+    ratios, layers = norm_ratios(evidence.natural, "layer_out"), massive_layers(evidence.natural)
     if not len(layers):
         raise NotDefined("no layer has massive activations at position 0")
     return bootstrap(np.median(ratios[:, layers], axis=1)).over(f"{len(layers)} layers")
@@ -107,10 +105,8 @@ def _norm_in_massive_layers(evidence: Evidence) -> Estimate:
 
 def _angle(evidence: Evidence) -> Estimate:
     chosen, note = estimates.sink_heads(evidence.natural)
-    first, later = (
-        estimates.by_head(evidence.natural, "geometry_by_sequence", name) for name in ("qk_cosine", "qk_cosine_later")
-    )
-    return bootstrap((first > later)[:, chosen].mean(1)).over(note)
+    of_heads = partial(estimates.by_head, evidence.natural, "geometry_by_sequence")
+    return bootstrap((of_heads("qk_cosine") > of_heads("qk_cosine_later"))[:, chosen].mean(1)).over(note)
 
 
 def _early_blocks(evidence: Evidence) -> Estimate:
@@ -123,7 +119,6 @@ def _early_blocks(evidence: Evidence) -> Estimate:
 
 
 def _domains(evidence: Evidence) -> Estimate:
-    """Return the range of the rates of domains, each resampled independently."""
     roles = (MAIN, *OTHER_DOMAINS)
     rates = [bootstrap(sink_rates(evidence.sequences(role))) for role in roles]
     note = ", ".join(f"{role.of or NATURAL} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
@@ -133,10 +128,8 @@ def _domains(evidence: Evidence) -> Estimate:
 def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:
     """Return log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), with windows of T tokens."""
     own = evidence.natural.run.manifest["config"]["seq_len"]
-    roles = {own: MAIN} | OTHER_LENGTHS
-    rates = []
-    for role in roles.values():
-        sequences = evidence.sequences(role)
+    roles, rates = {own: MAIN} | OTHER_LENGTHS, []
+    for sequences in map(evidence.sequences, roles.values()):
         mass = sequences.values("attention_heads_by_sequence", "window_mass", ("layer", "head"))
         sinks = np.stack([np.where(np.isfinite(mass), is_sink(mass, epsilon), np.nan) for epsilon in epsilons], axis=-1)
         rates.append(100 * statistics.weighted_means(np.nanmean(sinks, axis=(1, 2)), sequences.weights))
@@ -144,7 +137,6 @@ def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.nda
 
 
 def _slope(evidence: Evidence) -> Estimate:
-    """Return the slope over lengths. Raises NotDefined if no length has a sink that a longer text could lose."""
     x, rates = _by_length(evidence, EPSILON)
     if rates[0].max() <= SINK:
         raise NotDefined(f"at no length is a sink rate above {SINK:g} %")
@@ -188,7 +180,6 @@ def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estim
 
 
 def _all_massive(evidence: Evidence) -> Estimate:
-    """Return the smallest ratio of norms over layers. Raises NotDefined."""
     equal_tokens(evidence.sequences(ALONE))
     rate = sink_rates(evidence.sequences(TEXT))[0]
     if rate <= SINK:
@@ -212,12 +203,10 @@ _DIFFERENCE = "largest |a[t,s] − {0}| over layers, heads, queries and keys"
 
 # --- models whose norms follow the residual sum (§7.2)
 
-WIRING = "post-norm"
 
-
-def _post_norm(evidence: Evidence) -> str | None:
-    wiring = evidence.any_run.manifest["family"].get("wiring")
-    return None if wiring == WIRING else f"its norms do not follow the residual sum: its wiring is {wiring}"
+def _post_norm(run: RunData) -> str | None:
+    wiring = run.manifest["family"].get("wiring")
+    return None if wiring == "post-norm" else f"its norms do not follow the residual sum: its wiring is {wiring}"
 
 
 def _largest_norm_ratio(site: str) -> Callable[[Evidence], Estimate]:
@@ -232,20 +221,15 @@ BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
 def _with_size(evidence: Evidence, role: Need, on_task: bool = False) -> Estimate:
-    """Return the rank correlation of sizes and sink rates, or of sizes and scores on a task."""
-    study = evidence.studies[role]
+    study, form = evidence.studies[role], "{:.3g} M {:.3f}" if on_task else "{:.3g} M {:.1f} %"
     counts = np.array([studies.parameters(run) for run in study.runs.values()])
-    numbers = [sink_rates(Sequences(run))[0] for run in study.runs.values()]
-    texts = [f"{rate:.1f} %" for rate in numbers]
-    if on_task:
-        numbers = list(study.scores.values())
-        texts = [f"{score:.3f}" for score in numbers]
-    words = ", ".join(f"{count / 1e6:.3g} M {text}" for count, text in zip(counts, texts, strict=True))
-    return rank_correlation(counts, np.array(numbers)).over(f"{words}; interval over models")
+    rates = [sink_rates(Sequences(run))[0] for run in study.runs.values()]
+    numbers = np.array(list(study.scores.values()) if on_task else rates)
+    words = ", ".join(form.format(count / 1e6, number) for count, number in zip(counts, numbers, strict=True))
+    return rank_correlation(counts, numbers).over(f"{words}; interval over models")
 
 
 def _against_base(evidence: Evidence) -> Estimate:
-    """Return the chat model − its base; sequences are resampled together if both read the same tokens."""
     base, chat = evidence.studies[BASE].runs.values()
     before, after = sink_rates(Sequences(base)), sink_rates(Sequences(chat))
     same = base.manifest["input"].get("sha256") == chat.manifest["input"].get("sha256")
@@ -253,9 +237,7 @@ def _against_base(evidence: Evidence) -> Estimate:
     return found.over(f"{before[0]:.1f} → {after[0]:.1f} %")
 
 
-def _tuned_to_chat(evidence: Evidence) -> str | None:
-    tuned = studies.base_of(evidence.any_run.model)
-    return None if tuned else "its name does not say that it was tuned for chat"
+_tuned_to_chat = requires(lambda run: studies.base_of(run.model), "its name does not say that it was tuned for chat")
 
 
 # --- models with other masks or positions (§6, §7.1)
@@ -266,20 +248,14 @@ SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE 
 
 
 def _least_of_all(schemes: np.ndarray, rates: np.ndarray) -> Estimate:
-    """Return the smallest sink rate among the six schemes of the paper."""
     lacking = [scheme for scheme in SCHEMES if scheme not in schemes]
     if lacking:
         raise Lacks(f"no training has position_scheme={lacking[0]}")
-    return least_of([over_seeds.mean_of_percent(each) for each in rates[:, np.isin(schemes, SCHEMES)].T])
+    return least_of([over_seeds.mean_over_seeds(each, PERCENT) for each in rates[:, np.isin(schemes, SCHEMES)].T])
 
 
-def _prefix_lm(evidence: Evidence) -> str | None:
-    prefix = evidence.any_run.manifest["family"].get("prefix")
-    return None if prefix else f"it is no prefix LM ({MODEL_TYPE} can be one)"
-
-
-def _windowed(evidence: Evidence) -> str | None:
-    return None if evidence.any_run.manifest["model"].get("sliding_window") else "it has no sliding window"
+_prefix_lm = requires(lambda run: run.manifest["family"].get("prefix"), f"it is no prefix LM ({MODEL_TYPE} can be one)")
+_windowed = requires(lambda run: run.manifest["model"].get("sliding_window"), "it has no sliding window")
 
 
 def _within_prefix(evidence: Evidence) -> Estimate:
@@ -300,8 +276,7 @@ def _within_prefix(evidence: Evidence) -> Estimate:
 RANDOM_TOKENS, FIXED_TOKEN = Need("factor", "random-tokens"), Need("factor", "fixed-position")
 
 
-def rate_at(run: RunData, position: int) -> float:
-    """Return S_k in percent. Raises Lacks if the run does not report the position."""
+def _rate_at(run: RunData, position: int) -> float:
     table = table_of(run, "attention_by_sequence")
     rows = table[table["position"] == position]
     if rows.empty:
@@ -316,28 +291,28 @@ def _rise_within(evidence: Evidence, *places: tuple[int, int], names: tuple[stud
         if count not in study.by_level:
             raise Lacks(f"no training has {count} random tokens at the beginning of its blocks")
     seeds = over_seeds.common_seeds(study)
-    found = [[rate_at(study.by_level[count][seed], position) for count, position in places] for seed in seeds]
+    found = [[_rate_at(study.by_level[count][seed], position) for count, position in places] for seed in seeds]
     rates = over_seeds.with_a_sink(np.array(found))
     return mean_of_runs(rates[:, 1] - rates[:, 0]).over(over_seeds.by_level(study, names, rates))
 
 
-def _at_fixed(of: Callable[[RunData, int], float], mean: Callable[[np.ndarray], Estimate]) -> Measure:
+def _at_fixed(of: Callable[[RunData, int], float], ends: Ends | None = None) -> Measure:
     """Return the smallest, over levels, of a number computed from each run and the position k of its fixed token."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[FIXED_TOKEN]
         seeds, levels = over_seeds.common_seeds(study), study.by_level
         found = np.array([[of(runs[seed], int(level)) for level, runs in levels.items()] for seed in seeds])
-        return least_of([mean(each) for each in found.T]).over(over_seeds.by_level(study, levels, found))
+        smallest = least_of([over_seeds.mean_over_seeds(each, ends) for each in found.T])
+        return smallest.over(over_seeds.by_level(study, levels, found))
 
     return measure
 
 
 def _above_others(run: RunData, position: int) -> float:
-    """Return S_k − the largest sink rate at another reported position, in percent."""
     table = table_of(run, "attention_by_sequence")
     others = table[table["position"] != position].groupby("position")["sink_rate"].mean()
-    return rate_at(run, position) - 100 * float(others.max())
+    return _rate_at(run, position) - 100 * float(others.max())
 
 
 # --- plain trainings that differ in one setting (§4 to §7)
@@ -400,11 +375,11 @@ def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, s
     return rates[:, -1] - rates[:, 0], words
 
 
-def _over_steps(
-    of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]], ends: Ends | None = None
-) -> Callable[[Evidence], Estimate]:
-    """Return a number over seeds, or over sequences if a single training was measured, as for any model."""
-    # `of` makes (R,) and words from the steps and the sink rates (R, steps); `ends` is the range of possible numbers.
+def _over_steps(of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]], ends: Ends | None = None) -> Measure:
+    """Return a number over seeds, or over sequences if a single training was measured, as for any model.
+
+    `of` makes (R,) and words from the steps and the sink rates (R, steps).
+    """
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[COURSE]
@@ -414,8 +389,7 @@ def _over_steps(
         if len(study.steps) == 1:
             return bootstrap(found[0][0]).over(f"{words}; one training, interval over its sequences")
         seeds = over_seeds.with_setting(study, over_seeds.words_for(len(found)))
-        values = np.array([values[0] for values, _ in found])
-        return over_seeds.mean_over_seeds(values, ends).over(f"{words}; {seeds}")
+        return over_seeds.mean_over_seeds(np.array([values[0] for values, _ in found]), ends).over(f"{words}; {seeds}")
 
     return measure
 
@@ -443,7 +417,6 @@ def _moved(arm: Arm) -> float:
 
 
 def norm_ratio(arm: Arm) -> float:
-    """Return the norm at position 0 ÷ others, in the layer where it is largest."""
     table = arm.run.tables["summary"]
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
@@ -453,9 +426,7 @@ SINKS = ("sink: its sink rate in %", metric("sink_rate", 100), SINK)
 NORMS = ("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM)
 
 
-def _moves(role: Need, method: str) -> Measure:
-    """Return S* − S₀ of an arm; the null is plain training."""
-    return of_one(role, _moved, method, PLAIN, where=SINKS)
+_moves = partial(of_one, of=_moved, null=PLAIN, where=SINKS)
 
 
 # --- other attention operations than softmax (§7.4); their sink rates are of the proxy |sim| ÷ Σ|sim|
@@ -485,8 +456,8 @@ def _largest_without(evidence: Evidence) -> Estimate:
     return over_levels(RATES, over_seeds.largest_rate)(evidence)
 
 
-def _of_a_billion(evidence: Evidence) -> str | None:
-    count = evidence.any_run.manifest["model"].get("parameters") or 0
+def _of_a_billion(run: RunData) -> str | None:
+    count = run.manifest["model"].get("parameters") or 0
     return None if count >= BILLION else f"it has {count / 1e6:,.0f} M parameters, fewer than a billion"
 
 
@@ -508,8 +479,7 @@ CLAIMS = (
         also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-4", "tables 1 and 7", "On repeated tokens the sink stays (positions added to the embeddings).",
         (Part("sink rate on repeated tokens ÷ on text, no BOS on either", _against_text(REPEATED, WITHOUT),
-            at_least(0.5)),),
-        (TEXT, ALONE), (causal, scopes.absolute_positions), ON_REPEATED,
+            at_least(0.5)),), (TEXT, ALONE), (causal, scopes.absolute_positions), ON_REPEATED,
         also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
         (Part("norm at 0 ÷ later, median over layers with massive activations", _norm_in_massive_layers, above(1.0)),),
@@ -522,8 +492,7 @@ CLAIMS = (
         (Part("share of sink heads whose query-key cosine is larger at 0 than later", _angle, at_least(0.9)),
          HAS_SINK_HEADS)),
     Claim("W-17", "fig. 2", "The product of norms does not make the sink.",
-        of_sink_heads("‖q‖‖k‖", "qk_norm_product", below(1.0)),
-        is_ours=False),
+        of_sink_heads("‖q‖‖k‖", "qk_norm_product", below(1.0)), is_ours=False),
     Claim("W-18", "appendix", "The sink is weaker in early blocks.",
         (Part("sink rate of the first quarter of layers − of the rest, in points", _early_blocks, below(0.0)),),
         scope=(causal, scopes.several_attention_layers), is_ours=False),
@@ -533,8 +502,7 @@ CLAIMS = (
     Claim("W-20", "fig. 3", "The sink rate falls with the length of the text, more at larger ε (window = length).",
         (Part("slope on log₂ T at ε = 0.3, in points", _slope, below(0.0)),
          Part("slope of log₂ sink rate at ε = 0.4 − at ε = 0.2, over lengths with a sink at both", _steeper,
-            below(0.0))),
-        (MAIN, *OTHER_LENGTHS.values()), (causal,), is_ours=False),
+            below(0.0))), (MAIN, *OTHER_LENGTHS.values()), (causal,), is_ours=False),
     Claim("W-21", "fig. 4", "Small models also have a sink.",
         (_AT_FIRST,), scope=(causal, scopes.small)),
     Claim("W-5", "eq. 10–17", "Equal tokens have equal states in every layer (positions not added to the embeddings).",
@@ -544,8 +512,7 @@ CLAIMS = (
         set_against=Null.THEOREM),
     Claim("W-6", "§3.3", "All repeated tokens are massive, which disperses the sink.",
         (Part("smallest ‖h_t‖ on repeated ÷ ‖h_0‖ on natural tokens, over layers with massive activations",
-            _all_massive, at_least(0.5)),),
-        (TEXT, ALONE), (equal_tokens_stay_equal,)),
+            _all_massive, at_least(0.5)),), (TEXT, ALONE), (equal_tokens_stay_equal,)),
     Claim("W-7", "proposition 1", "Without positions, attention on repeated tokens is uniform.",
         (Part(_DIFFERENCE.format("1/(t + 1)"), _largest("weight_difference", NO_POSITIONS), below(1e-4), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal, some_positions(NO_POSITIONS)), set_against=Null.THEOREM),
@@ -556,8 +523,7 @@ CLAIMS = (
         is_ours=False, set_against=Null.THEOREM),
     Claim("W-10", "table 7", "Another vector in place of position 0's removes the sink on repeated tokens.",
         (Part("sink rate at position 0, after ÷ before", lambda e: share_left(e, REPLACED), at_most(0.5)),
-         had_a_sink(REPLACED)),
-        (REPLACED,), (causal, learned_positions),
+         had_a_sink(REPLACED)), (REPLACED,), (causal, learned_positions),
         (Published("GPT2-XL", 62.28, f"sink rate before, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 0.20, f"lowest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 10.97, f"highest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"))),
@@ -565,8 +531,7 @@ CLAIMS = (
         (Part("sink rate at position 1 after ÷ at position 0 before",
             lambda e: share_left(e, EXCHANGED, position=1), at_least(0.5)),
          falls(EXCHANGED),
-         had_a_sink(EXCHANGED)),
-        (EXCHANGED,), (causal, learned_positions),
+         had_a_sink(EXCHANGED)), (EXCHANGED,), (causal, learned_positions),
         (Published("GPT2-XL", 50.22, f"lowest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 57.63, f"highest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"))),
     Claim("W-43", "§7.2", "Post-norm models also have a sink.",
@@ -579,25 +544,21 @@ CLAIMS = (
         scope=(causal, _post_norm)),
     Claim("W-12", "C7", "Chat models have the sink of their base.",
         (Part("sink rate, chat model − base, in points", _against_base, between(-ALIKE, ALIKE)),), (BASE,),
-        (causal, _tuned_to_chat),
-        published("WSE table 1", {name: round(WSE_TABLE_1[f"{name} chat"]["natural"].value
+        (causal, _tuned_to_chat), published("WSE table 1", {name: round(WSE_TABLE_1[f"{name} chat"]["natural"].value
             - WSE_TABLE_1[name]["natural"].value, 2) for name in BASES}, "chat model − base, in points")),
     Claim("W-22", "fig. 4", "The sink grows with size within a family.",
         (Part("rank correlation of the sink rate and the number of parameters",
-            lambda e: _with_size(e, SIZES), above(0.0)),), (SIZES,),
-        (causal,), is_ours=False),
+            lambda e: _with_size(e, SIZES), above(0.0)),), (SIZES,), (causal,), is_ours=False),
     Claim("W-23", "fig. 10", "Size raises the sink and HellaSwag within a family.",
         (Part("rank correlation of the sink rate and the number of parameters",
             lambda e: _with_size(e, HELLASWAG), above(0.0)),
          Part("rank correlation of the score on HellaSwag and the number of parameters",
-            lambda e: _with_size(e, HELLASWAG, on_task=True), above(0.0))),
-        (HELLASWAG,), (causal,), is_ours=False),
+            lambda e: _with_size(e, HELLASWAG, on_task=True), above(0.0))), (HELLASWAG,), (causal,), is_ours=False),
     Claim("W-39", "fig. 5", "The sink of a prefix LM is in the prefix.",
         (Part("share of sinks within the prefix", _within_prefix, at_least(0.9)),), scope=(causal, _prefix_lm)),
     Claim("W-41", "fig. 6", "The sink is the first token of the text, not of the window.",
         (Part("mean weight on the window's first token",
-            lambda e: bootstrap(e.natural.means("window_edge_by_sequence", "edge_mass").mean(1)),
-            below(FAR_BELOW)),),
+            lambda e: bootstrap(e.natural.means("window_edge_by_sequence", "edge_mass").mean(1)), below(FAR_BELOW)),),
         scope=(causal, _windowed)),
     Claim("W-42", "table 3", "Every positional scheme has a sink.",
         (Part("sink rate in %, scheme with the least", over_levels(POSITIONS, _least_of_all), above(SINK)),),
@@ -614,11 +575,9 @@ CLAIMS = (
             lambda e: _rise_within(e, (2, 0), (2, 1), names=("S₀", "S₁")), above(0.0)),), (RANDOM_TOKENS,),
         published=published("WSE §5", {"difference": 12.10}, "60M model: S₀ 1.98, S₁ 14.08 %"), is_ours=False),
     Claim("W-37", "table 10", "A fixed token at position k makes k the sink.",
-        (Part("S_k in %, k with the least", _at_fixed(rate_at, over_seeds.mean_of_percent), above(SINK)),
-         Part("S_k − the largest elsewhere in points, k with the least", _at_fixed(_above_others, mean_of_runs),
-            above(0.0))),
-        (FIXED_TOKEN,),
-        published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
+        (Part("S_k in %, k with the least", _at_fixed(_rate_at, PERCENT), above(SINK)),
+         Part("S_k − the largest elsewhere in points, k with the least", _at_fixed(_above_others), above(0.0))),
+        (FIXED_TOKEN,), published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
     Claim("W-31", "table 9", "A larger learning rate gives more sink (equal steps).",
         (Part(POINTS, over_levels(RATE, over_seeds.slope), above(0.0)),), (RATE,),
         published=published("WSE table 9", {"slope": 9.50},
@@ -637,15 +596,13 @@ CLAIMS = (
     Claim("W-38", "table 2", "The sink is largest at a weight decay of 0.1 to 2, and absent at 5.",
         (Part("sink rate in % at 5 and more", over_levels(DECAY, _at_large_decay), below(1.0)),
          Part("best from 0.1 to 2 − best of all others, in points", over_levels(DECAY, _best_decay), above(0.0))),
-        (DECAY,),
-        published=published("WSE table 2", {"at 5": 0.01},
+        (DECAY,), published=published("WSE table 2", {"at 5": 0.01},
             "60M model: 15.20, 15.39, 15.23, 18.18, 41.08, 37.71, 6.13 % at 0, 0.001, 0.01, 0.1, 0.5, 1, 2")),
     Claim("W-40", "fig. 6", "With a small window there is no sink, with a large window there is.",
         (Part("sink rate in %, smallest window",
             over_levels(WINDOW, lambda levels, rates: rates[:, 0], PERCENT, _check_windows), below(1.0)),
          Part("rise to the largest, in points",
-            over_levels(WINDOW, lambda levels, rates: rates[:, -1] - rates[:, 0], check=_check_windows),
-            above(SINK))),
+            over_levels(WINDOW, lambda levels, rates: rates[:, -1] - rates[:, 0], check=_check_windows), above(SINK))),
         (WINDOW,)),
     Claim("W-45", "table 11", "The feed-forward design hardly matters.",
         (Part(RANGE, over_levels(FEED_FORWARD, over_seeds.range_of_rates), at_most(5.0)),), (FEED_FORWARD,),
@@ -661,10 +618,10 @@ CLAIMS = (
             _over_steps(lambda steps, rates: (rates[:, 0], f"step {steps[0]}"), PERCENT), below(BEGINNING))),
         (COURSE,)),
     Claim("W-47", "table 4", "A sink token takes the sink.",
-        (Part("S* − S₀ in points", _moves(WITH_TOKEN, TOKEN), above(SINK)),), (WITH_TOKEN,),
+        (Part("S* − S₀ in points", _moves(WITH_TOKEN, method=TOKEN), above(SINK)),), (WITH_TOKEN,),
         published=published("WSE table 4", {"difference": 74.12}, "60M model: S* 74.12, S₀ 0.00† %")),
     Claim("W-48", "table 4", "Key biases take the sink, at no cost.",
-        (Part("S* − S₀ in points", _moves(WITH_BIAS, BIAS), above(SINK)),
+        (Part("S* − S₀ in points", _moves(WITH_BIAS, method=BIAS), above(SINK)),
          Part("held-out loss, key biases − plain", difference(WITH_BIAS, metric("loss"), BIAS), at_most(NO_COST))),
         (WITH_BIAS,), published=published("WSE table 4", {"difference": 73.34}, "60M model: S* 73.34, S₀ 0.00 %")),
     Claim("W-52", "fig. 7", "Key and key-value biases end massive activations, value biases and a sink token do not.",
@@ -677,7 +634,7 @@ CLAIMS = (
          Part("of plain training", of_one(WITH_BIAS, norm_ratio, PLAIN), at_least(LARGE_NORM))),
         (WITH_BIAS, WITH_BIASES, WITH_VALUE, WITH_TOKEN)),
     Claim("W-49", "table 4", "Key-value biases take the sink.",
-        (Part("S* − S₀ in points", _moves(WITH_BIASES, BIASES), above(SINK)),), (WITH_BIASES,),
+        (Part("S* − S₀ in points", _moves(WITH_BIASES, method=BIASES), above(SINK)),), (WITH_BIASES,),
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "
             "56.61, 12.44 %", "†")),
     Claim("W-50", "table 4", "Value biases do not take the sink.",
@@ -685,8 +642,7 @@ CLAIMS = (
             above(SINK)),),
         (WITH_VALUE,), published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
     Claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
-        (Part("rank correlation of S₀ and m", ranked(WITH_FIXED, metric("sink_rate"), FIXED),
-            above(0.0)),
+        (Part("rank correlation of S₀ and m", ranked(WITH_FIXED, metric("sink_rate"), FIXED), above(0.0)),
          Part("rank correlation of S* and m", ranked(WITH_FIXED, metric("sink_rate_outside"), FIXED),
             below(0.0))), (WITH_FIXED,),
         published=published("WSE table 5", {"S₀ and m": 1.0, "S* and m": -1.0}, "60M model: S* 73.34, 70.03, 44.43, "
@@ -716,12 +672,10 @@ CLAIMS = (
     Claim("W-58", "table 14", "Sigmoid attention has no sink at any learning rate or weight decay.",
         (Part("sink rate of the proxy in %, rate with the most", _largest_without, below(NONE)),
          Part("weight decay with the most", over_levels(DECAYS, over_seeds.largest_rate), below(NONE))),
-        (RATES, DECAYS, RATE),
-        published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
+        (RATES, DECAYS, RATE), published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
     Claim("W-59", "§7.4", "Sigmoid attention has no sink at 1 B.",
         (Part("sink rate of the proxy, sigmoid − softmax, in points", difference(ONE, SINK_RATE, SIGMOID),
-            below(-SINK)),),
-        (ONE,), (_of_a_billion,),
+            below(-SINK)),), (ONE,), (_of_a_billion,),
         published=published("WSE §7.4", {"sigmoid": 2.46, "softmax": 45.11}, "1 B model, sink rate in %")),
     Claim("W-60", "fig. 30", "Fine-tuning stays stable.",
         (Part("held-out loss, after − before", difference(TUNED, metric("loss"), PLAIN, UNTOUCHED), below(0.0)),),

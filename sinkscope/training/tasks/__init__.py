@@ -24,15 +24,12 @@ class Task(Protocol):
 
     def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
         """Draw `train` blocks of `length` tokens to train on, and `held_out` others to measure."""
-        ...
 
     def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
         """Measure a model; called at step 0 and at every log. Returns layer (−1: the whole model), metric, value."""
-        ...
 
     def tables(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> dict[str, pd.DataFrame]:
         """Measure the trained model in detail: name → table, with the columns of `results/tables.py`."""
-        ...
 
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (BackcopyTask, BackcopyWithTextTask)}

@@ -55,7 +55,7 @@ class Opening:
 
     @property
     def has_start(self) -> bool:
-        """Whether <s> precedes the tokens that follow the rules."""
+        """Whether <s> directly precedes the tokens that follow the rules."""
         return self.fixed_position is not None or (self.bos and not self.random_tokens)
 
     @property
@@ -178,10 +178,8 @@ def measure(
 def example(
     task: BigramBackcopy, model: PreTrainedModel, family: Family, sequence: np.ndarray
 ) -> dict[str, pd.DataFrame]:
-    """Measure one sequence (T,) in detail, as VGA figures 4 and 6 show it.
-
-    Returns the tables `attention_maps`, as the observable of that name, and `value_norms` of the projected values
-    (`norm`) and of those after a gate on the values (`attended_norm`).
+    """Measure one sequence (T,) in detail, as VGA figures 4 and 6 show it: `attention_maps`, and `value_norms` of the
+    projected values (`norm`) and of those after a gate on the values (`attended_norm`).
     """
     ids = torch.from_numpy(sequence[None])
     heads = range(model.config.get_text_config().num_attention_heads)

@@ -1,15 +1,19 @@
-"""The sink's value state scaled or made constant, with its key kept (VGA §1: does the sink's contribution matter?)."""
+"""What tokens get from the sink: its key masked or outside a window (S2M §1, StreamingLLM), or its value state changed
+with its key kept (VGA §1: does the sink's contribution matter?).
+"""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Literal, Self
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import product
+from typing import Any, Literal, Self
 
-import pandas as pd
 import torch
 from pydantic import PrivateAttr
 from torch import nn
 
+from sinkscope.attention.kernels import ForbiddenKeys
+from sinkscope.attention.streaming import inapplicable, streaming
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import (
     Chosen,
@@ -21,7 +25,92 @@ from sinkscope.interventions.intervention import (
     Target,
     chosen,
     edited_positions,
+    must_touch,
 )
+
+
+class MaskSink(Intervention):
+    name = "mask-sink"
+    about = "no other token attends to the sink, which still sees itself (layers, query heads, positions)"
+    paper = "S2M §1"
+    control_about = "another position"
+    redraws = "positions"
+
+    layers: Chosen = None
+    heads: Chosen = None
+    positions: Indices = (0,)
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        config: Any = target.model.config.get_text_config()
+        found = [roles["query"] for roles in target.family.projections.values() if "query" in roles]
+        if any(len(query.places) != config.num_attention_heads for query in found):
+            return "its layers differ in their numbers of heads"
+        return None
+
+    @contextmanager
+    def applied(self, target: Target) -> Iterator[None]:
+        layout = target.layout
+        count = int(target.model.config.get_text_config().num_attention_heads)
+        heads = chosen(self.heads, count)
+
+        def columns(device: torch.device) -> torch.Tensor:
+            found = layout.start(device)[:, None] + torch.tensor(self.positions, device=device)
+            if bool((found < layout.length - target.family.causal).any()):  # the last token has no later query
+                touch()
+            return found
+
+        def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
+            """Return (B,H,R,C), True where a query of a chosen head attends to a sink other than itself."""
+            row, col = (torch.arange(at.start, at.stop, device=device) for at in (rows, cols))
+            # The kernel counts columns from the first key that a sliding window's cache still holds, or up to the last
+            # one that a static cache has room for; here columns count from the first token.
+            shift = layout.length - cols.stop if layout.past or cols.stop > layout.length else 0
+            row, col = row + shift, col + max(shift, 0)
+            is_sink = (col == columns(device)[:, :, None]).any(1)  # (B,C)
+            hidden = torch.zeros(count, dtype=torch.bool, device=device)
+            hidden[heads] = True
+            return (is_sink[:, None] & (row[:, None] != col))[:, None] & hidden[:, None, None]
+
+        missing = f"a token after position {', '.join(map(str, self.positions))}"
+        with must_touch(self.name, missing) as touch, ExitStack() as stack:
+            for layer in target.attending(self.layers):
+                seam = target.seams[layer]
+                stack.callback(setattr, seam, "forbidden", seam.forbidden)
+                seam.forbidden = (*seam.forbidden, ForbiddenKeys(pairs, columns, tuple(heads)))
+            yield
+
+
+class StreamingWindow(Intervention):
+    """Limits attention to the last `window` tokens and the first `keep`; register tokens count as first tokens.
+
+    It is measured only by perplexity, against dense attention, for every pair of the two lists.
+    """
+
+    name = "streaming-window"
+    about = "attend only to the last and the first tokens (window, keep: lists); not combinable"
+    paper = "S2M §1"
+    measured_by = "streaming"
+
+    window: Indices | None = None  # None: a quarter of the sequence
+    keep: Indices = (0, 1, 2, 4)
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        return inapplicable(target.model, target.family)
+
+    def resolved(self, known: Known) -> Self:
+        return self if self.window else self.model_copy(update={"window": (max(1, known.length // 4),)})
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        return ()  # its measurement reads no attention
+
+    def applied(self, target: Target) -> AbstractContextManager[None]:
+        if self.window is None or len(self.window) > 1 or len(self.keep) > 1:
+            raise InputError(f"{self.name}: name one window and one number of tokens to keep")
+        return streaming(target.model, target.family, target.seams, keep=self.keep[0], window=self.window[0])
+
 
 DECIDED = "is decided by measuring the observable attention, as `sinkscope intervene` does: name layers and heads"
 # (layer, position, value states (n, heads · d)) → the new value states
@@ -55,8 +144,10 @@ class _AtValues(Intervention):
             return self
         if "attention" not in known.tables:
             raise InputError(f"{self.name}: where=sinks {DECIDED}")
-        decided = self.model_copy()
-        decided._sinks = heads_with_a_sink(known.tables["attention"], self.positions)
+        table, decided = known.tables["attention"], self.model_copy()
+        # a head has a sink if it does in at least half of the sequences
+        sinks = table[table["position"].isin(self.positions) & (table["sink_rate"] >= 0.5)]
+        decided._sinks = frozenset(zip(sinks["layer"].astype(int), sinks["kv_head"].astype(int), strict=True))
         if not decided._sinks:
             raise InputError(f"{self.name}: no head has a sink at position {' or '.join(map(str, self.positions))}")
         return decided
@@ -133,9 +224,8 @@ class MeanSinkValue(_AtValues):
             return decided
         if known.value_means is None:
             raise InputError(f"{self.name}: name the means, one for every layer, position, head and dimension")
-        for layer in known.target.attending(self.layers):
-            for position in self.positions:
-                known.value_means(layer, position)  # measured now, while the model is unchanged
+        for layer, position in product(known.target.attending(self.layers), self.positions):
+            known.value_means(layer, position)  # measured now, while the model is unchanged
         decided = decided.model_copy()
         decided._measured = known.value_means
         return decided
@@ -143,8 +233,7 @@ class MeanSinkValue(_AtValues):
     def edit(self, target: Target) -> Edit:
         values = {
             (layer, position): (target.projection(layer, "value").places.shape, self.heads_in(target, layer))
-            for layer in target.attending(self.layers)
-            for position in self.positions
+            for layer, position in product(target.attending(self.layers), self.positions)
         }
         if self._measured is not None:
             found = {at: self._measured(*at).view(shape)[heads].flatten() for at, (shape, heads) in values.items()}
@@ -173,10 +262,3 @@ class ReadValues(_AtValues):
             return x
 
         return read
-
-
-def heads_with_a_sink(attention: pd.DataFrame, positions: Iterable[int]) -> frozenset[tuple[int, int]]:
-    """Return (layer, key/value head) for each head that is read by a query head with a sink at one of the positions."""
-    # a head has a sink if it does in at least half of the sequences
-    rows = attention[attention["position"].isin(list(positions)) & (attention["sink_rate"] >= 0.5)]
-    return frozenset(zip(rows["layer"].astype(int), rows["kv_head"].astype(int), strict=True))

@@ -1,15 +1,52 @@
-"""The option --from RUN: reads the options of a run from its run.json."""
+"""Commands that measure one model and return a Run: their folder and subject, their result, and --from RUN."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, one_line
+from sinkscope.measuring.processes import together
+from sinkscope.measuring.subject import ModelLike, Subject, check_config, is_in_memory, open_subject
 from sinkscope.models.files import is_demo
-from sinkscope.options.measuring import PERMISSIONS
+from sinkscope.options.measuring import PERMISSIONS, RunConfig
 from sinkscope.options.option import Options, checked, flag
+from sinkscope.options.output import OutputOptions
 from sinkscope.output.comparison import differing_settings
+from sinkscope.output.result import both, figure_failure
+from sinkscope.output.run import Run
+from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
+
+
+@contextmanager
+def opened(
+    model: ModelLike,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: RunConfig,
+    out: str | os.PathLike[str] | None,
+    overwrite: bool,
+    quiet: bool,
+) -> Iterator[tuple[Subject, Path | None, Console]]:
+    """Lock the folder, load the model and make its inputs; launched processes share the passes of the block."""
+    check_config(config)
+    with (
+        together(config.device_map, is_in_memory(model)) as members,
+        own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
+        open_subject(model, tokenizer, config, console := members.console(quiet)) as subject,
+    ):
+        yield subject, folder, console
+
+
+def shown(run: Run, output: OutputOptions, failure: str = "") -> Result:
+    """Return the result for the command line."""
+    failure, notes = both(failure, figure_failure(run.manifest)), differences(output.from_, run.manifest)
+    return Result(run, run.verdict, notes=notes, folder=output.out, failure=failure)
 
 
 def options_of_run(

@@ -1,0 +1,244 @@
+"""The five interventions of NU, on learned positions and query biases, and a control.
+
+1  query bias b_Q removed (its control: perturbed)      2, 3  positions given other positions' vectors
+4  the first token's embedding removed                  5     columns of W_k zeroed
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, Self
+
+import torch
+
+from sinkscope.errors import InputError
+from sinkscope.interventions.intervention import (
+    Chosen,
+    Expectation,
+    Index,
+    Indices,
+    Intervention,
+    Known,
+    Open,
+    Target,
+    chosen,
+    edited_positions,
+    random_positions,
+)
+from sinkscope.interventions.massive import sink_massive
+from sinkscope.models.edits import Edit, check_changes, replaced
+from sinkscope.models.projections import effective_positions, massive_coordinates
+
+MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which the MLP's output is a term of the layer's output
+
+
+class _EditsProjection(Intervention):
+    """Edits the query bias (H,d), or the key weight (K,d,D), of the chosen layers and heads."""
+
+    layers: Chosen = None
+    heads: Chosen = None
+
+    @abstractmethod
+    def edited(self, values: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return the new bias (heads,d) or weight (heads,d,D) of some heads of a layer."""
+
+    @contextmanager
+    def applied(self, target: Target) -> Iterator[None]:
+        edits: list[Edit] = []
+        for layer in target.attending(self.layers):
+            projection = target.projection(layer, self.heads_of)
+            values = projection.bias if self.heads_of == "query" else projection.weight
+            if values is None:
+                raise InputError(f"{self.name}: layer {layer} has no query bias")
+            heads, changed = chosen(self.heads, projection.heads), values.detach().clone()
+            changed[heads] = self.edited(changed[heads], layer)
+            if self.heads_of == "query":
+                edits.append((projection.module, "bias", projection.with_bias(changed)))
+            else:
+                edits.append((projection.module, "weight", projection.with_weight(changed)))
+        check_changes(self.name, edits)
+        with replaced(edits):
+            yield
+
+
+class _QueryBias(_EditsProjection):
+    expected = False  # only some models have query biases
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        return target.without_weights("query") or (None if target.has_query_bias else "its queries have no bias")
+
+
+class NullifyQueryBias(_QueryBias):
+    name = "nullify-query-bias"
+    about = "b_Q = 0 (layers, query heads)"
+    paper = "NU intervention 1"
+    control_about = "b_Q plus a random vector of its norm"
+    expects = Expectation.SINK_FALLS
+
+    def edited(self, values: torch.Tensor, layer: int) -> torch.Tensor:
+        return torch.zeros_like(values)
+
+    def control(self, known: Known, draw: torch.Generator) -> Intervention:
+        seed = int(torch.randint(2**31, (), generator=draw))
+        return PerturbQueryBias(layers=self.layers, heads=self.heads, seed=seed)
+
+
+class PerturbQueryBias(_QueryBias):
+    name = "perturb-query-bias"
+    about = "b_Q plus a vector of its own norm in a random direction: each head's entries, shuffled"
+    paper = "control of NU intervention 1"
+    is_control = True
+
+    seed: Index = 0
+
+    def edited(self, values: torch.Tensor, layer: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(self.seed + layer)
+        order = torch.stack([torch.randperm(values.shape[1], generator=draw) for _ in values])
+        signs = torch.randint(2, values.shape, generator=draw).mul(2).sub(1)
+        return values + values.gather(1, order.to(values.device)) * signs.to(values)
+
+
+class _PositionVectors(Intervention):
+    """Gives positions the vectors of other positions."""
+
+    expected = False  # only some models have learned positions
+
+    # "embedding": rows of the position embedding, which the first layer's attention reads too; "epe": the part
+    # EPE_i = MLP⁽¹⁾(p_i) + p_i of the first layer's output, so that only later layers are affected
+    at: Literal["embedding", "epe"] = "embedding"
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        if target.family.position_embedding:
+            return None
+        return f"its positions are not learned vectors (they are {target.family.positions})"
+
+    @abstractmethod
+    def givers(self) -> dict[int, int]:
+        """Map each changed position to the position whose vector it gets."""
+
+    def check(self, target: Target, length: int | None = None) -> None:
+        super().check(target, length)
+        if self.at == "epe" and target.family.block(0).wiring not in MLP_IS_A_TERM:
+            raise InputError(f"{self.name}: at=epe: the first layer's output is not a sum with its MLP's output")
+
+    @contextmanager
+    def applied(self, target: Target) -> Iterator[None]:
+        module = target.model.get_submodule(target.family.position_embedding)
+        vectors: torch.Tensor = module.weight  # type: ignore[assignment]
+        first = target.family.position_offset
+        self.check(target, len(vectors) - first)
+        changed = vectors.detach().clone()
+        for position, giver in self.givers().items():
+            changed[first + position] = vectors.detach()[first + giver]
+        edits: list[Edit] = [(module, "weight", changed)]
+        check_changes(self.name, edits)
+        with replaced(edits) if self.at == "embedding" else self._epe_exchanged(target):
+            yield
+
+    def _epe_exchanged(self, target: Target) -> AbstractContextManager[None]:
+        """Replace each position's own EPE in the first layer's output by the EPE of its giver."""
+        givers = self.givers()
+        epe = effective_positions(target.model, target.family, max(*givers, *givers.values()) + 1)
+        shifts = {position: epe[giver] - epe[position] for position, giver in givers.items()}
+        return edited_positions(
+            self.name, target, target.layers[:1], givers, lambda module, position, x: x + shifts[position].to(x)
+        )
+
+
+class ReplaceEpe(_PositionVectors):
+    name = "replace-epe"
+    about = "position 0 gets another position's vector p (positions, source: the other; at=epe: its EPE instead)"
+    paper = "NU intervention 2"
+    control_about = "the same at another position"
+    expects = Expectation.SINK_FALLS
+
+    positions: Indices = (0,)
+    source: Index = 1
+
+    def givers(self) -> dict[int, int]:
+        return dict.fromkeys(self.positions, self.source)
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((*self.positions, self.source)))
+
+    def control(self, known: Known, draw: torch.Generator) -> Intervention:
+        *positions, source = random_positions(len(self.positions) + 1, known, draw, self.watched)
+        return ReplaceEpe(positions=tuple(positions), source=source, at=self.at)
+
+
+class TransplantEpe(_PositionVectors):
+    name = "transplant-epe"
+    about = "two positions exchange their vectors (source: the sink's position, target: the other; at=epe)"
+    paper = "NU intervention 3"
+    control_about = "the target and a random position exchange their vectors"
+    expects = Expectation.SINK_MOVES
+
+    source: Index = 0
+    target: Index = 1
+
+    def givers(self) -> dict[int, int]:
+        return {self.source: self.target, self.target: self.source}
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        return (self.source, self.target)
+
+    def control(self, known: Known, draw: torch.Generator) -> Intervention:
+        (other,) = random_positions(1, known, draw, self.watched)
+        return TransplantEpe(source=other, target=self.target, at=self.at)
+
+
+class NullifyFirstEmbedding(Intervention):
+    name = "nullify-first-embedding"
+    about = "token embedding of position 0 = 0, its position kept (positions)"
+    paper = "NU intervention 4"
+    control_about = "another token's embedding"
+    redraws = "positions"
+    expects = Expectation.SINK_STAYS
+
+    positions: Indices = (0,)
+
+    def applied(self, target: Target) -> AbstractContextManager[None]:
+        embedding = target.model.get_input_embeddings()
+        return edited_positions(
+            self.name, target, [embedding], self.positions, lambda module, position, x: torch.zeros_like(x)
+        )
+
+
+class ZeroKeyColumns(_EditsProjection):
+    name = "zero-key-columns"
+    about = "W_k does not read these coordinates (layers, key heads, coordinates: the massive ones)"
+    paper = "NU intervention 5"
+    control_about = "random coordinates"
+    redraws = "coordinates"
+    expects = Expectation.SINK_FALLS
+    heads_of = "key"
+
+    coordinates: Open = None  # None: massive in EPE_0, or in the stream if positions are not learned
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        reason = target.without_weights("key")
+        if reason is None and any(target.projection(at, "key").width != target.width for at in target.attending()):
+            return "its key projection does not read the residual stream itself"
+        return reason
+
+    def resolved(self, known: Known) -> Self:
+        if self.coordinates is not None:
+            return self
+        family = known.target.family
+        if family.position_embedding:
+            found = tuple(massive_coordinates(effective_positions(known.target.model, family, 1)[0]))
+            if not found:
+                raise InputError(f"{self.name}: EPE_0 has no massive coordinates here: name some")
+        else:
+            _, found = sink_massive(self.name, known, 0)
+        return self.model_copy(update={"coordinates": tuple(sorted(found))})
+
+    def edited(self, values: torch.Tensor, layer: int) -> torch.Tensor:
+        if self.coordinates is None:
+            raise InputError(f"{self.name}: name the coordinates")
+        return values.index_fill(-1, torch.tensor(self.coordinates, device=values.device), 0.0)

@@ -1,0 +1,56 @@
+"""What observables share: means over the positions that a sequence has, and tables made of arrays."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+ALL_HEADS = -1  # the head of rows for all heads together
+GROUPS = 20  # maximum number of groups of sequences for a jackknife; sequence i of a run is in group i modulo GROUPS
+LATER = slice(5, 16)  # positions that position 0 is compared with, independent of --positions
+
+
+def filled(x: torch.Tensor, present: torch.Tensor | None, entry: float = 0.0) -> torch.Tensor:
+    """Set x (B,…,P) to `entry` where `present` (B,P) is False; None means True everywhere."""
+    if present is None:
+        return x
+    return x.masked_fill(~present.to(x.device).view(len(present), *[1] * (x.dim() - 2), -1), entry)
+
+
+def mean_over(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
+    """Average x (B,…,P) over positions or queries, (B,…), as in `filled`; NaN if none is present."""
+    if present is None:
+        return x.mean(-1)
+    count = present.sum(-1).to(x.device)
+    return filled(x, present).sum(-1) / count.view(-1, *[1] * (x.dim() - 2))
+
+
+def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
+    """Average statistics by position (B,…,P) over the positions LATER that a sequence has."""
+    return mean_over(x[..., LATER], None if present is None else present[:, LATER])
+
+
+def long_table(parts: Iterable[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:
+    """Make a table in long format from `axes` and `columns` of several parts, with one row per entry of the arrays.
+
+    The columns of a part are arrays of one shape. Its axes are a label for all rows (a scalar), or the labels of an
+    axis, in the order of the arrays' axes. This is faster than `pd.concat` of many tables.
+    """
+    found = []
+    for axes, columns in parts:
+        shape = next(iter(columns.values())).shape
+        indices = iter(np.indices(shape))
+        labels = {
+            name: np.full(math.prod(shape), label) if np.isscalar(label) else np.asarray(label)[next(indices).ravel()]
+            for name, label in axes.items()
+        }
+        found.append(labels | {name: array.ravel() for name, array in columns.items()})
+    return pd.DataFrame({name: np.concatenate([part[name] for part in found]) for name in found[0]})
+
+
+def with_kv_head(table: pd.DataFrame) -> pd.DataFrame:
+    """Replace the column `group`, the number of query heads per key/value head, by the `kv_head` that a head reads."""
+    return table.assign(kv_head=table["head"] // table["group"]).drop(columns="group")
