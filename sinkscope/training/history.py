@@ -70,7 +70,7 @@ class Recorder(TrainerCallback):
         if self.probe is None or not state.is_world_process_zero:
             return
         self.model.eval()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), torch.no_grad():
             found = self.probe(self.model)
         self.model.train()
         rows = zip(found["layer"], found["metric"], found["value"], strict=True)
@@ -121,8 +121,7 @@ def probe_of(
     def probe(model: PreTrainedModel) -> pd.DataFrame:
         parts = [sinks(model, family, held_out, epsilon, position)]
         if task is not None:
-            with torch.no_grad():
-                parts.insert(0, task.probe(model, family, held_out))
+            parts.insert(0, task.probe(model, family, held_out))
         if observables:
             parts.append(metrics_of(model, family, held_out, epsilon, observables))
         return pd.concat(parts, ignore_index=True).drop_duplicates(["layer", "metric"])
@@ -140,7 +139,8 @@ def metrics_of(
     sequences = tuple(held_out[:SEQUENCES, :LENGTH])
     loaded = LoadedModel(model, None, "", "", None, None, ())
     config = make_config(observables=observables, epsilon=epsilon, num_seqs=len(sequences), seq_len=len(sequences[0]))
-    tables, _ = measure(Subject(loaded, family, TokenInputs("held-out", sequences, "", "")), config)
+    with torch.enable_grad():  # for observables of the backward pass
+        tables, _ = measure(Subject(loaded, family, TokenInputs("held-out", sequences, "", "")), config)
     found = tables["summary"][["layer", "metric", "value"]].replace({"metric": {"loss": "held_out_loss"}})
     return found[found["metric"] != "perplexity"]
 
