@@ -243,7 +243,7 @@ def resumes(
     """Return whether a change that starts at its layer has bit for bit the results of a whole pass.
 
     It is tried on a few sequences. The change is measured twice and the second pass compared, because the first must
-    not leave a trace in the model. Tables are completed by those of the model `unchanged`, if there are tables.
+    not leave a trace in the model. The tables of the model `unchanged` fill in what a pass over some layers lacks.
     """
     few = replace(subject, inputs=subject.inputs.part(0, FEW))
     try:

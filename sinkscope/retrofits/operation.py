@@ -91,7 +91,7 @@ class AttentionOperation(Retrofit):
     @model_validator(mode="after")
     def _check_softmax(self) -> "AttentionOperation":
         if self.kind != "softmax" and (self.factor, self.power) != (1.0, 1.0):
-            raise ValueError(f"factor and power are of kind=softmax, not of {self.kind}")
+            raise ValueError(f"factor and power belong to kind=softmax, not to {self.kind}")
         return self
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:

@@ -1,4 +1,4 @@
-"""What observables share: means over the positions that a sequence has, and tables made of arrays."""
+"""Reductions that observables share: means over the positions that a sequence has, and tables made of arrays."""
 
 import math
 from collections.abc import Iterable
