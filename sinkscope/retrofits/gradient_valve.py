@@ -72,10 +72,11 @@ class Valve(ValuePart):
         """Return the factors of the forward pass: 1 for a valve on the gradient."""
         return self.factor(value) if self.method.acts == "values" else upcast(value).new_ones(value.shape[:-1])
 
-    def change(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        scaled = super().change(x, value)
+    def change(self, value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         if self.method.acts == "values":
-            return scaled.detach() + (value - value.detach())  # the second term is 0, with the gradient of the value
+            return gated(value, factor).detach() + (
+                value - value.detach()
+            )  # the second term is 0, with the gradient of the value
         position = self.method.position
         if position is None:
             return OnGradient.apply(value, partial(gated, factor=self.factor(value)))

@@ -189,15 +189,17 @@ class ValuePart(GatePart):
         PlacedHook(layer.value.path, ValuePart.scale_values).watch(layer.attention)
 
     def scale_values(self, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        # the factors by a call of this module, which may be PEFT's wrapper around a trained copy
         if self.is_whole:
-            return self.change(args[0], output.unflatten(-1, self.places.shape)).flatten(-2)
+            value = output.unflatten(-1, self.places.shape)
+            return self.change(value, self(args[0], value)).flatten(-2)
         places = self.places_on(output.device)
-        changed = self.change(args[0], output[..., places])
-        return output.index_copy(-1, places.flatten(), changed.flatten(-2))
+        value = output[..., places]
+        return output.index_copy(-1, places.flatten(), self.change(value, self(args[0], value)).flatten(-2))
 
-    def change(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def change(self, value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Return the changed values (B,T,K,d)."""
-        return gated(value, self(x, value))
+        return gated(value, factor)
 
 
 class OutputPart(GatePart):
