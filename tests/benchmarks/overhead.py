@@ -21,12 +21,11 @@ from collections.abc import Callable
 
 import torch
 from common import bare_backward, bare_forward, numbers_of, peak_of, random_batch
-from sinkscope.measuring.observables.outlier import Outlier
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinkscope.models.loading
 from sinkscope.interventions import parse
-from sinkscope.measuring.observables.activation import Activation
+from sinkscope.measuring.observables.activation import Activation, Outlier
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.close_ups import MeanMaps
 from sinkscope.measuring.observables.geometry import Geometry
