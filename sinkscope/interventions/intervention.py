@@ -250,6 +250,11 @@ class Intervention(BaseModel, ABC):
         """The positions at which an effect is expected, first that of the sink."""
         return getattr(self, "positions", (0,))
 
+    @property
+    def reads_means(self) -> tuple[int, ...]:
+        """The positions at which `resolved` needs the model's hidden means."""
+        return ()
+
     def begins_at(self, target: Target) -> int:
         """Return the first affected layer; earlier layers are unaffected. 0 if the input of the layers may change."""
         layers: tuple[int, ...] | None = getattr(self, "layers", (0,))  # None: all layers with attention

@@ -117,6 +117,10 @@ class MeanMassive(_Massive):
 
     means: Reals | None = None  # by layer, position, coordinate; None: measured
 
+    @property
+    def reads_means(self) -> tuple[int, ...]:
+        return self.positions if self.means is None else ()
+
     def resolved(self, known: Known) -> Self:
         chosen = super().resolved(known)
         if chosen.means is not None:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import pandas as pd
@@ -28,6 +28,7 @@ from sinkscope.measuring.passes import (
     Pass,
     TracerStep,
     completed,
+    few_of,
     first_size,
     passes_over,
     resumes,
@@ -179,8 +180,14 @@ class Experiment:
 
     def _measured_before(self) -> Arm:
         check = parity_check(self.subject, self.config, self.chosen.costs)
-        done = self._pass((), lambda: [*self._fresh(-1), *check.fresh()], self._step(True))
+        asked = sorted({at for stack in self.wanted.values() for part in stack for at in part.reads_means})
+
+        def fresh() -> list[Observable]:
+            return [*self._fresh(-1), *(MeanAt(position, of_values=False) for position in asked), *check.fresh()]
+
+        done = self._pass((), fresh, self._step(True))
         self.parity_error = check.error
+        self._means |= {(one.position, False): one.by_layer() for one in done.observables if isinstance(one, MeanAt)}
         return self._arm(BEFORE, -1, done)
 
     def _taken_from(self, run: RunData) -> Arm:
@@ -275,14 +282,19 @@ class Experiment:
         changes = [self._change(stack, partial(self._fresh, draw), layer) for (_, draw), stack in stacks.items()]
         # layers before the first that is changed are unaffected, which is tried
         may_resume = layer and not self.chosen.backward and self.analyzed is None and subject.family.causal
-        unchanged = self._change((), partial(self._fresh, -1))
-        if not may_resume or not resumes(subject, kernel, changes[0], unchanged, step, *self._sizes):
+        if not may_resume or not resumes(subject, kernel, changes[0], self._few, step, *self._sizes):
             return [
                 self._arm(*condition, whole_pass(subject, change, step, *self._sizes))
                 for condition, change in zip(stacks, changes, strict=True)
             ]
         done = passes_over(subject, kernel, changes, step, *self._sizes)
         return [self._arm(*condition, one, layer) for condition, one in zip(stacks, done, strict=True)]
+
+    @cached_property
+    def _few(self) -> dict[str, pd.DataFrame]:
+        """The unchanged model's tables on the sequences on which `resumes` tries every arm."""
+        unchanged = self._change((), partial(self._fresh, -1))
+        return tables_of(whole_pass(few_of(self.subject), unchanged, self._step(False), *self._sizes).observables)
 
     def _change(self, stack: Stack, make: Callable[[], list[Observable]], layer: int = 0) -> Change:
         opened = partial(open_tracer, self.subject.loaded.model, self.subject.family, self.config.attn, stack)

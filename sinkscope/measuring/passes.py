@@ -237,15 +237,20 @@ def whole_pass(subject: Subject, change: Change, step: TracerStep, *sizes: Any) 
         return pass_over(tracer.model, subject.inputs, change.make, partial(step, tracer), *sizes)
 
 
+def few_of(subject: Subject) -> Subject:
+    return replace(subject, inputs=subject.inputs.part(0, FEW))
+
+
 def resumes(
-    subject: Subject, kernel: str, change: Change, unchanged: Change | None, step: TracerStep, *sizes: Any
+    subject: Subject, kernel: str, change: Change, unchanged: Tables | None, step: TracerStep, *sizes: Any
 ) -> bool:
     """Return whether a change that starts at its layer has bit for bit the results of a whole pass.
 
-    It is tried on a few sequences. The change is measured twice and the second pass compared, because the first must
-    not leave a trace in the model. The tables of the model `unchanged` fill in what a pass over some layers lacks.
+    It is tried on `few_of` the sequences. The change is measured twice and the second pass compared, because the first
+    must not leave a trace in the model. `unchanged`, the unchanged model's tables on the same sequences, fill in what a
+    pass over some layers lacks.
     """
-    few = replace(subject, inputs=subject.inputs.part(0, FEW))
+    few = few_of(subject)
     try:
         resumed = passes_over(few, kernel, [change, change], step, *sizes)[-1]
     except Exception as error:  # for example, layers share state; a complete pass works or reports the error
@@ -254,7 +259,7 @@ def resumes(
         return False
     tables, whole = tables_of(resumed.observables), whole_pass(few, change, step, *sizes)
     if unchanged is not None:
-        tables = completed(tables, change.layer, tables_of(whole_pass(few, unchanged, step, *sizes).observables))
+        tables = completed(tables, change.layer, unchanged)
     return are_the_same(tables, tables_of(whole.observables)) and torch.equal(resumed.losses, whole.losses)
 
 
