@@ -33,7 +33,8 @@ def command(options: RetrofitOptions, output: OutputOptions) -> Result:
 def check(options: RetrofitOptions) -> None:
     """Raise InputError for wrong options of a recipe, before a model is loaded."""
     parse_methods(options.method)
-    check_names((options.observables or ()) + options.probe)
+    check_names(options.observables)
+    check_names(options.probe, "--probe")
     check_options(options, None)
 
 

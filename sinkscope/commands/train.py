@@ -40,7 +40,8 @@ def command(options: TrainOptions, output: OutputOptions) -> Result:
 def check(options: TrainOptions) -> None:
     """Raise InputError for wrong options of a recipe, before a model is made."""
     parse_methods(options.method)
-    check_names((options.observables or ()) + options.probe)
+    check_names(options.observables)
+    check_names(options.probe, "--probe")
     if options.text == "sampled":
         raise InputError("--text sampled: a model with random weights cannot write a text; name a text file")
     check_options(options, options.text if options.text in TASKS else None)

@@ -1,5 +1,5 @@
-"""What tokens get from the sink: its key masked or outside a window (S2M §1, StreamingLLM), or its value state changed
-with its key kept (VGA §1: does the sink's contribution matter?).
+"""Interventions on the contribution of the sink to other tokens: its key is masked or outside a window (S2M §1,
+StreamingLLM), or its value state is changed and its key kept (VGA §1: does the sink's contribution matter?).
 """
 
 from abc import abstractmethod

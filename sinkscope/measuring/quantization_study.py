@@ -238,7 +238,7 @@ class Bench:
         return Measured(loss, float(by_site["max_inf_norm"].max()), float(kurtosis))
 
     def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
-        """Measure every setting, starting at the first layer of which it quantizes a site if the model allows it."""
+        """Measure every setting. If the model allows it, passes start at the first layer with a quantized site."""
         layers = [min(site.layer for site in ranges) for ranges in settings]
         order = sorted(range(len(settings)), key=layers.__getitem__)
         changes = [Change(layers[index], partial(self._quantized, settings[index])) for index in order]

@@ -78,7 +78,7 @@ def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
 
 
 def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
-    """Return the grid for low … high, widened to hold 0: 2^bits - 1 steps, of which round(-low ÷ step) are below 0.
+    """Return the grid for low … high, widened to hold 0; round(-low ÷ step) of its 2^bits - 1 steps are below 0.
 
     For two tensors instead of numbers, there is a grid for each entry.
     """

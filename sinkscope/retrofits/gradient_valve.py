@@ -73,10 +73,8 @@ class Valve(ValuePart):
         return self.factor(value) if self.method.acts == "values" else upcast(value).new_ones(value.shape[:-1])
 
     def change(self, value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        if self.method.acts == "values":
-            return gated(value, factor).detach() + (
-                value - value.detach()
-            )  # the second term is 0, with the gradient of the value
+        if self.method.acts == "values":  # the second term is 0, and has the gradient of the value
+            return gated(value, factor).detach() + (value - value.detach())
         position = self.method.position
         if position is None:
             return OnGradient.apply(value, partial(gated, factor=self.factor(value)))

@@ -234,7 +234,9 @@ def test_a_worker_that_is_lost_fails_one_cell(
     assert {each.state for each in others} == {State.DONE}
     assert message in done.failure
     monkeypatch.setattr(worker, "_measure", lambda task, models: replay(whole, task))
-    assert sinkscope.sweep(file, out=out, workers=1).failure == done.failure  # it is not tried again by itself
+    assert (
+        sinkscope.sweep(file, out=out, workers=1).failure == done.failure
+    )  # a failed cell is tried again only with --retry
     assert sinkscope.sweep(file, out=out, workers=1, retry=True).failure == ""
     assert_same(out, whole)
 

@@ -203,7 +203,7 @@ def furthest(drawn: Draw, *means: float, seeds: int = 5) -> Estimate:
 @pytest.mark.parametrize(
     ("outcome", "make", "means", "test", "least", "most"),
     [
-        # six levels, one of which is at the threshold, are above it as rarely as a single level
+        # six levels, one of them at the threshold, pass as rarely as a single level at the threshold
         (HOLDS, smallest, (10, 20, 20, 20, 20, 20), above(10), 1, 5),
         (HOLDS, smallest, (14,) * 6, above(10), 90, 100),  # a claim that is true
         (FAILS, smallest, (10,) * 6, above(10), 0, 4),  # a true claim at its threshold seldom fails

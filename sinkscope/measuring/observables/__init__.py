@@ -23,8 +23,8 @@ OBSERVABLES: dict[str, type[Observable]] = {
 }  # fmt: skip
 
 
-def check_names(names: Iterable[str] | None) -> None:
+def check_names(names: Iterable[str] | None, option: str = "--observables") -> None:
     """Raise InputError if the name of an observable is unknown."""
     for name in names or ():
         if name not in OBSERVABLES:
-            raise InputError(f"--observables {unknown(name, OBSERVABLES)}")
+            raise InputError(f"{option} {unknown(name, OBSERVABLES)}")
