@@ -254,28 +254,33 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
     return figure.finish(arms.title(arms.seeds_text(of_runs=True)), signs, ncols=4)
 
 
-# --- Loss, and the distance of the new parameters from their start, by training step, for all arms of a training.
-# A line is the mean over seeds, and its band reaches from the lowest to the highest.
+# --- Loss, the distance of the new parameters from their start, and metrics of the probe by training step, for all
+# arms. A line is the mean over seeds, and its band reaches from the lowest to the highest.
+
+# metrics of the whole model that `--probe` logs
+PROBED = ("held_out_loss", "first_norm", "massive_magnitude", "value_gradient_norm", "value_drain", "sink_rate")
 
 
 @needs(lambda arms: arms.has("training"), "nothing was logged in training: take a smaller --log-every")
 def draw_retrofit_training(arms: Arms) -> Figure:
     training = arms.tables["training"]
-    loss = training[(training["layer"] == WHOLE_MODEL) & (training["metric"] == "loss")]
+    whole = training[training["layer"] == WHOLE_MODEL]
     gates = training[training["metric"] == "gate_displacement_mean"]
-    panels = [("training loss", "nats per token", loss)]
+    panels = [("training loss", "nats per token", whole[whole["metric"] == "loss"])]
     if len(gates):
         panels.append(("distance of new parameters from their start", "‖p − p₀‖,\nmean over heads", gates))
-    figure = new_figure(WIDE if len(panels) > 1 else style.TEXT, 2.6)
-    axes = figure.subplots(1, len(panels), sharex=True, squeeze=False)[0]
-    for ax, (name, label, table) in zip(axes, panels, strict=True):
+    if (whole["metric"] == "held_out_loss").any():
+        panels += [(METRICS[name].short, METRICS[name].unit, whole[whole["metric"] == name]) for name in PROBED]
+    across, down = min(ACROSS, len(panels)), -(-len(panels) // ACROSS)
+    figure = new_figure(WIDE if len(panels) > 1 else style.TEXT, 0.5 + 2.1 * down)
+    axes = plot.panel_grid(figure, len(panels), across, "training step", sharey=False)
+    for ax, (name, unit, table) in zip(axes, panels, strict=True):
         for arm, look in arm_looks(training["condition"].unique()).items():
             rows = table[table["condition"] == arm]
             if len(rows):
                 means = rows.groupby(["step", "seed"])["value"].mean()  # over layers
                 plot.curve_with_range(ax, means.reset_index(), **look)
-        plot.value_axis(ax, label)
-        ax.set(title=name, ylabel=label, xlabel="training step")
+        plot.panel(ax, name, unit, None)
     plot.step_axis(axes[0], sorted(training["step"].unique().tolist()))
     band = "bands: lowest to highest" if arms.seeds > 1 else ""
     return figure.finish(arms.title(arms.seeds_text(), band), axes[0].lines, ncols=4)

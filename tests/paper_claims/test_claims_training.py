@@ -139,6 +139,19 @@ def tuned(norm: float, kurtosis: float, has_plain: bool = True) -> Training:
     return training({"untouched": untouched, "none": plain, "vga": vga}, "retrofit")
 
 
+def valved(**growth: float) -> Training:
+    """Make arms of the gradient valve whose norm grows from 2 by these factors; the plain arm's grows by 1.2."""
+    first, doubled = "gradient-valve:position=0", "gradient-valve:position=0,factor=2"
+    arms = {
+        "plain": "none", "valve": first, "control": f"{first},control=true", "amplifier": doubled,
+        "amplifier_control": f"{doubled},control=true", "values": "gradient-valve:acts=values",
+        "scale": "vscale:learned=false",
+    }  # fmt: skip
+    factor = {name: growth.get(name, 1.2) for name in arms}
+    courses = {arm: {"first_norm": [(2.0, 2 * factor[name] * x) for x in AROUND]} for name, arm in arms.items()}
+    return training({arm: {"loss": AROUND} for arm in arms.values()}, "retrofit", courses=courses)
+
+
 FOLLOWS, AGAINST, GATES = (0.1, 0.8, 0.9, 0.7), (1.2, 0.8, 0.7, 0.9), (0.1, 0.8, 0.9, 0.7)
 
 
@@ -255,6 +268,13 @@ CASES: list[tuple[str, Training, Any, str]] = [
     ("GS-23", scaled((9, 9), (1, 2), (1, 1)), HOLDS, ""),
     ("GS-24", scaled((9, 9), (1, 2), (3, 3)), HOLDS, ""),
     ("GS-24", scaled((9, 9), (4, 4), (1, 1)), FAILS, ""),
+    ("GS-30", valved(valve=1.0), HOLDS, "gradient-valve:position=0 1, none 1.2"),
+    ("GS-30", valved(valve=1.0, control=1.0), (HOLDS, FAILS), ""),  # any change of this size does the same
+    ("GS-30", valved(valve=1.4), (FAILS, FAILS), ""),
+    ("GS-31", valved(amplifier=1.4), HOLDS, ""),
+    ("GS-31", valved(amplifier=1.0, amplifier_control=1.0), (FAILS, FAILS), ""),
+    ("GS-32", valved(scale=1.0), HOLDS, ""),
+    ("GS-32", valved(scale=1.0, values=0.9), (HOLDS, FAILS), ""),
     ("V-20", tuned(9, 1), HOLDS, ""),
     ("V-21", tuned(9, 1), HOLDS, ""),
     ("V-21", tuned(9, 50), FAILS, ""),

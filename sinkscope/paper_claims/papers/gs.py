@@ -193,6 +193,26 @@ def _falls_more(arms: Mapping[str, Arm]) -> float:
     return (1 - left[0]) - (1 - left[1])
 
 
+# --- V-scale taken apart: a valve on the gradient of position 0's values alone, and on the values alone
+
+AT_FIRST, AMPLIFIED = "gradient-valve:position=0", "gradient-valve:position=0,factor=2"
+ON_VALUES, FIXED_SCALE = "gradient-valve:acts=values", "vscale:learned=false"
+CONTROL = ",control=true"  # of a valve: changes the gradients of all other positions by as much
+VALVES = Need("arms", ",".join(
+    (PLAIN, AT_FIRST, AT_FIRST + CONTROL, AMPLIFIED, AMPLIFIED + CONTROL, ON_VALUES, FIXED_SCALE)))  # fmt: skip
+
+
+def _growth(arm: Arm) -> float:
+    """Return the largest ‖h_out,0‖ at the end ÷ at step 0, since a valve on values changes it before any step."""
+    norms = arm.by_step("first_norm")
+    if not len(norms):
+        raise Lacks("the norm by step: train with --probe activation")
+    return float(norms.iloc[-1] / norms.iloc[0])
+
+
+_GROWTH = "largest ‖h_out,0‖, end ÷ start, {}"
+_grows = partial(ratio, VALVES, _growth)
+
 # --- the steps of a training: the gradient spike from the onset of the sink on
 
 STEPS = Need("steps")
@@ -305,6 +325,18 @@ CLAIMS = (
     Claim("GS-26", "§5.1", "V-scale lowers the value gradient of token 0.",
         (Part("raw value gradient at 0, V-scale ÷ plain", ratio(ARMS, metric("value_gradient_norm"), VALVE),
             below(1.0)),), (ARMS,), is_ours=False),
+    Claim("GS-30", "title", "Less gradient at token 0's values makes its norm grow less.",
+        (Part(_GROWTH.format("valve on the gradient ÷ plain"), _grows(AT_FIRST), below(1.0)),
+         Part(_GROWTH.format("the same ÷ its control"), _grows(AT_FIRST, AT_FIRST + CONTROL), below(1.0))),
+        (VALVES,)),
+    Claim("GS-31", "title", "More gradient at token 0's values makes its norm grow more.",
+        (Part(_GROWTH.format("doubled gradient ÷ plain"), _grows(AMPLIFIED), above(1.0)),
+         Part(_GROWTH.format("the same ÷ its control"), _grows(AMPLIFIED, AMPLIFIED + CONTROL), above(1.0))),
+        (VALVES,)),
+    Claim("GS-32", "§5", "V-scale acts by the gradient, more than by the values.",
+        (Part(_GROWTH.format("V-scale ÷ plain"), _grows(FIXED_SCALE), below(1.0)),
+         Part(_GROWTH.format("V-scale ÷ a valve on the values alone"), _grows(FIXED_SCALE, ON_VALUES), below(1.0))),
+        (VALVES,)),
     Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
         (Part("value-gradient ratio ÷ null, smallest over steps from the onset on", _least_spike, at_least(SPIKE)),),
         (STEPS,)),
