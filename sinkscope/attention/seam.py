@@ -57,18 +57,19 @@ def attend(
     if (seam, denominator, other) == (None, None, None):
         kwargs |= {"scaling": scaling, "position_bias": position_bias, "dropout": dropout}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    causal = getattr(module, "is_causal", True) if seam is None else seam.causal
     if position_bias is not None:
-        attention_mask = biased_mask(attention_mask, position_bias, causal=seam is None or seam.causal)
+        attention_mask = biased_mask(attention_mask, position_bias, causal=causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     sink_logits = s_aux if sinks is None else sinks.squeeze(-1)  # (H,), or for every query (B,H,T,1)
     if attention_mask is not None:  # older encoders make one row (B,1,1,T) for all queries
         attention_mask = attention_mask.expand(-1, -1, query.shape[2], -1)
-    call = AttentionCall(attention_mask, scaling, softcap, sink_logits, dropout=dropout)
+    call = AttentionCall(attention_mask, scaling, softcap, sink_logits, dropout=dropout, causal=causal)
     if other is not None:
         call = replace(call, operation=other.operation, reads_lse=denominator is not None)
         query, key = other.features(query), other.features(key)
     if seam is not None:
-        call = replace(call, forbidden=seam.forbidden, causal=seam.causal, prefix=seam.prefix, reads_lse=True)
+        call = replace(call, forbidden=seam.forbidden, prefix=seam.prefix, reads_lse=True)
         query, key, value = seam.query(query), seam.key(key), seam.value(value)
     widened = call if denominator is None else denominator.added_to(call, query)
     if seam is not None:

@@ -91,11 +91,11 @@ def retrofit(
             family, notices = family_of(loaded.model)
             check_beforehand(loaded.model, family, is_calibrated=bool(notices))
             print_notices(arms.console, (*loaded.notices, *notices))
-            arms.check_methods(wanted, loaded.model, family)
+            arms.check_methods(wanted, loaded, family)
             count = training.blocks_wanted(PartialState().num_processes)
             with spinner(arms.console, "reading the text"):
                 source = (config.text, config.dataset, training.block_length, count, training.eval_share)
-                read = read_blocks(loaded, *source, seed=training.seed, bos=config.bos)
+                read = read_blocks(loaded, *source, seed=training.seed, bos=config.bos, family=family)
                 blocks = limited(begun(read, loaded, config), config)
             every = arms_of(wanted, training.seed, config.seeds)
             return arms.finish(every, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
 from sinkscope.commands.training_arms import TrainingArms, shown
@@ -25,7 +25,7 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import TrainOptions
 from sinkscope.output.trained import Trained
 from sinkscope.text.sources import documents
-from sinkscope.training.architectures import architecture, fresh_model, tokenizer_of
+from sinkscope.training.architectures import architecture, fresh_model, predicts_next, tokenizer_of
 from sinkscope.training.arms import Methods, arms_of, parse_methods
 from sinkscope.training.blocks import begun, check_options, is_written, limited, read_blocks
 from sinkscope.training.sharding import launched
@@ -96,7 +96,7 @@ def train(
     wanted, training = parse_methods(options.method), options.training
     with arms.own_folder(options.config, options.text, options.tokenizer):
         with spinner(arms.console, "making the tokenizer"):
-            tokens = task.tokenizer if task else _tokenizer(tokenizer or options.tokenizer, options, shape.vocab_size)
+            tokens = task.tokenizer if task else _tokenizer(tokenizer or options.tokenizer, options, shape)
         if tokens is not None:  # the vocabulary and its special tokens are the tokenizer's
             shape.vocab_size = len(tokens)
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -105,14 +105,14 @@ def train(
         loaded = LoadedModel(fresh, tokens, options.shape_name, options.config, None, None, ())
         family, notices = family_of(loaded.model)
         print_notices(arms.console, notices)
-        arms.check_methods(wanted, loaded.model, family)
+        arms.check_methods(wanted, loaded, family)
         length, count = training.block_length, training.blocks_wanted(PartialState().num_processes)
         with spinner(arms.console, "reading the text"):
             if task:
                 blocks = task.blocks(length, count, options.num_seqs, training.seed)
             else:
                 source = (options.text, options.dataset, length, count, training.eval_share)
-                blocks = begun(read_blocks(loaded, *source, bos=options.bos), loaded, options)
+                blocks = begun(read_blocks(loaded, *source, bos=options.bos, family=family), loaded, options)
             blocks = limited(blocks, options)
         every = arms_of(wanted, training.seed, options.seeds)
         return arms.finish(every, loaded, family, blocks, lambda arm: fresh_model(shape, arm.seed), task)
@@ -129,7 +129,7 @@ def _task(options: TrainOptions, tokenizer: object) -> Task | None:
 
 
 def _tokenizer(
-    wanted: str | os.PathLike[str] | PreTrainedTokenizerBase | None, options: TrainOptions, vocab_size: int
+    wanted: str | os.PathLike[str] | PreTrainedTokenizerBase | None, options: TrainOptions, shape: PreTrainedConfig
 ) -> PreTrainedTokenizerBase | None:
     """Return the named tokenizer, or one made from the text; None for a text of token ids."""
     if isinstance(wanted, PreTrainedTokenizerBase):
@@ -138,4 +138,4 @@ def _tokenizer(
         return load_tokenizer(os.fspath(wanted))
     if not is_written(options.text, options.dataset):
         return None
-    return tokenizer_of(documents(options.text, options.dataset)[1], vocab_size)
+    return tokenizer_of(documents(options.text, options.dataset)[1], shape.vocab_size, predicts_next(shape))

@@ -40,7 +40,7 @@ from sinkscope.measuring.console import print_notices, print_part, spinner
 from sinkscope.measuring.measure import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
 from sinkscope.measuring.quantization_study import w8a8
-from sinkscope.measuring.subject import Subject, inputs_for, open_subject
+from sinkscope.measuring.subject import Subject, inputs_for, open_subject, with_masked, without_head_or_mask
 from sinkscope.measuring.tables import all_tables
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import fingerprint
@@ -123,10 +123,11 @@ class TrainingArms:
             by_the_first(take)
             yield
 
-    def check_methods(self, methods: Iterable[Method], model: PreTrainedModel, family: Family) -> None:
+    def check_methods(self, methods: Iterable[Method], loaded: LoadedModel, family: Family) -> None:
         """Raise InputError for a method that cannot be trained on this model, before another trains for hours."""
-        if not family.causal:
-            raise InputError(f"'{family.name}' attends both ways, and training predicts the next token")
+        model = loaded.model
+        if (reason := without_head_or_mask(loaded, family)) is not None:
+            raise InputError(f"{loaded.name} cannot be trained: {reason}")
         limit, length = known_positions(model, family), self.training.block_length
         for method in methods:
             trial = method.built_into(copy.deepcopy(model), family, self.training.seed)
@@ -162,7 +163,7 @@ class TrainingArms:
             on_gpu = torch.cuda.is_available() and self.measuring.device_map != "cpu"
             loaded.model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
             config = self._config(self.measuring.model)
-            self._measure(Subject(loaded, family, inputs_for(loaded, config)), config, UNTOUCHED)
+            self._measure(Subject(loaded, family, inputs_for(loaded, config, family)), config, UNTOUCHED)
             loaded.model.to("cpu")  # type: ignore[arg-type]
         for place, arm in enumerate(arms, 1):
             print_part(self.console, arm.label, place, len(arms))
@@ -289,7 +290,8 @@ class TrainingArms:
         subject = replace(subject, inputs=replace(subject.inputs, condition=label))
         tables, facts = measure(subject, config, self.console)
         with spinner(self.console, "quantizing"):
-            calibration = replace(subject.inputs, sequences=tuple(self.blocks.train)).part(0, CALIBRATION)
+            of_training = replace(subject.inputs, sequences=tuple(self.blocks.train), masked=None).part(0, CALIBRATION)
+            calibration = with_masked(of_training, subject.loaded, subject.family, config.seed)
             costs = w8a8(subject, calibration, kernel=config.attn, batch_size=facts.batch_size)
         manifest = run_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}
         manifest["input"]["text"] = f"{self.blocks.name}, held out"

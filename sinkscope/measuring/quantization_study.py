@@ -214,11 +214,11 @@ class Bench:
         model, family = self.subject.loaded.model, self.subject.family
         sites = sites_of(model, family, self.scheme, has_cache=self.precision.kv_cache_per is not None)
         with self._tracer() as tracer:
-            return measured_ranges(tracer, sites, calibration.sequences)
+            return measured_ranges(tracer, sites, calibration.read)
 
     def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
         with self._tracer() as tracer:
-            return measured_roundings(tracer, calibration.sequences, ranges, self.precision)
+            return measured_roundings(tracer, calibration.read, ranges, self.precision)
 
     def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
         """Measure the loss with these sites quantized; with `outliers` also infinity norm and kurtosis."""

@@ -60,19 +60,26 @@ class Subject:
     @property
     def without_loss(self) -> str | None:
         """Return the reason why this model has no loss on these inputs, or None if it has one."""
-        model, inputs = self.loaded.model, self.inputs
-        if self.family.causal:
-            return None
-        if model.get_output_embeddings() is None:
-            return "it is an encoder without a head that predicts tokens"
-        if inputs.masked is None:
-            return "an encoder's loss is of masked tokens, and it has no tokenizer that names a mask token"
-        return None if inputs.num_predicted else "none of the tokens was drawn to be masked: take more or longer texts"
+        reason = without_head_or_mask(self.loaded, self.family)
+        if reason is not None or self.inputs.num_predicted or self.family.causal:
+            return reason
+        return "none of the tokens was drawn to be masked: take more or longer texts"
 
     def need_loss(self) -> None:
         """Raise InputError if this model has no loss on these inputs."""
         if self.without_loss is not None:
             raise InputError(f"{self.loaded.name} has no loss: {self.without_loss}")
+
+
+def without_head_or_mask(loaded: LoadedModel, family: Family) -> str | None:
+    """Return why an encoder cannot predict masked tokens; None if it can, and for a causal model."""
+    if family.causal:
+        return None
+    if loaded.model.get_output_embeddings() is None:
+        return "it is an encoder without a head that predicts tokens"
+    if getattr(loaded.tokenizer, "mask_token", None) is None:
+        return "an encoder's loss is of masked tokens, and it has no tokenizer that names a mask token"
+    return None
 
 
 def options_of(kind: type[Asked], model: ModelLike, given: Mapping[str, Any]) -> Asked:
@@ -189,9 +196,15 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
         sampler=partial(_sample, loaded.model),
     )
     inputs = replace(team().of_the_first(build), first_predicted=max(1, family.prefix if family else 0))
-    if causal or tokenizer is None or tokenizer.mask_token is None:
+    return with_masked(inputs, loaded, family, config.seed)
+
+
+def with_masked(inputs: TokenInputs, loaded: LoadedModel, family: Family | None, seed: int) -> TokenInputs:
+    """Mask tokens of the inputs for an encoder whose tokenizer names a mask token."""
+    tokenizer = loaded.tokenizer
+    if family is None or family.causal or tokenizer is None or tokenizer.mask_token is None:
         return inputs
-    return replace(inputs, masked=masked(inputs.sequences, tokenizer, known, config.seed))
+    return replace(inputs, masked=masked(inputs.sequences, tokenizer, vocabulary(loaded.model), seed))
 
 
 def position_limit(model: PreTrainedModel, family: Family | None = None) -> int | None:

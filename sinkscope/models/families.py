@@ -133,6 +133,24 @@ _MPT = Family(
     # the MLP adds the residual itself
     sites=_sequential("norm_1", "resid_attn_dropout", "norm_2", "ffn.down_proj"),
 )
+_BERT = Family(
+    name="bert",
+    layers="bert.encoder.layer",
+    attention="attention.self",
+    wiring="post-norm",
+    positions="learned",
+    position_embedding="bert.embeddings.position_embeddings",
+    qkv=("query", "key", "value"),
+    output="",  # it is outside the attention module
+    mlp=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    sites=_sites(
+        attn_out="attention.output.dense.output",
+        mid="attention.output.LayerNorm.input",
+        mlp_out="output.dense.output",
+    ),
+    when={"is_decoder": False},
+    causal=False,
+)
 _VARIED = replace(
     _LLAMA,
     name=VARIED_LLAMA,
@@ -196,6 +214,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "mpt": (_MPT,),
     "gptj": (_GPTJ,),
     "gpt_neo": (_GPT_NEO,),
+    "bert": (_BERT,),
     VARIED_LLAMA: (
         _VARIED,
         replace(
@@ -221,9 +240,11 @@ BUILT_AS = {
 def find_family(model: Any) -> Family:
     """Return the row of FAMILIES for a loaded model, by its type or its text tower's; raise InputError if none fits."""
 
-    def within(path: str) -> str:  # the tower may lack the language model's head
+    at, tower = "", model
+
+    def within(path: str) -> str:  # model or tower may lack the language model's head
         head, _, rest = path.partition(".")
-        return path and f"{at}.{path if head in tower._modules else rest}"
+        return path and f"{at}.{path if head in tower._modules else rest}".removeprefix(".")
 
     config: Any = model.config
     model_type = base_type(config.model_type)
@@ -234,14 +255,12 @@ def find_family(model: Any) -> Family:
         known = FAMILIES.get(BUILT_AS.get(kind, kind), ()) if at else ()
         # the row is that of a language model only if the tower and its configuration are from one package
         if type(tower).__module__.rpartition(".")[0] == type(tower.config).__module__.rpartition(".")[0]:
-            rows = tuple(
-                replace(row, name=kind, layers=within(row.layers), position_embedding=within(row.position_embedding))
-                for row in known
-            )
+            rows = tuple(replace(row, name=kind) for row in known)
     for row in rows:
         if all(getattr(config, name, None) == value for name, value in row.when.items()):
             kind = "alibi" if getattr(config, "alibi", False) else getattr(config, "kind_of_positions", row.positions)
-            return replace(row, positions=kind, prefix=getattr(config, "prefix_length", 0))
+            paths = {name: within(getattr(row, name)) for name in ("layers", "position_embedding")}
+            return replace(row, positions=kind, prefix=getattr(config, "prefix_length", 0), **paths)
     if rows:
         wanted = " or ".join(str(dict(row.when)) for row in rows)
         raise InputError(f"there is no row for a {model_type} wired like this one (only for {wanted})")

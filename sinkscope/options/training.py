@@ -169,7 +169,8 @@ class RetrofitOptions(ArmOptions, ModelOptions):
 
 
 class TrainOptions(ArmOptions):
-    about: ClassVar[str] = """Train a small model from random weights, plainly and with each method, and compare.
+    about: ClassVar[str] = """Train a small model from random weights, plainly and with each method, and compare. A
+    causal model predicts the next token, an encoder masked tokens.
 
     Writes a folder with the trained model, its run and its checkpoints of each arm; `sinkscope analyze
     ARM/checkpoints` shows sinks and gradients by step. The same command resumes an interrupted training."""

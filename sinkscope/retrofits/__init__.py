@@ -85,7 +85,7 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
     model stays as it is; this also allows fine-tuning of a model that has a retrofit already.
 
     Args:
-        model: One of transformers' own causal language models.
+        model: One of transformers' own language models, causal or an encoder with a head for masked tokens.
         family: The model's row in the table of families; None finds it by the model type.
         method: A name in RETROFITS.
         **parameters: Parameters of the method, as numbers or as text from the command line.
@@ -221,13 +221,15 @@ def _model_class(base: str, parent: Any) -> type[PreTrainedModel]:
             inputs = dict(zip(names, args, strict=False)) | kwargs
             return registers.around(super().forward, self.get_input_embeddings(), inputs)
 
-        @wraps(parent.prepare_inputs_for_generation)
-        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-            registers, cache = getattr(self, RETROFIT, None), kwargs.get("past_key_values")
-            is_continued = cache is not None and kwargs.get("is_first_iteration") and cache.get_seq_length() > 0
-            if registers is not None and is_continued and kwargs.get("next_sequence_length") is not None:
-                kwargs["next_sequence_length"] += registers.count  # in the cache, but not in the text
-            return super().prepare_inputs_for_generation(*args, **kwargs)
+        if hasattr(parent, "prepare_inputs_for_generation"):  # an encoder has no such method
+
+            @wraps(parent.prepare_inputs_for_generation)
+            def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+                registers, cache = getattr(self, RETROFIT, None), kwargs.get("past_key_values")
+                is_continued = cache is not None and kwargs.get("is_first_iteration") and cache.get_seq_length() > 0
+                if registers is not None and is_continued and kwargs.get("next_sequence_length") is not None:
+                    kwargs["next_sequence_length"] += registers.count  # in the cache, but not in the text
+                return super().prepare_inputs_for_generation(*args, **kwargs)
 
         def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
             """Raise InputError for an attention function that would leave the retrofit out."""

@@ -123,6 +123,10 @@ class ValueBiases(Retrofit):
     shared: bool = False
     deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
+    @property
+    def acts_on_output(self) -> bool:
+        return True
+
     def part(self, layer: Layer) -> ValueBias:
         return ValueBias(layer, self.shared, self.deviation)
 

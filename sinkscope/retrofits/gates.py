@@ -53,6 +53,10 @@ class Gated(Retrofit):
     placement: Literal["value", "output"] = "value"
     scale: float = Field(default=2.0, gt=0, allow_inf_nan=False)
 
+    @property
+    def acts_on_output(self) -> bool:
+        return self.placement == "output"
+
     def part(self, layer: Layer) -> ValueGate | OutputGate:
         kind = ValueGate if self.placement == "value" else OutputGate
         return kind(layer, self.reads, self.scale)

@@ -5,8 +5,8 @@ the mean is much smaller; there `deviation=0.02` starts them at N(0, .02²), as 
 
 They are placed directly before each sequence's first token, after any padding on the left, so that a padded batch gives
 the same results as single sequences. Inputs and outputs keep the length of the text: masks and positions are widened
-for the forward pass and logits are cut after it, and the first token is not a target, because nothing predicts it in
-the plain model. Hidden states and attentions, if requested, include the registers.
+for the forward pass and logits are cut after it. In a causal model the first token is not a target, because nothing
+predicts it in the plain model. Hidden states and attentions, if requested, include the registers.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,9 @@ CHUNK = 4096  # rows of the vocabulary that are averaged at once
 class Registers(Part):
     """The parameter `embeddings` (n,E), in the space of the token embeddings, and the buffer `first`, their start."""
 
-    def __init__(self, model: PreTrainedModel, count: int, limit: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, count: int, limit: int | None, causal: bool) -> None:
         super().__init__()
+        self.causal = causal
         weight = embedding_weight(model)
         self.count = count
         self.limit = limit  # number of positions for which the model has a vector
@@ -79,9 +80,10 @@ class Registers(Part):
                 before = torch.arange(self.count, device=positions.device)
                 inputs["position_ids"] = insert_before(positions.expand(len(embeds), -1), before, start)
             if (labels := inputs.get("labels")) is not None:
-                rows = torch.arange(len(labels), device=labels.device)
-                labels = labels.clone()
-                labels[rows, torch.zeros_like(rows) if start is None else start.to(rows.device)] = IGNORED
+                if self.causal:
+                    rows = torch.arange(len(labels), device=labels.device)
+                    labels = labels.clone()
+                    labels[rows, torch.zeros_like(rows) if start is None else start.to(rows.device)] = IGNORED
                 inputs["labels"] = insert_before(labels, labels.new_full((self.count,), IGNORED), start)
             embeds = insert_before(embeds, self.embeddings.to(embeds.dtype), start)
         output = forward(inputs_embeds=embeds, return_dict=True, **inputs)
@@ -106,7 +108,7 @@ class RegisterTokens(Retrofit):
         return f"{', '.join(arguments)} would also need values for them" if arguments else None
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
-        part = Registers(model, self.count, known_positions(model, family))
+        part = Registers(model, self.count, known_positions(model, family), family.causal)
         first = part.get_buffer("first")
         start = torch.randn_like(first) * self.deviation if self.deviation else mean_embedding(model)
         with torch.no_grad():

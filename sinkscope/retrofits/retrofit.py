@@ -254,9 +254,14 @@ class Retrofit(BaseModel):
     about: ClassVar[str]  # one line for `sinkscope list`
     paper: ClassVar[str]  # the paper that describes it
 
+    @property
+    def acts_on_output(self) -> bool:
+        """Whether the method acts at the output projection."""
+        return False
+
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         """Return why the method does not apply to this model; None if it applies."""
-        if not family.output:
+        if self.acts_on_output and not family.output:
             return f"'{family.name}' has no projection of its heads' outputs in its attention module"
         if not family.qkv:
             return f"how '{family.name}' keeps q, k and v is not known: its row needs `qkv`"

@@ -90,7 +90,10 @@ class Batch:
             return self
         ids = insert_before(self.token_ids, self.token_ids.new_full((registers,), REGISTER), self.start)
         mask = insert_before(self.attention_mask, self.attention_mask.new_ones(registers), self.start)
-        return Batch(ids, mask, self.first)
+        labels = self.labels
+        if labels is not None:
+            labels = insert_before(labels, labels.new_full((registers,), IGNORED), self.start)
+        return Batch(ids, mask, self.first, labels)
 
     def columns(self, positions: int) -> int:
         """Return how many columns hold the first `positions` positions of every sequence."""

@@ -53,13 +53,21 @@ class Masked(NamedTuple):
 
 
 def masked(
-    sequences: Iterable[np.ndarray], tokenizer: "PreTrainedTokenizerBase", vocab_size: int, seed: int
+    sequences: Iterable[np.ndarray],
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int,
+    seed: int,
+    reading: int | None = None,
 ) -> tuple[Masked, ...]:
-    """Mask tokens of every sequence for an encoder; raise ValueError if its tokenizer has no mask token."""
+    """Mask tokens of every sequence for an encoder; raise ValueError if its tokenizer has no mask token.
+
+    A training reads a sequence several times, each time with other masks: `reading` counts all that it has read before.
+    """
+    key = b"".join(number.to_bytes(8, "little") for number in (seed, reading) if number is not None)
     collator = DataCollatorForLanguageModeling(tokenizer)
     found = []
     for ids in sequences:
-        digest = hashlib.sha256(seed.to_bytes(8, "little") + ids.astype("<i8").tobytes()).digest()
+        digest = hashlib.sha256(key + ids.astype("<i8").tobytes()).digest()
         collator.generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         hidden, labels = collator.torch_mask_tokens(torch.tensor(ids)[None])
         check_ids(hidden[0].tolist(), vocab_size, "a sequence with tokens masked")
@@ -99,6 +107,11 @@ class TokenInputs:
     @property
     def num_predicted(self) -> int:
         return sum(self.predicted)
+
+    @property
+    def read(self) -> tuple[np.ndarray, ...]:
+        """All sequences that the model reads: as they are, and for an encoder then with masked tokens."""
+        return (*self.sequences, *(hidden for hidden, _ in self.masked or ()))
 
     @property
     def shortest(self) -> int:

@@ -1,6 +1,7 @@
 """Models to train from scratch, by name: configurations of transformers, most of them small enough for a laptop.
 
-A row is a model type and the fields that differ from its defaults. A name may be followed by more fields, as in
+A row is a model type and the fields that differ from its defaults. An encoder is trained to predict masked tokens,
+every other model to predict the next token. A name may be followed by more fields, as in
 `llama-60m:position_scheme=alibi,num_hidden_layers=4`. Any other architecture is given as a config.json. Vocabulary and
 special tokens are those of the tokenizer, which `tokenizer_of` can make from the text.
 """
@@ -17,7 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForMaskedLM,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
@@ -25,7 +27,7 @@ from transformers import (
 from sinkscope.errors import InputError, described, one_line, unknown
 from sinkscope.models.files import read_settings
 from sinkscope.models.in_memory import drawing
-from sinkscope.models.loading import count_parameters
+from sinkscope.models.loading import class_for, count_parameters
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.spec import assignments
@@ -50,6 +52,7 @@ _LINEAR_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
 _TINY_QWEN3_NEXT = {**_TINY_QWEN3, "mlp_only_layers": [0, 1, 2, 3], **_LINEAR_HEADS, **_LINEAR_SIZES}
 _MAMBA = {"num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4, "mamba_expand": 1}
 _OPT = {"word_embed_proj_dim": 256, "ffn_dim": 1024, "max_position_embeddings": 1024, "dropout": 0.0}
+_BERT = {"max_position_embeddings": 512, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _LLAMA = {"max_position_embeddings": 2048, **_SMALL_VOCABULARY}
 _WSE = {"rms_norm_eps": 1e-5, **_SMALL_VOCABULARY}
 
@@ -61,6 +64,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "opt",
         {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, **_OPT, **_SMALL_VOCABULARY},
     ),
+    "tiny-bert": ("bert", _size(256, 1024, 6, 4, **_BERT, **_SMALL_VOCABULARY)),
     # one head in one layer, as in VGA §4.1 after Guo et al. 2024
     "bigram-backcopy": (
         "gpt2",
@@ -145,8 +149,8 @@ def _read(path: Path) -> PreTrainedConfig:
         raise InputError(f"--config {path} is not a model's config.json: {error}") from None
     except Exception as error:  # the family's class may raise any error
         raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"--config {path}: {model_type} is no causal language model in transformers")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        raise InputError(f"--config {path}: {model_type} is neither a causal language model nor an encoder")
     try:
         count_parameters(config)
     except Exception as error:
@@ -154,10 +158,15 @@ def _read(path: Path) -> PreTrainedConfig:
     return config
 
 
+def predicts_next(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration's model predicts the next token, and not masked tokens."""
+    return class_for(config, "the model") is not AutoModelForMaskedLM
+
+
 def fresh_model(config: PreTrainedConfig, seed: int) -> Any:
     """Return a model with random weights drawn from the seed, in eval mode and frozen like a loaded model."""
     with drawing(seed):
-        model = AutoModelForCausalLM.from_config(
+        model = class_for(config, "the model").from_config(
             copy.deepcopy(config),  # a retrofit changes it
             attn_implementation=None,  # the default: a config.json may name code on the hub
         )
@@ -165,22 +174,28 @@ def fresh_model(config: PreTrainedConfig, seed: int) -> Any:
 
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"  # ids 0, 1, 2
+MASK = "<mask>"  # id 3, for an encoder
 MOST_DOCUMENTS = 100_000  # a tokenizer does not read a whole corpus
 MOST_CHARACTERS = 1 << 26
 
 
-def tokenizer_of(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer like GPT-2's, with a first BOS like Llama's.
+def tokenizer_of(documents: Iterable[str], vocab_size: int, causal: bool = True) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer like GPT-2's, with a first BOS like Llama's; for an encoder like RoBERTa's.
 
-    It has at most `vocab_size` tokens, including 256 bytes and three special tokens; a short text gives fewer. The
-    same text gives the same tokenizer.
+    It has at most `vocab_size` tokens, including 256 bytes and the special tokens; a short text gives fewer. The same
+    text gives the same tokenizer.
     """
+    special = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS}
+    framed = f"{BOS} $A"
+    if not causal:
+        special |= {"mask_token": MASK}
+        framed += f" {EOS}"
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[PAD, BOS, EOS],
+        special_tokens=list(special.values()),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -195,6 +210,6 @@ def tokenizer_of(documents: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
 
     core.train_from_iterator(beginning(), trainer)
     core.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, core.token_to_id(BOS))]
+        single=framed, special_tokens=[(token, core.token_to_id(token)) for token in (BOS, EOS)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    return PreTrainedTokenizerFast(tokenizer_object=core, **special)

@@ -1,7 +1,8 @@
 """The text that a model is trained on, packed into blocks of one length; the last blocks are held out for measuring.
 
 Documents follow one another with the end-of-sequence token between them. Every block begins like a measured sequence,
-with the tokens that the tokenizer puts before a text; its first tokens can be random or fixed (WSE §4 and §5).
+with the tokens that the tokenizer puts before a text, and for an encoder ends with those after it; its first tokens can
+be random or fixed (WSE §4 and §5).
 """
 
 import hashlib
@@ -12,10 +13,11 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.subject import inputs_for, position_limit
-from sinkscope.models.family import vocabulary
+from sinkscope.models.family import Family, vocabulary
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.options.training import ArmOptions
@@ -35,6 +37,7 @@ class Blocks:
     train: np.ndarray
     held_out: np.ndarray
     name: str
+    masked_by: PreTrainedTokenizerBase | None = None  # an encoder's, which predicts masked tokens; None: the next token
 
     @property
     def sha256(self) -> str:
@@ -86,18 +89,20 @@ def read_blocks(
     share: float,
     seed: int = 0,
     bos: str = "auto",
+    family: Family | None = None,
 ) -> Blocks:
     """Read a text in blocks of `length` tokens, and no more of it than is needed for `wanted` blocks to train on.
 
     `text` is "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself; `share` is
-    the share of all blocks, from the end of the text, that is held out.
+    the share of all blocks, from the end of the text, that is held out. Without a family, the model is taken as causal.
     """
+    masked_by = None if family is None or family.causal else loaded.tokenizer
     needed = wanted + max(1, math.ceil(wanted * share / (1 - share)))
     if is_written(text, dataset):
-        name, rows = _packed(loaded, text, dataset, length, needed, bos)
+        name, rows = _packed(loaded, text, dataset, length, needed, bos, family)
     else:
         config = make_config(input=text, seq_len=length, num_seqs=needed, seed=seed, bos=bos)
-        inputs = inputs_for(loaded, config)
+        inputs = inputs_for(loaded, config, family)
         name, rows = inputs.condition, list(inputs.sequences)
     if len(rows) < 2:
         what = f"--dataset {dataset}" if dataset else f"--text {text}"
@@ -107,23 +112,27 @@ def read_blocks(
         )
     blocks = np.stack(rows)
     held_out = min(len(blocks) - 1, max(1, round(len(blocks) * share)))
-    return Blocks(blocks[:-held_out], blocks[-held_out:], name)
+    return Blocks(blocks[:-held_out], blocks[-held_out:], name, masked_by)
 
 
 def _packed(
-    loaded: LoadedModel, text: str, dataset: str | None, length: int, needed: int, bos: str
+    loaded: LoadedModel, text: str, dataset: str | None, length: int, needed: int, bos: str, family: Family | None
 ) -> tuple[str, list[np.ndarray]]:
     """Return the name of the text and its first complete blocks."""
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
-    limit = position_limit(loaded.model)
+    limit = position_limit(loaded.model, family)
     if limit and length > limit:
         raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
-    prefix = () if bos == "never" else own_frame(tokenizer)[0]
-    step = length - len(prefix)
+    prefix, suffix = ((), ()) if bos == "never" else own_frame(tokenizer)
+    if family is None or family.causal:
+        suffix = ()
+    step = length - len(prefix) - len(suffix)
     if step < 1:
-        raise InputError(f"--block-length {length}: {len(prefix)} tokens precede the text in every block")
+        raise InputError(f"--block-length {length}: {length - step} tokens of every block are not the text's")
+    ends = (tokenizer.eos_token_id, getattr(tokenizer, "sep_token_id", None))
+    between = next((end for end in ends if end is not None), None)
     name, texts = documents(text, dataset)
     known = vocabulary(loaded.model)
 
@@ -138,13 +147,13 @@ def _packed(
                 check_ids(ids, known, f"{name} through this tokenizer")
                 yield from ids
                 start = end
-            if tokenizer.eos_token_id is not None:
-                yield tokenizer.eos_token_id
+            if between is not None:
+                yield between
 
     stream = tokens()
     rows = (np.fromiter(islice(stream, step), dtype=np.int64) for _ in range(needed))
     complete = takewhile(lambda row: len(row) == step, rows)
-    return name, [np.concatenate([np.array(prefix, dtype=np.int64), row]) for row in complete]
+    return name, [np.array((*prefix, *row, *suffix), dtype=np.int64) for row in complete]
 
 
 def limited(blocks: Blocks, options: ArmOptions) -> Blocks:

@@ -15,12 +15,14 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from rich.console import Console
 from torch.utils.data import Dataset
@@ -30,13 +32,14 @@ from transformers.utils import logging as transformers_logging
 from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line
 from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
-from sinkscope.models.family import is_retrofitted
+from sinkscope.models.family import is_retrofitted, vocabulary
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.options.training import TrainingConfig
 from sinkscope.results.folders import claim, resumable
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.retrofits import new_parameters
 from sinkscope.text.batch import IGNORED
+from sinkscope.text.inputs import masked
 from sinkscope.training.blocks import Blocks
 from sinkscope.training.history import Bar, Probe, Recorder, history
 from sinkscope.training.sharding import is_sharded, launched
@@ -140,6 +143,8 @@ def train(
 ) -> pd.DataFrame:
     """Train a loaded model in place, retrofitted or not. Afterwards it is in eval mode with its parameters frozen.
 
+    An encoder, whose blocks have `masked_by`, predicts masked tokens, drawn anew whenever a block is read.
+
     With `resume`, the training continues from the last complete checkpoint in `out`; otherwise they are deleted. The
     last two are kept, or all with `keep_all`. `probe` measures the model at step 0 and at every log, without influence
     on the training. Returns the history: layer (−1: the whole model), step, metric, value. Raises InputError, before
@@ -181,8 +186,15 @@ def train(
             return history(_logs_of(last) or [])
         trained = copy.deepcopy(model) if is_sharded() else model  # FSDP does not reassemble a sharded model
         ignored = max(1, getattr(model.config, "prefix_length", 0))  # a prefix LM does not predict its prefix
-        dataset = _TrainingBlocks(blocks.train, config.blocks_wanted(state.num_processes), config.seed, ignored)
-        trainer = _Trainer(model=trained, args=_arguments(config, folder, kept, cpu), train_dataset=dataset)
+        tokenizer, known, wanted = blocks.masked_by, vocabulary(model), config.blocks_wanted(state.num_processes)
+        mask = None if tokenizer is None else partial(masked, tokenizer=tokenizer, vocab_size=known, seed=config.seed)
+        dataset = _TrainingBlocks(blocks.train, wanted, config.seed, ignored, mask)
+        trainer = _Trainer(
+            model=trained,
+            args=_arguments(config, folder, kept, cpu),
+            train_dataset=dataset,
+            compute_loss_func=None if mask is None else masked_loss,  # None: the model's own
+        )
         trainer.config = config
         trainer.remove_callback(PrinterCallback)  # it would print on stdout
         trainer.add_callback(Recorder(trained, probe))
@@ -324,13 +336,24 @@ def parameter_groups(model: PreTrainedModel, config: TrainingConfig) -> list[dic
     return [group for group in groups if group["params"]]
 
 
+def masked_loss(output: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of the masked tokens of a batch ÷ the number of masked tokens of the whole step.
+
+    An encoder's own loss is a mean over one batch, which the Trainer takes for a share of the step: it would add up the
+    means of several batches or processes.
+    """
+    losses = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return losses / num_items_in_batch.clamp(min=1)
+
+
 class _TrainingBlocks(Dataset):
-    """All blocks in the order in which they are read, from the first step to the last: each step reads the same blocks
-    for any number of processes, and no batch is smaller at the end of an epoch.
+    """All blocks in the order in which they are read, from the first step to the last: each step reads the same blocks,
+    with the same masks, for any number of processes, and no batch is smaller at the end of an epoch.
     """
 
-    def __init__(self, blocks: np.ndarray, wanted: int, seed: int, ignored: int) -> None:
+    def __init__(self, blocks: np.ndarray, wanted: int, seed: int, ignored: int, mask: Any = None) -> None:
         self.blocks = blocks
+        self.mask = mask  # of an encoder: `masked` with its tokenizer
         self.ignored = ignored  # tokens at the beginning that are not predicted, at least the first
         self.order = shuffled(len(blocks), wanted, seed)
 
@@ -338,7 +361,11 @@ class _TrainingBlocks(Dataset):
         return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.from_numpy(self.blocks[self.order[index]].copy())
+        block = self.blocks[self.order[index]]
+        if self.mask is not None:
+            ((hidden, targets),) = self.mask([block], reading=index)
+            return {"input_ids": torch.from_numpy(hidden), "labels": torch.from_numpy(targets)}
+        ids = torch.from_numpy(block.copy())
         labels = ids.clone()
         labels[: self.ignored] = IGNORED  # the Trainer divides by the number of labels
         return {"input_ids": ids, "labels": labels}

@@ -129,6 +129,8 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     content = read_recipe(path).content
     fresh = content.command == "train"
     model, given = (None, TRAINED | {"seeds": 1}) if fresh else (tiny, TRAINED)
+    if path.stem.endswith("bert"):  # masking needs a tokenizer
+        given = given | {"input": "natural"}
     methods = content.options["method"]
     if len(methods) > MANY:
         some = list(methods)[:: len(methods) - 1]

@@ -1,16 +1,18 @@
 """`train`: arms start from the same random weights and keep checkpoints; tokenizers; input that is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from support.figures import skip_figures
 from support.naming import naming
 from support.retrofit_command import command_line
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, T5Config
 from typer.testing import Result
 
 from sinkscope.commands.analyze import analyze_steps
@@ -19,6 +21,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.output.run import Run
+from sinkscope.text.inputs import masked
 from sinkscope.text.tokens import own_frame
 from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
 
@@ -28,6 +31,7 @@ SHAPE = {
 }  # fmt: skip
 TYPED = ("--steps", "4", "--block-length", "16", "--batch-size", "2", "--log-every", "1", "--save-every", "2")
 SMALL: dict[str, Any] = {"steps": 4, "block_length": 16, "batch_size": 2, "log_every": 1, "save_every": 2}
+METHODS_OF_BERT = ("none", "vga", "register-tokens")
 FEW: dict[str, Any] = {"observables": "attention", "num_seqs": 2}
 
 
@@ -181,6 +185,34 @@ def test_named_architectures_can_be_measured() -> None:
             assert not any(dropout.values()), dropout  # trainings are repeated bit by bit
 
 
+# --- an encoder
+
+
+def test_an_encoder_predicts_masked_tokens() -> None:
+    """The perplexity of every arm and seed is that of the same masked tokens of the held-out text."""
+    shape = "tiny-bert:hidden_size=32,intermediate_size=48,num_hidden_layers=2,vocab_size=300"
+    done = train(shape, METHODS_OF_BERT, out="out", seeds=2, **SMALL, **FEW)
+    held_out = np.load("out/held-out.npy")
+    assert (held_out[:, [0, -1]] == (1, 2)).all()
+    table = done.tables["retrofit"]
+    assert np.isfinite(table["value"]).all()
+    assert set(table["metric"]) >= {"perplexity", "max_inf_norm", "kurtosis", "perplexity_quantized"}
+    assert set(done.runs) == {f"{method}-seed{seed}" for method in METHODS_OF_BERT for seed in (0, 1)}
+    predicted = set()
+    for label, run in done.runs.items():
+        model: Any = AutoModelForMaskedLM.from_pretrained(done.model(label))
+        hidden = masked(held_out[:2], AutoTokenizer.from_pretrained(done.model(label)), model.config.vocab_size, 0)
+        ids, labels = (torch.tensor(np.stack(parts)) for parts in zip(*hidden, strict=True))
+        with torch.no_grad():
+            loss = float(model(input_ids=ids, labels=labels).loss)
+        method, seed = label.split("-seed")
+        of_arm = table.query(f"condition == '{method}' and seed == {seed}").set_index("metric")["value"]
+        assert of_arm["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+        assert of_arm["perplexity_quantized"] != of_arm["perplexity"]
+        predicted.add(run.manifest["input"]["masked"])
+    assert len(predicted) == 1
+
+
 # --- refused options
 
 
@@ -188,7 +220,7 @@ def test_named_architectures_can_be_measured() -> None:
     ("options", "message"),
     [
         (("--config", "tiny-lama"), "--config 'tiny-lama' is unknown; did you mean 'tiny-llama'?"),
-        (("--config", "t5.json"), "--config t5.json: t5 is no causal language model"),
+        (("--config", "t5.json"), "--config t5.json: t5 is neither a causal language model nor an encoder"),
         (("--config", "half.json"), "--config half.json is not a model's config.json"),
         (("--config", "nothing.json"), "--config nothing.json: it has no model_type"),
         (("--seeds", "0"), "--seeds 0: it must be at least 1"),

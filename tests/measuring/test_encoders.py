@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of, inputs_for
 from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.calibrate import calibrate
+from sinkscope.models.families import find_family
 from sinkscope.models.family import Family
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.options.measuring import make_config
 from sinkscope.text.batch import IGNORED, Batch
 from sinkscope.text.inputs import masked
@@ -59,6 +63,20 @@ def expected(sequences: list[reference.Sequence]) -> dict[str, pd.DataFrame]:
         "attention": reference.attention(sequences, SETTINGS.positions, window, epsilon, causal=False),
         "sink_positions": reference.sink_positions(sequences, window, epsilon, causal=False),
     }
+
+
+@pytest.mark.parametrize("headless", [False, True])
+def test_the_row_of_bert_is_what_is_found_numerically(headless: bool) -> None:
+    model = encoder("bert").base_model if headless else encoder("bert")
+    row, found = find_family(model), calibrate(model, torch.arange(3, 14)[None])
+    for field in fields(Family):
+        if field.name not in ("when", "projections", "positions", "position_embedding"):
+            assert getattr(row, field.name) == getattr(found, field.name), field.name
+    assert model.get_submodule(row.position_embedding) is model.base_model.embeddings.position_embeddings
+    for sites in read_sites(model, row, torch.arange(3, 14)[None]):
+        assert check_wiring(row.block(0), sites) < ROUND_OFF
+    wrong = replace(row, sites={**row.sites, "mid": "attention.output.LayerNorm.output"})
+    assert check_wiring(wrong.block(0), read_sites(model, wrong, torch.arange(3, 14)[None])[0]) > 1e-2
 
 
 # ------------------------------------------------------------------------------------------- forward
@@ -264,19 +282,33 @@ def test_quantizing_and_interventions_cost_masked_tokens_loss(folder: Path) -> N
     assert np.isfinite(effects.query("metric == 'loss'")["value"]).all()
 
 
+def test_a_retrofit_is_trained_on_masked_tokens(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 2, "block_length": 16, "batch_size": 2, "num_seqs": 4}
+    text = str(folder / "text.txt")
+    done = sinkscope.retrofit(folder, "vga,none", out=tmp_path / "out", text=text, **options, observables="attention")
+    losses = {label: run.manifest["w8a8"]["loss"] for label, run in done.runs.items()}
+    assert set(losses) == {"untouched", "vga", "none"}
+    assert np.isfinite(list(losses.values())).all()
+    assert len(set(losses.values())) == 3
+    assert len({run.manifest["input"]["masked"] for run in done.runs.values()}) == 1
+
+
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "streaming": (lambda path: sinkscope.intervene(path, "streaming-window"), "it attends both ways"),
     "its own text": (lambda path: sinkscope.analyze(path, input="sampled"), "writes no text"),
-    "retrofit": (lambda path: sinkscope.retrofit(path, "vga", out=path / "out", quiet=True), "attends both ways"),
-    "train": (
-        lambda path: sinkscope.train(path / "config.json", "none", out=path / "out", text=str(path / "text.txt")),
-        "attends both ways",
+    "training without a mask token": (
+        lambda path: sinkscope.retrofit(encoder("bert"), "vga", out=path / "out"),
+        "cannot be trained: an encoder's loss is of masked tokens, and it has no tokenizer that names a mask token",
+    ),
+    "training without a head": (
+        lambda path: sinkscope.retrofit(encoder("bert").base_model, "none", tokenizer=word_tokenizer(), out=path / "o"),
+        "cannot be trained: it is an encoder without a head",
     ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_causal_only_is_refused_with_the_reason(folder: Path, what: str) -> None:
+def test_what_an_encoder_cannot_do_is_refused_with_the_reason(folder: Path, what: str) -> None:
     call, reason = REFUSED[what]
     with pytest.raises(InputError, match=reason) as caught:
         call(folder)

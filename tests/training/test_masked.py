@@ -1,0 +1,217 @@
+"""Encoders are trained to predict masked tokens: their loss, masks and gates, and a training that is resumed."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from support.encoders import encoder, word_tokenizer
+from support.training import config, random_blocks
+from tiny import VOCAB
+from torch import nn
+from transformers import AutoModelForMaskedLM, PreTrainedModel, Trainer
+
+from sinkscope.errors import InputError
+from sinkscope.measuring.subject import family_of
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.retrofits import new_parameters, retrofit_model
+from sinkscope.text.batch import IGNORED, Batch
+from sinkscope.text.inputs import masked
+from sinkscope.training.architectures import architecture, fresh_model, tokenizer_of
+from sinkscope.training.blocks import Blocks
+from sinkscope.training.trainer import _TrainingBlocks, masked_loss, train
+
+IDS = torch.randint(5, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+
+
+def bert(method: str, dtype: torch.dtype = torch.float64, moved: bool = True, **parameters: Any) -> Any:
+    """Return a tiny BERT with a method, whose parameters are moved away from their start."""
+    model = retrofit_model(encoder("bert", dtype), None, method, **parameters)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in new_parameters(model).values() if moved else ():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=dtype))
+    return model
+
+
+def blocks() -> Blocks:
+    found = random_blocks(10)
+    return Blocks(found.train, found.held_out, found.name, word_tokenizer())
+
+
+# --- the loss
+
+
+def seen(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Train, and return the inputs of every batch."""
+    batches: list[dict[str, Any]] = []
+    compute = Trainer.compute_loss
+
+    def keep(self: Trainer, network: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        batches.append({name: x.clone() for name, x in inputs.items()})
+        return compute(self, network, inputs, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "compute_loss", keep)
+        train(model, blocks(), config(**options), folder)
+    return batches
+
+
+def test_the_loss_is_that_of_the_library() -> None:
+    model, labels = encoder("bert"), IDS.clone()
+    labels[:, ::3] = IGNORED
+    output = model(input_ids=IDS, labels=labels)
+    ours = masked_loss(output, labels, (labels != IGNORED).sum())
+    assert ours.dtype == torch.float64
+    assert float(ours) == pytest.approx(float(output.loss), rel=1e-12)
+    assert float(masked_loss(output, torch.full_like(labels, IGNORED), torch.tensor(0))) == 0
+
+
+def test_a_step_of_several_batches_is_one_of_a_large_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches have different numbers of masked tokens. The recorded loss is the mean over all of them."""
+    whole, parts, start = (encoder("bert", **dict.fromkeys(DROPOUT, 0.0)) for _ in range(3))
+    once = {"steps": 1, "log_every": 1, "save_every": 1, "clip": 0.0}
+    batches = seen(monkeypatch, parts, tmp_path / "parts", batch_size=1, accumulation=4, **once)
+    history = train(whole, blocks(), config(batch_size=4, **once), tmp_path / "whole")
+    assert len({int((batch["labels"] != IGNORED).sum()) for batch in batches}) > 1
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(parameter, parts.get_parameter(name), rtol=0, atol=1e-9)
+    ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
+    expected = float(start(input_ids=ids, labels=labels).loss)
+    assert history.query("metric == 'loss'")["value"].tolist() == pytest.approx([expected], rel=1e-6)
+
+
+# --- the masks
+
+
+def test_all_methods_see_equal_masks_and_every_reading_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, gated, other = (
+        seen(monkeypatch, bert(method, torch.float32, moved=False), tmp_path / f"{method}{seed}", seed=seed)
+        for method, seed in (("none", 0), ("vga", 0), ("none", 1))
+    )
+    assert len(plain) == len(gated) == 12
+    for mine, theirs in zip(plain, gated, strict=True):
+        assert torch.equal(mine["input_ids"], theirs["input_ids"])
+        assert torch.equal(mine["labels"], theirs["labels"])
+    assert not all(torch.equal(mine["labels"], theirs["labels"]) for mine, theirs in zip(plain, other, strict=True))
+    rows, labels = (torch.cat([batch[name] for batch in plain]) for name in ("input_ids", "labels"))
+    texts = torch.where(labels == IGNORED, rows, labels)
+    readings = (texts == texts[0]).all(1).nonzero().flatten()
+    assert len(readings) > 1
+    assert len({tuple(labels[at].tolist()) for at in readings}) == len(readings)
+
+
+def test_masks_do_not_depend_on_the_order_of_access() -> None:
+    """A resumed training, or one of several processes, reads from the middle."""
+    mask = partial(masked, tokenizer=word_tokenizer(), vocab_size=VOCAB, seed=0)
+    rows = blocks().train
+    forward, backward = (_TrainingBlocks(rows, 20, 0, 1, mask) for _ in range(2))
+    first = [forward[at] for at in range(20)]
+    for at in reversed(range(20)):
+        assert all(torch.equal(first[at][name], x) for name, x in backward[at].items())
+
+
+@pytest.mark.parametrize("method", ["vga", "register-tokens"])
+def test_a_resumed_training_ends_with_the_weights_of_an_unbroken_one(method: str, tmp_path: Path) -> None:
+    """With dropout, and several epochs."""
+
+    def fresh() -> Any:
+        return retrofit_model(encoder("bert", torch.float32, spread=2.0, **DROPOUT), None, method)
+
+    resumed, unbroken = fresh(), fresh()
+    expected = train(unbroken, blocks(), config(), tmp_path / "unbroken")
+    train(fresh(), blocks(), config(), tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoint-12")
+    history = train(resumed, blocks(), config(), tmp_path / "resumed")  # from step 8
+    pd.testing.assert_frame_equal(history, expected, check_exact=True)
+    for name, x in unbroken.state_dict().items():
+        assert torch.equal(x, resumed.state_dict()[name]), name
+    assert any(not torch.equal(x, fresh().state_dict()[name]) for name, x in unbroken.state_dict().items())
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "resumed" / "checkpoint-12")
+    assert torch.equal(again(input_ids=IDS).logits, resumed(input_ids=IDS).logits)
+
+
+# --- methods in BERT
+
+
+def by_formula(model: Any, method: str) -> torch.Tensor:
+    """Return BERT's logits for IDS by plain torch, with the method's own formula in every layer."""
+    hidden = model.bert.embeddings(input_ids=IDS)
+    for layer in model.bert.encoder.layer:
+        attention, part = layer.attention.self, getattr(layer.attention.self, "retrofit", None)
+        query, key, value = (
+            F.linear(hidden, own.weight, own.bias) for own in (attention.query, attention.key, attention.value)
+        )
+        if method in ("vga", "iga"):  # VGA eq. 4, 6 and 10: one gate for each head and token
+            gate = 2 * torch.sigmoid((value if method == "vga" else hidden) @ part.weight)
+            value = (value.unflatten(-1, (4, -1)) * gate[..., None]).flatten(-2)
+        query, key, value = (x.unflatten(-1, (4, -1)).transpose(1, 2) for x in (query, key, value))
+        if method == "vscale":
+            r = value.square().sum(-1, keepdim=True)
+            value = value * r / (r + (value.shape[-1] * 0.02) ** 2 * part.theta.exp()[:, None, None])
+        logits = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
+        if method == "learnable-sink":
+            sink = part.logit[None, :, None, None].expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, sink], dim=-1)
+        weights = logits.softmax(-1)[..., : key.shape[2]]
+        mix = (weights @ value).transpose(1, 2).flatten(2)
+        hidden = layer.attention.output(mix, hidden)
+        hidden = layer.output(layer.intermediate(hidden), hidden)
+    return model.cls(hidden)
+
+
+@pytest.mark.parametrize("method", ["none", "vga", "iga", "vscale", "learnable-sink"])
+def test_logits_are_the_formulas(method: str) -> None:
+    """Alone, padded, and in the tracer. Without a mask, attention must still be to both sides."""
+    model = bert(method)
+    expected = by_formula(model, method).detach()
+    with torch.no_grad():
+        alone = model(input_ids=IDS).logits
+        longer, mask = F.pad(IDS, (0, 3)), F.pad(torch.ones_like(IDS), (0, 3))
+        padded = model(input_ids=longer, attention_mask=mask).logits[:, :-3]
+    with open_tracer(model, family_of(model)[0]) as tracer:
+        traced = tracer.logits(Batch(IDS, torch.ones_like(IDS)))
+    for found in (alone, padded, traced):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+    if method != "none":
+        assert (alone - encoder("bert")(input_ids=IDS).logits).abs().max() > 1e-4
+        start = bert(method, moved=False)(input_ids=IDS).logits
+        assert method in ("vscale", "learnable-sink") or torch.equal(start, encoder("bert")(input_ids=IDS).logits)
+
+
+def test_registers_stand_before_the_text_and_the_first_token_may_be_masked() -> None:
+    model, plain = bert("register-tokens", count=3), encoder("bert")
+    embedded = plain.bert.embeddings.word_embeddings(IDS)
+    whole = torch.cat([model.retrofit.embeddings.expand(2, -1, -1), embedded], dim=1)
+    expected = plain(inputs_embeds=whole).logits[:, 3:]
+    labels = IDS.clone()
+    labels[:, 1:] = IGNORED
+    output = model(input_ids=IDS, labels=labels)
+    torch.testing.assert_close(output.logits, expected, rtol=0, atol=1e-9)
+    assert float(output.loss) == pytest.approx(float(F.cross_entropy(expected[:, 0], IDS[:, 0])), rel=1e-9)
+    with pytest.raises(InputError, match="126 tokens and 3 registers are beyond the model's 128 positions"):
+        model(input_ids=torch.zeros(1, 126, dtype=torch.long))
+
+
+@pytest.mark.parametrize("method", ["vga", "value-bias"])
+def test_a_method_at_the_output_projection_is_refused(method: str) -> None:
+    parameters = {"placement": "output"} if method == "vga" else {}
+    with pytest.raises(InputError, match="'bert' has no projection of its heads' outputs in its attention module"):
+        bert(method, **parameters)
+
+
+# --- the tokenizer
+
+
+def test_a_tokenizer_for_an_encoder() -> None:
+    tokenizer = tokenizer_of(["the sink drains, the sink attends; " * 50], 280, causal=False)
+    ids = tokenizer("the sink")["input_ids"]
+    assert (ids[0], ids[-1], tokenizer.mask_token_id, tokenizer.pad_token_id) == (1, 2, 3, 0)
+    assert len(tokenizer) <= 280
+    model = fresh_model(architecture(f"tiny-bert:num_hidden_layers=1,vocab_size={len(tokenizer)}"), 0)
+    assert type(model).__name__ == "BertForMaskedLM"
