@@ -54,13 +54,6 @@ def test_the_layer_with_the_largest_sink_is_drawn() -> None:
     assert "layer 1" in figure.get_suptitle()
 
 
-@pytest.mark.parametrize("arms", [1, 5])
-def test_figures_are_drawn_without_warnings(arms: int, recwarn: pytest.WarningsRecorder) -> None:
-    draw_backcopy_training(backcopy_training(arms)).draw_without_rendering()
-    draw_backcopy_maps(*backcopy_maps(arms, heads=2)).draw_without_rendering()
-    assert not recwarn.list
-
-
 def test_maps_and_bars_show_the_tables() -> None:
     weights, norms = backcopy_maps(arms=2)
     figure = draw_backcopy_maps(weights, norms)
@@ -74,7 +67,5 @@ def test_maps_and_bars_show_the_tables() -> None:
     assert not below[0].collections  # there is no gate
     gated = [segment[0, 1] for segment in below[1].collections[0].get_segments()]
     assert gated == [0.5, 1, 1.5, 2, 2.5, 3]
-    labels = [label.get_text() for label in below[0].get_xticklabels()]
-    assert labels == ["<s>", "h", "␣", "h", r"\$", "t"]
     colors = [label.get_color() for label in below[0].get_xticklabels()]
-    assert [color != "black" for color in colors] == [False, False, True, False, False, True]
+    assert [color != "black" for color in colors] == [False, False, True, False, False, True]  # triggers

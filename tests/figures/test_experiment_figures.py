@@ -141,11 +141,7 @@ def test_arm_maps_by_layer_has_every_layer_in_reading_order(layers: int) -> None
         np.testing.assert_allclose(one, map_of(run, "one", layer))
     numbers = [text.get_text() for text in figure.axes[0].texts if text.get_text() != "layer"]
     assert numbers == [str(layer) for layer in range(layers)]
-    # a layer without a map is gray, and white above the diagonal
-    assert np.isnan(shown_map(figure.axes[3])[:8, 9:17]).all()
-    white = figure.axes[3].images[1].get_array()[:8, 9:17]
-    assert np.ma.getmaskarray(white)[np.tril_indices(8)].all()
-    assert (white[np.triu_indices(8, 1)] == 1).all()
+    assert np.isnan(shown_map(figure.axes[3])[:8, 9:17]).all()  # a layer without a map
 
 
 def test_effects_draws_before_after_and_every_control(run: Run) -> None:

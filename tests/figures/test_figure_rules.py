@@ -15,7 +15,6 @@ from support.drawn_figures import TEXTS, names
 from support.drawn_figures import drawn as draw_example
 
 from sinkscope.figures import KINDS
-from sinkscope.figures.plot import with_decades
 from sinkscope.figures.style import Figure
 
 drawn = cache(draw_example)  # each figure is drawn once for all rules
@@ -36,19 +35,6 @@ def test_axes_have_labels_and_tick_labels_do_not_overlap(name: str) -> None:
             _check_decades(getattr(ax, f"{which}axis"), name)
     for bar in (ax for ax in figure.axes if ax.get_label() == "<colorbar>"):
         assert bar.get_ylabel() or bar.get_xlabel()
-
-
-def test_a_log_axis_has_two_powers_of_ten() -> None:
-    for low, high, expected in (
-        (1.2, 23.0, (1.0, 23.0)),
-        (2.5, 30.0, (1.0, 30.0)),
-        (30.0, 65.0, (10.0, 100.0)),
-        (0.2, 1.0, (0.1, 1.0)),
-        (1.0, 10.0, (1.0, 10.0)),
-        (1e-7, 1e5, (1e-7, 1e5)),
-        (5.0, 5.0, (5.0, 5.0)),
-    ):
-        assert with_decades(low, high) == pytest.approx(expected)
 
 
 def _is_labelled(figure: Figure, ax: Axes, which: str) -> bool:

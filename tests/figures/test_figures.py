@@ -7,14 +7,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
-from PIL import Image
 from support.figure_tables import make_run
 from support.figures import check_all_draw, edges_at, legend_of, rough_figures
 
 from sinkscope.errors import InputError
 from sinkscope.figures import COMMAND, OF_RUNS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
-from sinkscope.figures.style import SETTINGS, WIDE, new_figure
+from sinkscope.figures.style import SETTINGS
 from sinkscope.output.drawing import save_figures
 from sinkscope.output.run import Run
 
@@ -165,21 +164,6 @@ def test_layers_sites_and_positions_that_are_missing_leave_gaps(run: Run) -> Non
     assert len(by_layer) == len(draw("query-key-geometry", one).axes)  # there are also lines at zero
 
 
-def test_large_models_and_long_names_fit_the_page() -> None:
-    shape = {"layers": 80, "heads": 32, "kv_heads": 8, "positions": 2, "sequences": 1, "length": 2}
-    bins = make_run(**shape).tables["delta_distribution"].groupby(["layer", "group"]).head(3)  # more take seconds
-    large = make_run(**shape, delta_distribution=bins)
-    for name in applicable(large):
-        width, height = draw(name, large).get_size_inches()
-        assert width <= WIDE
-        assert height <= 8
-    figure = draw("sink-map", make_run(model="org/" + "A-very-long-name-with_underscores" * 4, condition="my $file$"))
-    figure.draw_without_rendering()
-    box = figure._suptitle.get_window_extent()
-    assert box.x0 >= 0
-    assert box.x1 <= figure.bbox.width
-
-
 # --- names, files and settings
 
 
@@ -222,23 +206,6 @@ def test_equal_tables_give_equal_files_whatever_the_users_settings(run: Run, tmp
         draw("sink-map", run).savefig(tmp_path / f"again.{kind}")
         assert mpl.rcParams["font.size"] == 20
     assert (tmp_path / f"once.{kind}").read_bytes() == (tmp_path / f"again.{kind}").read_bytes()
-
-
-def test_a_png_has_no_alpha_channel_where_nothing_is_transparent_and_pyplot_does_not_know_it(tmp_path: Path) -> None:
-    figure = new_figure(2, 1)
-    figure.subplots().plot([0, 1])
-    for options, mode in (({}, "RGB"), ({"transparent": True}, "RGBA")):
-        figure.savefig(tmp_path / "figure.png", **options)
-        with Image.open(tmp_path / "figure.png") as image:
-            assert image.mode == mode
-            assert round(image.info["dpi"][0]) == SETTINGS["savefig.dpi"]
-    assert figure._repr_png_().startswith(b"\x89PNG")
-    import matplotlib.pyplot as plt
-
-    assert plt.get_fignums() == []
-
-
-# --- texts
 
 
 # --- several runs

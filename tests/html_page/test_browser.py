@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import OPENS, SLACK, USE_EVERY_CONTROL, launched, opened
+from support.browser import USE_EVERY_CONTROL, launched, opened
 from support.pages import KINDS, analysis
 
 from sinkscope.html_page import Contents
-
-ANSWERS = 100.0  # milliseconds, of a model with 30 layers, 9 heads and 100 sequences
 
 
 @pytest.fixture(scope="module")
@@ -167,32 +165,10 @@ def test_hostile_texts_do_nothing(browser: Any, tmp_path: Path) -> None:
         assert page.locator("img").count() == 0
 
 
-def test_it_opens_and_answers_quickly_and_fits_into_a_narrow_window(browser: Any, tmp_path: Path) -> None:
+def test_it_fits_into_a_narrow_window(browser: Any, tmp_path: Path) -> None:
     contents = analysis(layers=30, heads=9, kv_heads=3, sequences=100, length=64)
     with opened(browser, contents, tmp_path, viewport={"width": 390, "height": 844}) as page:
-        assert page.evaluate("performance.now()") < OPENS * SLACK
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-        times = page.evaluate(
-            """async () => {
-                const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-                const timed = async (act) => {
-                    const start = performance.now();
-                    act();
-                    await painted();
-                    return performance.now() - start;
-                };
-                const metric = document.querySelector("#heads select");
-                const times = [];
-                for (const at of [1, 2, 3]) {
-                    metric.selectedIndex = at;
-                    times.push(await timed(() => metric.dispatchEvent(new Event("change"))));
-                    times.push(await timed(() => S.openHead(at, at)));
-                }
-                return times;
-            }"""
-        )
-        print("milliseconds:", times)
-        assert max(times) < ANSWERS * SLACK
 
 
 # the last test, because it leaves every choice at its first value

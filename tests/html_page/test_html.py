@@ -11,7 +11,6 @@ from support.pages import KINDS, analysis, data_of, table_of
 
 from sinkscope.html_page import Contents, page_of
 from sinkscope.results.command_line import command_lines
-from sinkscope.results.metrics import METRICS
 
 HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"alert(1)\">'\"&\u2028"
 
@@ -40,24 +39,6 @@ def test_the_attention_that_a_token_receives_is_a_mean_of_the_table() -> None:
     rows = maps[(maps["layer"] == 1) & (maps["head"] == maps["head"].iloc[-1]) & (maps["key"] == 2)]
     for (layer, head, sequence), own in rows.groupby(["layer", "head", "sequence"]):
         assert received[layer, head, sequence, 2] == pytest.approx(own["weight"].mean(), rel=1e-5)
-
-
-def test_labels_and_units_are_the_metrics_and_missing_tables_are_named() -> None:
-    contents = analysis()
-    data = data_of(page_of(Contents(contents.manifest, contents.tables, absent=("table massive",))).html)
-    assert data["absent"] == ["table massive"]
-    shown = data["metrics"]
-    assert shown["sink_rate"]["short"] == METRICS["sink_rate"].short
-    assert shown["sink_rate"]["unit"] == METRICS["sink_rate"].unit
-    assert shown.keys() == METRICS.keys()
-
-
-def test_a_run_of_the_demo_models_size_fits_into_five_megabytes() -> None:
-    html = page_of(analysis(layers=30, heads=9, kv_heads=3, sequences=100, length=64)).html
-    assert len(html.encode()) < 5e6
-    cut = {table["name"]: table["left_out"] for table in data_of(html)["tables"] if table["left_out"]}
-    assert cut["sink_positions"].startswith("only the rows of sequence 0 to ")
-    assert "attention" not in cut  # the maps are complete
 
 
 def test_hostile_texts_stay_data() -> None:

@@ -19,7 +19,6 @@ from sinkscope.figures.spec import FigureSpec
 from sinkscope.figures.style import Figure
 from sinkscope.output import result as output
 from sinkscope.output.run import Run
-from sinkscope.paper_claims.register import CLAIMS
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2, "observables": "attention"}
 ANALYZE = ("analyze", "--input=random", "--num-seqs=2", "--seq-len=16", "--observables=attention", "--quiet")
@@ -89,21 +88,6 @@ def test_the_command_line_names_it_and_ends_with_1(
     assert (tmp_path / "run" / "figures" / "sink-map.pdf").is_file()
 
 
-def test_claims(
-    tiny: Path, text: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = {name: CLAIMS[name] for name in ("W-1", "W-2")}
-    for part in (sinkscope.commands.claims, sinkscope.paper_claims.table):
-        monkeypatch.setattr(part, "CLAIMS", few)
-    monkeypatch.setattr(sinkscope.commands.claims, "ROUTE_ROLES", ())
-    misspelled("scorecard")
-    given = {"input": str(text), "seq_len": 16, "num_seqs": 4, "batch_size": 4, "draws": 1}
-    with pytest.warns(UserWarning, match=WARNED.format("scorecard")):
-        sinkscope.claims(tiny, out=tmp_path / "claims", **given)
-    check(tmp_path / "claims", "scorecard")
-    assert "drawn" not in json.loads((tmp_path / "claims" / "runs" / "natural" / "run.json").read_text())
-
-
 def test_retrofit_and_train_draw_failed_figures_again(
     tiny: Path, text: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,22 +110,6 @@ def test_retrofit_and_train_draw_failed_figures_again(
     assert retrofit().failure == ""
     assert (tmp_path / "out" / "vga" / "run" / "figures" / "sink-map.png").is_file()
     assert (tmp_path / "out" / "figures" / "retrofit-bars.png").is_file()
-
-
-def test_sweep(tiny: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    from sinkscope.commands.sweeping import pools
-
-    monkeypatch.setattr(pools, "METHOD", "fork")
-    file = tmp_path / "grid.yaml"
-    options = "{num-seqs: 2, seq-len: 12, observables: [attention]}"
-    file.write_text(f"title: A grid\nmodels: [{tiny}]\ninputs: [random]\nfigures: [sink-map]\noptions: {options}\n")
-    misspelled("sweep-inputs", "sink-map")
-    with pytest.warns(UserWarning, match=WARNED.format("sweep-inputs")):
-        done = sinkscope.sweep(file, out=tmp_path / "out", workers=1)
-    check(tmp_path / "out" / "comparison", "sweep-inputs")
-    assert "1 of 1 cells failed" in done.failure
-    assert "sink-map" in done.failure
-    assert "sweep-inputs" in done.failure
 
 
 def test_what_was_not_drawn_is_drawn_by_show(

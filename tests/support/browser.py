@@ -11,10 +11,6 @@ import pytest
 from sinkscope.html_page import PAGE, Contents, write_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-LARGEST = 5e6  # bytes
-OPENS = 2000.0  # milliseconds: the limit; two busy cores need a third of it
-SLACK = 10  # the factor by which a machine that runs other tests may be slower
-
 # opens all details, sets every choice to its last and its first value, presses every button; returns their number
 USE_EVERY_CONTROL = """async () => {
     document.querySelectorAll("details").forEach((node) => { node.open = true; });

@@ -47,9 +47,6 @@ def run_of(
     return Run(manifest, {"effect": table})
 
 
-# --- the largest activation
-
-
 # --- one effect
 
 

@@ -79,11 +79,3 @@ def test_the_share_of_the_cost_that_sparing_sites_recovers(cost: float, outcome:
     (costliest,) = found(run, "costliest")
     assert costliest.numbers == {"count": 2, "total": 2, "massive": 1, "sites": (("down_proj output", (2, 3)),)}
     assert "1 of which hold massive activations: `down_proj output` of layers 2–3" in costliest.sentence
-
-
-def test_the_verdict_has_the_cost_first_and_names_quantized_weights() -> None:
-    plain, quantized = (run_of(SETTINGS, source=source).verdict for source in ("org/tiny", "tiny.Q4_1.gguf"))
-    assert plain.splitlines()[2].startswith("- **Cost:** W8A8 multiplies perplexity by 4.055: 20.09 → 81.45.")
-    for words in ("W8A8 begins from these, and full precision means these weights in float32", "to 4 bits (Q4_1)"):
-        assert words in quantized
-        assert words not in plain

@@ -1,1 +1,0 @@
-"""Texts that the model generates."""
