@@ -258,7 +258,7 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
 # arms. A line is the mean over seeds, and its band reaches from the lowest to the highest.
 
 # metrics of the whole model that `--probe` logs
-PROBED = ("held_out_loss", "first_norm", "massive_magnitude", "value_gradient_norm", "value_drain", "sink_rate")
+PROBED = ("held_out_loss", "first_norm", "massive_count", "value_gradient_norm", "sink_rate")
 
 
 @needs(lambda arms: arms.has("training"), "nothing was logged in training: take a smaller --log-every")
