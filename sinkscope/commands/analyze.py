@@ -33,7 +33,9 @@ def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
         given = {name: getattr(options, name) for name in options.model_fields_set - {"model", "revision"}}
         series = analyze_steps(options.model, options.revision, **output.where, **given)
         failure = figure_failure(series.manifest, *(run.manifest for run in series.runs.values()))
-        return Result(series, numbers=series.headlines, notes=series.warnings, folder=output.out, failure=failure)
+        return Result(
+            series, series.verdict, numbers=series.headlines, notes=series.warnings, folder=output.out, failure=failure
+        )
     return shown(analyze(options.model, config=options, **output.where), output)
 
 
