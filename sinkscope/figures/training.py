@@ -164,7 +164,7 @@ def _onset_label(onset: Any) -> str:
     if not np.isfinite(onset.value):
         return "no onset"
     high = plot.step_label(onset.high) if np.isfinite(onset.high) else "∞"
-    return f"onset {plot.step_label(onset.value)} [{plot.step_label(onset.low)}, {high}]"
+    return f"{plot.step_label(onset.value)} [{plot.step_label(onset.low)}, {high}]"
 
 
 def _draw_leads(ax: Axes, leads: pd.DataFrame) -> None:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 
@@ -59,9 +59,15 @@ class Series(Result):
 
     @classmethod
     def of(
-        cls, model: str, checkpoints: list[Checkpoint], options: Options, runs: Mapping[int, Run], start: float
+        cls,
+        model: str,
+        checkpoints: list[Checkpoint],
+        options: Options,
+        runs: Mapping[int, Run],
+        start: float,
+        **facts: Any,
     ) -> "Series":
-        """Return the series of these runs in memory; `options` are the options of one run."""
+        """Return the series of these runs in memory; `options` are those of one run, `facts` more for run.json."""
         path = Path(model).expanduser()
         name = path.resolve().name if path.is_dir() else model  # as in a run's tables
         parts = [run.tables["summary"].assign(model=name, step=step) for step, run in runs.items()]
@@ -78,6 +84,7 @@ class Series(Result):
             model=name,
             condition=condition,
             steps=[{"step": at.step, "name": at.name, "folder": at.folder} for at in checkpoints],
+            **facts,
         )
         return cls(manifest, tables, runs=runs)
 

@@ -15,6 +15,7 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, Series
+from sinkscope.commands.run import run_recipe
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
 from sinkscope.models.steps import find_checkpoints, step_of
@@ -93,11 +94,11 @@ def test_the_folder(series: Series) -> None:
     assert figures
     assert all(name.startswith("training-") for name in figures)
     assert {path.name for path in series.folder.iterdir()} == {
-        "run.json", "tables", "figures", "index.html", *(f"step{step}" for step in STEPS),
+        "run.json", "tables", "figures", "index.html", "verdict.md", *(f"step{step}" for step in STEPS),
     }  # fmt: skip
     manifest = json.loads((series.folder / "run.json").read_text(encoding="utf-8"))
     assert [at["step"] for at in manifest["steps"]] == list(STEPS)
-    assert (manifest["command"], manifest["tables"]) == ("analyze_steps", ["series"])
+    assert (manifest["command"], manifest["tables"]) == ("analyze_steps", ["onset", "series"])
     with pytest.raises(InputError, match=r"is of `sinkscope analyze_steps`.*but holds runs: name one of them"):
         Run.open(series.folder)
     assert [path.name for path in series.folder.parent.iterdir()] == ["out"]
@@ -112,6 +113,21 @@ def test_revisions_of_a_hub_repository(hub: Hub, trained: Path, series: Series) 
     kept = series.table[series.table["step"] != 40].reset_index(drop=True)
     pd.testing.assert_frame_equal(again.table.drop(columns="model"), kept.drop(columns="model"))
     assert refused("org/name", "step5,step6").startswith("at step 6: org/name has no revision 'step6'")
+
+
+def test_a_recipe_measures_the_steps(trained: Path, series: Series, tmp_path: Path) -> None:
+    content = {"title": "Steps", "options": OPTIONS, "figures": ["sink-map"]}
+    (tmp_path / "steps.yaml").write_text(json.dumps(content))
+    done = run_recipe(tmp_path / "steps.yaml", trained, out=tmp_path / "out")
+    again = Series.open(done.folder)
+    for name, table in series.tables.items():
+        pd.testing.assert_frame_equal(again.tables[name], table)
+    assert done.result is not None
+    assert done.result.markdown == again.verdict
+    for result in (again, *again.runs.values()):
+        assert result.manifest["recipe"]["content"] == content
+    assert {path.stem for path in (done.folder / "step5" / "figures").iterdir()} == {"sink-map"}
+    assert {path.stem for path in (done.folder / "figures").iterdir()} == set(again.drawings)
 
 
 # --- which steps

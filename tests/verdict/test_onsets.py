@@ -166,6 +166,13 @@ def test_the_order_of_a_training_with_a_known_order(first: str) -> None:
     assert f"{abs(between.value):.2f} larger" in said
 
 
+def test_a_fall_is_said_to_be_one() -> None:
+    courses = training(value_gradient=EARLY, norm=EARLY, sink_rate=LATE)
+    said = sentences(made_up_steps(STEPS, courses | {"norm": 1 / courses["norm"]}, noise=1e-6))
+    assert "below 0.1 from step 64 on" in said["onset-norm"]
+    assert said["order-norm-sink_rate"].startswith("The norm (falling) has its onset before the sink: ")
+
+
 def test_quantities_are_those_of_the_tables() -> None:
     courses = training(value_gradient=EARLY, norm=EARLY, sink_rate=LATE)
     table = onset_table(made_up_steps(STEPS, courses, noise=1e-6))
