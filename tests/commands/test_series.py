@@ -6,16 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from hub import Hub, Repo
+from PIL import Image
 from support.figures import skip_figures
+from support.retrofit_command import command_line
 from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, Series
 from sinkscope.commands.run import run_recipe
+from sinkscope.figures.style import COLUMN
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
 from sinkscope.models.steps import find_checkpoints, step_of
@@ -128,6 +132,36 @@ def test_a_recipe_measures_the_steps(trained: Path, series: Series, tmp_path: Pa
         assert result.manifest["recipe"]["content"] == content
     assert {path.stem for path in (done.folder / "step5" / "figures").iterdir()} == {"sink-map"}
     assert {path.stem for path in (done.folder / "figures").iterdir()} == set(again.drawings)
+
+
+def test_the_checkpoints_of_a_training_give_the_order_of_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_figures(monkeypatch, of_runs_only=True)
+    lab, out = tmp_path / "lab", tmp_path / "out"
+    given = {"steps": 20, "save_every": 2, "batch_size": 8, "block_length": 32, "num_seqs": 8}
+    shown = {"figures": False, "page": False}
+    sinkscope.train(
+        "bigram-backcopy", "none", text="bigram-backcopy", observables="attention", out=lab, **given, **shown
+    )
+    result = command_line(
+        "analyze", lab / "none" / "checkpoints", "--input", lab / "held-out.npy", "--num-seqs", 8, "--seq-len", 32,
+        "--observables", "attention,activation,gradient", "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = Series.open(out)
+    assert list(found.runs) == list(range(0, 21, 2))
+    assert found.verdict in result.stdout
+    assert (out / "verdict.md").read_text(encoding="utf-8") == found.verdict + "\n"
+    assert "order-norm-sink_rate" in {finding.name for finding in found.contents.findings}
+    table = found.tables["onset"]
+    course = table[table["number"] == "course"].pivot(index="step", columns="quantity", values="value")
+    null = table.loc[table["number"].isin(["uniform", "step-0"]), "value"].item()
+    np.testing.assert_allclose(null * course["value_gradient"], found.headlines["value_gradient_ratio"], rtol=1e-5)
+    np.testing.assert_allclose(course["sink_rate"], 100 * found.headlines["sink_rate"], atol=1e-4)
+    assert set(table["number"]) >= {"onset", "delay", "lag", "lead"}
+    with Image.open(out / "figures" / "training-onsets.png") as picture:
+        assert picture.width / picture.info["dpi"][0] == pytest.approx(COLUMN, abs=0.02)
 
 
 # --- which steps
