@@ -18,13 +18,12 @@ def sigmoid(steps: Sequence[int], onset: float, width: float = 0.1) -> np.ndarra
     return 1 / (1 + np.exp(-(at - np.log10(onset + 1)) / width))
 
 
-def by_sequence(
-    value_gradient: float, norm: float, sink_rate: float, noise: float, random: np.random.Generator
-) -> dict[str, pd.DataFrame]:
-    """Return the tables with these values in two layers, up to noise that differs between sequences.
+def by_sequence(at_step: Mapping[str, float], noise: float, random: np.random.Generator) -> dict[str, pd.DataFrame]:
+    """Return the tables of one step in two layers, up to noise that differs between sequences.
 
     `value_gradient` and `norm` are ratios to later positions, `sink_rate` is a share.
     """
+    value_gradient, norm, sink_rate = (at_step[name] for name in ("value_gradient", "norm", "sink_rate"))
     layers, positions = 2, range(16)
     draw = noise * random.normal(size=(3, layers, SEQUENCES))
     rows = grid(layer=range(layers), sequence=range(SEQUENCES))
@@ -55,8 +54,8 @@ def made_up_steps(
     manifest = {"command": "analyze", "condition": "made up", "model": {"name": "made"},
                 "input": {"sequences": SEQUENCES, "longest": 64, "sha256": "the same"}}  # fmt: skip
     for place, step in enumerate(steps):
-        tables = by_sequence(*(float(courses[name][place]) for name in ("value_gradient", "norm", "sink_rate")),
-                             noise, random)  # fmt: skip
+        at_step = {name: float(course[place]) for name, course in courses.items()}
+        tables = by_sequence(at_step, noise, random)
         summary = pd.DataFrame({"layer": [-1], "metric": ["uniform_gradient_ratio"], "value": [UNIFORM]})
         runs.append((step, RunData(manifest, tables | {"summary": summary})))
     return runs
