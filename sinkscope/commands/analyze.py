@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,16 +31,18 @@ from sinkscope.results.folders import new_folder, own_folder
 def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
     if options.has_steps:
         given = {name: getattr(options, name) for name in options.model_fields_set - {"model", "revision"}}
-        series = analyze_steps(options.model, options.revision, **output.where, **given)
+        series = analyze_steps(options.model, options.revision, record=output.record, **output.where, **given)
         failure = figure_failure(series.manifest, *(run.manifest for run in series.runs.values()))
-        return Result(series, numbers=series.headlines, notes=series.warnings, folder=output.out, failure=failure)
+        return Result(
+            series, series.verdict, numbers=series.headlines, notes=series.warnings, folder=output.out, failure=failure
+        )
     return shown(analyze(options.model, config=options, **output.where), output)
 
 
 def check(options: AnalyzeOptions) -> None:
-    """Raise InputError for wrong options of a recipe, before a model is loaded."""
+    """Raise InputError for wrong options of one run in a recipe or a sweep, before a model is loaded."""
     if options.has_steps:
-        raise InputError("a recipe measures one model: name a single revision or checkpoint")
+        raise InputError("each run or cell measures one model: name a single revision or checkpoint")
     check_config(options)
 
 
@@ -92,6 +94,7 @@ def analyze_steps(
     overwrite: bool = False,
     quiet: bool = True,
     page: bool = True,
+    record: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Series:
     """Measure a model at several steps of its training; with `out`, also write a run folder per step and the figures.
@@ -103,6 +106,7 @@ def analyze_steps(
         out: the folder to write; None: in memory only.
         overwrite: replace an earlier series in `out`.
         quiet, page, **options: as for `analyze`.
+        record: the content of a recipe, for run.json; of each step, only the figures that it names are drawn.
 
     Raises:
         InputError: an option or the input is wrong, a name has no step, or two names have the same step.
@@ -118,6 +122,7 @@ def analyze_steps(
         for checkpoint in checkpoints
     ]
     check_config(configs[0])
+    recipe = {"recipe": record} if record else {}
     runs: dict[int, Run] = {}
     with (
         together(configs[0].device_map) as members,
@@ -131,19 +136,20 @@ def analyze_steps(
                     run = analyze(config.model, config=config, quiet=quiet)
                 except SinkscopeError as error:
                     raise type(error)(f"at step {checkpoint.step}: {error}") from error
+                run = replace(run, manifest=run.manifest | recipe)
                 if folder is not None and fresh is not None:
                     written = fresh / checkpoint.folder
                     written.mkdir()
                     write_run(replace(run, folder=folder / checkpoint.folder), written)
                     run = Run.open(written)  # its tables are no longer in memory
                 runs[checkpoint.step] = run
-            series = replace(Series.of(model, checkpoints, configs[0], runs, start), folder=folder)
+            series = replace(Series.of(model, checkpoints, configs[0], runs, start, **recipe), folder=folder)
             if fresh is not None:
                 write_data(series, fresh)
         if folder is None:
             return series
         series = Series.open(folder)
         for run in series.runs.values():
-            draw_run(run, page=page)
+            draw_run(run, record["content"].get("figures", ()) if record else None, page)
         draw(series, page=page)
     return Series.open(folder)

@@ -41,7 +41,7 @@ class RecipeRun:
     runs: Mapping[str, Run]  # by name, if its command measures runs; the name of a single run is ""
     comparison: Comparison | None  # if there are several runs
     folder: Path
-    result: Result | None = None  # the command's result, if it measures no runs
+    result: Result | None = None  # the command's result, if it measures no runs, or the steps of a training
     failure: str = ""  # the parts of the runs that failed, although the runs were written
 
 
@@ -92,17 +92,18 @@ def run_recipe(
     runs = found.options(given)
     module = import_module(f"sinkscope.commands.{found.content.command}")
     check = getattr(module, "check", None)  # only long commands have this check
+    first = next(iter(runs.values()))
+    has_steps = not found.content.runs and getattr(first, "has_steps", False)
     with named_file(found.path):
         for asked in runs.values():
-            if check is not None:
+            if check is not None and not has_steps:
                 check(asked)
             check_figures(found.content.figures, found.content.command, getattr(asked, "observables", None))
-    first = next(iter(runs.values()))
     source = getattr(first, "folder_name", "") or getattr(first, "config", "")
     folder = Path(out or _own_out(found) or Path("runs", as_folder_name(found.name, source)))
     console = Console(stderr=True, quiet=quiet)
     title = f"{found.name}: {found.content.title}"
-    if not COMMANDS[found.content.command].in_memory:  # the command writes its own folder
+    if has_steps or not COMMANDS[found.content.command].in_memory:  # the command writes its own folder
         print_line(console, title)
         output = OutputOptions(out=folder, overwrite=overwrite, quiet=quiet, no_page=not page, record=found.record)
         return RecipeRun(found, {}, None, folder, module.command(first, output))

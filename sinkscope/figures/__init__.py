@@ -69,6 +69,9 @@ OF_RUNS: dict[str, FigureSpec[Sequence[RunData]]] = _register(
 )
 OF_STEPS: "dict[str, FigureSpec[Checkpoints]]" = _register(
     ("training-by-step", "training", "loss, sinks, gradient sinks and norms by training step", "summary"),
+    ("training-onsets", "training",
+        "onsets of value gradient, norm and sink in training, and which of them leads",
+        "attention_by_sequence", "activation_by_sequence", "gradient_by_group"),
     ("training-gradient-norms", "gradients", "gradient norms by token position and step (GS fig. 2)", "gradient"),
 )
 OF_ARMS: "dict[str, FigureSpec[Arms]]" = _register(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import (
+    INCHES_PER_CHARACTER,
     Checkpoints,
     escape,
     heading,
@@ -24,11 +26,24 @@ from sinkscope.figures.labels import (
     wrapped,
 )
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import GUIDE, HIGHEST, OTHERS, REFERENCE, SINK, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.figures.style import (
+    COLUMN,
+    GUIDE,
+    HIGHEST,
+    OTHERS,
+    REFERENCE,
+    SINK,
+    VERMILION,
+    WIDE,
+    Figure,
+    Look,
+    new_figure,
+)
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.metrics import METRICS, Metric
 from sinkscope.results.run import RunData
 from sinkscope.training.tables import UNTOUCHED, sinking_layer
+from sinkscope.verdict.onsets import QUANTITIES, onset_table
 from sinkscope.verdict.trained import without_start
 
 # --- Growth of sinks, gradient sinks and massive activations in training: metrics of the model by training step
@@ -98,6 +113,73 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
             ax.legend(loc="best", handlelength=2.2, borderaxespad=0.2)
     plot.step_axis(axes[0], steps)
     return figure.finish(steps_title(runs))
+
+
+# --- The order in which value gradient, norm and sink appear (verdict/onsets.py): their courses with 95 % bands and
+# onsets, and at the bottom the lead of one over the other from step to step, with its null
+
+BAND: Look = {"alpha": 0.22, "linewidth": 0}
+CHANCE: Look = {"facecolor": "0.82", "edgecolor": "none"}
+
+
+@needs(
+    lambda runs: len(onset_table(runs)),
+    "two of sink rate, norm and value gradient are needed, on the same two or more sequences at two or more steps",
+)
+def draw_training_onsets(runs: Checkpoints) -> Figure:
+    runs = sorted(runs, key=lambda pair: pair[0])
+    table = onset_table(runs)
+    found = {(row.number, row.quantity): row for row in table.itertuples()}
+    names, leads = [name for number, name in found if number == "onset"], table[table["number"] == "lead"]
+    heights = [1.0] * len(names) + [0.1 + 0.36 * len(leads)] * (len(leads) > 0)
+    figure = new_figure(COLUMN, 0.9 + 0.95 * sum(heights))
+    axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for ax, name in zip(axes, names, strict=False):
+        course = table[(table["number"] == "course") & (table["quantity"] == name)].set_index("step")
+        onset, quantity = found["onset", name], QUANTITIES[name]
+        plot.curve(ax, course["value"], **SINK)
+        ax.fill_between(course.index, course["low"], course["high"], color=SINK["color"], **BAND)
+        ax.axhline(found["threshold", name].value, **GUIDE)
+        if np.isfinite(onset.value):
+            ax.axvspan(onset.low, min(onset.high, course.index[-1]), color=VERMILION, **BAND)
+            ax.axvline(onset.value, color=VERMILION, linewidth=1)
+        is_wide = quantity.is_ratio and course["high"].max() > 10 * course["low"].min()
+        plot.value_axis(ax, quantity.unit, log=is_wide)
+        ax.set_title(quantity.title, loc="left")
+        ax.set_title(_onset_label(onset), loc="right", color=VERMILION)
+        if ax is not axes[0]:
+            ax.sharex(axes[0])
+        ax.tick_params(labelbottom=name == names[-1])
+    plot.step_axis(axes[0], [step for step, _ in runs])
+    axes[len(names) - 1].set_xlabel("training step")
+    if len(leads):
+        _draw_leads(axes[-1], leads)
+    signs: dict[str, Look] = {"onset": {"color": VERMILION, "linewidth": 1}, "threshold": GUIDE}
+    signs |= {"95 % over sequences": {"facecolor": SINK["color"], "alpha": BAND["alpha"]}}
+    signs |= {"steps in random order": CHANCE} if len(leads) else {}
+    return figure.finish(shorten(steps_title(runs), int(COLUMN / INCHES_PER_CHARACTER)), signs, ncols=2)
+
+
+def _onset_label(onset: Any) -> str:
+    if not np.isfinite(onset.value):
+        return "no onset"
+    high = plot.step_label(onset.high) if np.isfinite(onset.high) else "∞"
+    return f"{plot.step_label(onset.value)} [{plot.step_label(onset.low)}, {high}]"
+
+
+def _draw_leads(ax: Axes, leads: pd.DataFrame) -> None:
+    """Draw a row for each pair: its lead with the interval, over the middle 95 % of its null."""
+    rows = range(len(leads))
+    ax.barh(rows, leads["null_high"] - leads["null_low"], left=leads["null_low"], height=0.7, **CHANCE)
+    ax.hlines(rows, leads["low"].clip(-2, 2), leads["high"].clip(-2, 2), color=SINK["color"], linewidth=1.1)
+    ax.plot(leads["value"], rows, **SINK | {"linestyle": "none"})
+    ax.axvline(0, **style.NEUTRAL)
+    ax.use_sticky_edges = False  # of the bars, which would have no margin
+    ax.autoscale_view()
+    pairs = zip(leads["quantity"], leads["other"], strict=True)
+    names = [f"{QUANTITIES[first].name}\nbefore {QUANTITIES[second].name}" for first, second in pairs]
+    plot.name_rows(ax, names, shaded=False)
+    ax.set_xlabel("lag correlation, minus the reverse")
 
 
 # --- The arms of a training and their looks: an arm looks the same in every figure

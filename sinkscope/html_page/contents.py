@@ -20,7 +20,7 @@ from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, newer_columns, read_table
 from sinkscope.training.tables import UNTOUCHED
-from sinkscope.verdict import factor_study
+from sinkscope.verdict import factor_study, onsets
 from sinkscope.verdict.register import REPORTS, written_tables
 from sinkscope.verdict.trained import gates_moved
 
@@ -70,6 +70,8 @@ class Contents:
         findings: Sequence[Finding] = ()
         if len(tables) == len(files) and manifest["command"] in REPORTS:
             findings = REPORTS[manifest["command"]](RunData(manifest, tables, folder)).findings
+        elif onsets.TABLE in tables:
+            findings = onsets.findings(tables[onsets.TABLE])
         elif len(tables) == len(files) and "gates" in tables:
             findings = gates_moved(tables["gates"])
         return cls(manifest, tables, parts, findings, folder, absent, named_by)

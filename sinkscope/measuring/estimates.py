@@ -138,12 +138,16 @@ def before_valves(gradient: pd.DataFrame) -> pd.DataFrame:
     return gradient[~after].assign(pathway=gradient["pathway"].mask(is_raw, "value"))
 
 
-def gradient_ratio(sequences: Sequences, pathway: str) -> Estimate:
-    """Estimate the norm at position 0 ÷ at later positions, averaged over layers first (GS fig. 2)."""
+def gradient_ratios(sequences: Sequences, pathway: str) -> np.ndarray:
+    """Return the norm at position 0 ÷ at later positions, averaged over layers first (GS fig. 2), (1 + groups,)."""
     by_position = gradients(sequences, pathway).mean(1)
     if by_position.shape[1] < min(LATER.stop, sequences.run.manifest["input"]["longest"]):
         raise Lacks("needs positions 5–15: --positions 16 or more")
-    return positive_jackknife(by_position[:, 0] / later_positions(by_position).mean(1))
+    return by_position[:, 0] / later_positions(by_position).mean(1)
+
+
+def gradient_ratio(sequences: Sequences, pathway: str) -> Estimate:
+    return positive_jackknife(gradient_ratios(sequences, pathway))
 
 
 def later_positions(x: np.ndarray) -> np.ndarray:

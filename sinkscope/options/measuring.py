@@ -207,7 +207,8 @@ class AnalyzeOptions(RunConfig):
 
     Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md, index.html) and prints the verdict.
 
-    Steps of training (--revision step0,step512,… or a folder of checkpoint-…): a run folder each, figures by step.
+    Steps of training (--revision step0,step512,… or a folder of checkpoint-…): a run folder each, figures by step,
+    and the order in which sink, norm and value gradient appear.
 
     `accelerate launch -m sinkscope.cli analyze …` distributes the sequences over several GPUs."""
     writes: ClassVar = "runs/MODEL-INPUT"

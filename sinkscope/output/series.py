@@ -3,14 +3,16 @@
 OUT/run.json                  the steps, and their common options
 OUT/step512/                  the run folder of a step
 OUT/tables/series.parquet     the summaries of all steps, a row for each value
+OUT/tables/onset.parquet      when sink, norm and value gradient appear (verdict/onsets.py), if they were measured
+OUT/verdict.md                the same in words
 OUT/figures/training-*.png|pdf
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 
@@ -25,13 +27,21 @@ from sinkscope.output.comparison import differing_lines, differing_settings
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
+from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import folder_of, format_of, make_manifest, read_manifest
-from sinkscope.results.tables import LEADING_COLUMNS, METRIC, VALUE, Column, read_table
+from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, names_of, read_table
+from sinkscope.verdict.onsets import COLUMNS as ONSET_COLUMNS
+from sinkscope.verdict.onsets import TABLE as ONSET
+from sinkscope.verdict.onsets import findings as onset_findings
+from sinkscope.verdict.onsets import onset_table, verdict
 
 COMMAND = "analyze_steps"  # in the manifest
 TABLE = "series"
 COLUMNS = ["model", "condition", "step", "layer", "metric", "value"]
-_SCHEMA = (*LEADING_COLUMNS, Column("step", "of the training", kind="whole"), METRIC, VALUE)
+_SCHEMAS = {
+    TABLE: (*LEADING_COLUMNS, Column("step", "of the training", kind="whole"), METRIC, VALUE),
+    ONSET: (*LEADING_COLUMNS, *ONSET_COLUMNS),
+}
 HEADLINES = ("sink_rate", "value_drain", "norm_ratio", "massive_count", "value_gradient_ratio", "loss")
 
 
@@ -49,23 +59,34 @@ class Series(Result):
 
     @classmethod
     def of(
-        cls, model: str, checkpoints: list[Checkpoint], options: Options, runs: Mapping[int, Run], start: float
+        cls,
+        model: str,
+        checkpoints: list[Checkpoint],
+        options: Options,
+        runs: Mapping[int, Run],
+        start: float,
+        **facts: Any,
     ) -> "Series":
-        """Return the series of these runs in memory; `options` are the options of one run."""
+        """Return the series of these runs in memory; `options` are those of one run, `facts` more for run.json."""
         path = Path(model).expanduser()
         name = path.resolve().name if path.is_dir() else model  # as in a run's tables
         parts = [run.tables["summary"].assign(model=name, step=step) for step, run in runs.items()]
+        tables = {TABLE: pd.concat(parts, ignore_index=True)[COLUMNS]}
+        condition = runs[checkpoints[0].step].condition
+        if len(onsets := onset_table(list(runs.items()))):
+            tables[ONSET] = onsets.assign(model=name, condition=condition)[[*LEADING, *names_of(ONSET_COLUMNS)]]
         revisions = ",".join(checkpoint.name for checkpoint in checkpoints)
         manifest = make_manifest(
             COMMAND,
             options.model_dump(mode="json") | {"model": model, "revision": revisions},
             start,
-            tables=[TABLE],
+            tables=list(tables),
             model=name,
-            condition=runs[checkpoints[0].step].condition,
+            condition=condition,
             steps=[{"step": at.step, "name": at.name, "folder": at.folder} for at in checkpoints],
+            **facts,
         )
-        return cls(manifest, {TABLE: pd.concat(parts, ignore_index=True)[COLUMNS]}, runs=runs)
+        return cls(manifest, tables, runs=runs)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Series":
@@ -74,10 +95,13 @@ class Series(Result):
         manifest = read_manifest(folder, (COMMAND,))
         try:
             runs = {int(at["step"]): Run.open(folder / at["folder"]) for at in manifest["steps"]}
-            table = read_table(folder / "tables" / f"{TABLE}.parquet", _SCHEMA, format_of(manifest))
+            tables = {
+                name: read_table(folder / "tables" / f"{name}.parquet", _SCHEMAS[name], format_of(manifest))
+                for name in manifest["tables"]
+            }
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{folder} is damaged: {one_line(error)}") from error
-        return cls(manifest, {TABLE: table}, folder, runs=runs)
+        return cls(manifest, tables, folder, runs=runs)
 
     @property
     def table(self) -> pd.DataFrame:
@@ -91,6 +115,19 @@ class Series(Result):
     @property
     def drawings(self) -> Drawings:
         return drawings_of(OF_STEPS, list(self.runs.items()))
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        return onset_findings(self.tables[ONSET]) if ONSET in self.tables else ()
+
+    @property
+    def verdict(self) -> str:
+        """The findings as Markdown; "" if there are none."""
+        return verdict(self.manifest["model"], self.findings)
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        return {"verdict.md": self.verdict + "\n"} if self.verdict else {}
 
     @property
     def parts(self) -> Mapping[int, Run]:

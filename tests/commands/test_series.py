@@ -6,15 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from hub import Hub, Repo
+from PIL import Image
 from support.figures import skip_figures
+from support.retrofit_command import command_line
 from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, Series
+from sinkscope.commands.run import run_recipe
+from sinkscope.figures.style import COLUMN
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
 from sinkscope.models.steps import find_checkpoints, step_of
@@ -93,11 +98,11 @@ def test_the_folder(series: Series) -> None:
     assert figures
     assert all(name.startswith("training-") for name in figures)
     assert {path.name for path in series.folder.iterdir()} == {
-        "run.json", "tables", "figures", "index.html", *(f"step{step}" for step in STEPS),
+        "run.json", "tables", "figures", "index.html", "verdict.md", *(f"step{step}" for step in STEPS),
     }  # fmt: skip
     manifest = json.loads((series.folder / "run.json").read_text(encoding="utf-8"))
     assert [at["step"] for at in manifest["steps"]] == list(STEPS)
-    assert (manifest["command"], manifest["tables"]) == ("analyze_steps", ["series"])
+    assert (manifest["command"], manifest["tables"]) == ("analyze_steps", ["onset", "series"])
     with pytest.raises(InputError, match=r"is of `sinkscope analyze_steps`.*but holds runs: name one of them"):
         Run.open(series.folder)
     assert [path.name for path in series.folder.parent.iterdir()] == ["out"]
@@ -112,6 +117,51 @@ def test_revisions_of_a_hub_repository(hub: Hub, trained: Path, series: Series) 
     kept = series.table[series.table["step"] != 40].reset_index(drop=True)
     pd.testing.assert_frame_equal(again.table.drop(columns="model"), kept.drop(columns="model"))
     assert refused("org/name", "step5,step6").startswith("at step 6: org/name has no revision 'step6'")
+
+
+def test_a_recipe_measures_the_steps(trained: Path, series: Series, tmp_path: Path) -> None:
+    content = {"title": "Steps", "options": OPTIONS, "figures": ["sink-map"]}
+    (tmp_path / "steps.yaml").write_text(json.dumps(content))
+    done = run_recipe(tmp_path / "steps.yaml", trained, out=tmp_path / "out")
+    again = Series.open(done.folder)
+    for name, table in series.tables.items():
+        pd.testing.assert_frame_equal(again.tables[name], table)
+    assert done.result is not None
+    assert done.result.markdown == again.verdict
+    for result in (again, *again.runs.values()):
+        assert result.manifest["recipe"]["content"] == content
+    assert {path.stem for path in (done.folder / "step5" / "figures").iterdir()} == {"sink-map"}
+    assert {path.stem for path in (done.folder / "figures").iterdir()} == set(again.drawings)
+
+
+def test_the_checkpoints_of_a_training_give_the_order_of_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_figures(monkeypatch, of_runs_only=True)
+    lab, out = tmp_path / "lab", tmp_path / "out"
+    given = {"steps": 20, "save_every": 2, "batch_size": 8, "block_length": 32, "num_seqs": 8}
+    shown = {"figures": False, "page": False}
+    sinkscope.train(
+        "bigram-backcopy", "none", text="bigram-backcopy", observables="attention", out=lab, **given, **shown
+    )
+    result = command_line(
+        "analyze", lab / "none" / "checkpoints", "--input", lab / "held-out.npy", "--num-seqs", 8, "--seq-len", 32,
+        "--observables", "attention,activation,gradient", "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = Series.open(out)
+    assert list(found.runs) == list(range(0, 21, 2))
+    assert found.verdict in result.stdout
+    assert (out / "verdict.md").read_text(encoding="utf-8") == found.verdict + "\n"
+    assert "order-norm-sink_rate" in {finding.name for finding in found.contents.findings}
+    table = found.tables["onset"]
+    course = table[table["number"] == "course"].pivot(index="step", columns="quantity", values="value")
+    null = table.loc[table["number"].isin(["uniform", "step-0"]), "value"].item()
+    np.testing.assert_allclose(null * course["value_gradient"], found.headlines["value_gradient_ratio"], rtol=1e-5)
+    np.testing.assert_allclose(course["sink_rate"], 100 * found.headlines["sink_rate"], atol=1e-4)
+    assert set(table["number"]) >= {"onset", "delay", "lag", "lead"}
+    with Image.open(out / "figures" / "training-onsets.png") as picture:
+        assert picture.width / picture.info["dpi"][0] == pytest.approx(COLUMN, abs=0.02)
 
 
 # --- which steps

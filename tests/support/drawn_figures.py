@@ -14,6 +14,7 @@ from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED
 from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
 from support.figure_tables import gradient_tables, grid, make_run
+from support.made_up_steps import made_up_steps, sigmoid
 
 SEEDS, STEPS = range(3), range(0, 101, 10)
 SINGLE = {"nullify-query-bias": [0]}
@@ -25,6 +26,7 @@ MANY = {
     **{f"arm {place}": [0] for place in range(7)},
 }
 ELSEWHERE = {"first": [0], "second": [2, 4, 5], "third": [3]}
+DOUBLED = [0, *(2**power for power in range(12))]  # steps of a training
 STEP_METRICS = (
     "loss", "sink_rate", "value_gradient_ratio", "key_gradient_ratio", "norm_ratio", "compress_slope",
     "compress_correlation",
@@ -38,6 +40,10 @@ def drawn(name: str) -> Figure:
     """Return the figure of this name."""
     if name in OF_RUNS:
         return OF_RUNS[name]([make_run(model="org/One_1"), make_run(model="org/Two_2")])
+    if name == "training-onsets":
+        rise = sigmoid(DOUBLED, 50)
+        courses = {"value_gradient": 1 + 40 * rise, "norm": 1 + 200 * rise, "sink_rate": 0.4 * rise}
+        return OF_STEPS[name](made_up_steps(DOUBLED, courses))
     if name in OF_STEPS:
         return OF_STEPS[name]([checkpoint(step) for step in (0, 100, 1000)])
     if name in OF_ARMS:

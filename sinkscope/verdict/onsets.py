@@ -1,0 +1,359 @@
+"""The order in which the sink, the norm and the value gradient of position 0 appear in a training.
+
+Three quantities of each checkpoint:
+
+value_gradient   value gradient at position 0 ÷ at positions 5–15, norms averaged over layers (GS fig. 2), ÷ its null:
+                 the same ratio under uniform causal attention, or that of step 0 if it was measured and is larger
+norm             ‖h₀‖ ÷ norm at positions 5–15 of a layer's output, in the layer where this is largest
+sink_rate        sink rate at position 0 in %, mean over layers
+
+The onset is the first measured step from which on a quantity stays beyond its threshold. The threshold of the sink rate
+is SINK. That of the others is halfway, on the scale of logarithms, between their values at the first and the last step;
+they have an onset only if these two values differ (the interval of the difference does not contain 0). An onset at the
+first step means «at or before it», an infinite onset «not by the last step».
+
+The delay of an onset behind another is the difference of their log₁₀(step + 1). Steps between two checkpoints are
+unknown, so that onsets between the same two checkpoints have no order.
+
+The lag correlation of X before Y is Pearson's correlation, over steps i, of the change of X from step i to i + 1 with
+the change of Y from i + 1 to i + 2. The lead of X over Y is the lag correlation of X before Y minus that of Y before X.
+Its null has the same changes of X and Y in a random order of the steps, the same order for both: it keeps how changes
+are distributed and how those of one step belong together, and has neither order nor lead. Unrelated smooth courses
+are beyond its middle 95 % in less than 5 % of trials, courses of noise around a constant in 7 %.
+
+All intervals are 95 % percentile intervals over resampled sequences. A gradient is a sum over sequences, so that a
+sequence drawn twice would add its own noise twice (`jackknife` in results/statistics.py): groups of sequences are
+resampled through their influence, which is the change of a value when the group is left out. A draw has the same groups
+for all quantities and steps; all that the steps share, such as a difficult sequence, therefore drops out of a delay.
+The intervals do not contain the spread over seeds of the training.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import combinations, permutations
+from math import inf, isfinite, isinf, isnan, nan
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from sinkscope.measuring.estimates import gradient_ratios, norm_ratios, sink_rates
+from sinkscope.measuring.observables.reductions import GROUPS
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.results.findings import SINK, Finding, Outcome
+from sinkscope.results.judgment import NotDefined
+from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Lacks, Sequences
+from sinkscope.results.statistics import DRAWS, LEVEL, SEED, Estimate, bootstrap, resamplings
+from sinkscope.results.tables import Column
+
+TABLE = "onset"
+COLUMNS = (
+    Column("number", "course, threshold, onset, delay, lag, lead; or uniform or step-0, the null of value_gradient",
+        kind="text"),
+    Column("quantity", "value_gradient, norm or sink_rate; of a pair, the first", kind="text"),
+    Column("other", "the second quantity of a pair; empty for a single one", kind="text"),
+    Column("step", "of the training, for a course; -1: of no single step", kind="whole"),
+    Column("value", "the number; an onset is a step, NaN: none, infinite: not by the last step"),
+    Column("low", "lower end of its 95 % interval over sequences"),
+    Column("high", "upper end"),
+    Column("null_low", "lower end of the middle 95 % of its null, for a lead"),
+    Column("null_high", "upper end"),
+)  # fmt: skip
+FEWEST_STEPS = 8  # for lags: with fewer, the null reaches from almost -2 to 2
+FEWEST_QUANTITIES = 2
+UNIFORM, STEP_0 = "uniform", "step-0"
+NULLS = {UNIFORM: "null: uniform attention", STEP_0: "null: step 0"}
+SECTION = "Order in training"
+
+
+class Quantity(NamedTuple):
+    """One of the quantities, and how it is called."""
+
+    name: str  # in sentences
+    title: str
+    unit: str
+    is_ratio: bool  # whether its values are compared as logarithms
+    of: Callable[[Sequences], np.ndarray]  # (R,): the run's value, then those of resampled sequences
+
+
+# fmt: off
+QUANTITIES: Mapping[str, Quantity] = {
+    "value_gradient": Quantity("value gradient", "value gradient ÷ null", "ratio", True,
+        lambda sequences: gradient_ratios(sequences, "value")),
+    "norm": Quantity("norm", "‖h₀‖ ÷ later norms", "ratio,\nlargest layer", True,
+        lambda sequences: norm_ratios(sequences, "layer_out").max(1)),
+    "sink_rate": Quantity("sink", "sink rate", "%", False, sink_rates),
+}
+# fmt: on
+
+
+# --- a quantity of one run, and its course over S steps
+
+
+class _LeftOut(Sequences):
+    """The by-sequence tables of a run, without each group of its sequences."""
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """(1 + groups, N): 1 for every sequence in the first row, 0 for the sequences of a group in the others."""
+        sequences = np.arange(self.run.manifest["input"]["sequences"])
+        groups = np.arange(min(GROUPS, len(sequences)))
+        return np.concatenate([np.ones((1, len(sequences))), groups[:, None] != sequences % GROUPS])
+
+
+def left_out(run: RunData) -> dict[str, np.ndarray]:
+    """Return quantity → (1 + groups,): its value, then without each group of sequences; without those not measured.
+
+    Ratios are natural logarithms. The value gradient is not yet divided by its null.
+    """
+    sequences, found = _LeftOut(run), {}
+    for name, quantity in QUANTITIES.items():
+        try:
+            values = quantity.of(sequences)
+        except (Lacks, NotDefined):
+            continue
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = np.log(values) if quantity.is_ratio else values
+        if np.isfinite(values).all():
+            found[name] = values
+    return found
+
+
+def resampled(values: np.ndarray) -> np.ndarray:
+    """(S, 1 + groups) values without each group → (1 + draws, S): the values themselves, then of resampled groups.
+
+    Draw b is θ + c Σ_g (w_bg − 1) (θ̄ − θ_g), where group g counts w_bg times and θ_g is the value without it. Its
+    variance is that of the jackknife if c = √((groups − 1) / groups); Student's factor for few groups is in c, too.
+    """
+    groups = values.shape[1] - 1
+    influence = values[:, 1:].mean(1, keepdims=True) - values[:, 1:]
+    student = stats.t.ppf((1 + LEVEL) / 2, groups - 1) / stats.norm.ppf((1 + LEVEL) / 2)
+    scale = student * np.sqrt((groups - 1) / groups)
+    return values[:, 0] + scale * (resamplings(groups) - 1) @ influence.T
+
+
+# --- onsets
+
+
+@dataclass(frozen=True)
+class Onset:
+    """When a quantity stays beyond its threshold."""
+
+    threshold: float  # on the scale of the course
+    places: np.ndarray  # (1 + draws,): index of the step; S: not by the last step. Empty if there is no onset
+
+
+def onset_of(course: np.ndarray, threshold: float | None = None) -> Onset:
+    """Return the onset of a course (1 + draws, S) above a threshold, or halfway from its first to its last value."""
+    if threshold is not None:
+        return Onset(threshold, _places(course > threshold))
+    change = course[:, -1] - course[:, 0]
+    halfway = (course[:, -1] + course[:, 0]) / 2
+    ends = bootstrap(change)
+    if ends.low <= 0 <= ends.high:
+        return Onset(nan, np.empty(0))
+    return Onset(halfway[0], _places((course - halfway[:, None]) * np.sign(change)[:, None] > 0))
+
+
+def _places(beyond: np.ndarray) -> np.ndarray:
+    """(R, S) bool → (R,): the number of steps before the last uninterrupted True entries."""
+    stays = np.logical_and.accumulate(beyond[:, ::-1], axis=1)
+    return beyond.shape[1] - stays.sum(1)
+
+
+def steps_between(places: np.ndarray, steps: Sequence[int]) -> Estimate:
+    """Return the step of an onset with its interval; NaN without an onset."""
+    return _in_order(np.append(np.asarray(steps, float), inf)[places.astype(int)])
+
+
+def delay(first: np.ndarray, second: np.ndarray, steps: Sequence[int]) -> Estimate:
+    """Return log₁₀(step + 1) of the second onset minus that of the first, from their places; NaN if one has none."""
+    if not len(first) or not len(second) or max(first[0], second[0]) == len(steps):
+        return Estimate(nan, -inf, inf)
+    at = np.append(np.log10(np.asarray(steps, float) + 1), inf)
+    with np.errstate(invalid="ignore"):
+        apart = at[second.astype(int)] - at[first.astype(int)]
+    return _in_order(np.where(first == second, 0.0, apart))
+
+
+def _in_order(replicates: np.ndarray) -> Estimate:
+    """Return the interval of (1 + draws,) replicates that are steps: its ends are drawn values, also infinite ones."""
+    if not len(replicates):
+        return Estimate(nan, nan, nan)
+    drawn, tail = np.sort(replicates[1:]), (1 - LEVEL) / 2
+    low, high = drawn[int(np.floor(tail * (len(drawn) - 1)))], drawn[int(np.ceil((1 - tail) * (len(drawn) - 1)))]
+    return Estimate(float(replicates[0]), float(min(low, replicates[0])), float(max(high, replicates[0])))
+
+
+# --- lags
+
+
+def lag_correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return the correlation of changes (R, S − 1) with the other's changes one step later, (R,); NaN for constants."""
+    x, y = first[:, :-1], second[:, 1:]
+    x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (x * y).sum(1) / np.sqrt((x**2).sum(1) * (y**2).sum(1))
+
+
+def lead(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return the lag correlation of `first` before `second` minus that of `second` before `first`, (R,)."""
+    return lag_correlation(first, second) - lag_correlation(second, first)
+
+
+def lead_of(first: np.ndarray, second: np.ndarray) -> Estimate:
+    """Return the lead of a course (1 + draws, S) over another, with the middle 95 % of its null."""
+    x, y = np.diff(first), np.diff(second)
+    random = np.random.default_rng(SEED)
+    orders = random.permuted(np.tile(np.arange(x.shape[1]), (DRAWS, 1)), axis=1)
+    by_chance = lead(x[0][orders], y[0][orders])
+    low, high = np.quantile(by_chance, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    found = bootstrap(lead(x, y))
+    return Estimate(found.value, found.low, found.high, null_low=float(low), null_high=float(high))
+
+
+# --- the table, from runs by step
+
+
+def measured(runs: Sequence[tuple[int, RunData]]) -> dict[str, np.ndarray]:
+    """Return quantity → (S, 1 + groups), see `left_out`, for the quantities of all runs.
+
+    Nothing is returned for one step or one sequence, or if the steps did not read the same sequences, because these
+    could not be resampled together.
+    """
+    inputs = [run.manifest["input"] for _, run in runs]
+    if len(runs) < 2 or inputs[0]["sequences"] < 2 or len({read.get("sha256") for read in inputs}) > 1:
+        return {}
+    by_step = [left_out(run) for _, run in runs]
+    return {
+        name: np.stack([own[name] for own in by_step]) for name in QUANTITIES if all(name in own for own in by_step)
+    }
+
+
+def onset_table(runs: Sequence[tuple[int, RunData]]) -> pd.DataFrame:
+    """Return the table `onset` of runs by step; no rows with fewer than FEWEST_QUANTITIES (`measured`)."""
+    runs = sorted(runs, key=lambda pair: pair[0])
+    values = measured(runs)
+    values = values if len(values) >= FEWEST_QUANTITIES else {}
+    steps, rows = [step for step, _ in runs], list[tuple]()
+
+    def add(number: str, estimate: Estimate, quantity: str, other: str = "", step: int = -1) -> None:
+        nulls = (estimate.null_low, estimate.null_high)
+        rows.append((number, quantity, other, step, estimate.value, estimate.low, estimate.high, *nulls))
+
+    if "value_gradient" in values:
+        at_first = np.exp(values["value_gradient"][0, 0]) if steps[0] == 0 else 0.0
+        uniform = np.nan_to_num(runs[0][1].metric("uniform_gradient_ratio"))
+        if null := max(uniform, at_first):
+            values["value_gradient"] = values["value_gradient"] - np.log(null)
+            add(UNIFORM if uniform >= at_first else STEP_0, Estimate(float(null)), "value_gradient")
+    courses = {name: resampled(of) for name, of in values.items()}
+    if "sink_rate" in courses:
+        courses["sink_rate"] = np.clip(courses["sink_rate"], 0, 100)
+    found = {}
+    for name, course in courses.items():
+        shown = np.exp(course) if QUANTITIES[name].is_ratio else course
+        for step, at_step in zip(steps, shown.T, strict=True):
+            add("course", bootstrap(at_step), name, step=step)
+        found[name] = onset_of(course, None if QUANTITIES[name].is_ratio else SINK)
+        threshold = found[name].threshold
+        add("threshold", Estimate(float(np.exp(threshold)) if QUANTITIES[name].is_ratio else threshold), name)
+        add("onset", steps_between(found[name].places, steps), name)
+    for first, second in combinations(courses, 2):
+        add("delay", delay(found[first].places, found[second].places, steps), first, second)
+    if len(steps) >= FEWEST_STEPS:
+        for first, second in permutations(courses, 2):
+            add("lag", bootstrap(lag_correlation(*map(np.diff, (courses[first], courses[second])))), first, second)
+        for first, second in combinations(courses, 2):
+            add("lead", lead_of(courses[first], courses[second]), first, second)
+    return pd.DataFrame(rows, columns=[column.name for column in COLUMNS]).assign(layer=WHOLE_MODEL)
+
+
+# --- the findings, from the table
+
+
+def findings(table: pd.DataFrame) -> list[Finding]:
+    """Return the onset of each quantity, the order of each two, and which of the two leads."""
+    rows = {(row.number, row.quantity, row.other): row for row in table.itertuples() if row.number != "course"}
+    last = table[table["number"] == "course"].groupby("quantity")["value"].last()
+    falls = {
+        name for name in last.index if QUANTITIES[name].is_ratio and last[name] < rows["threshold", name, ""].value
+    }
+    called = {name: of.name + " (falling)" * (name in falls) for name, of in QUANTITIES.items()}
+    say = {"onset": partial(_onset, rows, table), "delay": partial(_order, called), "lead": partial(_lead, rows)}
+    found = [say[number](row) for (number, *_), row in rows.items() if number in say]
+    sentence = "Intervals are over the sequences of this one training: another seed of it may have another order."
+    return [*found, Finding("seeds", SECTION, sentence=sentence)] if found else []
+
+
+def _onset(rows: Mapping[tuple[str, str, str], Any], table: pd.DataFrame, row: Any) -> Finding:
+    name, threshold = row.quantity, rows["threshold", row.quantity, ""].value
+    course = table[(table["number"] == "course") & (table["quantity"] == name)]
+    first, last = course.iloc[0], course.iloc[-1]
+    nulls = [f" ({says}: {rows[kind, name, ''].value:.3g})" for kind, says in NULLS.items() if (kind, name, "") in rows]
+    unit = " %" if QUANTITIES[name].unit == "%" else ""
+    sentence = f"{QUANTITIES[name].title}{''.join(nulls)}: {first['value']:.3g}{unit} at step {first['step']}, "
+    sentence += f"{last['value']:.3g}{unit} at step {last['step']}; "
+    if isnan(row.value):
+        sentence += "the two do not differ, so that it has no onset."
+    elif isinf(row.value):
+        sentence += f"not above {threshold:.3g}{unit} at the last step."
+    else:
+        side = "above" if last["value"] > threshold else "below"
+        sentence += f"{side} {threshold:.3g}{unit} from step {row.value:.0f} on {interval_of_steps(row.low, row.high)}."
+    outcome = Outcome.PRESENT if isfinite(row.value) else Outcome.ABSENT
+    return Finding(
+        f"onset-{name}", SECTION, outcome, row.value, threshold=threshold, low=row.low, high=row.high, sentence=sentence
+    )
+
+
+def interval_of_steps(low: float, high: float) -> str:
+    ends = (f"{end:.0f}" if isfinite(end) else "after the last step" for end in (low, high))
+    return f"[{', '.join(ends)}]"
+
+
+def _order(called: Mapping[str, str], row: Any) -> Finding:
+    first, second = called[row.quantity], called[row.other]
+    found = Estimate(row.value, row.low, row.high)
+    if found.high < 0:
+        first, second, found = second, first, -found
+    is_resolved = found.low > 0
+    sentence = f"The {first} has its onset before the {second}"
+    if not is_resolved:
+        sentence = f"The order of the onsets of {first} and {second} is not resolved"
+    if isnan(row.value):
+        sentence += ": one of them has no onset."
+    else:
+        sentence += (
+            f": log₁₀(step + 1) of the {second} is {found.value:.2f} larger [{found.low:.2f}, {found.high:.2f}]."
+        )
+    return Finding(
+        f"order-{row.quantity}-{row.other}", SECTION, Outcome.PRESENT if is_resolved else Outcome.UNDECIDED, row.value,
+        threshold=0.0, low=row.low, high=row.high, is_headline=True, sentence=sentence,
+    )  # fmt: skip
+
+
+def _lead(rows: Mapping[tuple[str, str, str], Any], row: Any) -> Finding:
+    pair = (row.quantity, row.other)
+    first, second = (QUANTITIES[name].name for name in pair)
+    is_resolved = (row.low > 0 and row.value > row.null_high) or (row.high < 0 and row.value < row.null_low)
+    leads, follows = (first, second) if row.value > 0 else (second, first)
+    sentence = f"Changes of the {leads} precede those of the {follows}"
+    if not is_resolved:
+        sentence = f"Neither {first} nor {second} leads the changes of the other"
+    sentence += f": r = {rows['lag', *pair].value:.2f} for {first} first, {rows['lag', *pair[::-1]].value:.2f} for "
+    sentence += f"{second} first; the difference is {row.value:.2f} [{row.low:.2f}, {row.high:.2f}], and "
+    sentence += f"{row.null_low:.2f} to {row.null_high:.2f} in a random order of the steps."
+    return Finding(
+        f"lead-{row.quantity}-{row.other}", SECTION, Outcome.PRESENT if is_resolved else Outcome.UNDECIDED, row.value,
+        threshold=row.null_high if row.value > 0 else row.null_low, low=row.low, high=row.high, sentence=sentence,
+    )  # fmt: skip
+
+
+def verdict(model: str, found: Sequence[Finding]) -> str:
+    """Return the findings as Markdown; "" if there are none."""
+    lines = [f"- {finding.sentence}" for finding in found]
+    return "\n\n".join((f"## {model}, {SECTION.lower()}", "\n".join(lines))) if lines else ""

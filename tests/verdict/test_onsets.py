@@ -1,0 +1,247 @@
+"""The order of events in a training: onsets, their delays and leads, in made-up courses with a known order."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf, isnan
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.made_up_steps import UNIFORM, made_up_steps, sigmoid
+
+from sinkscope.results.findings import SINK
+from sinkscope.results.run import RunData
+from sinkscope.results.statistics import bootstrap, jackknife
+from sinkscope.verdict.onsets import (
+    QUANTITIES,
+    delay,
+    findings,
+    lag_correlation,
+    lead,
+    lead_of,
+    onset_of,
+    onset_table,
+    resampled,
+    steps_between,
+)
+
+STEPS = [0, *(2**power for power in range(12))]
+LATE, EARLY = 300, 50  # between the steps 256 and 512, and 32 and 64: two steps apart
+
+
+def rows_of(table: pd.DataFrame, number: str) -> dict[tuple[str, str], Any]:
+    return {(row.quantity, row.other): row for row in table[table["number"] == number].itertuples()}
+
+
+def training(**onsets: float) -> dict[str, np.ndarray]:
+    """Return courses with these onsets; ratios rise evenly in logarithms."""
+    of = {name: sigmoid(STEPS, onset) for name, onset in onsets.items()}
+    rises = {"value_gradient": lambda x: 2 * 20**x, "norm": lambda x: 100**x, "sink_rate": lambda x: 0.2 * x}
+    return {name: rise(of[name]) for name, rise in rises.items()}
+
+
+def sentences(runs: list[tuple[int, RunData]]) -> dict[str, str]:
+    return {found.name: found.sentence for found in findings(onset_table(runs))}
+
+
+# --- resampling
+
+
+def test_draws_have_the_interval_of_the_jackknife() -> None:
+    for groups in (4, 20):
+        values = np.random.default_rng(groups).normal(size=(1, 1 + groups))
+        expected, found = jackknife(values[0]), bootstrap(resampled(values)[:, 0])
+        assert found.value == values[0, 0]
+        assert found.high - found.low == pytest.approx(expected.high - expected.low, rel=0.15)
+
+
+def test_what_all_steps_share_drops_out_of_their_difference() -> None:
+    shared = np.random.default_rng(0).normal(size=21)
+    drawn = resampled(np.stack([shared, shared + 3]))
+    assert drawn[:, 0].std() > 0.1
+    np.testing.assert_allclose(drawn[:, 1] - drawn[:, 0], 3)
+
+
+# --- onsets
+
+
+def onset(course: list[float], threshold: float | None = None) -> float:
+    rows = np.tile(course, (5, 1))
+    return steps_between(onset_of(rows, threshold).places, range(0, 10 * len(course), 10)).value
+
+
+def test_an_onset_is_where_a_course_stays_beyond_its_threshold() -> None:
+    assert onset([0, 2, 0, 2, 2], 1) == 30  # not at its first visit
+    assert onset([2, 2, 2], 1) == 0
+    assert onset([2, 2, 0], 1) == inf
+    assert onset([0, 1, 1], 1) == inf  # at the threshold is not above it
+    assert onset([0, 4, 6, 10]) == 20  # halfway from first to last
+    assert onset([10, 6, 4, 0]) == 20
+    assert onset([0, 20, 0, 10]) == 30
+    assert isnan(onset([3, 9, 3]))  # the last value is that of the first step
+
+
+def test_no_onset_if_the_last_value_is_within_the_interval_of_the_first() -> None:
+    random = np.random.default_rng(0)
+    course = np.array([0.0, 0.5, 0.2]) + random.normal(size=(1001, 3))
+    course[0] = 0.0, 0.5, 0.2
+    assert not len(onset_of(course).places)
+    assert len(onset_of(course + np.array([0, 0, 5])).places)
+
+
+def test_ends_of_an_onset_are_steps_also_after_the_last_one() -> None:
+    places = np.repeat([2, 1, 2, 4], [1, 100, 860, 40])
+    found = steps_between(places, [0, 10, 100, 1000])
+    assert (found.value, found.low, found.high) == (100, 10, inf)
+
+
+def test_a_delay_is_that_of_the_second_onset() -> None:
+    first, second = np.full(1001, 1), np.full(1001, 2)
+    found = delay(first, second, [0, 9, 99, 999])
+    assert (found.value, found.low, found.high) == (1, 1, 1)
+    assert delay(second, first, [0, 9, 99, 999]).high == -1
+    assert isnan(delay(first, np.full(1001, 4), [0, 9, 99, 999]).value)  # not by the last step
+    assert isnan(delay(first, np.empty(0), [0, 9, 99, 999]).value)
+
+
+# --- lags
+
+
+def test_lag_correlation_is_pearsons() -> None:
+    x, y = np.random.default_rng(0).normal(size=(2, 3, 12))
+    expected = [np.corrcoef(a[:-1], b[1:])[0, 1] for a, b in zip(x, y, strict=True)]
+    np.testing.assert_allclose(lag_correlation(x, y), expected)
+    np.testing.assert_allclose(lead(x, y), -lead(y, x))
+    np.testing.assert_allclose(lead(x, x), 0, atol=1e-12)
+
+
+def courses(steps: int, seed: int, memory: float = 0.0, follows: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Return two courses without sampling noise; changes of the second follow those of the first by one step."""
+    random = np.random.default_rng(seed)
+    changes = random.normal(size=(2, steps))
+    for step in range(1, steps):
+        changes[:, step] += memory * changes[:, step - 1]
+        changes[1, step] += follows * changes[0, step - 1]
+    first, second = changes.cumsum(1)
+    return np.tile(first, (3, 1)), np.tile(second, (3, 1))
+
+
+def test_a_course_that_follows_another_by_a_step_is_found() -> None:
+    first, second = courses(20, 0, follows=3.0)
+    found, back = lead_of(first, second), lead_of(second, first)
+    assert found.value > 0.5
+    assert found.value > found.null_high
+    assert back.value == pytest.approx(-found.value)
+    assert back.value < back.null_low
+    assert found.low == found.high == pytest.approx(found.value)  # no noise in these
+
+
+@pytest.mark.parametrize("memory", [0.0, 0.8, -0.6])
+def test_unrelated_courses_are_beyond_the_null_as_rarely_as_it_says(memory: float) -> None:
+    found = [lead_of(*courses(20, seed, memory)) for seed in range(300)]
+    beyond = np.mean([not each.null_low <= each.value <= each.null_high for each in found])
+    assert beyond < 0.09  # 0.05 and 3 standard errors of 300 trials
+    if not memory:
+        assert beyond > 0.015
+
+
+# --- trainings
+
+
+@pytest.mark.parametrize("first", ["sink_rate", "norm"])
+def test_the_order_of_a_training_with_a_known_order(first: str) -> None:
+    onsets = {"sink_rate": LATE, "norm": LATE} | {first: EARLY}
+    runs = made_up_steps(STEPS, training(value_gradient=EARLY, **onsets))
+    table = onset_table(runs)
+    found, delays = rows_of(table, "onset"), rows_of(table, "delay")
+    expected = {"norm": {EARLY: 64, LATE: 512}[onsets["norm"]], "value_gradient": 64}
+    assert {name: found[name, ""].value for name in expected} == expected
+    for row in found.values():
+        assert row.low <= row.value <= row.high
+    between = delays["norm", "sink_rate"]
+    assert (between.high < 0) if first == "sink_rate" else (between.low > 0)
+    said = sentences(runs)["order-norm-sink_rate"]
+    assert said.startswith("The sink has" if first == "sink_rate" else "The norm has")
+    assert f"{abs(between.value):.2f} larger" in said
+
+
+def test_a_fall_is_said_to_be_one() -> None:
+    courses = training(value_gradient=EARLY, norm=EARLY, sink_rate=LATE)
+    said = sentences(made_up_steps(STEPS, courses | {"norm": 1 / courses["norm"]}, noise=1e-6))
+    assert "below 0.1 from step 64 on" in said["onset-norm"]
+    assert said["order-norm-sink_rate"].startswith("The norm (falling) has its onset before the sink: ")
+
+
+def test_quantities_are_those_of_the_tables() -> None:
+    courses = training(value_gradient=EARLY, norm=EARLY, sink_rate=LATE)
+    table = onset_table(made_up_steps(STEPS, courses, noise=1e-6))
+    shown = table[table["number"] == "course"].pivot(index="step", columns="quantity", values="value")
+    np.testing.assert_allclose(shown["value_gradient"], courses["value_gradient"] / UNIFORM, rtol=1e-4)
+    np.testing.assert_allclose(shown["norm"], courses["norm"], rtol=1e-4)
+    np.testing.assert_allclose(shown["sink_rate"], 100 * courses["sink_rate"], atol=1e-3)
+    threshold = {name: row.value for (name, _), row in rows_of(table, "threshold").items()}
+    halfway = {name: np.sqrt(shown[name].iloc[0] * shown[name].iloc[-1]) for name in ("value_gradient", "norm")}
+    assert threshold == pytest.approx(halfway | {"sink_rate": SINK}, rel=1e-4)
+    assert set(rows_of(table, "uniform")) == {("value_gradient", "")}
+
+
+def test_the_null_is_the_value_at_step_0_where_that_is_larger() -> None:
+    courses = training(value_gradient=EARLY, norm=EARLY, sink_rate=LATE)
+    courses["value_gradient"] = 5 * courses["value_gradient"]
+    runs = made_up_steps(STEPS, courses, noise=1e-6)
+    table = onset_table(runs)
+    assert rows_of(table, "step-0")["value_gradient", ""].value == pytest.approx(courses["value_gradient"][0])
+    assert "null: step 0" in sentences(runs)["onset-value_gradient"]
+    later = onset_table(runs[1:])  # without step 0
+    assert rows_of(later, "uniform")["value_gradient", ""].value == UNIFORM
+
+
+def test_no_order_is_claimed_where_there_is_none() -> None:
+    """Norm and value gradient cross their thresholds together; their noise is their own."""
+    claimed = led = 0
+    for seed in range(40):
+        runs = made_up_steps(STEPS, training(value_gradient=EARLY, norm=EARLY, sink_rate=EARLY), 0.5, seed)
+        table = onset_table(runs)
+        between = rows_of(table, "delay")["value_gradient", "norm"]
+        claimed += between.low > 0 or between.high < 0
+        row = rows_of(table, "lead")["value_gradient", "norm"]
+        led += (row.low > 0 and row.value > row.null_high) or (row.high < 0 and row.value < row.null_low)
+        said = {found.name: found.sentence for found in findings(table)}
+        assert said["order-value_gradient-norm"].startswith("The order") == bool(between.low <= 0 <= between.high)
+    assert claimed <= 3  # 5 % of 40, and less because onsets are steps
+    assert led <= 3
+
+
+def test_a_flat_training_has_no_onsets_and_no_order() -> None:
+    flat = {name: np.full(len(STEPS), of[0]) for name, of in training(value_gradient=9, norm=9, sink_rate=9).items()}
+    runs = made_up_steps(STEPS, flat)
+    table = onset_table(runs)
+    onsets = {name: row.value for (name, _), row in rows_of(table, "onset").items()}
+    assert isnan(onsets["value_gradient"])
+    assert isnan(onsets["norm"])
+    assert onsets["sink_rate"] == inf
+    assert all("is not resolved: one of them has no onset" in sentence for name, sentence in sentences(runs).items()
+        if name.startswith("order"))  # fmt: skip
+
+
+def test_steps_that_cannot_be_resampled_together_have_no_table() -> None:
+    runs = made_up_steps(STEPS, training(value_gradient=EARLY, norm=EARLY, sink_rate=LATE))
+    assert {name for name, _ in rows_of(onset_table(runs), "onset")} == set(QUANTITIES)
+    assert len(onset_table(runs[:1])) == 0
+    assert len(onset_table([*runs[:-1], changed(runs[-1], sha256="another")])) == 0
+    assert len(onset_table([changed(run, sequences=1) for run in runs])) == 0
+    only = [(step, replace(run, tables=without(run.tables, "gradient"))) for step, run in runs]
+    assert {name for name, _ in rows_of(onset_table(only), "onset")} == {"norm", "sink_rate"}
+    only = [(step, replace(run, tables=without(run.tables, "attention_by_sequence"))) for step, run in only]
+    assert len(onset_table(only)) == 0
+    assert rows_of(onset_table(runs[-5:]), "lead") == {}
+
+
+def without(tables: Mapping[str, pd.DataFrame], name: str) -> dict[str, pd.DataFrame]:
+    return {other: table for other, table in tables.items() if other != name}
+
+
+def changed(pair: tuple[int, RunData], **read: Any) -> tuple[int, RunData]:
+    step, run = pair
+    return step, replace(run, manifest=run.manifest | {"input": run.manifest["input"] | read})
