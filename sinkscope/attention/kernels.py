@@ -20,9 +20,16 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
-Divisor = Literal["none", "sum", "at-least-1"]  # Z: 1, Σ sim, or max(|Σ sim|, 1)
+Divisor = Literal["none", "sum", "at-least-1", "sizes"]  # Z: 1, Σ sim, max(|Σ sim|, 1), or Σ|e^l − 1| + SOFTPICK
 
 MASKED = torch.finfo(torch.float16).min / 2  # a logit below this is masked
+SOFTPICK = 1e-8  # ε of softpick
+
+
+def _log_size(logits: torch.Tensor) -> torch.Tensor:
+    """Return log|e^l − 1|, finite, without e^l, which may overflow."""
+    return logits.clamp(min=0) + (-torch.expm1(-logits.abs())).clamp(min=torch.finfo(logits.dtype).tiny).log()
+
 
 # similarity → log|sim| of logits
 LOG_SIMILARITIES: dict[str, Elementwise] = {
@@ -30,6 +37,7 @@ LOG_SIMILARITIES: dict[str, Elementwise] = {
     "sigmoid": F.logsigmoid,
     "elu": lambda s: torch.where(s > 0, s.clamp(min=0).log1p(), s),
     "identity": lambda s: s.abs().clamp(min=torch.finfo(s.dtype).tiny).log(),
+    "rectified": lambda s: _log_size(s.clamp(min=0)),  # of relu(e^l − 1)
 }
 # sim itself, without "exp", which may overflow; at masked logits sim and its gradient are 0
 SIMILARITIES: dict[str, Elementwise] = {
@@ -45,7 +53,7 @@ class Operation:
 
     similarity: str  # a key of LOG_SIMILARITIES
     divisor: Divisor  # Z
-    factor: float = 1.0  # α of Z = Σ/α (WSE table 14); 1 for the usual sum
+    factor: float = 1.0  # α of Z/α (WSE table 14 for softmax)
     power: float = 1.0  # p of Z = (Σ simᵖ)^(1/p); 1 for the usual sum
 
     def log_similarity(self, logits: torch.Tensor) -> torch.Tensor:
@@ -58,12 +66,16 @@ class Operation:
         The logits (B,H,R,T) are over all keys, MASKED or less where the query may not attend. For a fully masked row
         lse is the dtype's minimum; without `with_lse` it is NaN unless sim ÷ Z needs it.
         """
-        if self.similarity == "exp":  # in logarithms, because e^s may overflow
+        if self.similarity in ("exp", "rectified"):  # in logarithms, because e^l may overflow
             seen = logits > MASKED
             logits = logits.masked_fill(~seen, 0.0)  # keeps the gradient finite
-            lse = _log_sum(logits, seen)
+            log_sim = self.log_similarity(logits)
+            lse = _log_sum(log_sim, seen)
             log_divisor = lse if self.power == 1 else _log_sum(logits * self.power, seen) / self.power
-            weights = (logits - log_divisor[..., None]).masked_fill(~seen, -torch.inf).exp()
+            if self.divisor == "sizes":
+                log_divisor = _log_sum(_log_size(logits), seen).logaddexp(logits.new_tensor(SOFTPICK).log())
+                seen = seen & (logits > 0)
+            weights = (log_sim - log_divisor[..., None]).masked_fill(~seen, -torch.inf).exp()
             return weights * self.factor, lse
         sim = SIMILARITIES[self.similarity](logits)
         lse = logits.new_full(logits.shape[:-1], torch.nan)
@@ -71,11 +83,12 @@ class Operation:
             with torch.no_grad():
                 lse = _log_sum(self.log_similarity(logits), logits > MASKED)
         if self.divisor == "none":
-            return sim, lse
+            return sim * self.factor, lse
         total = sim.sum(-1, keepdim=True)
         if self.divisor == "at-least-1":
-            return sim / total.abs().clamp(min=1.0), lse
-        return sim / total.clamp(min=torch.finfo(sim.dtype).tiny), lse  # the sum of a fully masked row is 0
+            total = total.abs().clamp(min=1.0)
+        # the sum of a fully masked row is 0
+        return sim / total.clamp(min=torch.finfo(sim.dtype).tiny) * self.factor, lse
 
 
 def _log_sum(log: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

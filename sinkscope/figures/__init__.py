@@ -77,6 +77,7 @@ OF_STEPS: "dict[str, FigureSpec[Checkpoints]]" = _register(
 OF_ARMS: "dict[str, FigureSpec[Arms]]" = _register(
     ("retrofit-bars", "training", "perplexity, outliers and sinks of every arm, over seeds", "retrofit"),
     ("retrofit-training", "training", "loss and displacement of new parameters by training step", "training"),
+    ("retrofit-equal-loss", "training", "sink rate by total weight against held-out loss, of every arm", "training"),
     ("retrofit-layers", "training", "sink rate and norms of every arm by layer (GS fig. 5)", "attention", "activation"),
     ("retrofit-values", "training", "value norms and gates of every arm (VGA figs. 1 and 4)", "geometry"),
     ("backcopy-maps", "training",

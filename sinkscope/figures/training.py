@@ -40,9 +40,10 @@ from sinkscope.figures.style import (
     new_figure,
 )
 from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS, Metric
 from sinkscope.results.run import RunData
-from sinkscope.training.tables import UNTOUCHED, sinking_layer
+from sinkscope.training.tables import HELD_OUT, UNTOUCHED, courses, sinking_layer
 from sinkscope.verdict.onsets import QUANTITIES, onset_table
 from sinkscope.verdict.trained import without_start
 
@@ -366,6 +367,30 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     plot.step_axis(axes[0], sorted(training["step"].unique().tolist()))
     band = "bands: lowest to highest" if arms.seeds > 1 else ""
     return figure.finish(arms.title(arms.seeds_text(), band), axes[0].lines, ncols=4)
+
+
+# --- The sink rate against the held-out loss that an arm has reached, a line for each seed. Arms are compared at equal
+# loss, because one that learns more slowly also has its sink later.
+
+
+def _courses(arms: Arms) -> dict[tuple[str, int], pd.DataFrame]:
+    return courses(arms.tables["training"], HELD_OUT)
+
+
+@needs(_courses, "no arm has a held-out loss by step: train with --probe attention")
+def draw_retrofit_equal_loss(arms: Arms) -> Figure:
+    found = _courses(arms)
+    looks = arm_looks(dict.fromkeys(arm for arm, _ in found))
+    figure = new_figure(style.TEXT, 3.0)
+    ax = figure.subplots()
+    for (arm, _), course in found.items():
+        ax.plot(course["loss"], 100 * course["rate"], **looks[arm] | {"marker": "", "linewidth": 0.9})
+        ax.plot(course["loss"].iloc[-1:], 100 * course["rate"].iloc[-1:], **looks[arm] | {"label": None})
+    plot.value_axis(ax, f"{METRICS[HELD_OUT[1]].short} in %")
+    ax.axhline(SINK_RATE, **REFERENCE)
+    ax.invert_xaxis()  # training goes to the right
+    ax.set_xlabel(METRICS[HELD_OUT[0]].label)
+    return figure.finish(arms.title(arms.seeds_text(), "marks: the end of training"), _signs(looks), ncols=4)
 
 
 # --- Value drain and gates of each arm (VGA figures 1 and 4, GS §5)

@@ -55,6 +55,8 @@ class Trained(Result):
         parts = [words.retrofit_markdown(self.tables["retrofit"])]
         if UNTOUCHED in self.runs:
             parts += [f"{finding.sentence}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
+        if equal := words.equal_loss_markdown(self.tables["training"]):
+            parts.append(equal)
         if "value_norms" in self.tables:
             note = words.without_start(self.runs.values())
             parts.append(words.backcopy_markdown(self.tables["training"], note))

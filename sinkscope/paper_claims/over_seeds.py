@@ -19,6 +19,8 @@ from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, largest_of, mean_of_rates, mean_of_runs, range_of
+from sinkscope.training import tables as training_tables
+from sinkscope.training.tables import HELD_OUT, LOGGED, courses
 
 Measure = Callable[[Evidence], Estimate]
 OfArm = Callable[[Arm], float]
@@ -132,6 +134,31 @@ def difference(role: Need, of: OfArm, method: str, against: str = PLAIN, as_rati
 
 
 ratio = partial(difference, as_ratio=True)
+
+
+def at_equal_loss(role: Need, method: str, against: str = PLAIN) -> Measure:
+    """Return the mean over seeds of one arm's sink rate − another's in points, at the lowest loss that both reach.
+
+    These are the held-out loss and the rate by total weight if a probe measured them, else the training loss and the
+    usual rate.
+    """
+
+    def measure(evidence: Evidence) -> Estimate:
+        study = evidence.studies[role]
+        pairs = [[arms[method], arms[against]] for arms in study.by_seed]
+        for names in (HELD_OUT, LOGGED):
+            found = [[courses(arm.training.tables["training"], names).get((arm.label, arm.seed)) for arm in pair]
+                     for pair in pairs]  # fmt: skip
+            if all(course is not None for pair in found for course in pair):
+                break
+        else:
+            raise Lacks(f"the trainings of {pairs[0][0].label} and {pairs[0][1].label} have no sink rates by step")
+        read = np.stack([training_tables.at_equal_loss(*pair).to_numpy() for pair in found])  # (seeds, arms, 3)
+        (_, level, _), rates = read.mean((0, 1)), 100 * read[..., 2]
+        means = ", ".join(f"{arm.label} {rate:.1f}" for arm, rate in zip(pairs[0], rates.mean(0), strict=True))
+        return mean_of_runs(rates[:, 0] - rates[:, 1]).over(_words(study, f"{means} % at {names[0]} {level:.3f}"))
+
+    return measure
 
 
 # --- plain trainings that differ in one setting

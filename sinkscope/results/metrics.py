@@ -290,6 +290,13 @@ _TRAINED = (
     Metric("total_weight_at_sink", "total weight of queries on the first token (median)", "total weight at the sink",
         "total_weight of the queries that give the first token a share above ε",
         unit="weight", form="{:.3g}", source="WSE §7.4", whole="over queries of all layers", tables=(TRAINING,)),
+    Metric("sink_rate_by_weight", "sink rate by total weight", "sink rate by total weight",
+        "share of heads and sequences in which the first token has more than ε of the weight that all queries together "
+        "give, Σ|sim ÷ Z| (equal to sink_rate for softmax)",
+        unit="share", form="{:.1%}", whole="mean", tables=(TRAINING,)),
+    Metric("sink_rate_by_weight_anywhere", "sink rate by total weight of any token", "sink at any token, by weight",
+        "share of heads and sequences in which any token with enough queries has more than ε of their total weight",
+        unit="share", form="{:.1%}", whole="mean", tables=(TRAINING,)),
 )
 
 

@@ -2,7 +2,8 @@
 
 `elu-kernel` and `mlp-kernel` are similarities of features, φ(q)·φ(k)/√d, with φ = elu + 1 or a small learned network of
 each head. The feature maps act before the taps, so the measured queries and keys are features. The paper's p-norm and
-scaled sums are `softmax` with `power` and `factor`.
+scaled sums are `softmax` with `power` and `factor`. `softpick` is relu(e^l − 1) ÷ (Σ|e^l − 1| + ε) of Zuhri et al. 2025
+(arXiv:2504.20966): a token whose logits are all negative attends to nothing.
 """
 
 from dataclasses import replace
@@ -30,6 +31,7 @@ KINDS: dict[str, tuple[str, Operation]] = {
     "identity-normalized": ("", Operation("identity", "at-least-1")),
     "mlp-kernel": ("mlp", Operation("identity", "none")),
     "mlp-kernel-normalized": ("mlp", Operation("identity", "at-least-1")),
+    "softpick": ("", Operation("rectified", "sizes")),
 }
 
 SCALED = "scaled softmax"  # softmax scaled by α
@@ -72,8 +74,8 @@ class AttendBy(Part, OtherOperation):
 class AttentionOperation(Retrofit):
     name = "operation"
     about = (
-        f"another attention operation, for training from scratch (kind: {', '.join(KINDS)}; of softmax factor: α of "
-        "Z = Σ/α, power: p of Z = (Σ simᵖ)^(1/p))"
+        f"another attention operation, for training from scratch (kind: {', '.join(KINDS)}; factor: α of Z/α; of "
+        "softmax power: p of Z = (Σ simᵖ)^(1/p))"
     )
     paper = "WSE §7.4"
 
@@ -90,8 +92,8 @@ class AttentionOperation(Retrofit):
 
     @model_validator(mode="after")
     def _check_softmax(self) -> "AttentionOperation":
-        if self.kind != "softmax" and (self.factor, self.power) != (1.0, 1.0):
-            raise ValueError(f"factor and power belong to kind=softmax, not to {self.kind}")
+        if self.kind != "softmax" and self.power != 1.0:
+            raise ValueError(f"power belongs to kind=softmax, not to {self.kind}")
         return self
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
@@ -106,5 +108,6 @@ class AttentionOperation(Retrofit):
     def part(self, layer: Layer) -> AttendBy:
         features, operation = KINDS[self.kind]
         operation = replace(operation, factor=self.factor, power=self.power)
-        changed = "p-norm softmax" if self.power != 1.0 else SCALED if self.factor != 1.0 else self.kind
+        is_scaled = self.kind == "softmax" and self.factor != 1.0
+        changed = "p-norm softmax" if self.power != 1.0 else SCALED if is_scaled else self.kind
         return AttendBy(layer, changed, operation, features)

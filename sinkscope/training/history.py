@@ -21,6 +21,7 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
+from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.results.metrics import is_sink
 from sinkscope.retrofits import gate_displacement
 from sinkscope.retrofits.retrofit import registers_before
@@ -175,6 +176,9 @@ class TotalWeight(Observable):
     operations it may be close to 0, and the proxy |sim| ÷ Σ|sim| then means little. Therefore the median is taken over
     the queries after one token, mostly the first, in all heads and sequences, and also over the queries that give this
     token a share above ε. The value of the whole model is over the queries of all layers.
+
+    A sink rate by total weight takes a token's share of the weight of all its queries together, Σ_t w[t,s] ÷ Σ_t W[t],
+    which for softmax is the usual mean of shares: queries that attend to almost nothing then count almost nothing.
     """
 
     name = "total-weight"
@@ -183,22 +187,33 @@ class TotalWeight(Observable):
     def __init__(self, settings: Settings, at: int) -> None:
         super().__init__(settings)
         self.at = at  # index of the token
-        # layer → total weight of each query, and whether its share on the token is above ε
-        self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        # layer → total weight of each query, and whether its share on the token is above ε; and by head and sequence,
+        # whether by total weight the token is a sink, and whether any token with enough queries is
+        self.seen: dict[int, tuple[np.ndarray, ...]] = {}
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         rows, later = slice(0, read.length), slice(self.at + 1, None)
-        total = read.mix_weights(rows, rows).abs().sum(-1)[..., later]
+        weights = upcast(read.mix_weights(rows, rows).abs())
+        total, received = weights.sum(-1), weights.sum(-2)
+        given = total.flip(-1).cumsum(-1).flip(-1)  # by the queries of each key
+        sinks = is_sink(received / given.clamp(min=torch.finfo(given.dtype).tiny), self.settings.epsilon)
+        anywhere = sinks[..., : max(self.at + 1, read.length - FEWEST_QUERIES + 1)].any(-1)
         share = read.weights(rows, slice(self.at, self.at + 1))[0][..., later, 0]
         chosen = is_sink(share, self.settings.epsilon)
-        self.seen[layer] = (upcast(total).flatten().cpu().numpy(), chosen.flatten().cpu().numpy())
+        parts = (total[..., later], chosen, sinks[..., self.at], anywhere)
+        self.seen[layer] = tuple(part.flatten().cpu().numpy() for part in parts)
 
     def rows(self) -> list[tuple[int, str, float]]:
-        """Return layer (−1: the whole model), metric, median, where there are queries."""
-        totals, to_token = (np.concatenate(parts) for parts in zip(*self.seen.values(), strict=True))
+        """Return layer (−1: the whole model), metric, value, where there are queries."""
+        whole = tuple(np.concatenate(parts) for parts in zip(*self.seen.values(), strict=True))
         return [
-            (layer, name, float(np.median(values)))
-            for layer, (total, chosen) in (*self.seen.items(), (WHOLE_MODEL, (totals, to_token)))
-            for name, values in (("total_weight", total), ("total_weight_at_sink", total[chosen]))
+            (layer, name, float(of(values)))
+            for layer, (total, chosen, first, anywhere) in (*self.seen.items(), (WHOLE_MODEL, whole))
+            for name, values, of in (
+                ("total_weight", total, np.median),
+                ("total_weight_at_sink", total[chosen], np.median),
+                ("sink_rate_by_weight", first, np.mean),
+                ("sink_rate_by_weight_anywhere", anywhere, np.mean),
+            )
             if len(values)
         ]

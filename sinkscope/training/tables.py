@@ -5,6 +5,7 @@ VGA's tables 1 to 3 have the columns of `retrofit`, but their norms and kurtosis
 
 from collections.abc import Mapping
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
@@ -61,3 +62,34 @@ def sinking_layer(table: pd.DataFrame) -> int:
     rows = table[(table["condition"] == table["condition"].iloc[0]) & (table["metric"] == "attention_to_start")]
     last = rows[rows["step"] == rows["step"].max()]
     return int(last.groupby("layer")["value"].mean().idxmax())
+
+
+# a loss and a sink rate of the table `training`: those of a probe of observables, or else those of every training
+HELD_OUT, LOGGED = ("held_out_loss", "sink_rate_by_weight"), ("loss", "sink_rate")
+
+
+def courses(training: pd.DataFrame, names: tuple[str, str]) -> dict[tuple[str, int], pd.DataFrame]:
+    """Return (arm, seed) → its loss and sink rate by step, where both were measured."""
+    rows = training[(training["layer"] == WHOLE_MODEL) & training["metric"].isin(names)]
+    keys = ["condition", "seed"]
+    wide = rows.pivot_table(index=[*keys, "step"], columns="metric", values="value", sort=False)
+    if not set(names) <= set(wide):
+        return {}
+    wide = wide[list(names)].set_axis(["loss", "rate"], axis=1).dropna().sort_index(level="step", sort_remaining=False)
+    return {(str(arm), int(seed)): own.droplevel(keys) for (arm, seed), own in wide.groupby(level=keys, sort=False)}
+
+
+def at_equal_loss(*every: pd.DataFrame) -> pd.DataFrame:
+    """Return `step`, `loss`, `rate` of some courses, a row each, where each first has the lowest loss that all reach.
+
+    Rates of unequally trained arms differ also because a sink takes time. Between logs, all three are linear.
+    """
+    level = max(course["loss"].min() for course in every)
+    found = []
+    for course in every:
+        table = course.reset_index()[["step", "loss", "rate"]].to_numpy(float)
+        at = int(np.argmax(table[:, 1] <= level))
+        before, after = table[max(at - 1, 0)], table[at]
+        share = (before[1] - level) / (before[1] - after[1]) if at else 1.0
+        found.append(before + share * (after - before))
+    return pd.DataFrame(found, columns=["step", "loss", "rate"])

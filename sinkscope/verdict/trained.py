@@ -1,14 +1,17 @@
 """The findings on trained arms: the table `retrofit`, the Bigram-Backcopy task, and movements of new parameters."""
 
 from collections.abc import Iterable
+from itertools import combinations
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.findings import Finding
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
-from sinkscope.training.tables import TABLES, sinking_layer
+from sinkscope.results.statistics import mean_of_runs
+from sinkscope.training.tables import HELD_OUT, TABLES, at_equal_loss, courses, sinking_layer
 from sinkscope.verdict.table_formats import as_markdown, table_with_spread
 
 BACKCOPY_COLUMNS = (
@@ -29,6 +32,25 @@ def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
     table = as_markdown(table_with_spread(mean, spread, BACKCOPY_COLUMNS), numbers=True)
     title = f"## Non-trigger queries at step {last['step'].iloc[0]} (VGA figures 4 to 6)"
     return f"{title}{note and f'; {note}'}\n\n{table}\n"
+
+
+def equal_loss_markdown(training: pd.DataFrame) -> str:
+    """Return the sink rates of every two arms at the lowest held-out loss of both: means over seeds, 95 % intervals."""
+    found, rows = courses(training, HELD_OUT), []
+    for pair in combinations(dict.fromkeys(arm for arm, _ in found), 2):
+        seeds = [seed for arm, seed in found if arm == pair[0] and (pair[1], seed) in found]
+        if not seeds:
+            continue
+        read = np.stack([at_equal_loss(*(found[arm, seed] for arm in pair)).to_numpy() for seed in seeds])
+        steps, losses, rates = np.moveaxis(read, -1, 0)  # (seeds, arms) each
+        gap = mean_of_runs(100 * (rates[:, 1] - rates[:, 0]))
+        interval = f" [{gap.low:.1f}, {gap.high:.1f}]" if len(seeds) > 1 else ""
+        row = {"A": pair[0], "B": pair[1], "held-out loss": f"{losses.mean():.3f}"}
+        for name, step, rate in zip("AB", steps.mean(0), 100 * rates.mean(0), strict=True):
+            row |= {f"step of {name}": f"{step:.0f}", f"sink rate of {name}, %": f"{rate:.1f}"}
+        rows.append(row | {"B − A, points": f"{gap.value:+.1f}{interval}", "seeds": len(seeds)})
+    title = "## Sink rates by total weight at equal held-out loss, the lowest of both arms"
+    return f"{title}\n\n{as_markdown(pd.DataFrame(rows), numbers=True)}\n" if rows else ""
 
 
 def without_start(runs: Iterable[RunData]) -> str:

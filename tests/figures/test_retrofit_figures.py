@@ -123,3 +123,23 @@ def test_bars_show_every_seed_and_their_spread() -> None:
 def test_a_retrofit_without_measurements_is_refused() -> None:
     with pytest.raises(InputError, match="no arm of this retrofit has been measured"):
         bars_of()
+
+
+def test_sinks_are_drawn_against_the_loss() -> None:
+    rows = [
+        ("org/m", arm, layer, seed, step, metric, value + place)
+        for place, arm in enumerate(ARMS[1:])
+        for layer in (-1, 0)
+        for seed in range(2)
+        for metric, values in (("held_out_loss", (5.0, 4.0, 3.0)), ("sink_rate_by_weight", (0.0, 0.1, 0.3 + layer)))
+        for step, value in enumerate(values)
+    ]
+    table = pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "step", "metric", "value"])
+    figure = OF_ARMS["retrofit-equal-loss"](Arms({"training": table}, RUNS))
+    (ax,) = figure.axes
+    lines = [line for line in ax.lines if len(line.get_xdata()) == 3]
+    assert [list(line.get_xdata()) for line in lines] == [[5.0, 4.0, 3.0]] * 2 + [[6.0, 5.0, 4.0]] * 2
+    assert lines[2].get_ydata() == pytest.approx([100.0, 110.0, 30.0])
+    assert ax.xaxis_inverted()
+    with pytest.raises(InputError, match="no arm has a held-out loss by step"):
+        OF_ARMS["retrofit-equal-loss"](Arms({"training": table[table["step"] < 0]}, RUNS))

@@ -213,16 +213,18 @@ def driven(*rates_at: float) -> Training:
 
 
 def operations(plain: float, kinds: Mapping[str, float]) -> Training:
-    """Make five seeds that differ by hundredths of their rates."""
+    """Make five seeds that differ by hundredths of their rates, which rise from 0 while the loss falls to 1."""
     rates_of = {"none": plain} | {f"operation:kind={kind}": rate for kind, rate in kinds.items()}
+    logged = {arm: {"loss": [(9.0, 5.0, 1.0)] * 5, "sink_rate": [(0.0, 0.0, rate * factor) for factor in AROUND]}
+              for arm, rate in rates_of.items()}  # fmt: skip
     return training({
         arm: {"sink_rate": [rate * factor for factor in AROUND], "loss": (*LOW, *LOW[:2])}
         for arm, rate in rates_of.items()
-    })  # fmt: skip
+    }, courses=logged)  # fmt: skip
 
 
 def summed(rate: float) -> Training:
-    return operations(0.2, dict.fromkeys(("sigmoid-normalized", "elu-kernel"), rate))
+    return operations(0.2, dict.fromkeys(("sigmoid-normalized", "elu-kernel"), rate) | {"sigmoid": 0.1})
 
 
 def normalized(step: float) -> Training:
@@ -326,6 +328,28 @@ def test_claims_are_decided(claim: str, made: Training, expected: Any, words: st
     found = judged(claim, made)
     assert (found.outcomes if isinstance(expected, tuple) else found.outcome) == expected
     assert words in (found.reason or found.estimates[0].note)
+
+
+def slow(name: str, rate: str) -> Training:
+    """Make sigmoid as far as softmax was at its second log, with the sink that softmax had there."""
+    last = {"none": ((9.0, 5.0, 1.0), (0.0, 0.1, 0.9)), SIGMOID[0]: ((9.0, 7.0, 3.0), (0.0, 0.1, 0.5))}
+    arms = {arm: {"sink_rate": AROUND, "loss": AROUND} for arm in ("none", *ALL_OPEN.partition("none,")[2].split(","))}
+    logged = {
+        arm: {name: [last.get(arm, last["none"])[0]] * 5, rate: [np.array(last.get(arm, last["none"])[1]) * x
+              for x in AROUND]} for arm in arms
+    }  # fmt: skip
+    return training(arms, courses=logged)
+
+
+def test_arms_are_compared_at_the_loss_that_both_reach() -> None:
+    """At its end sigmoid has 0.5 where softmax ends with 0.9, but softmax had 0.5 at the same loss."""
+    for names in (("held_out_loss", "sink_rate_by_weight"), ("loss", "sink_rate")):
+        found = judged("W-54", slow(*names)).estimates[-1]
+        assert (found.value, found.low, found.high) == pytest.approx((0.0, 0.0, 0.0), abs=1e-9)
+        assert found.note.startswith(
+            f"operation:kind=sigmoid 50.0, none 50.0 % at {names[0]} 3.000; 2000 steps, 5 seeds"
+        )
+    assert "no sink rates by step" in judged("W-54", slow("held_out_loss", "sink_rate")).reason
 
 
 # --- what is missing

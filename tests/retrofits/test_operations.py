@@ -98,13 +98,19 @@ def weights_of(
     """Return sim ÷ Z, and |sim| ÷ Σ |sim|."""
     name = kind if kind in ELEMENTWISE else "sigmoid" if kind.startswith("sigmoid") else "identity"
     sim = torch.where(seen, ELEMENTWISE[name](logits), 0.0)
+    if kind == "softpick":
+        change = torch.where(seen, torch.exp(logits) - 1, 0.0)
+        picked = F.relu(change)
+        # where a query picks no key, its shares are uniform
+        shares = torch.where(seen, picked.clamp(min=torch.finfo(picked.dtype).tiny), 0.0)
+        return picked / (change.abs().sum(-1, keepdim=True) + 1e-8), shares / shares.sum(-1, keepdim=True)
     proxy = sim.abs() / sim.abs().sum(-1, keepdim=True)
     if kind in SUMS:
         p = given.get("power", 1.0)
         return sim / (sim**p).sum(-1, keepdim=True) ** (1 / p) * given.get("factor", 1.0), proxy
     if kind in AT_LEAST_ONE:
         return sim / sim.sum(-1, keepdim=True).abs().clamp(min=1), proxy
-    return sim, proxy
+    return sim * given.get("factor", 1.0), proxy
 
 
 AttentionInterface.register(NAME, formula)
@@ -192,6 +198,28 @@ def test_gradients_keep_no_weights_of_the_whole_sequence(label: str, monkeypatch
     for ours, parameter in zip(chunked, model.parameters(), strict=True):
         assert_close(ours, parameter.grad)
     assert kept(256) > 1.5 * whole  # the check fails if all weights are kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shift", [-300.0, -1.0, 0.0, 30.0, 300.0])
+def test_softpick_does_not_overflow(shift: float, dtype: torch.dtype) -> None:
+    """The formula of Zuhri et al., multiplied above and below by e^-m, in float64, where e^300 is finite."""
+    drawn = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + shift
+    seen = torch.ones(5, 7, dtype=torch.bool).tril(2)
+    seen[0] = False  # a padding query
+    logits = drawn.masked_fill(~seen, torch.finfo(dtype).min).to(dtype).requires_grad_(True)
+    exact = logits.detach().double().requires_grad_(True)
+    most = exact.detach().masked_fill(~seen, 0.0).amax(-1, keepdim=True)
+    change = torch.where(seen, (exact - most).exp() - (-most).exp(), 0.0)
+    expected = change.relu() / (change.abs().sum(-1, keepdim=True) + 1e-8 * (-most).exp())
+    weights, _ = KINDS["softpick"][1].weights(logits)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-9
+    torch.testing.assert_close(weights.double(), expected, rtol=tolerance, atol=tolerance)
+    assert (weights.count_nonzero(-1) == (change > 0).sum(-1)).all()
+    factors = torch.randn(weights.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (weights * factors.to(dtype)).sum().backward()
+    (expected * factors).sum().backward()
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=100 * tolerance, atol=100 * tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -537,7 +537,7 @@ def test_unknown_methods_and_parameters_are_refused() -> None:
         ("vscale", {"strength": 0}, "λ = exp.θ. is never 0"),
         ("register-tokens", {"count": 0}, "register-tokens: count: "),
         ("operation", {"kind": "sigmiod"}, "operation: kind: 'sigmiod' is unknown; did you mean 'sigmoid'"),
-        ("operation", {"kind": "sigmoid", "factor": 2}, "factor and power belong to kind=softmax"),
+        ("operation", {"kind": "sigmoid", "power": 2}, "power belongs to kind=softmax"),
         ("key-bias", {"norm": 2.0}, "norm applies only to value=axis"),
     ):
         with pytest.raises(InputError, match=words):

@@ -34,6 +34,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: ("operation", {"kind": kind}) for kind in KINDS},
     "scaled": ("operation", {"kind": "softmax", "factor": 0.1}),
+    "scaled-sigmoid": ("operation", {"kind": "sigmoid", "factor": 0.1}),
     "p-norm": ("operation", {"kind": "softmax", "power": 2.0}),
     "kv-bias": ("key-bias", {"value": "learned", "deviation": 0.02}),
     "kv-bias-shared": ("key-bias", {"value": "learned", "shared": True}),

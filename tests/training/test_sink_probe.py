@@ -23,6 +23,7 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.retrofits import retrofit_model
 from sinkscope.text.batch import Batch
+from sinkscope.training import history
 from sinkscope.training.history import probe_of, sinks
 from sinkscope.training.trainer import train
 
@@ -48,7 +49,7 @@ def logits_of(model: Any) -> torch.Tensor:
     return query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
 
 
-def test_the_total_weight_of_sigmoid_attention_is_its_sum() -> None:
+def test_the_total_weight_of_sigmoid_attention_is_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     model = changed("operation", kind="sigmoid")
     weights = logits_of(model).sigmoid().tril()
     total, share = weights.sum(-1)[..., 1:], (weights[..., 0] / weights.sum(-1))[..., 1:]
@@ -57,6 +58,12 @@ def test_the_total_weight_of_sigmoid_attention_is_its_sum() -> None:
     found = of(model)
     assert found[0, "total_weight"] == pytest.approx(np.median(total))
     assert found[0, "total_weight_at_sink"] == pytest.approx(np.median(total[to_first]))
+    by_weight = weights.sum(2) / torch.stack([weights.sum(-1)[..., at:].sum(-1) for at in range(12)], dim=-1) > EPSILON
+    assert found[0, "sink_rate_by_weight"] == pytest.approx(by_weight[..., 0].double().mean())
+    monkeypatch.setattr(history, "FEWEST_QUERIES", 6)
+    anywhere = of(model)[0, "sink_rate_by_weight_anywhere"]
+    assert anywhere == pytest.approx(by_weight[..., :7].any(-1).double().mean())
+    assert anywhere > found[0, "sink_rate_by_weight"] > 0
     layers = [found[layer, "total_weight"] for layer in range(model.config.n_layer)]
     assert min(layers) < found[-1, "total_weight"] < max(layers)
 
@@ -66,6 +73,9 @@ def test_totals_are_1_where_weights_are_divided_by_their_own_sum_and_less_elsewh
         found = of(changed("operation", kind=kind))
         totals = found[[metric.startswith("total") for _, metric in found.index]]
         assert (totals.sub(1).abs() < 1e-12).all() == (kind != "identity-normalized")
+        if kind != "identity-normalized":
+            for layer in (0, -1):
+                assert found[layer, "sink_rate_by_weight"] == pytest.approx(found[layer, "sink_rate"])
     assert of(changed("operation", kind="softmax", factor=0.2))[-1, "total_weight"] == pytest.approx(0.2)
     assert of(changed("key-bias"))[-1, "total_weight"] < 0.99
 

@@ -10,7 +10,7 @@ from sinkscope.measuring.tables import column_names
 from sinkscope.output.run import Run
 from sinkscope.results.tables import LEADING
 from sinkscope.training.tables import ROWS, UNTOUCHED, retrofit_table
-from sinkscope.verdict.trained import retrofit_markdown
+from sinkscope.verdict.trained import equal_loss_markdown, retrofit_markdown
 
 GATES = pd.DataFrame(
     [("vga", 0, 0, "weight", 0.25), ("vga", 1, 2, "weight", 0.75), ("vga", 1, 1, "weight", 0.5)],
@@ -70,3 +70,22 @@ def test_markdown() -> None:
     assert "| untouched | 17.03 | 256.84 | 13,412.71 |\n| vga | 16.94 | – | 32.47 |" in text
     assert "| untouched | 617.32 | +600.29 | 486.19 | 2,508.21 |\n| vga | – | – | – | – |" in text
     assert "| untouched | 73.1% | 18.8 | 0.25 | – | – |\n| vga | 50.0% | – | – | 0.300 | 0.75 |" in text
+
+
+def test_arms_side_by_side_at_equal_loss() -> None:
+    """`slow` ends at a loss of 3, which `fast` has half-way between two logs, at first; later losses do not count."""
+    of = {"fast": ((5, 4, 2, 9), (0.0, 0.2, 0.4, 0.9)), "slow": ((5, 5, 4, 3), (0.0, 0.0, 0.0, 0.1))}
+    rows = [
+        (arm, -1, seed, 10 * at, metric, value * (1 + seed * (metric != "held_out_loss")))
+        for arm, courses in of.items()
+        for seed in (0, 1)
+        for metric, course in zip(("held_out_loss", "sink_rate_by_weight"), courses, strict=True)
+        for at, value in enumerate(course)
+    ]
+    table = pd.DataFrame(rows, columns=["condition", "layer", "seed", "step", "metric", "value"])
+    reach = 12.706 * 0.1 * 100  # Student's t of two seeds × the standard error of −0.2 and −0.4
+    assert equal_loss_markdown(table).splitlines()[-1] == (
+        f"| fast | slow | 3.000 | 15 | 45.0 | 30 | 15.0 | -30.0 [{-30 - reach:.1f}, {-30 + reach:.1f}] | 2 |"
+    )
+    assert "-20.0 | 1 |" in equal_loss_markdown(table[table["seed"] == 0])
+    assert not equal_loss_markdown(table[table["metric"] == "held_out_loss"])

@@ -17,7 +17,17 @@ from sinkscope.paper_claims import arms, over_seeds, scopes, studies
 from sinkscope.paper_claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, share_left
 from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, of_sink_heads, run_claim
 from sinkscope.paper_claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence
-from sinkscope.paper_claims.over_seeds import PERCENT, Ends, Measure, difference, metric, of_one, over_levels, ranked
+from sinkscope.paper_claims.over_seeds import (
+    PERCENT,
+    Ends,
+    Measure,
+    at_equal_loss,
+    difference,
+    metric,
+    of_one,
+    over_levels,
+    ranked,
+)
 from sinkscope.paper_claims.scopes import causal, equal_tokens_stay_equal, learned_positions, requires, some_positions
 from sinkscope.paper_claims.studies import PLAIN, Arm, Need, Study
 from sinkscope.results import statistics
@@ -444,7 +454,7 @@ WITH_SUM = {"sigmoid": f"{OPERATION}sigmoid-normalized", "ELU kernel": f"{OPERAT
 SCALED = {1.0: PLAIN} | {alpha: f"{OPERATION}softmax,factor={alpha:g}" for alpha in (2.0, 0.2, 0.1, 0.05)}
 OPEN, SUMMED, ONE, SCALES = (
     Need("train", ",".join(arms)) for arms in (
-        (PLAIN, *WITHOUT_SUM.values()), (PLAIN, *WITH_SUM.values()), (PLAIN, SIGMOID), SCALED.values())
+        (PLAIN, *WITHOUT_SUM.values()), (PLAIN, *WITH_SUM.values(), SIGMOID), (PLAIN, SIGMOID), SCALED.values())
 )  # fmt: skip
 RATES, DECAYS = (Need("factor", f"{name},{SIGMOID}") for name in ("learning-rate", "weight-decay"))
 BILLION = 0.9e9  # parameters
@@ -652,14 +662,17 @@ CLAIMS = (
             of_one(OPEN, SINK_RATE, arm, PLAIN, PERCENT, SINKS), below(NONE))
             for name, arm in WITHOUT_SUM.items()),
          Part("softmax", of_one(OPEN, SINK_RATE, PLAIN, ends=PERCENT), above(SINK)),
-         Part("held-out loss, sigmoid − softmax", difference(OPEN, metric("loss"), SIGMOID), at_most(NO_COST))),
+         Part("held-out loss, sigmoid − softmax", difference(OPEN, metric("loss"), SIGMOID), at_most(NO_COST)),
+         Part("sink rate at equal loss, sigmoid − softmax, in points", at_equal_loss(OPEN, SIGMOID), below(0.0))),
         (OPEN,),
         published=published("WSE table 6", {"sigmoid": 0.44, "ELU+1": 0.80, "identity": 0.0, "MLP kernel": 0.74,
             "loss, sigmoid − softmax": -0.03}, "60M model: softmax 18.18 %")),
     Claim("W-55", "table 6", "With sum normalization there is a sink.",
-        tuple(Part(f"sink rate of the proxy in %, {name}",
+        (*(Part(f"sink rate of the proxy in %, {name}",
             of_one(SUMMED, SINK_RATE, arm, PLAIN, PERCENT, SINKS), above(SINK))
-            for name, arm in WITH_SUM.items()), (SUMMED,),
+            for name, arm in WITH_SUM.items()),
+         Part("sink rate at equal loss, normalized sigmoid − sigmoid, in points",
+            at_equal_loss(SUMMED, WITH_SUM["sigmoid"], SIGMOID), above(0.0))), (SUMMED,),
         published=published("WSE table 6", {"sigmoid": 30.24, "ELU kernel": 53.65, "MLP kernel": 0.19},
             "60M model: softmax 18.18 %")),
     Claim("W-56", "fig. 8", "Without normalization there are no massive activations either.",
