@@ -7,6 +7,7 @@ workers reads this file too, and they wait for it.
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +71,25 @@ def hub(hub_server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     return hub_server
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models with tokenizers of eight words. Tests must not change them."""
+    from support.retrofit_command import words_tokenizer
+    from tiny import tiny_model
+
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("llama", "gpt2"):
+        tiny_model(name).save_pretrained(folder / name)
+        words_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(models: Path) -> Path:
+    """One of them, by the name `tiny`. Tests must not change it."""
+    return Path(shutil.copytree(models / "llama", models.with_name("tiny")))
 
 
 @pytest.fixture

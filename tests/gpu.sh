@@ -15,6 +15,6 @@ export PYTHONPATH=$environment
 status=0
 "$python" -m pytest -m cuda -p no:cacheprovider -rs tests/attention tests/measuring tests/models 2>&1 \
 	| tee "$out/tests.txt" || status=$?
-"$python" tests/benchmarks/overhead.py --random --device cuda --dtype bfloat16 2>&1 \
+"$python" tests/benchmarks/overhead.py --random 7b --device cuda --dtype bfloat16 2>&1 \
 	| tee "$out/overhead.txt" || status=$?
 exit $status

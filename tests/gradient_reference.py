@@ -10,14 +10,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import torch
-from reference import Calls, Place, attention_calls, by_head, kept, long_enough, place_of, repeats
+from reference import Calls, Place, attention_calls, by_head, long_enough, place_of, repeats, site_hooks
 from reference import assert_same as assert_same
 from torch import nn
 from transformers import PreTrainedModel
@@ -89,7 +88,7 @@ def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence
         stack.callback(hook.remove)
         for layer in model.get_submodule(place.layers):
             sites.append({})
-            stack.enter_context(_site_hooks(layer, place, sites[-1]))
+            stack.enter_context(site_hooks(layer, place, sites[-1]))
         stack.enter_context(attention_calls(model, place, calls))
         logits = model(tokens[None], use_cache=False).logits[0]
     surprise = -logits.double().log_softmax(-1)
@@ -123,33 +122,7 @@ def _gradient(x: torch.Tensor) -> np.ndarray:
     return _numpy(torch.zeros_like(x) if x.grad is None else x.grad)
 
 
-@contextmanager
-def _site_hooks(layer: nn.Module, place: Place, found: dict[str, torch.Tensor]) -> Iterator[None]:
-    def first(x: Any) -> torch.Tensor:
-        return x[0] if isinstance(x, tuple) else x
-
-    def leaving(name: str, module: nn.Module, args: tuple, output: Any) -> Any:
-        found[name] = kept(first(output))
-        # Falcon adds to this tensor in place
-        return output.clone() if name == "mlp_out" and isinstance(output, torch.Tensor) else None
-
-    def entering(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        found[name] = kept(first(args) if args else kwargs["hidden_states"])
-
-    paths = {name: getattr(place, name) for name in ("attn_norm", "attn_out", "mlp_norm", "mlp_out")}
-    with ExitStack() as stack:
-        for name, path in {"layer_in": "", "mid": place.mid}.items():
-            if path is not None:
-                module = layer.get_submodule(path)
-                hook = module.register_forward_pre_hook(partial(entering, name), with_kwargs=True)
-                stack.callback(hook.remove)
-        for name, path in (paths | {"layer_out": ""}).items():
-            if path is not None:
-                stack.callback(layer.get_submodule(path).register_forward_hook(partial(leaving, name)).remove)
-        yield
-
-
-class _DoubleTorch:
+class DoubleTorch:
     """The module torch, with float64 in place of float32."""
 
     float = float32 = torch.float64
@@ -163,7 +136,7 @@ def in_double(model: PreTrainedModel) -> Iterator[None]:
     """Run a model's own code without its conversions to float32 (norms, softmax)."""
     single = torch.Tensor.float
     with (
-        patch.object(sys.modules[type(model).__module__], "torch", _DoubleTorch()),
+        patch.object(sys.modules[type(model).__module__], "torch", DoubleTorch()),
         patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x)),
     ):
         yield

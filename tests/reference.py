@@ -176,13 +176,11 @@ def record(twin: PreTrainedModel, ids: np.ndarray) -> Sequence:
     with ExitStack() as stack:
         for layer in twin.get_submodule(place.layers):
             sites.append({})
-            stack.enter_context(_hooks(layer, place, sites[-1]))
+            stack.enter_context(site_hooks(layer, place, sites[-1]))
         stack.enter_context(attention_calls(twin, place, calls))
         logits = twin(torch.tensor(ids)[None], use_cache=False).logits[0]
     layers = []
     for site, qkv, scores, weights in zip(sites, calls.qkv, calls.logits, calls.weights, strict=True):
-        if place.mid is not None:
-            site["mid"] = site["layer_in"] + site["attn_out"]
         query, key, value = by_head(twin.config, [_numpy(x) for x in qkv])
         assert np.array_equal(key, key[::groups].repeat(groups, 0))
         layers.append(
@@ -192,7 +190,7 @@ def record(twin: PreTrainedModel, ids: np.ndarray) -> Sequence:
                 query=query,
                 key=key[::groups],
                 value=value[::groups],
-                sites={name: _numpy(x) for name, x in site.items()},
+                sites={name: x.view(len(ids), -1).double().numpy() for name, x in site.items() if "norm" not in name},
             )
         )
     return Sequence(np.asarray(ids), logits, layers)
@@ -203,32 +201,31 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
 
 
 @contextmanager
-def _hooks(layer: nn.Module, place: Place, record: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Keep copies of a layer's input and output and of the outputs of its two branches."""
+def site_hooks(layer: nn.Module, place: Place, found: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Keep a layer's input and output, the input of `mid`, and the outputs of its norms and branches."""
 
     def first(x: Any) -> torch.Tensor:
-        return (x[0] if isinstance(x, tuple) else x).clone()
+        return x[0] if isinstance(x, tuple) else x
 
-    def shaped(x: torch.Tensor) -> torch.Tensor:  # OPT flattens its tokens
-        return x.view(1, -1, x.shape[-1])
+    def leaving(name: str, module: nn.Module, args: tuple, output: Any) -> Any:
+        found[name] = kept(first(output))
+        # Falcon adds to this tensor in place
+        return output.clone() if name == "mlp_out" and isinstance(output, torch.Tensor) else None
 
-    def keep(name: str) -> Any:
-        return lambda module, args, output: record.__setitem__(name, shaped(first(output)))
+    def entering(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        found[name] = kept(first(args) if args else kwargs["hidden_states"])
 
-    def entering(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        record["layer_in"] = first(args or kwargs["hidden_states"])
-
-    handles = [
-        layer.register_forward_pre_hook(entering, with_kwargs=True),
-        layer.register_forward_hook(keep("layer_out")),
-        layer.get_submodule(place.attn_out).register_forward_hook(keep("attn_out")),
-        layer.get_submodule(place.mlp_out).register_forward_hook(keep("mlp_out")),
-    ]
-    try:
+    paths = {name: getattr(place, name) for name in ("attn_norm", "attn_out", "mlp_norm", "mlp_out")}
+    with ExitStack() as stack:
+        for name, path in {"layer_in": "", "mid": place.mid}.items():
+            if path is not None:
+                module = layer.get_submodule(path)
+                hook = module.register_forward_pre_hook(partial(entering, name), with_kwargs=True)
+                stack.callback(hook.remove)
+        for name, path in (paths | {"layer_out": ""}).items():
+            if path is not None:
+                stack.callback(layer.get_submodule(path).register_forward_hook(partial(leaving, name)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -4,7 +4,10 @@ Weights are drawn much wider than at initialization (`spread`), so that attentio
 column or head shows up; everything is seeded, so that a failure can be repeated.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -80,6 +83,8 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, spread: float =
     model_type, overrides = TINY[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **overrides), dtype=dtype)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped product does not support float64
     spread_weights(model, spread)
     return model.eval().requires_grad_(False)
 
@@ -104,6 +109,12 @@ def ragged_tokens(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
     return [
         ids[:length].numpy() for ids, length in zip(tiny_tokens(len(lengths), max(lengths), seed), lengths, strict=True)
     ]
+
+
+def written(path: Path, sequences: Iterable[Any]) -> Path:
+    """Write sequences of token ids as JSON lines."""
+    path.write_text("".join(json.dumps({"input_ids": np.asarray(ids).tolist()}) + "\n" for ids in sequences))
+    return path
 
 
 def padded(sequences: Sequence[np.ndarray], side: str = "right", first: int = 0) -> Batch:

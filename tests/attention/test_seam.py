@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.attention_reads import causal_mask, dense
-from support.untouched import assert_as_before, logits, state_of
+from support.everything import assert_as_before, logits, state_of
 from tiny import TINY, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3Config, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import (
     KERNELS,
@@ -45,22 +46,6 @@ def batch() -> Batch:
 # ------------------------------------------------------------------------------------------- restoring
 
 
-class Failing(Observable):
-    """An observable that raises in the middle of a trace."""
-
-    name = about = "failing"
-
-    def __init__(self, site: str) -> None:
-        super().__init__(SETTINGS)
-        self.sites = (site,)
-
-    def see(self, layer: int, *args: Any) -> None:
-        if layer == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    see_attention = see
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_the_model_is_as_before(name: str) -> None:
     model = tiny_model(name)
@@ -72,34 +57,14 @@ def test_the_model_is_as_before(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_DOOR)
-def test_the_model_is_as_before_after_an_exception(name: str) -> None:
-    """It is raised in the trace, inside an attention module, under an interceptor, or while seams are installed."""
+def test_the_model_is_as_before_if_the_seam_cannot_be_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exceptions in a pass are tested in test_state.py."""
     model = tiny_model(name)
-    family = find_family(model)
     before = state_of(model)
-
-    def fail(*args: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    for where in ("trace of attention", "trace of layer_out", "MLP", "attention", "tap"):
-        observable = Failing(where.split()[-1]) if "trace" in where else OBSERVABLES["attention"](SETTINGS)
-        with (  # noqa: PT012
-            pytest.raises(torch.OutOfMemoryError),
-            open_tracer(model, family) as tracer,
-            ExitStack() as hook,
-        ):
-            layer = family.layer_modules(model)[1]
-            inner = next(layer.get_submodule(family.attention).children())
-            module = {"MLP": layer.mlp, "attention": inner, "tap": tracer.seams[1].value}.get(where)
-            if module is not None:
-                hook.callback(module.register_forward_hook(fail).remove)
-            tracer.forward(batch(), [observable])
-        assert_as_before(model, before)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sinkscope.attention.seam.attending_by", fail)
-        patch.setattr("sinkscope.attention.seam.Interceptor", fail)
-        with pytest.raises(torch.OutOfMemoryError), open_seam(model, family):
-            pass
+    for part in ("attending_by", "Interceptor"):
+        monkeypatch.setattr(f"sinkscope.attention.seam.{part}", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError), open_seam(model, find_family(model)):
+        pass
     assert_as_before(model, before)
 
 
@@ -118,33 +83,6 @@ def test_a_tracer_serves_forward_after_forward_and_another_inside_it_is_refused(
 
 
 # ------------------------------------------------------------------------------- modules without a seam
-
-
-def test_a_vision_tower_next_to_the_language_model_keeps_its_attention() -> None:
-    """Gemma 3's vision tower has attention that is not causal, gets no seam and may have its own kernel."""
-    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Gemma3Config(
-        text_config=TINY["gemma3"][1],
-        vision_config=vision | {"image_size": 28, "patch_size": 7},
-        mm_tokens_per_image=4,
-        image_token_index=95,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.add_(0.2 * torch.randn_like(parameter))
-    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for kernel in ("sdpa", "eager"):
-            model.set_attn_implementation({"vision_config": kernel, "text_config": "sdpa"})
-            before = model.model.get_image_features(pixels).pooler_output
-            with open_tracer(model, find_family(model)) as tracer:
-                tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
-                assert model.config.vision_config._attn_implementation == kernel
-                assert torch.equal(model.model.get_image_features(pixels).pooler_output, before)
-            assert before.std() > 1e-3  # otherwise the comparison would be trivial
-            assert model.config.vision_config._attn_implementation == kernel
-            assert model.config.text_config._attn_implementation == model.config._attn_implementation == "sdpa"
 
 
 def test_attend_without_a_seam_is_plain_sdpa() -> None:

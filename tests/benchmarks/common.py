@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from sinkscope.text.batch import Batch
 
-FORWARD = ("attention", "geometry", "activation", "massive", "outlier")  # observables without gradients
 # environment of a process in which every large tensor has its own memory mapping, so that freed memory is returned at
 # once and the high-water mark is exact
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -37,10 +36,10 @@ def bare_backward(model: PreTrainedModel, ids: torch.Tensor) -> None:
     torch.autograd.grad(loss, embeddings)
 
 
-def numbers_of(file: str, *arguments: object, environment: dict[str, str] = EXACT) -> list[float]:
+def numbers_of(file: str, *arguments: object) -> list[float]:
     """Run a benchmark in a separate process and return the numbers in its last line."""
     command = [sys.executable, file, *map(str, arguments)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | EXACT)
     return [float(part) for part in done.stdout.splitlines()[-1].split()]
 
 

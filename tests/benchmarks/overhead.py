@@ -8,9 +8,9 @@ Every variant runs once per round in turn, so that a change of the machine's spe
 the median over rounds of each variant ÷ the bare SDPA forward of the same round. Peak memory is measured separately,
 with one variant per subprocess: the high-water mark of resident memory during the pass above the resident memory before
 it. On a GPU (`--device cuda`) the clock stops when the device has finished, and memory is the device's, in this
-process; `--random` uses a model of Llama-2-7B's shape with random weights. The bare forward is `model(input_ids)`. The
-forward observables compute no logits; the row "no logits" is a bare forward that also computes none, the strictest
-baseline.
+process. `--random` uses random weights, in the shape of Llama-2-7B or, for long texts (`--random small --only forward
+--shape 1 32768`), of a small Llama. The bare forward is `model(input_ids)`. The forward observables compute no logits;
+the row "no logits" is a bare forward that also computes none, the strictest baseline.
 """
 
 import argparse
@@ -53,6 +53,15 @@ QUICK = (
 )
 
 
+RANDOM = {  # name → differences from Llama-2-7B's shape
+    "7b": {},
+    "small": {
+        "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 512,
+    },
+}  # fmt: skip
+
+
 def finish() -> None:
     """Wait until the device has finished."""
     if torch.cuda.is_available():
@@ -74,7 +83,8 @@ def variants_of(
     around: Callable[[Observable], Observable] = lambda observable: observable,
 ) -> dict[str, dict[str, Variant]]:
     """Return kind → name → one timed pass; `around` is called with every new observable."""
-    length, batch = shape[1], random_batch(shape, (100, 30_000), model.device)
+    vocabulary = (100, min(30_000, model.config.get_text_config().vocab_size))
+    length, batch = shape[1], random_batch(shape, vocabulary, model.device)
     ids = batch.token_ids
 
     def bare(one_pass: Callable[[], object]) -> Variant:
@@ -171,8 +181,9 @@ def device_peak(one_pass: Variant) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def resident_peak(model_name: str | None, shape: tuple[int, int], name: str) -> float:
-    return numbers_of(__file__, "--peak-of", name, "--shape", *shape, *([model_name] if model_name else []))[-1]
+def resident_peak(arguments: argparse.Namespace, shape: tuple[int, int], name: str) -> float:
+    model = ("--random", arguments.random) if arguments.random else [arguments.model] * bool(arguments.model)
+    return numbers_of(__file__, "--peak-of", name, "--shape", *shape, *model)[-1]
 
 
 SHAPES = {  # kind of variants → shapes, and shapes of --thorough
@@ -187,7 +198,9 @@ def the_model(arguments: argparse.Namespace):
         where = {"device_map": arguments.device, "dtype": arguments.dtype}
         return sinkscope.models.loading.load(arguments.model, **where).model
     with torch.device(arguments.device or "cpu"):
-        model = LlamaForCausalLM._from_config(LlamaConfig(), dtype=getattr(torch, arguments.dtype or "float32"))
+        model = LlamaForCausalLM._from_config(
+            LlamaConfig(**RANDOM[arguments.random]), dtype=getattr(torch, arguments.dtype or "float32")
+        )
     return model.eval().requires_grad_(False)
 
 
@@ -201,7 +214,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SHAPES)
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--random", action="store_true", help="Llama-2-7B's shape, random weights")
+    parser.add_argument("--random", choices=RANDOM, help="the shape of a model with random weights")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     model = the_model(arguments)
@@ -234,7 +247,7 @@ def report(model, arguments: argparse.Namespace, passes: dict[str, Variant], sha
     shown = names if arguments.thorough else [names[0], last]
     on_gpu = model.device.type == "cuda"
     memory = report_memory(
-        lambda name: device_peak(passes[name]) if on_gpu else resident_peak(arguments.model, shape, name), shape, shown
+        lambda name: device_peak(passes[name]) if on_gpu else resident_peak(arguments, shape, name), shape, shown
     )
     return f"{last} at {shape[0]} × {shape[1]}: {times[last]:.2f} × time, {memory[last]:.2f} × memory"
 

@@ -120,22 +120,3 @@ def test_a_score_is_what_plain_transformers_give(name: str, models: Path, tasks:
         sinkscope.benchmark(models / name, tasks="drains,drain", task_path=str(tasks))
     some = sinkscope.benchmark(models / name, tasks="drains", task_path=str(tasks), limit=2)
     assert set(some.table["questions"]) == {2}
-
-
-@needs_harness
-def test_scores_stand_beside_sinks_in_a_sweep(models: Path, tasks: Path, tmp_path: Path) -> None:
-    file = tmp_path / "sweep.yaml"
-    content = {
-        "title": "Scores",
-        "models": [str(models / name) for name in ("llama", "gpt2")],
-        "inputs": ["random"],
-        "options": {"num-seqs": 2, "seq-len": 12},
-        "commands": {"analyze": None, "benchmark": {"options": {"tasks": ["drains"], "task-path": str(tasks)}}},
-    }
-    file.write_text(json.dumps(content))
-    done = sinkscope.sweep(file, out=tmp_path / "out", workers=1, trust_remote_code=True)
-    assert done.failure == ""
-    assert done.tables is not None
-    assert list(done.tables.overview.columns) == ["model", "random", "drains (acc_norm)"]
-    assert (tmp_path / "out" / "comparison" / "figures" / "sweep-benchmarks.png").is_file()
-    assert "| drains (acc_norm) |" in (tmp_path / "out" / "comparison" / "sweep.md").read_text()

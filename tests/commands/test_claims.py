@@ -1,7 +1,6 @@
 """`claims`: a model is measured and judged, judged again from the folder, and compared with other models."""
 
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import pandas as pd
 import pytest
 from support.figures import skip_figures
 from support.printed_numbers import Printed, all_numbers, numbers_of, stands_in
-from support.ranks import on_two_ranks
 from tiny import VOCAB, tiny_model
 
 import sinkscope
@@ -179,31 +177,3 @@ def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeyp
         other = alone.tables[name].replace(rf"^{next(iter(alone.manifest['arms']))}(?!:)", label, regex=True)
         own = table[table["name"] == label] if name == "effect" else table[table["condition"].isin(other["condition"])]
         pd.testing.assert_frame_equal(own.reset_index(drop=True), other, rtol=1e-6)
-
-
-def test_two_processes_judge_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first process looks for earlier runs. The claims need analyses of several inputs and experiments."""
-    monkeypatch.setattr("sinkscope.output.scorecard.scorecard_drawings", lambda card: {})
-    claims = ("GS-28", "W-3", "N-9")
-    only(monkeypatch, *claims)
-    tiny_model("llama", spread=1.0).save_pretrained(tmp_path / "llama")
-    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 90, (6, 24)))
-    options = {"input": str(tmp_path / "ids.npy"), "seq_len": 24, "batch_size": 2, "draws": 1, "nulls": 2}
-    alone = sinkscope.claims(tmp_path / "llama", out=tmp_path / "one", **options)
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    runs = sorted((tmp_path / "two" / "runs").iterdir())
-    for place, folder in enumerate(runs):
-        if place % 2 or folder.name == "natural":
-            shutil.rmtree(folder)
-    assert 2 < len(list((tmp_path / "two" / "runs").iterdir())) < len(runs)
-
-    def work() -> None:
-        sinkscope.claims(tmp_path / "llama", out=tmp_path / "two", **options)
-
-    log = tmp_path / "log"
-    assert on_two_ranks(work, log) == [0, 0], log.read_text()[-4000:]
-    for path in (tmp_path / "one").rglob("*.parquet"):
-        ours = pd.read_parquet(tmp_path / "two" / path.relative_to(tmp_path / "one"))
-        pd.testing.assert_frame_equal(ours, pd.read_parquet(path), rtol=1e-6, atol=1e-9)
-    assert set(alone.table["claim"]) == set(claims)
-    assert Outcome.NOT_MEASURED not in set(alone.table["outcome"])

@@ -10,10 +10,9 @@ import pytest
 from support.made_up_runs import made_up, save
 from support.naming import naming
 from support.pages import data_of
-from typer.testing import CliRunner
+from support.retrofit_command import command_line
 
 import sinkscope
-from sinkscope.cli.app import app
 from sinkscope.errors import InputError
 from sinkscope.output.run import Run
 from sinkscope.results import scorecard
@@ -25,10 +24,6 @@ REPORTS = Path(__file__).parents[2] / "reports"
 FOLDERS = sorted(path.parent.relative_to(REPORTS).as_posix() for path in REPORTS.rglob("run.json"))
 
 
-def done(*args: object) -> Any:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
 def test_every_report_opens(tmp_path: Path) -> None:
     for name in FOLDERS:
         with naming(name):
@@ -38,7 +33,7 @@ def test_every_report_opens(tmp_path: Path) -> None:
             manifest = read_manifest(folder, None)
             assert set(manifest["tables"]) <= {table["name"] for table in page["tables"]}
             several = [folder, folder] if manifest["command"] == "analyze" else [folder]
-            result = done("compare", *several)
+            result = command_line("compare", *several)
             assert result.exit_code == 0, result.output
             assert len(result.stdout.splitlines()) > 2
             older = f"{folder} is of an older sinkscope (format 1, this one writes {FORMAT})"

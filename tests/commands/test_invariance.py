@@ -1,6 +1,5 @@
 """No result depends on the batch size, the padding, the chunks or the order of sequences, also for ragged input."""
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.retrofitted import each_pair
-from tiny import ragged_tokens, tiny_model
+from tiny import ragged_tokens, tiny_model, written
 from transformers import PreTrainedModel
 
 import sinkscope
@@ -18,7 +17,7 @@ from sinkscope.attention import weights
 from sinkscope.output.run import Run
 from sinkscope.text.inputs import TokenInputs
 
-LENGTHS = (7, 12, 12, 5, 12, 9, 12, 10)
+SEQUENCES = ragged_tokens((7, 12, 12, 5, 12, 9, 12, 10))
 ORDER = (4, 0, 7, 2, 6, 1, 3, 5)
 FAMILIES = ("gpt2", "gemma2", "bloom")  # learned positions; rotary and sliding; ALiBi, and its own attention code
 FIRST_ONLY = ("attention_maps", "massive_map")  # tables of the first sequence only
@@ -45,12 +44,6 @@ def quantize(model: PreTrainedModel, path: Path, **options: Any) -> Run:
 COMMANDS: dict[str, Measure] = {"analyze": analyze, "intervene": intervene, "quantize": quantize}
 
 
-def written(path: Path, order: tuple[int, ...] = tuple(range(len(LENGTHS)))) -> Path:
-    sequences = ragged_tokens(LENGTHS)
-    path.write_text("".join(json.dumps({"input_ids": sequences[place].tolist()}) + "\n" for place in order))
-    return path
-
-
 def assert_same(run: Run, expected: Run, order: tuple[int, ...] | None = None) -> None:
     """Compare all tables. `order` maps the run's sequences to those of `expected`."""
     assert run.tables.keys() == expected.tables.keys()
@@ -74,7 +67,7 @@ EACH_PAIR = each_pair(FAMILIES, list(COMMANDS), ("name", "command"))
 @pytest.fixture(scope="module")
 def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
     """The run of a command on a family, one sequence at a time. Tests must not change it."""
-    path = written(tmp_path_factory.mktemp("ragged") / "ragged.jsonl")
+    path = written(tmp_path_factory.mktemp("ragged") / "ragged.jsonl", SEQUENCES)
     return cache(lambda name, command: COMMANDS[command](tiny_model(name, spread=4.0), path, batch_size=1))
 
 
@@ -83,11 +76,12 @@ def test_neither_batch_size_nor_order_changes_a_table(
     name: str, command: str, one_by_one: Callable[[str, str], Run], tmp_path: Path
 ) -> None:
     model, measure, expected = tiny_model(name, spread=4.0), COMMANDS[command], one_by_one(name, command)
-    path = written(tmp_path / "ragged.jsonl")
+    path = written(tmp_path / "ragged.jsonl", SEQUENCES)
     for size in (3, 8) if command == "analyze" else (3,):
         assert_same(measure(model, path, batch_size=size), expected)
     if command != "quantize":  # it calibrates on the last sequences
-        assert_same(measure(model, written(tmp_path / "other.jsonl", ORDER), batch_size=3), expected, ORDER)
+        other = written(tmp_path / "other.jsonl", [SEQUENCES[place] for place in ORDER])
+        assert_same(measure(model, other, batch_size=3), expected, ORDER)
 
 
 @EACH_PAIR
@@ -99,7 +93,7 @@ def test_nor_do_padding_and_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, measure, expected = tiny_model(name, spread=4.0), COMMANDS[command], one_by_one(name, command)
-    path = written(tmp_path / "ragged.jsonl")
+    path = written(tmp_path / "ragged.jsonl", SEQUENCES)
     plain = TokenInputs.batches
     monkeypatch.setattr(TokenInputs, "batches", lambda inputs, size: plain(inputs, size, padding_side="left"))
     monkeypatch.setattr(weights, "ROW_CHUNK", 5)

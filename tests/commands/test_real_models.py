@@ -116,8 +116,3 @@ def mgm_run(mgm: LoadedModel, mgm_text: Path) -> Run:
 
 def test_mgm_is_measured_as_plain_transformers_measure_it(mgm: LoadedModel, mgm_run: Run, mgm_text: Path) -> None:
     check_against_reference(mgm, mgm_run, list(np.load(mgm_text)))
-
-
-# ------------------------------------------------------------------------------------------- Gemma 3 270M
-
-# sandwich norms, norms of query and key, one layer of full attention after every five with a sliding window

@@ -144,11 +144,6 @@ def test_it_goes_on_where_it_was_broken_off(
     assert trained == ["vga", "none", "iga"]
     assert list(done.runs) == ["untouched", "vga", "none", "iga"]
     assert [note.partition(":")[0] for note in done.notes] == ["vga", "iga"]
-    other = tmp_path / "drains.txt"
-    other.write_text("of the drain " * 200)
-    for given in ({"steps": 4}, {"text": other}):
-        with pytest.raises(InputError, match="holds what `retrofit` made with other options"):
-            retrofit(str(tiny), "vga", out=tmp_path / "out", **{"text": text} | SMALL | given)
     assert (tmp_path / "out" / "iga" / "run" / "run.json").is_file()
 
 
@@ -242,12 +237,6 @@ def unbroken(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     return out
 
 
-def same_arm(out: Path, other: Path) -> bool:
-    weights = [(folder / "vga" / "model" / "model.safetensors").read_bytes() for folder in (out, other)]
-    losses = [Run.open(folder / "vga" / "run").metric("loss") for folder in (out, other)]
-    return weights[0] == weights[1] and losses[0] == losses[1]
-
-
 def full(*args: Any, **rest: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -288,7 +277,9 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     result = command_line(*arguments)
     assert result.exit_code == 0, result.output
     assert steps == [0, 1, 2] * 2  # steps are repeated only without a checkpoint
-    assert same_arm(tmp_path / "out", unbroken)
+    folders = [folder / "vga" for folder in (tmp_path / "out", unbroken)]
+    assert len({(folder / "model" / "model.safetensors").read_bytes() for folder in folders}) == 1
+    assert len({Run.open(folder / "run").metric("loss") for folder in folders}) == 1
 
 
 def test_other_options_weights_and_methods_are_refused(tiny: Path, text: Path, unbroken: Path, tmp_path: Path) -> None:

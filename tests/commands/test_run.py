@@ -222,12 +222,9 @@ def test_a_recipe_names_only_folders_below_the_working_directory(
     ("content", "message"),
     [
         ("", "mine.yaml is empty: a recipe has at least a title"),
-        ("only words", "mine.yaml is not a recipe: it holds text, and not keys and values"),
         (b"title: \xff", "mine.yaml is not UTF-8 text"),
         ("title: a: b", "is not YAML: line 1, column 9: mapping values are not allowed here (text with a colon"),
-        ("title: x\n---\ntitle: y", "expected a single document in the stream but found another document"),
         ("title: !!python/name:os.system", "is not YAML: line 1, column 8: could not determine a constructor"),
-        ("[" * 5000, "is not YAML: it is nested too deeply"),
         ("titel: x", "key 'titel' is unknown; did you mean 'title'?"),
         ("title: 5", "`title`: it must be text, not 5"),
         ("title: x\nseq-len: 5", "`seq-len` belongs under `options`"),
@@ -236,12 +233,8 @@ def test_a_recipe_names_only_folders_below_the_working_directory(
         ("title: x\nruns: {a: {}}", "`runs`: there is only one"),
         ("title: x\nruns: {a: {}, ../b: {}}", "`runs`: '../b' cannot be the name of a run"),
         ("title: x\nruns: {a: {}, A: {}}", "`runs`: two names differ only in upper and lower case"),
-        ("title: x\ncommand: analyse", "`command`: 'analyse' is unknown; did you mean 'analyze'?"),
         ("title: x\ncommand: run", "`command`: a recipe cannot run another recipe"),
         ("title: x\ncommand: train\nruns: {a: {}, b: {}}", "`runs` are for commands that measure one run"),
-        ("title: x\nruns: {a: {}, b: {seq-lne: 64}}", "option 'seq_lne' is unknown; did you mean 'seq_len'?"),
-        ("title: x\noptions: {observables: [masive]}", "'masive' is unknown; did you mean 'massive'?"),
-        ("title: x\noptions: {input: no}", "--input False: it must be text"),
         ("title: x\noptions: {model: org/name}", "option 'model' belongs next to `options`"),
         ("title: x\ncommand: benchmark\noptions: {task-path: tasks}", "task-path tasks: tasks can run code"),
         ("title: x\nruns: {a: {}, b: {allow_pickle: true}}", "option 'allow_pickle' is for you to give"),
@@ -250,12 +243,10 @@ def test_a_recipe_names_only_folders_below_the_working_directory(
             "title: x\nfigures: [massive-map]\noptions: {observables: [attention]}",
             "figure 'massive-map' needs the observable 'massive', which `observables` leaves out",
         ),
-        ("title: x\ncommand: retrofit\noptions: {method: [vgaa]}", "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
         (
             "title: x\ncommand: retrofit\noptions: {method: [vga]}\nfigures: [sink-map]",
             "figure 'sink-map' is of `sinkscope analyze`, not of `retrofit`",
         ),
-        ("title: x\ncommand: train\nmodel: a/b", "option 'model' is unknown"),
     ],
 )
 def test_a_faulty_recipe_is_refused_in_one_line(content: str | bytes, message: str) -> None:

@@ -209,6 +209,3 @@ def test_wrong_steps_and_options(trained: Path, series: Series, tmp_path: Path) 
         assert message in refused(*given)
     assert refused(trained, seq_len=1) == "--seq-len 1: it must be at least 2"
     assert "at step 5: --seq-len 257 is beyond the model's 256 positions" in refused(trained, seq_len=257)
-
-
-# --- all or nothing

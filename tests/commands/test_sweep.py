@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.faults import CHANGES, WRITES, before_change, kill, refuse
+from support.figures import quick_sweeps
 from support.forked import forked
 from support.naming import naming
 from support.ranks import on_two_ranks
@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import sinkscope
 from sinkscope.cli.app import app
 from sinkscope.commands.sweep import SweepRun, check
-from sinkscope.commands.sweeping import pools, worker
+from sinkscope.commands.sweeping import worker
 from sinkscope.commands.sweeping.worker import Reads, State, Task
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.processes import Team
@@ -32,7 +32,6 @@ from sinkscope.options.recipe import SWEEPS, shipped_recipes
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.output.outputs import finished
-from sinkscope.results import cells
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import make_manifest, noting, read_manifest, strangers, write_manifest
 from sinkscope.results.tables import LEADING, names_of
@@ -43,15 +42,9 @@ from sinkscope.verdict.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
 
 
-def make_quick(patch: pytest.MonkeyPatch) -> None:
-    """Fork workers, which then import nothing, and draw no figures, which tests/figures checks."""
-    patch.setattr(pools, "METHOD", "fork")
-    patch.setattr("sinkscope.output.sweep.drawings_of", lambda specs, data: {})
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_quick(monkeypatch)
+    quick_sweeps(monkeypatch)
 
 
 def written(folder: Path, content: str) -> Path:
@@ -72,7 +65,7 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> SweepRun:
     """An uninterrupted sweep with one worker. Tests must not change it."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch)
+        quick_sweeps(patch)
         return sinkscope.sweep(grid(models, folder), out=folder / "out", workers=1)
 
 
@@ -136,31 +129,6 @@ def test_two_workers_and_shards_end_with_the_same_tables(models: Path, whole: Sw
     assert len(list((out / "cells").iterdir())) == 2
     sinkscope.sweep(file, out=out, shard="2/2", workers=2)
     assert_same(out, whole)
-
-
-def test_ray_ends_with_the_same_tables_also_if_a_worker_is_lost(models: Path, whole: SweepRun, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="an optional package")
-    deadly = Path(shutil.copytree(models / "llama", tmp_path / "deadly"))
-    (deadly / "modeling_deadly.py").write_text(DEADLY)
-    config = json.loads((deadly / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_deadly.Deadly"}
-    (deadly / "config.json").write_text(json.dumps(config))
-    file, out = grid(models, tmp_path, f", {deadly}"), tmp_path / "there" / "out"
-    done = sinkscope.sweep(file, out=out, engine="ray", workers=2, trust_remote_code=True)
-    assert [each.state for each in done.plan] == [State.DONE] * 4 + [State.FAILED] * 2  # the second one in a new worker
-    assert all(each.message.startswith("its Ray worker was lost: ") for each in done.plan[4:])
-    assert_same(out, whole)
-
-
-# the code of a model that kills its process, as the kernel does when memory runs out
-DEADLY = """
-import os, signal
-from transformers import LlamaForCausalLM
-
-class Deadly(LlamaForCausalLM):
-    def forward(self, *args, **kwargs):
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 def test_processes_that_measure_each_cell_together(models: Path, whole: SweepRun, tmp_path: Path) -> None:
@@ -265,19 +233,6 @@ def test_killed_or_on_a_full_disk_it_is_resumed(
     assert_same(out, whole)
 
 
-def test_two_at_once(models: Path, whole: SweepRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_measure", lambda task, models: replay(whole, task))
-    monkeypatch.setattr(cells, "MOMENT", 0.0)
-    file, out = grid(models, tmp_path), tmp_path / "there" / "out"
-    with forked(lambda: sinkscope.sweep(file, out=out, workers=1)) as process:
-        while not (out / "run.json").exists():
-            time.sleep(0.01)
-        with pytest.raises(InputError, match="is being written by another process"):
-            sinkscope.sweep(file, out=out, workers=1)
-        assert process.wait() == 0
-    assert_same(out, whole)
-
-
 # --- inputs that have changed
 
 
@@ -363,28 +318,19 @@ def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.M
     [
         ("models: [a/b]\ninput: [random]", "key 'input' is unknown; did you mean 'inputs'?"),
         ("inputs: [random]", "it has no `models`"),
-        ("models: []", "`models`: name at least one model"),
         ("models: [a/b, c/b]", "two models are called b: give one of them another `name`"),
-        ("models: [a/b]\ncommands: [analyse]", "`commands`: 'analyse' is unknown; did you mean 'analyze'?"),
         ("models: [a/b]\ncommands: [train]", "`train` begins without `models`"),
         ("models: [a/b]\ninputs: [natrual]", "b × natrual (analyze): .*did you mean natural?"),
-        ("models: [a/b]\noptions: {seq-ln: 4}", "b × natural (analyze): option 'seq_ln' is unknown; did you mean"),
         ("models: [a/b]\nsettings: {seq-len: [12, x]}", "b × natural × seq-len=x (analyze): --seq-len x: it must be"),
         ("models: [a/b]\nsettings: {seed: []}", "`settings.seed`: it has no values"),
         ("models: [{model: a/b, base: c}]", "the `base` of b 'c' is unknown"),
-        ("models: [{model: a/b, paper: GPT2XL}]", "the `paper` of b 'GPT2XL' is unknown; did you mean 'GPT2-XL'?"),
         ("models: [{model: a/b, instead: {code: random}}]", "`instead` of b: 'code' is unknown"),
         ("models: [{model: a/b, instead: {natural: }}]", "every input is left out"),
         ("models: [{model: a/b, revison: x}]", "`models.0.revison`: there is no such key"),
         ("models: [a/b]\nfigures: [effects]", "figure 'effects' is of none of these commands: analyze"),
-        (
-            "models: [a/b]\nfigures: [gradient-norms]\noptions: {observables: [attention]}",
-            "b × natural (analyze): figure 'gradient-norms' needs the observable 'gradient'",
-        ),
         ("models: [a/b]\noptions: {allow-pickle: true}", "option 'allow_pickle' is for you to give"),
         ("models: [a/b]\ncommands: {benchmark: {options: {task-path: tasks}}}", "task-path tasks: tasks can run code"),
         ("models: [a/b]\ninputs: {a: {input: random}, b: {input: random}}", "occurs twice, also as b × a (analyze)"),
-        ("models: [a/b]\ncommands: {intervene: {options: {do: mask-snk}}}", "did you mean 'mask-sink'?"),
         ("models: [a/b]\ninputs: [random]\ncommands: [claims]", "claims measures random and repeated tokens besides"),
     ],
 )
@@ -403,13 +349,11 @@ def test_a_faulty_file_is_refused_in_one_line(content: str, message: str, tmp_pa
     ("given", "message"),
     [
         ({"shard": "3/2"}, "--shard 3/2: the parts are 1/2 to 2/2"),
-        ({"shard": "2"}, "--shard 2: write it as 1/4"),
         ({"address": "auto"}, "--address names a Ray cluster"),
         ({"model": "a/b"}, "--model does not apply: the file names the models"),
         ({"shard": "1/2", "overwrite": True}, "--overwrite removes the cells of all shards"),
         ({"engine": "ray"}, r"--engine ray needs Ray: pip install 'sinkscope\[ray\]'"),
         ({"engine": "ray", "team": 2}, "--engine ray: under `accelerate launch`"),
-        ({"workers": 2, "team": 2}, "--workers 2: under `accelerate launch`"),
     ],
 )
 def test_options_that_do_not_fit(

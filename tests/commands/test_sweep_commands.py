@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from support.figures import skip_figures
+from support.figures import quick_sweeps
 from support.retrofit_command import words_tokenizer
 from support.training import random_blocks
 from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.sweep import Size, SweepRun, planned, sized
-from sinkscope.commands.sweeping import pools
 from sinkscope.commands.sweeping.worker import Reads, State, load_key
-from sinkscope.errors import InputError
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.results.cells import CellFolders
 
@@ -28,16 +26,9 @@ SHAPE = {
 }  # fmt: skip
 
 
-def make_quick(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pools, "METHOD", "fork")
-    patch.setattr("sinkscope.output.sweep.drawings_of", lambda specs, data: {})
-    patch.setattr("sinkscope.output.scorecard.scorecard_drawings", lambda card: {})
-    skip_figures(patch)
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_quick(monkeypatch)
+    quick_sweeps(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +78,7 @@ def swept(folder: Path, tmp_path: Path, *commands: str, **options: Any) -> Sweep
 @pytest.fixture(scope="module")
 def done(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SweepRun:
     with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch)
+        quick_sweeps(patch)
         return swept(folder, tmp_path_factory.mktemp("done"))
 
 
@@ -156,26 +147,6 @@ def test_a_cell_that_trains_is_what_its_command_writes(done: SweepRun, tmp_path:
     each = done.plan[8]
     sinkscope.retrofit(each.cell.options.model, config=each.cell.options, out=tmp_path / "alone")
     assert_same(done.folder / "cells" / each.cell.name, tmp_path / "alone")
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"commands": {"train": {}}, "models": None}, None),
-        ({"commands": {"train": {"inputs": ["ids"]}}}, "train reads no inputs: name its `text` under `options`"),
-        ({"commands": {"retrofit": {"options": {"method": "vgaa"}}}}, "'vgaa' is unknown; did you mean 'vga'"),
-        ({"commands": {"train": {}, "analyze": {}}, "figures": ["effects"]}, "is of none of these commands"),
-    ],
-)
-def test_training_in_a_file(changed: dict[str, Any], message: str | None, folder: Path, tmp_path: Path) -> None:
-    path = written(tmp_path / "sweep.yaml", content(folder) | changed)
-    if message is None:
-        (only,) = sinkscope.sweep(path, out=tmp_path / "out", dry_run=True).plan
-        assert (only.cell.model, only.cell.options.num_seqs) == ("tiny-llama", 4)  # its shared options
-        return
-    with pytest.raises(InputError, match=message):
-        sinkscope.sweep(path, out=tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_path: Path) -> None:

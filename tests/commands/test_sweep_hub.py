@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 from hub import CUT, Hub, Repo
 from huggingface_hub import constants
+from support.figures import quick_sweeps
 from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.sweep import SweepRun
-from sinkscope.commands.sweeping import pools
 from sinkscope.commands.sweeping.worker import State
 from sinkscope.errors import InputError
 from sinkscope.models import files
@@ -24,9 +24,8 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork workers, which then use the hub of this process."""
-    monkeypatch.setattr(pools, "METHOD", "fork")
-    monkeypatch.setattr("sinkscope.output.sweep.drawings_of", lambda specs, data: {})
+    """Workers are forked, and use the hub of this process."""
+    quick_sweeps(monkeypatch)
     monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
 
 

@@ -15,9 +15,7 @@ from support.retrofit_command import command_line
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, T5Config
 from typer.testing import Result
 
-from sinkscope.commands.analyze import analyze_steps
 from sinkscope.commands.train import train
-from sinkscope.errors import InputError
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.output.run import Run
@@ -96,34 +94,6 @@ def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tup
     config = AutoConfig.from_pretrained(finished[1] / "none-seed0" / "model")
     torch.manual_seed(0)  # the weights are those of transformers
     assert torch.equal(plain["lm_head.weight"], AutoModelForCausalLM.from_config(config).lm_head.weight)
-
-
-def test_the_view_of_training_reads_its_checkpoints(finished: tuple[Result, Path]) -> None:
-    series = analyze_steps(
-        finished[1] / "vga-seed0" / "checkpoints",
-        input=str(finished[1] / "held-out.npy"),
-        seq_len=16,
-        num_seqs=4,
-        observables="attention,gradient",
-    )
-    assert list(series.runs) == [0, 2, 4]
-    assert "value_gradient_ratio" in series.headlines
-    arm = finished[1] / "vga-seed0"
-    assert not any((arm / "checkpoints" / "checkpoint-4").glob("optimizer*"))
-    last = Run.open(arm / "run")
-    assert series.runs[4].metric("loss") == pytest.approx(last.metric("loss"), rel=1e-6)
-
-
-def test_it_is_resumed_and_adds_methods(shape: Path) -> None:
-    train(shape, "none", out="out", **SMALL, **FEW)
-    assert not Path("out/comparison").exists()  # one method has nothing to compare with
-    done = train(shape, "none,vscale", out="out", **SMALL, **FEW)
-    assert list(done.runs) == ["none", "vscale"]
-    bigger = Path("bigger.json")
-    bigger.write_text(json.dumps(SHAPE | {"hidden_size": 64}))
-    for config, steps in ((shape, 5), (bigger, 4)):
-        with pytest.raises(InputError, match="made with other options"):
-            train(config, "none", out="out", **SMALL | {"steps": steps}, **FEW)
 
 
 # --- tokenizers

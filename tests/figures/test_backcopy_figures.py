@@ -12,20 +12,11 @@ from sinkscope.figures.training import ROWS, Arms
 from sinkscope.results.run import RunData
 from sinkscope.training.tables import sinking_layer
 
-
-def run(token_zero: str) -> RunData:
-    return RunData({"model": {"name": "tiny"}, "input": {"token_zero": token_zero}}, {})
+RUNS = {"arm 0": RunData({"model": {"name": "tiny"}, "input": {"token_zero": "bos <s> (id 0)"}}, {})}
 
 
-RUNS = {"arm 0": run("bos <s> (id 0)")}
-
-
-def draw_backcopy_training(training: pd.DataFrame, runs: dict[str, RunData] = RUNS) -> Figure:
-    return OF_ARMS["backcopy-training"](Arms({"training": training}, runs))
-
-
-def draw_backcopy_maps(attention_maps: pd.DataFrame, value_norms: pd.DataFrame) -> Figure:
-    return OF_ARMS["backcopy-maps"](Arms({"attention_maps": attention_maps, "value_norms": value_norms}, RUNS))
+def draw_backcopy_training(training: pd.DataFrame) -> Figure:
+    return OF_ARMS["backcopy-training"](Arms({"training": training}, RUNS))
 
 
 def test_lines_are_means_over_seeds_and_bands_reach_the_extremes() -> None:
@@ -56,7 +47,7 @@ def test_the_layer_with_the_largest_sink_is_drawn() -> None:
 
 def test_maps_and_bars_show_the_tables() -> None:
     weights, norms = backcopy_maps(arms=2)
-    figure = draw_backcopy_maps(weights, norms)
+    figure = OF_ARMS["backcopy-maps"](Arms({"attention_maps": weights, "value_norms": norms}, RUNS))
     above, below = np.array(figure.axes[:4]).reshape(2, 2)
     for column, arm in enumerate(("arm 0", "arm 1")):
         shown = above[column].images[0].get_array()

@@ -7,16 +7,15 @@ import pytest
 from matplotlib.axes import Axes
 from support.drawn_figures import ELSEWHERE, MANY, SINGLE, experiment
 from support.figure_tables import make_run
-from support.figures import edges_at, legend_of, said
+from support.figures import check_all_draw, edges_at, legend_of, said
 
 from sinkscope.errors import InputError
 from sinkscope.figures import applicable, draw
 from sinkscope.figures.interventions import FAINTEST
-from sinkscope.figures.style import WIDE, Figure
+from sinkscope.figures.style import Figure
 from sinkscope.output.run import Run
 
 OURS = {"arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer"}
-PAGE = 9  # inches
 
 
 @pytest.fixture(scope="module")
@@ -74,34 +73,10 @@ ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("odd", ODD)
-def test_odd_experiments_are_drawn_without_a_warning_and_on_a_page(odd: str) -> None:
+def test_odd_experiments_are_drawn_without_a_warning(odd: str) -> None:
     names, given = ODD[odd]
-    for name in sorted(names):
-        check_is_drawn(name, experiment(**given))
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
-def test_values_without_information_are_drawn(value: float) -> None:
-    tables = {name: table.assign(value=value, weight=value) for name, table in experiment(SINGLE).tables.items()}
-    for name in OURS:
-        check_is_drawn(name, experiment(SINGLE, **tables))
-
-
-def check_is_drawn(name: str, run: Run) -> None:
-    figure = draw(name, run)
-    figure.draw_without_rendering()
-    width, height = figure.get_size_inches()
-    assert width <= WIDE + 1e-6
-    assert height <= PAGE + 1e-6
-    texts = figure.findobj(lambda artist: hasattr(artist, "get_fontsize") and artist.get_text())
-    assert all(text.get_fontsize() >= 6 for text in texts)
-    box = figure.get_tightbbox()  # the box of all artists is within the page
-    assert min(box.x0, box.y0) >= -0.02
-    assert box.x1 <= width + 0.02
-    assert box.y1 <= height + 0.02
+    check_all_draw(experiment(**given), sorted(names))
 
 
 # --- what is drawn

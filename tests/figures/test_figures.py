@@ -148,22 +148,6 @@ def test_small_runs_and_columns_without_information_are_drawn(value: float | Non
         check_all_draw(run, drawn, layout=not value)
 
 
-def test_layers_sites_and_positions_that_are_missing_leave_gaps(run: Run) -> None:
-    activation = run.tables["activation"].query("site not in ('mid', 'mlp_out')")
-    figure = draw("sinks-by-layer", make_run(activation=activation))
-    assert [ax.get_title() for ax in figure.axes][2:] == ["layer output"]
-    assert len(figure.axes[2].lines) == 3
-    attention = run.tables["attention"].query("layer != 2")
-    figure = draw("sink-map", make_run(attention=attention))
-    assert figure.axes[0].images[0].get_array().mask[2].all()
-    mass = draw("sinks-by-layer", make_run(attention=attention)).axes[0]
-    assert np.isnan(ydata(mass, "token 0")).tolist() == [False, False, True, False]
-    one = make_run(positions=1)
-    assert all(len(ax.lines) == 1 for ax in draw("sinks-by-layer", one).axes)
-    by_layer = [line for ax in draw("query-key-geometry", one).axes for line in ax.lines if len(line.get_xdata()) > 2]
-    assert len(by_layer) == len(draw("query-key-geometry", one).axes)  # there are also lines at zero
-
-
 # --- names, files and settings
 
 
@@ -196,16 +180,6 @@ def test_figures_are_saved_as_png_and_pdf_with_truetype_fonts_and_no_date(
         assert b"CreationDate" not in pdf
     assert sorted(path.stem for path in tmp_path.iterdir()) == sorted([*FIGURES] * 2)
     assert dict(dict.items(mpl.rcParams)) == before
-
-
-@pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
-def test_equal_tables_give_equal_files_whatever_the_users_settings(run: Run, tmp_path: Path, kind: str) -> None:
-    draw("sink-map", run).savefig(tmp_path / f"once.{kind}")
-    user = {"font.size": 20, "pdf.fonttype": 3, "axes.grid": True, "savefig.bbox": "tight", "lines.linewidth": 9}
-    with mpl.rc_context(user):
-        draw("sink-map", run).savefig(tmp_path / f"again.{kind}")
-        assert mpl.rcParams["font.size"] == 20
-    assert (tmp_path / f"once.{kind}").read_bytes() == (tmp_path / f"again.{kind}").read_bytes()
 
 
 # --- several runs

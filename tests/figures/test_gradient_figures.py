@@ -91,7 +91,8 @@ def test_the_fitted_line_is_the_summarys(run: Run) -> None:
 
 
 def test_bounds_draws_theorem_1_at_position_0(run: Run) -> None:
-    left, holds, attn, identity, mlp = bounds_axes(run)
+    axes = {ax.get_title(): ax for ax in draw("gradient-bounds", run).axes}
+    left, holds, identity = (axes[name] for name in ("theorem 1 at position 0", "theorem 1 holds", "identity"))
     means = run.tables["gradient_check"].query("position == 0").groupby("layer").mean()
     lower, upper, measured = left.lines
     np.testing.assert_allclose(lower.get_ydata(), means["lower_bound"])
@@ -106,18 +107,12 @@ def test_bounds_draws_theorem_1_at_position_0(run: Run) -> None:
     np.testing.assert_allclose(identity.lines[0].get_ydata(), check.groupby("layer")["identity_residual"].max())
     assert said(identity) == ["round-off of float32"]
     assert identity.lines[1].get_ydata() == [np.finfo(np.float32).eps] * 2
-    for ax, branch in ((attn, "attn"), (mlp, "mlp")):
+    for title, branch in (("theorem 2: attention branch", "attn"), ("theorem 2: MLP branch", "mlp")):
         rows = run.tables["norm_bound"].query(f"branch == '{branch}'").pivot_table("tightness", "layer", "position")
-        first, others, limit = ax.lines
+        first, others, limit = axes[title].lines
         np.testing.assert_allclose(first.get_ydata(), rows[0])
         np.testing.assert_allclose(others.get_ydata(), rows.loc[:, 1:].mean(axis=1))
         assert limit.get_ydata() == [1, 1]
-
-
-def bounds_axes(run: Run) -> list[Axes]:
-    axes = {ax.get_title(): ax for ax in draw("gradient-bounds", run).axes}
-    one, two = ("theorem 1 at position 0", "theorem 1 holds"), ("theorem 2: attention branch", "theorem 2: MLP branch")
-    return [axes[name] for name in (*one, two[0], "identity", two[1])]
 
 
 # --- training

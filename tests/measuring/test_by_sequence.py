@@ -1,6 +1,5 @@
 """Tables with one value per sequence, against plain transformers and against the tables of means."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pandas as pd
 import pytest
 import reference
 import torch
-from tiny import batched, measured, ragged_tokens, tiny_model
+from tiny import batched, measured, ragged_tokens, tiny_model, written
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -28,8 +27,6 @@ FLOAT32 = 2e-7  # round-off of a number that is stored in float32
 def expected(name: str) -> tuple[PreTrainedModel, Settings, dict[str, pd.DataFrame]]:
     """Return a model in float64, and its tables from plain transformers, one sequence at a time."""
     model = tiny_model(name, dtype=torch.float64)
-    if name == "gpt_oss":
-        model.set_experts_implementation("eager")  # the grouped product does not support float64
     recorded = [reference.record(reference.eager_twin(model), ids) for ids in ragged_tokens(LENGTHS)]
     epsilon = reference.clear_threshold(recorded, WINDOW)
     parts = [_of_one(sequence, epsilon) for sequence in recorded]
@@ -77,12 +74,6 @@ def test_every_sequence_has_the_values_of_plain_transformers(name: str, side: st
 # ------------------------------------------------------------------------------------------ means, in runs
 
 
-def written(folder: Path, lengths: tuple[int, ...]) -> Path:
-    path = folder / "ids.jsonl"
-    path.write_text("".join(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in ragged_tokens(lengths)))
-    return path
-
-
 def plain_losses(model: PreTrainedModel, lengths: tuple[int, ...]) -> list[float]:
     """Return the loss per predicted token of each sequence."""
     losses = []
@@ -105,7 +96,11 @@ def mean_loss(table: pd.DataFrame) -> float:
 
 def test_analyze_keeps_the_loss_of_every_sequence(tmp_path: Path) -> None:
     model, lengths = tiny_model("llama"), (12, 5, 9)
-    options: dict[str, Any] = {"input": written(tmp_path, lengths), "num_seqs": 3, "seq_len": 12}
+    options: dict[str, Any] = {
+        "input": written(tmp_path / "ids.jsonl", ragged_tokens(lengths)),
+        "num_seqs": 3,
+        "seq_len": 12,
+    }
     run = sinkscope.analyze(model, observables=("gradient",), batch_size=2, **options)
     assert_losses(run.tables["loss_by_sequence"], plain_losses(model, lengths), lengths)
     assert mean_loss(run.tables["loss_by_sequence"]) == pytest.approx(run.metric("loss"), rel=1e-6)
@@ -115,7 +110,7 @@ def test_analyze_keeps_the_loss_of_every_sequence(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    path = written(tmp_path_factory.mktemp("experiment"), (12, 5, 9))
+    path = written(tmp_path_factory.mktemp("experiment") / "ids.jsonl", ragged_tokens((12, 5, 9)))
     options: dict[str, Any] = {"num_seqs": 3, "seq_len": 12, "positions": 6, "window": 8, "batch_size": 2}
     return sinkscope.intervene(tiny_model("gpt2"), do="scale-sink-value:factor=3", draws=2, input=path, **options)
 
@@ -148,6 +143,3 @@ def test_the_losses_of_an_arm_are_its_own(experiment: Run) -> None:
     for draw, value in losses[losses["arm"] == "control"].set_index("draw")["value"].items():
         table = experiment.at(f"{label} control {draw}").tables["loss_by_sequence"]
         assert mean_loss(table) == pytest.approx(value, rel=1e-6)
-
-
-# --------------------------------------------------------------------------------------------- the parts

@@ -1,6 +1,5 @@
 """Encoders attend in both directions: their tables agree with transformers, and causal-only commands are refused."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache
@@ -17,7 +16,7 @@ from reference import assert_same, errors
 from support.encoders import ENCODERS, SPECIAL, encoder, recorded, word_tokenizer
 from support.plain import only_float64, run_plainly
 from support.retrofitted import each_pair
-from tiny import VOCAB, batched, ragged_tokens
+from tiny import VOCAB, batched, ragged_tokens, written
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import sinkscope
@@ -144,8 +143,7 @@ def loaded_encoder(name: str = "bert", dtype: torch.dtype = torch.float64) -> Lo
 def write_lines(path: Path, lengths: Sequence[int] = LENGTHS) -> str:
     """Write sequences [CLS] … [SEP] as JSON lines of token ids."""
     words = [[1, *(int(word) % (VOCAB - 5) + 5 for word in ids), 2] for ids in ragged_tokens(lengths)]
-    path.write_text("\n".join(json.dumps({"input_ids": ids}) for ids in words))
-    return str(path)
+    return str(written(path, words))
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "electra"])

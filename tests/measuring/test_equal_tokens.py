@@ -25,12 +25,10 @@ def double(name: str) -> PreTrainedModel:
     return tiny_model(name, dtype=torch.float64, spread=4.0)
 
 
-def table_of(
-    model: PreTrainedModel, sequences: Sequence[np.ndarray], size: int = 2, side: str = "right"
-) -> pd.DataFrame:
+def table_of(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> pd.DataFrame:
     family, *_ = family_of(model)
     with in_double(model):
-        tables = measured(model, batched(sequences, size, side), Settings(), ("equal-tokens",), family=family)
+        tables = measured(model, batched(sequences, 2), Settings(), ("equal-tokens",), family=family)
     return tables["equal_tokens"].set_index(["layer", "sequence"])
 
 

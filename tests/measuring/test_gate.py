@@ -13,13 +13,12 @@ import pytest
 import torch
 from support.every_model import tiny_of
 from support.retrofitted import METHODS, SETTINGS, each_pair, in_double, plain_model, retrofitted, shared
-from tiny import TINY, batched, measured, ragged_tokens, tiny_model, tiny_tokens
+from tiny import TINY, batched, measured, ragged_tokens, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.commands.doctor import doctor
-from sinkscope.errors import InputError
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family
@@ -124,20 +123,6 @@ def test_analyze_measures_gates_where_there_are_any() -> None:
     assert run.metric("gate_later", 1) == pytest.approx(gate[~first & (gate["layer"] == 1)]["gate"].mean())
     assert "mean gate at position 0" in run.verdict
     assert "gate" in doctor(model).facts["observables"]
-
-
-@pytest.mark.parametrize("label", ["none", "learnable-sink"])
-def test_a_model_without_gates_is_rejected_with_the_reason(label: str) -> None:
-    method, parameters = METHODS.get(label, (label, {}))
-    model = retrofit_model(tiny_model("llama"), None, method, **parameters)
-    with pytest.raises(
-        InputError, match=r"--observables gate does not apply to .*: it has no gates, such as those of vga"
-    ):
-        sinkscope.analyze(model, input="random", num_seqs=2, seq_len=8, observables="gate")
-    run = sinkscope.analyze(model, input="random", num_seqs=2, seq_len=8, positions=8, window=8)
-    assert "gate" not in run.manifest["not_measured"]  # few models have gates
-    assert "gate" not in run.tables
-    assert np.isnan(run.metric("gate_first"))
 
 
 # --- the model's own gates

@@ -17,7 +17,6 @@ from tiny import tiny_model, tiny_tokens
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import sinkscope
@@ -62,29 +61,6 @@ def test_blocks_that_end_in_any_order_change_their_own_models() -> None:
     assert type(ALL_ATTENTION_FUNCTIONS) is AttentionInterface
 
 
-def test_models_that_share_a_configuration_are_changed_by_themselves() -> None:
-    """The attention function of one of them needs another name inside the block."""
-    one = tiny_model("llama")
-    other = type(one)(one.config).eval()
-    other.load_state_dict(one.state_dict())
-    masked, scaled = under(one, "mask-sink"), under(other, "scale-sink-value:factor=3")
-    AttentionInterface.register("plain-elsewhere", sdpa_attention_forward)
-    one.config._attn_implementation = "plain-elsewhere"
-    plain = logits(other)
-    first, second = intervening(one, "mask-sink"), intervening(other, "scale-sink-value:factor=3")
-    first.__enter__()
-    assert other.config._attn_implementation == "plain-elsewhere"
-    assert torch.equal(logits(other), plain)
-    second.__enter__()
-    assert torch.equal(logits(one), masked)
-    first.__exit__(None, None, None)
-    assert torch.equal(logits(other), scaled)
-    second.__exit__(None, None, None)
-    assert one.config is other.config
-    assert one.config._attn_implementation == "plain-elsewhere"
-    assert torch.equal(logits(one), plain)
-
-
 def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     """Return the result of `work` in each of several threads that begin together; raise an error of any."""
     together = threading.Barrier(count)
@@ -117,9 +93,6 @@ def test_threads_that_change_their_own_models_or_call_one_or_analyze_do_not_meet
     models = [tiny_model(name) for name in names]
     for run, expected in zip(in_threads(3, lambda at: measure(models[at])), alone, strict=True):
         assert all(run.tables[name].equals(table) for name, table in expected.tables.items())
-
-
-# ------------------------------------------------------------------------------------------- functions of the user
 
 
 # ------------------------------------------------------------------------------------------- hooks of the user
@@ -215,42 +188,14 @@ def test_a_model_with_an_adapter_is_changed_as_the_merged_one_and_one_of_no_know
     assert torch.equal(under(model, "mask-sink"), expected)
 
 
-def test_copies_on_several_devices_and_adaption_prompts_are_refused() -> None:
+def test_copies_on_several_devices_are_refused() -> None:
     copies = nn.DataParallel(tiny_model("llama"))
     copies.device_ids = [0, 1]
     with pytest.raises(InputError, match="DataParallel on several devices"):
         under(copies, "mask-sink")
-    config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
-    wrapped = peft.get_peft_model(tiny_model("llama"), config)
-    for model in (wrapped, wrapped.model):
-        for use in (sinkscope.analyze, sinkscope.doctor, lambda model: under(model, "mask-sink")):
-            with pytest.raises(InputError, match="AdaptionPrompt"):
-                use(model)
 
 
 # ------------------------------------------------------------------------------------------- generating and gradients
-
-
-@pytest.mark.parametrize("kind", ["plain", "compiled in place"])
-def test_generating_under_a_block_is_generating_with_the_changed_model(kind: str) -> None:
-    """Decoding is greedy, token by token, also with a mask on the left, embeddings as input, and beams."""
-    model = tiny_model("llama")
-    given = GIVEN[kind](model) if kind in GIVEN else model
-    given(IDS)
-    ids, mask = IDS.clone(), torch.ones_like(IDS)
-    mask[0, :3] = 0
-    with intervening(given, "mask-sink"):
-        found = given.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-        by_embedding = given.generate(
-            inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, max_new_tokens=4, do_sample=False
-        )
-        given.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=2, do_sample=False)
-        for _ in range(4):
-            position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-            step = model(ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits[:, -1].argmax(-1)
-            ids, mask = torch.cat([ids, step[:, None]], 1), torch.cat([mask, torch.ones_like(step)[:, None]], 1)
-    assert torch.equal(found, ids)
-    assert torch.equal(by_embedding, ids[:, IDS.shape[1] :])
 
 
 def test_a_block_leaves_the_gradient_mode_to_its_user() -> None:

@@ -278,6 +278,3 @@ def test_outliers_of_norms_are_those_of_plain_hooks(name: str) -> None:
         expected = (centered**4).mean(1) / (centered**2).mean(1) ** 2
         assert row.kurtosis == pytest.approx(float(expected.mean()), rel=1e-4)
         assert row.max_inf_norm == pytest.approx(float(x.abs().amax(1).mean()), rel=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------- all

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.plain import only_float64
 from support.retrofitted import plain_model, retrofitted
+from tiny import written
 
 from sinkscope.commands.analyze import analyze
 from sinkscope.results.run import RunData
@@ -17,12 +18,9 @@ TEXTS = [torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed
 
 
 def measured(model: object, folder: Path, epsilon: float = 0.1) -> RunData:
-    lines = [f'{{"input_ids": {ids.tolist()}}}' for ids in TEXTS]
-    (folder / "ids.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    path = written(folder / "ids.jsonl", TEXTS)
     with only_float64():
-        return analyze(
-            model, input=str(folder / "ids.jsonl"), seq_len=12, bos="never", epsilon=epsilon, observables=("attention",)
-        )
+        return analyze(model, input=path, seq_len=12, bos="never", epsilon=epsilon, observables=("attention",))
 
 
 @torch.no_grad()

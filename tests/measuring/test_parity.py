@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.every_model import tiny_of
 from support.retrofitted import each_pair
-from tiny import TINY, padded, ragged_tokens, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tiny import padded, ragged_tokens, tiny_model, written
+from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.attention import seam, taps, weights
@@ -26,27 +27,13 @@ from sinkscope.options.measuring import make_config
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 40}
 
 
-def sparse_model() -> PreTrainedModel:
-    """Return a small DeepSeek 3.2, in which each query reads the 16 keys that an indexer ranks highest.
-
-    Its code makes the mask for these keys only for attention implementations with certain names.
-    """
-    config = AutoConfig.for_model(
-        "deepseek_v32", **TINY["llama"][1] | {"num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16,
-        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=16, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, index_topk=16,
-        index_n_heads=2, index_head_dim=16,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.data.mul_(8.0 if parameter.dim() > 1 else 1.0)
-    return model
-
-
 def test_a_sparse_model_keeps_its_mask() -> None:
-    """Entropies are compared with those of transformers' eager attention."""
-    model = sparse_model()
+    """Entropies are compared with those of transformers' eager attention.
+
+    In DeepSeek 3.2 each query reads the keys that an indexer ranks highest. Its code makes the mask for these keys only
+    for attention implementations with certain names.
+    """
+    model = tiny_of("deepseek_v32")
     run = sinkscope.analyze(model, observables=("attention",), **OPTIONS)
     loaded = LoadedModel(model, None, "x", "x", None, None, ())
     ids = torch.as_tensor(np.stack(inputs_for(loaded, make_config(**OPTIONS)).sequences))
@@ -77,8 +64,7 @@ def test_attention_called_twice_is_noticed_in_padded_batches_and_may_be_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seam, "attend", twice(seam.attend))
-    path = tmp_path / "ragged.jsonl"
-    path.write_text("".join(f'{{"input_ids": {ids.tolist()}}}\n' for ids in ragged_tokens([9, 40, 20, 40])))
+    path = written(tmp_path / "ragged.jsonl", ragged_tokens([9, 40, 20, 40]))
     with pytest.raises(SinkscopeError, match="something different from the bare model"):
         sinkscope.analyze(tiny_model("mistral", spread=4.0), **OPTIONS | {"input": str(path)})
     run = sinkscope.analyze(tiny_model("llama"), skip_parity=True, **OPTIONS)

@@ -13,12 +13,11 @@ import pytest
 from support.encoders import encoder
 from support.naming import naming
 from support.ranks import on_two_ranks
-from tiny import ragged_tokens, tiny_model
+from tiny import ragged_tokens, tiny_model, written
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run
-from sinkscope.cli.app import app
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring import processes
 from sinkscope.measuring.observables import OBSERVABLES
@@ -73,10 +72,8 @@ def by_halves(model: PreTrainedModel, **options: Any) -> Run:
         return sinkscope.analyze(model, **options)
 
 
-def written(folder: Path, lengths: tuple[int, ...] = LENGTHS) -> Path:
-    path = folder / "ids.jsonl"
-    path.write_text("".join(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in ragged_tokens(lengths)))
-    return path
+def ids_in(folder: Path, lengths: tuple[int, ...] = LENGTHS) -> Path:
+    return written(folder / "ids.jsonl", ragged_tokens(lengths))
 
 
 def assert_same(ours: Any, expected: Any) -> None:
@@ -93,7 +90,7 @@ def test_two_halves_are_the_whole(tmp_path: Path) -> None:
     for name in ("gpt2", "gpt_oss", "bert"):
         with naming(name):
             model = encoder(name) if name == "bert" else tiny_model(name)
-            options = {"input": written(tmp_path), **OPTIONS}
+            options = {"input": ids_in(tmp_path), **OPTIONS}
             whole, halves = sinkscope.analyze(model, **options), by_halves(model, **options)
             assert_same(halves.tables, whole.tables)
             assert {"gradient_by_group", "attention_maps"} <= set(whole.tables) or name == "bert"
@@ -108,7 +105,7 @@ def test_two_halves_are_the_whole(tmp_path: Path) -> None:
 def test_two_halves_of_repeated_tokens_or_of_one_sequence_are_the_whole(tmp_path: Path) -> None:
     """With one sequence, the second process reads the batch of the first, and its results are not counted."""
     repeated = {"input": "repeated", "bos": "never", "num_seqs": 5, "seq_len": 12, "observables": ("equal-tokens",)}
-    for name, options in (("bloom", repeated), ("llama", {"input": written(tmp_path, (9,)), **OPTIONS})):
+    for name, options in (("bloom", repeated), ("llama", {"input": ids_in(tmp_path, (9,)), **OPTIONS})):
         model = tiny_model(name)
         whole = sinkscope.analyze(model, **{"batch_size": 2} | options)
         assert_same(by_halves(model, **options).tables, whole.tables)
@@ -179,7 +176,7 @@ def everything(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    written(folder)
+    ids_in(folder)
     tiny_model("gpt2").save_pretrained(folder / "gpt2")
     sinkscope.analyze(folder / "gpt2", input=folder / "ids.jsonl", out=folder / "one", figures=(), **OPTIONS)
     ended = on_two_ranks(lambda: everything(folder), folder / "log")
@@ -218,20 +215,3 @@ def test_what_fails_in_one_process_fails_in_both(two: Path) -> None:
     assert second == expected | {"elsewhere in 0": unforeseen, "elsewhere in 1": "KeyError"}
     assert not (two / "never").exists()
     assert not list(two.rglob(".sinkscope-*"))
-
-
-def test_on_the_command_line_the_first_prints_and_writes(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path / "llama")
-    typed = ["analyze", tmp_path / "llama", "--input", written(tmp_path), "--observables", "attention"]
-    typed += ["--batch-size", 2]
-
-    def work() -> None:
-        sinkscope.figures.applicable = lambda run: []  # type: ignore[attr-defined]
-        app([*map(str, typed), "--out", str(tmp_path / "out")], prog_name="sinkscope")
-
-    log = tmp_path / "log"
-    assert on_two_ranks(work, log) == [0, 0], log.read_text()[-4000:]
-    assert log.read_text().count("written to") == log.read_text().count("**Sink") == 1
-    options = {"input": tmp_path / "ids.jsonl", "observables": ("attention",), "batch_size": 2}
-    whole = sinkscope.analyze(tmp_path / "llama", **options)
-    assert_same({name: tables(tmp_path / "out")[name] for name in whole.tables}, whole.tables)

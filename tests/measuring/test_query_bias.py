@@ -17,7 +17,6 @@ from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope.commands.doctor import doctor
 from sinkscope.errors import InputError
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.observables.query_bias import BINS, Moments, effective_bias
@@ -322,18 +321,6 @@ def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejec
         run_of(model, observables=("attention", "query-bias"))
     with pytest.raises(InputError, match=f"figure 'gamma': query-bias does not apply to .*: {NO_BIAS}"):
         run.figure("gamma")
-    report = doctor(model)
-    assert f"query-bias does not apply: {NO_BIAS}" in report.notes
-    assert "query-bias" not in report.facts["observables"]
-    assert "query-bias does not apply" not in "".join(doctor(tiny_model("gpt2")).notes)
-
-
-def test_a_trainable_model_gives_the_same() -> None:
-    model = tiny_model("gpt2")
-    frozen = run_of(model, observables=("query-bias",)).tables
-    trainable = run_of(model.requires_grad_(True), observables=("query-bias",)).tables
-    for name, table in frozen.items():
-        assert table.equals(trainable[name]), name
 
 
 # -------------------------------------------------------------------------------- summary, verdict, table

@@ -1,6 +1,5 @@
 """Passes that begin at a later layer give bit for bit the results of complete passes."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 from support.every_model import tiny_of
-from tiny import ragged_tokens, tiny_model, tiny_tokens
+from tiny import ragged_tokens, tiny_model, tiny_tokens, written
 from transformers import PreTrainedModel
 
 from sinkscope.commands.intervene import intervene
@@ -51,8 +50,7 @@ def made(name: str) -> PreTrainedModel:
 @pytest.fixture
 def ragged(tmp_path: Path) -> dict[str, Any]:
     """Return the options of an input whose batches are padded."""
-    path = tmp_path / "ragged.jsonl"
-    path.write_text("\n".join(json.dumps({"input_ids": ids.tolist()}) for ids in ragged_tokens((9, 12))))
+    path = written(tmp_path / "ragged.jsonl", ragged_tokens((9, 12)))
     return {"input": str(path), "num_seqs": 2, "seq_len": 12, "positions": 6, "window": 8}
 
 
@@ -102,15 +100,6 @@ def test_what_begins_at_a_layer_is_a_whole_pass(name: str, ragged: dict[str, Any
             assert is_same(layer, resumed, unchanged, whole_pass(subject, part)), part
         assert {parse(text).begins_at(target) for text in EARLY} == {0}
     assert {text.partition(":")[0] for text in (*LATE, *EARLY)} == set(INTERVENTIONS)
-
-
-def test_what_begins_one_layer_too_late_is_seen(ragged: dict[str, Any]) -> None:
-    with open_subject(tiny_model("llama"), None, make_config(**ragged), Console(quiet=True)) as subject:
-        part = parse("rescale-norm:layers=1")
-        unchanged, whole = whole_pass(subject), whole_pass(subject, part)
-        too_late, right = (resumed_passes(subject, [change(subject, layer, part)])[0] for layer in (2, 1))
-        assert not is_same(2, too_late, unchanged, whole)
-        assert is_same(1, right, unchanged, whole)
 
 
 @pytest.mark.parametrize(("shift", "is_resumed"), [(0, True), (1, False)])

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.everything import assert_as_before, state_of
 from support.retrofitted import each_pair, retrofitted
-from support.untouched import assert_as_before, state_of
 from tiny import TINY, ragged_tokens, tiny_model, tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
@@ -34,9 +34,7 @@ ROTARY = [name for name in TINY if name not in (*LEARNED, *REFUSED)]
 
 def smooth(name: str) -> PreTrainedModel:
     """Return a model in float64 with smaller weights than elsewhere, so that softmax weights are spread over keys."""
-    model = tiny_model(name, dtype=torch.float64, spread=6.0)
-    model.set_experts_implementation("eager")  # the grouped product does not support float64
-    return model
+    return tiny_model(name, dtype=torch.float64, spread=6.0)
 
 
 @torch.no_grad()
@@ -298,6 +296,3 @@ def test_the_table_holds_every_way_of_reading(name: str) -> None:
     published = shape_table("streaming", table, "tiny", "natural", {})
     assert list(published.columns[:3]) == ["model", "condition", "layer"]
     assert set(published["layer"]) == {-1}
-
-
-# -------------------------------------------------------------------------------------------------- the figure

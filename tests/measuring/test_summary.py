@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import reference
+from support import figure_tables
 from tiny import tiny_model
 
 import sinkscope
@@ -30,10 +31,7 @@ TWO = inputs_of([range(LENGTH), range(LENGTH)])
 
 def grid(**columns: Any) -> pd.DataFrame:
     """Return a table with one row per layer, head and position."""
-    rows = [
-        (layer, head, position) for layer in range(LAYERS) for head in range(HEADS) for position in range(POSITIONS)
-    ]
-    return pd.DataFrame(rows, columns=["layer", "head", "position"]).assign(**columns)
+    return figure_tables.grid(layer=range(LAYERS), head=range(HEADS), position=range(POSITIONS)).assign(**columns)
 
 
 def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:

@@ -24,7 +24,6 @@ from sinkscope.text.batch import Batch
 
 POSITIONS, WINDOW, LENGTH = 12, 8, 24
 RAGGED = (LENGTH, 17, 5, 11)  # one shorter than WINDOW and POSITIONS
-EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 # Their own code takes the softmax (and GPT-J and GPT-Neo the logits) in float32 whatever the model's dtype.
 FLOAT32_INSIDE = ("bloom", "mpt", "gptj", "gpt_neo")
 
@@ -33,8 +32,6 @@ FLOAT32_INSIDE = ("bloom", "mpt", "gptj", "gpt_neo")
 def models(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a tiny model and its twin for the reference."""
     model = tiny_model(name, dtype=dtype)
-    if dtype == torch.float64 and name in EXPERTS:
-        model.set_experts_implementation("eager")  # the grouped product does not support float64
     return model, reference.eager_twin(model)
 
 

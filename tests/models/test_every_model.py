@@ -16,7 +16,7 @@ from support.agreement import ROUND_OFF, differences, is_equal, padded_differenc
 from support.every_model import LISTS, every_type, tiny_of
 from support.plain import only_float64, run_plainly
 from sweep_models import BEGIN, README, readme_text, written_rows
-from tiny import tiny_model, tiny_tokens
+from tiny import tiny_model, tiny_tokens, written
 
 import sinkscope
 from sinkscope.errors import SinkscopeError
@@ -34,7 +34,9 @@ DIFFERENT = (
 )  # fmt: skip
 ENCODERS = ("esmc", "eurobert", "modernbert", "nystromformer", "roberta-prelayernorm", "xmod")
 # One for each outcome, and for each kind of layers.
-WITH_TOWERS = ("blip-2", "diffusion_gemma", "fuyu", "lfm3_vl", "llava", "mllama", "paligemma", "qwen2_vl")
+WITH_TOWERS = (
+    "blip-2", "diffusion_gemma", "fuyu", "gemma3", "kosmos-2.5", "lfm3_vl", "llava", "mllama", "paligemma", "qwen2_vl",
+)  # fmt: skip
 
 
 def one_of_each(name: str, compared: Collection[str]) -> list[str]:
@@ -115,9 +117,8 @@ def test_sums_and_own_attention_are_read_where_they_are_known_to_be(name: str) -
 
 def test_a_model_that_padding_changes_is_measured_without(tmp_path: Path) -> None:
     """The sparse attention of deepseek_v32 chooses other keys if a longer sequence is in the batch."""
-    lines = [f'{{"input_ids": {list(range(3, 3 + length))}}}' for length in (20, 13)]
-    (tmp_path / "ids.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    given = {"input": str(tmp_path / "ids.jsonl"), "bos": "never", "observables": ("attention",)}
+    path = written(tmp_path / "ids.jsonl", [range(3, 23), range(3, 16)])
+    given = {"input": str(path), "bos": "never", "observables": ("attention",)}
     with pytest.raises(SinkscopeError, match=r"in a padded batch .* --batch-size 1"):
         sinkscope.analyze(tiny_of("deepseek_v32"), **given)
     assert sinkscope.analyze(tiny_of("deepseek_v32"), batch_size=1, **given).manifest["parity"] < 1e-4

@@ -18,8 +18,8 @@ import transformers
 from hub import Hub, Repo
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from support.retrofit_command import words_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models import files, loading
@@ -43,15 +43,6 @@ def config_of(kind: str, settings: dict[str, Any]) -> PreTrainedConfig:
 def save_model(folder: Path, kind: str = "llama", settings: dict[str, Any] = LLAMA, **how: Any) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config_of(kind, settings)).save_pretrained(folder, **how)
-    return folder
-
-
-def save_tokenizer(folder: Path) -> Path:
-    vocabulary = {token: number for number, token in enumerate(["<unk>", "<s>", "sinks", "drain", "values"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
-    fast.save_pretrained(folder)
     return folder
 
 
@@ -98,7 +89,9 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a whole model with its tokenizer, which must not be changed: `model` is a copy."""
-    return save_tokenizer(save_model(tmp_path_factory.mktemp("saved") / "tiny-llama"))
+    folder = save_model(tmp_path_factory.mktemp("saved") / "tiny-llama")
+    words_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -125,7 +118,7 @@ def test_folder(saved: Path, tmp_path: Path) -> None:
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     assert loaded.tokenizer is not None
-    assert loaded.tokenizer("sinks drain values")["input_ids"] == [2, 3, 4]
+    assert loaded.tokenizer("of and drain")["input_ids"] == [1, 5, 6, 7]
     reference = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     tokens = torch.arange(9)[None]
     assert torch.equal(loaded.model(tokens).logits, reference(tokens).logits)
@@ -236,7 +229,6 @@ DAMAGED = "model.safetensors is damaged or cut short"
 REFUSED: tuple[tuple[Change, str], ...] = (
     (weights(lambda weights: weights.pop(K_PROJ)), f"lacks weights of the model ({K_PROJ})"),
     (weights(lambda weights: weights[K_PROJ][3].fill_(float("nan"))), f"the first in {K_PROJ}"),
-    (weights(lambda weights: weights[K_PROJ][3].fill_(float("-inf"))), f"the first in {K_PROJ}"),
     (weights(lambda weights: weights.update({name: x.long() for name, x in weights.items()})), "only integers"),
     (weights(lambda weights: weights.update({name: x * 0 for name, x in weights.items()})), "only zeros as weights"),
     (written("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), DAMAGED),
@@ -244,13 +236,10 @@ REFUSED: tuple[tuple[Change, str], ...] = (
     (lambda folder: (folder / "model.safetensors").unlink(), "has no weights to read"),
     (outside, "names weights outside the model's folder (../w.safetensors)"),
     (pipe("config.json"), IS_PIPE),
-    (pipe("tokenizer.json"), IS_PIPE),
     (pipe("model.safetensors"), IS_PIPE),
     (entries(num_hidden_layers=0), "`num_hidden_layers` cannot be used: it should be greater than or equal to 1"),
-    (entries(model_type=["llama"]), "`model_type` cannot be used: it should be a valid string, not ['llama']"),
     (entries(eos_token_id=[1, 10**30]), "`eos_token_id` cannot be used"),
     (entries(vocab_size=10**9), "parameters, more than its weights' files can hold: one of its sizes is wrong"),
-    (entries(hidden_size="wide"), "expected int, got str"),
     (
         entries(intermediate_size=32),
         "model.layers.0.mlp.down_proj.weight has shape (16, 24), not (16, 32)",
@@ -258,9 +247,7 @@ REFUSED: tuple[tuple[Change, str], ...] = (
     (entries(transformers_weights="other.safetensors"), "transformers_weights"),
     (entries(model_type="tomorrows-model"), "(tomorrows-model); --trust-remote-code would not help"),
     (written("generation_config.json", b"{"), "generation_config.json is"),
-    (written("generation_config.json", b'{"eos_token_id": "x"}'), "`eos_token_id` cannot be used"),
     (written("config.json", b"[" * 100_000), "nested too deeply"),
-    (written("tokenizer.json", b"{"), "its tokenizer does not"),
     (without_vocabulary, "its tokenizer does not"),
 )
 
@@ -443,18 +430,6 @@ def test_hub_refuses(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "neither a folder, a .gguf file nor a hub id" in refusal("what is this")
 
 
-def test_original_llama_layout(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = {"params.json": b"{}", "consolidated.00.pth": b"", "tokenizer.model": b""}
-    hub.repos["org/llama"] = Repo({"main": original}, gate="friend")
-    assert "org/llama is in the original Llama layout; org/llama-hf would do, but" in refusal("org/llama")
-    hub.repos["org/llama-hf"] = Repo({"main": saved}, gate="friend")
-    assert "org/llama-hf is gated" in refusal("org/llama")
-    monkeypatch.setenv("HF_TOKEN", "friend")
-    loaded = load("org/llama")
-    assert (loaded.name, loaded.source) == ("org/llama-hf", "org/llama-hf")
-    assert loaded.notices == ("org/llama is in the original Llama layout; using org/llama-hf",)
-
-
 def test_offline(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos["org/tiny"] = hub.repos["org/half"] = hub.repos["org/older"] = Repo({"main": saved, "v1": saved})
     online = load("org/tiny")
@@ -504,9 +479,6 @@ def test_the_demo(hub: Hub, saved: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert (loaded.name, "from the hub" in loaded.notices[0]) == (files.DEMO_REPO, True)
 
 
-# --- in a separate process: the environment as users set it, and the output in the terminal ---
-
-
 # --- real weights ---
 
 
@@ -529,7 +501,7 @@ def test_a_tokenizer_is_loaded_without_weights(hub: Hub, saved: Path, tmp_path: 
     bare, broken = save_model(tmp_path / "bare"), save_model(tmp_path / "broken")
     hub.repos |= {"org/tiny": Repo({"main": saved}), "org/bare": Repo({"main": bare})}
     for source in ("org/tiny", str(saved)):
-        assert load_tokenizer(source)("sinks drain")["input_ids"] == [2, 3]
+        assert load_tokenizer(source)("of drain")["input_ids"] == [1, 5, 7]
     assert not any("safetensors" in request and "resolve" in request for request in map(str, hub.requests))
     (broken / "tokenizer.json").write_text("{")
     for source, message in (

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gradient_reference
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,19 +160,12 @@ def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-class DoubleTorch:
-    """torch with float64 in place of float32."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 @pytest.fixture(autouse=True)
 def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Llama's norms compute in float64, like the rest."""
-    monkeypatch.setattr(modeling_llama, "torch", DoubleTorch())
+    """Let Llama's norms compute in float64, like the rest, except rotary tables."""
+    of_norms = gradient_reference.DoubleTorch()
+    of_norms.float = torch.float32
+    monkeypatch.setattr(modeling_llama, "torch", of_norms)
 
 
 # --- the model

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import bad_inputs as bad
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from support.retrofit_command import words_tokenizer
 
 from sinkscope.errors import InputError
 from sinkscope.interventions import parse
@@ -33,7 +32,7 @@ few = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-VOCABULARY = 50
+VOCABULARY, TOKENIZER = 50, words_tokenizer()
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -54,37 +53,30 @@ def ends_well(reader: Callable[[], Any]) -> Any:
     return None
 
 
-@pytest.fixture(scope="module")
-def words() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordLevel({f"w{at}": at for at in range(VOCABULARY)} | {"?": VOCABULARY}, unk_token="?"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
-
-
-def read_inputs(path: Path, tokenizer: Any) -> None:
+def read_inputs(path: Path) -> None:
     """Check that every id is in the vocabulary, and that no sequence is longer than asked for."""
     given = {"vocab_size": VOCABULARY + 1, "num_seqs": 3, "seq_len": 4}
-    inputs = ends_well(lambda: build_inputs(path, tokenizer=tokenizer if path.suffix != ".npy" else None, **given))
+    inputs = ends_well(lambda: build_inputs(path, tokenizer=TOKENIZER if path.suffix != ".npy" else None, **given))
     for ids in inputs.sequences if inputs else ():
         assert 2 <= len(ids) <= 4
         assert ((ids >= 0) & (ids <= VOCABULARY)).all()
 
 
-def read_text(path: Path, tokenizer: Any) -> None:
+def read_text(path: Path) -> None:
     """Check a text as the input of a measurement, and as the text of a training."""
-    read_inputs(path, tokenizer)
+    read_inputs(path)
     for text in ends_well(lambda: list(documents(str(path))[1])) or ():
         text.encode()  # a tokenizer is trained on it
 
 
-def read_a_recipe(path: Path, _: Any) -> None:
+def read_a_recipe(path: Path) -> None:
     found = ends_well(lambda: read_recipe(path))
     if found is not None:
         json.dumps(found.record, allow_nan=False).encode()  # an entry of run.json
         ends_well(lambda: found.options({}))
 
 
-def read_a_config(path: Path, _: Any) -> None:
+def read_a_config(path: Path) -> None:
     found = ends_well(lambda: read_settings(path))
     if found is not None:
         assert isinstance(found.get("model_type", ""), str | None)
@@ -92,7 +84,7 @@ def read_a_config(path: Path, _: Any) -> None:
 
 
 # file → its contents, and its reader
-FILES: dict[str, tuple[st.SearchStrategy[bytes], Callable[[Path, Any], None]]] = {
+FILES: dict[str, tuple[st.SearchStrategy[bytes], Callable[[Path], None]]] = {
     "x.txt": (bad.text_files, read_text),
     "x.jsonl": (bad.json_lines | st.sampled_from([b'{"text": "\\ud800", "input_ids": [1]}', *bad.NESTED]), read_text),
     "x.npy": (bad.npy_files, read_inputs),
@@ -104,10 +96,10 @@ FILES: dict[str, tuple[st.SearchStrategy[bytes], Callable[[Path, Any], None]]] =
 @pytest.mark.parametrize("name", FILES)
 @few
 @given(data=st.data())
-def test_files(name: str, data: st.DataObject, words: Any, tmp_path: Path) -> None:
+def test_files(name: str, data: st.DataObject, tmp_path: Path) -> None:
     contents, read = FILES[name]
     (tmp_path / name).write_bytes(data.draw(contents))
-    read(tmp_path / name, words)
+    read(tmp_path / name)
 
 
 # kind of text → its values, and its readers

@@ -9,11 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.figures import skip_figures
-from tiny import tiny_model, tiny_tokens
+from tiny import tiny_tokens
 
 import sinkscope
-import sinkscope.commands.claims
-import sinkscope.paper_claims.table
 from sinkscope.cli.app import app
 from sinkscope.figures.spec import FigureSpec
 from sinkscope.figures.style import Figure
@@ -23,20 +21,6 @@ from sinkscope.output.run import Run
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2, "observables": "attention"}
 ANALYZE = ("analyze", "--input=random", "--num-seqs=2", "--seq-len=16", "--observables=attention", "--quiet")
 TRAINED: dict[str, Any] = {"steps": 2, "save_every": 1, "block_length": 16, "batch_size": 1, "num_seqs": 2}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("texts") / "ids.npy"
-    np.save(path, tiny_tokens(12, 16).numpy())
-    return path
 
 
 @pytest.fixture
@@ -89,8 +73,11 @@ def test_the_command_line_names_it_and_ends_with_1(
 
 
 def test_retrofit_and_train_draw_failed_figures_again(
-    tiny: Path, text: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    text = tmp_path / "ids.npy"
+    np.save(text, tiny_tokens(12, 16).numpy())
+
     def retrofit() -> Any:
         return sinkscope.retrofit(tiny, "vga", text=text, out=tmp_path / "out", observables="attention", **TRAINED)
 

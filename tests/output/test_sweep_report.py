@@ -118,15 +118,6 @@ def test_rates_under_different_bos_policies_are_in_rows_of_their_own() -> None:
     assert names == ["a, with BOS", "a, without BOS"]
 
 
-def test_published_rates_are_next_to_those_of_the_same_setting() -> None:
-    papers = {"a": "GPT2-XL"}
-    told = words(tables_of({}, RANDOM, {"model": "b"}, papers=papers), {"content": {"title": "Both"}})
-    assert "| a | with | 50.0% | 25.0% | 77.0%† | 70.3% |" in told
-    assert "| b | with | 50.0% | – | – | – |" in told
-    other = words(tables_of({"epsilon": 0.2}, papers=papers), {"content": {"title": "Another"}})
-    assert "77.0%" not in other
-
-
 def test_scores_are_drawn_against_sink_rates() -> None:
     """Each task has a panel, with a family's models by size and other models by name, on the first input."""
     cells = [

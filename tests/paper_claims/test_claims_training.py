@@ -14,8 +14,6 @@ from sinkscope.commands.evidence import Collection
 from sinkscope.paper_claims.claim import judge
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.studies import Training
-from sinkscope.paper_claims.table import judged as judged_table
-from sinkscope.verdict.scorecard import Scorecard, scorecard_markdown
 
 LOW, HIGH, WIDE = (1.0, 1.1, 0.9), (5.0, 5.2, 4.8), (0.1, 9.0, 1.0)
 AROUND = (1.0, 1.01, 0.99, 1.02, 0.98)
@@ -374,12 +372,3 @@ def test_the_command_that_would_decide_is_named(claim: str, command: str) -> Non
     run = training({"none": {"loss": LOW}}, model="org/model").runs["none-seed0"]
     found = judge(CLAIMS[claim], Collection(runs=[run]).evidence({})["org/model"])
     assert (found.outcome, found.reason) == (UNMEASURED, command)
-
-
-# --- several judgments in one scorecard
-
-
-def scorecard(*trainings: Training) -> str:
-    evidence = Collection(trainings=trainings).evidence({})
-    table = pd.concat([judged_table(one, name) for name, one in evidence.items()], ignore_index=True)
-    return scorecard_markdown(Scorecard({}, table, pd.DataFrame(columns=["model", "effect"])))

@@ -1,6 +1,6 @@
 """The table `route`, from hand-made runs of `intervene`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,3 @@ def test_models_are_shown_side_by_side(tmp_path: Path) -> None:
     written = pd.read_parquet(tmp_path / "both/tables/route.parquet")
     pd.testing.assert_frame_equal(written, found.table)
     assert "diminishes (fig. 3b)" in (tmp_path / "both/routes.md").read_text()
-
-
-def texts(axes: Sequence[Any]) -> list[list[str]]:
-    return [[text.get_text().replace("\n", " ") for text in ax.texts] for ax in axes]

@@ -1,7 +1,6 @@
 """Simulated quantization against hand-made cases, torch's fake quantization and plain transformers with plain hooks."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,22 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
+from support.everything import assert_as_before, state_of
 from support.figures import rough_figures, skip_figures
+from support.retrofit_command import command_line
 from support.retrofitted import METHODS, each_pair, retrofitted
-from support.untouched import assert_as_before, state_of
-from tiny import REPRESENTATIVE, ragged_tokens, tiny_model, tiny_tokens
+from tiny import REPRESENTATIVE, ragged_tokens, tiny_model, tiny_tokens, written
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from typer.testing import CliRunner
 
 import sinkscope
 from sinkscope import InputError, Run, SinkscopeError
-from sinkscope.cli.app import app
 from sinkscope.commands.quantize import quantize
 from sinkscope.measuring.quantization_study import Bench, calibrate_ranges, measured_roundings, w8a8
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tables import column_names
-from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import projections
@@ -269,28 +267,6 @@ def test_wrong_sites_bits_and_ranges_are_refused(llama: PreTrainedModel) -> None
         calibrate_ranges(llama, [])
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
-def test_restored_after_an_exception(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    before, ranges = state_of(llama), ranges_of(llama)
-    with pytest.raises(type(error)), quantized(llama, ranges):
-        raise error
-    assert_as_before(llama, before)
-    forward, calls = Tracer.forward_with_loss, []
-
-    def failing(self: Tracer, *args: Any) -> float:
-        calls.append(1)
-        if len(calls) == 3:
-            raise error
-        return forward(self, *args)
-
-    monkeypatch.setattr(Tracer, "forward_with_loss", failing)
-    with pytest.raises(type(error)):
-        quantize(llama, **SMALL)
-    assert_as_before(llama, before)
-
-
 def test_under_an_intervention_and_around_one(llama: PreTrainedModel) -> None:
     ids, ranges = tiny_tokens(), ranges_of(llama)
     llama(ids, output_hidden_states=True)  # this leaves hooks of transformers
@@ -348,9 +324,8 @@ def test_full_precision_is_the_model_and_all_is_quantized(llama: PreTrainedModel
 @pytest.mark.parametrize("per", ["tensor", "token"])
 def test_padding_changes_no_loss_and_no_range(llama: PreTrainedModel, per: str, tmp_path: Path) -> None:
     sequences = ragged_tokens((20, 9, 14, 7, 18))
-    lines = [json.dumps({"input_ids": ids.tolist()}) for ids in sequences]
-    (tmp_path / "ragged.jsonl").write_text("\n".join(lines))
-    options: dict[str, Any] = {"input": str(tmp_path / "ragged.jsonl"), "num_seqs": 3, "seq_len": 20, "calibration": 2}
+    path = written(tmp_path / "ragged.jsonl", sequences)
+    options: dict[str, Any] = {"input": path, "num_seqs": 3, "seq_len": 20, "calibration": 2}
     options |= {"activations_per": per, "kv_cache_per": per}
     runs = [quantize(llama, batch_size=size, **options) for size in (1, 3)]
     np.testing.assert_allclose(*(whole(run)["loss"] for run in runs), rtol=1e-3)
@@ -405,10 +380,6 @@ def test_ranges_are_of_values_before_their_gates_and_of_mixes_after_them(name: s
             assert (known.low, known.high) == pytest.approx(tuple(map(float, x.aminmax())), rel=1e-4)
 
 
-def command_line(*args: object) -> Any:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
 OPTIONS = ("--input", "random", "--num-seqs", 4, "--seq-len", 16, "--calibration", 2, "--bits-activations", 3)
 
 
@@ -416,8 +387,7 @@ OPTIONS = ("--input", "random", "--num-seqs", 4, "--seq-len", 16, "--calibration
 def folder(tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     llama.save_pretrained(tmp_path / "llama")
-    lines = [json.dumps({"input_ids": ids.tolist()}) for ids in tiny_tokens(4, 20)]
-    Path("few.jsonl").write_text("\n".join(lines))
+    written(Path("few.jsonl"), tiny_tokens(4, 20))
     return tmp_path / "llama"
 
 
@@ -441,23 +411,14 @@ def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, monkeypatc
         (("analyze", "--from", run.folder), "sinkscope quantize"),
         (("compare", run.folder, run.folder), "quantize"),
         (("quantize", "--from", run.folder, "--bits-weights", 4), "--bits-weights cannot be given with it"),
+        (
+            ("quantize", folder, *OPTIONS[2:-2], "--input", "few.jsonl"),
+            "4 sequences, fewer than the 4 to evaluate and 2",
+        ),
     ):
         refused = command_line(*arguments)
         assert refused.exit_code == 2
         assert message in refused.stderr
-
-
-def test_the_command_ends_with_status_2_and_writes_nothing(folder: Path) -> None:
-    before = sorted(folder.parent.rglob("*"))
-    for options, message in (
-        (("--bits-weights", 1), "--bits-weights 1: it must be at least 2"),
-        (("--input", "few.jsonl", "--calibration", 2), "holds 4 sequences, fewer than the 4 to evaluate and 2"),
-        (("--out", "llama"), "is not empty and holds no run"),
-    ):
-        refused = command_line("quantize", folder, *OPTIONS[:-2], *options)
-        assert refused.exit_code == 2
-        assert message in refused.stderr
-    assert sorted(folder.parent.rglob("*")) == before
 
 
 @pytest.mark.real_model

@@ -41,9 +41,6 @@ KINDS = {
     "ia3": lambda targets: peft.IA3Config(
         target_modules=targets, feedforward_modules=targets[-1:], init_ia3_weights=False
     ),
-    "loha": lambda targets: peft.LoHaConfig(r=2, target_modules=targets, init_weights=False),
-    "oft": lambda targets: peft.OFTConfig(r=0, oft_block_size=4, target_modules=targets, init_weights=False),
-    "vera": lambda targets: peft.VeraConfig(r=2, target_modules=targets, init_weights=False),
 }
 
 

@@ -35,7 +35,6 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-import sinkscope
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
@@ -272,25 +271,6 @@ def test_gradients_reach_every_new_parameter(name: str, label: str) -> None:
         assert (by_head != 0).all()
 
 
-def test_so_many_parameters_are_added() -> None:
-    """There are H query heads, K key/value heads of width d, and D is the width of the attention's input."""
-    for name, heads, key_heads in (("llama", 4, 2), ("gpt2", 4, 4), ("falcon", 4, 1)):
-        d, width, before = 8, 32, set(tiny_model(name).state_dict())
-        shapes: dict[str, tuple[int, ...]] = {
-            "vscale": (key_heads,), "vga": (key_heads * d, key_heads), "vga-output": (key_heads * d, heads),
-            "iga": (width, key_heads), "iga-output": (width, heads), "learnable-sink": (heads,), "key-bias": (heads, d),
-        }  # fmt: skip
-        for label, shape in shapes.items():
-            with naming(name, label):
-                model = retrofitted(name, label, torch.float32)
-                added = new_parameters(model)
-                assert [tuple(parameter.shape) for parameter in added.values()] == [shape] * 3
-                assert added.keys() == {key for key, _ in model.named_parameters() if ".retrofit." in key}
-                assert before | added.keys() == set(model.state_dict())
-    registers = new_parameters(retrofitted("llama", "register-tokens", torch.float32))
-    assert {key: tuple(value.shape) for key, value in registers.items()} == {"retrofit.embeddings": (3, 32)}
-
-
 def generate(model: PreTrainedModel, ids: torch.Tensor = IDS, **options: Any) -> Any:
     return model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
 
@@ -491,23 +471,6 @@ def test_registers_are_measured_as_the_first_positions(name: str) -> None:
         if "token_id" in table:
             table["token_id"] = table["token_id"].where(table["token_id"] < VOCAB, REGISTER)
     reference.assert_same(ours, expected, 1e-4 if name == "bloom" else 1e-7)
-
-
-@pytest.mark.parametrize(
-    ("name", "label"), [("llama", "register-tokens"), ("gpt2", "iga-output"), ("bloom", "key-bias")]
-)
-def test_analyze_takes_a_retrofitted_model_and_leaves_it_as_it_was(name: str, label: str) -> None:
-    model = retrofitted(name, label, torch.float32)
-    before, parts = logits(model), dict(model.named_modules())
-    run = sinkscope.analyze(model, input="random", num_seqs=4, seq_len=16)
-    assert {"attention", "geometry", "activation", "massive", "outlier", "gradient"} <= set(run.tables)
-    assert dict(model.named_modules()) == parts
-    assert torch.equal(logits(model), before)
-    for kernel in ("sdpa", "eager"):
-        with open_tracer(model, find_family(model), kernel) as tracer:
-            assert_close(tracer.logits(Batch(IDS, torch.ones_like(IDS))), before, 1e-4)
-    report = sinkscope.doctor(model)
-    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny import tiny_tokens
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -61,3 +62,17 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     return type(one) is type(other) and bool(one == other)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    return model(tiny_tokens(2, 9), use_cache=False).logits
+
+
+def state_of(model: PreTrainedModel) -> dict[str, Any]:
+    return snapshot(model) | {"logits": logits(model)}
+
+
+def assert_as_before(model: PreTrainedModel, before: dict[str, Any]) -> None:
+    """Assert that nothing is left in a model of what was put into it."""
+    assert differences(before, state_of(model)) == []

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.output.run import Run
+from support.manifests import run_manifest
 
 
 def grid(**axes: Any) -> pd.DataFrame:
@@ -123,18 +124,8 @@ def make_run(
     wiring: str = "sequential",
     **replaced: pd.DataFrame,
 ) -> Run:
-    manifest = {
-        "model": {"name": model, "source": model, "layer_types": None, "sliding_window": None},
-        "condition": condition,
-        "family": {"wiring": wiring},
-        "dtype": "float32",
-        "config": {"epsilon": 0.3},
-        "input": {
-            "sequences": sequences,
-            "tokens": sequences * length,
-            "shortest": length,
-            "longest": length,
-            "token_zero": "bos <s> (id 0)",
-        },
-    }
+    manifest = run_manifest(condition=condition)
+    manifest["model"] |= {"name": model, "source": model}
+    manifest["family"] |= {"wiring": wiring}
+    manifest["input"] |= {"sequences": sequences, "tokens": sequences * length, "shortest": length, "longest": length}
     return Run(manifest, tables_of(layers, heads, kv_heads, positions, sequences, length) | replaced)

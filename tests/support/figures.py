@@ -22,6 +22,14 @@ def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> No
         patch.setattr(Figure, "savefig", _save_nothing)
 
 
+def quick_sweeps(patch: pytest.MonkeyPatch) -> None:
+    """Fork the workers of sweeps, which then import nothing, and draw no figures, which tests/figures checks."""
+    patch.setattr("sinkscope.commands.sweeping.pools.METHOD", "fork")
+    patch.setattr("sinkscope.output.sweep.drawings_of", lambda specs, data: {})
+    patch.setattr("sinkscope.output.scorecard.scorecard_drawings", lambda card: {})
+    skip_figures(patch)
+
+
 def rough_figures(patch: pytest.MonkeyPatch) -> None:
     """Draw and save figures in half of the time: without a layout, and with few pixels."""
     patch.setattr(Figure, "lay_out", lambda figure: figure.set_layout_engine("none"))
@@ -40,14 +48,6 @@ def render(figure: Figure, layout: bool) -> None:
     if not layout:
         figure.set_layout_engine("none")
     figure.draw_without_rendering()
-
-
-def pixels(figure: Figure) -> bytes:
-    """Return a small picture without the slow layout: enough to see a difference."""
-    figure.set_layout_engine("none")
-    figure.set_dpi(50)
-    figure.canvas.draw()
-    return bytes(figure.canvas.buffer_rgba())
 
 
 def said(ax: Axes) -> list[str]:

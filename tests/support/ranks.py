@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from accelerate.state import AcceleratorState, GradientState
-from cpu_sharding import shard_on_cpu
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,10 +25,25 @@ from transformers import Trainer
 import sinkscope.figures
 from sinkscope.cli.app import app
 from sinkscope.retrofits import new_parameters
+from sinkscope.training import sharding
 from sinkscope.training.sharding import CONFIGURATION
 from support.forked import forked
 
 COUNT = 2
+
+
+def shard_on_cpu() -> None:
+    """Let accelerate, which ignores FSDP on the CPU, shard there by torch's FSDP2 in this process from now on."""
+    begin = AcceleratorState.__init__
+
+    def with_sharding(self: Any, *args: Any, **rest: Any) -> None:
+        begin(self, *args, **rest)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = FullyShardedDataParallelPlugin()
+
+    AcceleratorState.__init__ = with_sharding  # type: ignore[method-assign]
+    sharding.check_sharding = lambda: None
 
 
 def sharding_environment() -> dict[str, str]:

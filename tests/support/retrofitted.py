@@ -78,8 +78,6 @@ AT_TAPS = [label for label in METHODS if label != "register-tokens"]
 
 OWN_LOGITS = ("gemma2", "gpt_oss", "bloom", "falcon-alibi", "mpt")  # a softcap, sink logits, ALiBi
 
-EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
-
 OWN_SINKS = "gpt_oss"  # has learnable sinks already
 
 # every method in the first family, one in every other family, and the further ones
@@ -93,10 +91,7 @@ SETTINGS = Settings(positions=8, window=8, epsilon=0.3)
 
 
 def plain_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    model = tiny_model(name, dtype=dtype)
-    if dtype == torch.float64 and name in EXPERTS:
-        model.set_experts_implementation("eager")  # the grouped product does not support float64
-    return model
+    return tiny_model(name, dtype=dtype)
 
 
 def retrofitted(name: str, label: str, dtype: torch.dtype = torch.float64, trained: bool = True) -> PreTrainedModel:

@@ -7,6 +7,8 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.output.run import Run
+from support.figure_tables import grid
+from support.manifests import run_manifest
 
 SEQUENCES, HEADS, POSITIONS, GROUPS = 2, 100, 16, 20
 
@@ -21,29 +23,20 @@ def summarized(
     rows = [(layer, metric, value) for metric, values in (summary or {}).items() for layer, value in enumerate(values)]
     means = {metric: sum(values) / len(values) for metric, values in (summary or {}).items()} | (whole or {})
     rows += [(-1, metric, value) for metric, value in means.items()]
-    record = {
-        "model": {"name": "tiny", "source": "org/tiny", "layer_types": None, "sliding_window": None},
-        "family": {"positions": "rotary", "wiring": "pre-norm"},
-        "input": {"sequences": SEQUENCES, "token_zero": "bos", "shortest": 64, "longest": 64},
-        "config": {"seq_len": 64, "window": 64, "epsilon": 0.3},
-        "condition": "natural",
-        "dtype": "float32",
-        "absent": {},
-    }
     measured = {"summary": pd.DataFrame(rows, columns=["layer", "metric", "value"])}
     measured |= _by_sequence(summary or {}) | (tables or {})
     if "gradient" in measured:  # the groups of sequences are all the same
         parts = [measured["gradient"].assign(group=group) for group in range(GROUPS)]
         measured["gradient_by_group"] = pd.concat(parts, ignore_index=True)
-    return Run(record | manifest, measured)
+    record = run_manifest(**manifest)
+    record["input"] |= {"sequences": SEQUENCES}
+    return Run(record, measured)
 
 
 def _table(axes: Mapping[str, Sequence[Any]], **columns: Any) -> pd.DataFrame:
     """Return a row for each combination of the axes, with columns of values that are broadcast to them."""
     shape = tuple(len(labels) for labels in axes.values())
-    labels = np.meshgrid(*axes.values(), indexing="ij")
-    frame = {name: label.ravel() for name, label in zip(axes, labels, strict=True)}
-    return pd.DataFrame(frame | {name: np.broadcast_to(values, shape).ravel() for name, values in columns.items()})
+    return grid(**axes).assign(**{name: np.broadcast_to(values, shape).ravel() for name, values in columns.items()})
 
 
 def _by_sequence(summary: Mapping[str, list[float]]) -> dict[str, pd.DataFrame]:

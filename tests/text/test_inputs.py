@@ -263,32 +263,25 @@ UNUSABLE = (
     ("bad.txt", words(20).encode("utf-16"), "is not UTF-8 .*save it as UTF-8"),
     ("bad.txt", b"w1 caf\xe9 w2", "is not UTF-8 .byte 0xe9 at 6"),
     ("bad.txt", words(7), "has 7 tokens, fewer than one sequence of 8"),
-    ("bad.jsonl", "", "is empty"),
     ("bad.jsonl", '{"text": "w1"}\n', "no document of at least 2 tokens"),
     ("bad.jsonl", b'{"text": "w1 w2"}\n{"text": "caf\xe9"}\n', "bad.jsonl, line 2 is not UTF-8"),
     ("bad.jsonl", '{"text": "w1 w2"}\n{"text": \n', "line 2 is not JSON .*one JSON object a line"),
     ("bad.jsonl", "[" * 100_000, "line 1 is not JSON"),
     ("bad.jsonl", '[{"text": "w1 w2"}]', "line 1 is a JSON list: give one JSON object a line"),
     ("bad.jsonl", '{"body": "w1 w2", "n": 1}', "needs `text`, `messages` or `input_ids`; this one has body, n"),
-    ("bad.jsonl", '{"text": null}', "text is a JSON null, not a string"),
     ("bad.jsonl", '{"text": "w1 \\ud800 w2"}', r"text holds \\ud800, which is not a character"),
     ("bad.jsonl", '{"input_ids": 5}', "input_ids is a JSON number, not a list"),
     ("bad.jsonl", '{"input_ids": [5, 6.0]}', r"input_ids\[1\] is a JSON number: token ids are integers"),
-    ("bad.jsonl", '{"input_ids": [5, 6, -1]}', "token id -1 at position 2 is outside the model's vocabulary of 48"),
     ("bad.jsonl", '{"input_ids": [5, 48]}', r"bad.jsonl, line 1: token id 48 .* of 48 \(0 … 47\)"),
-    ("bad.jsonl", '{"input_ids": [5]}', "input_ids holds 1 token;"),
     ("bad.jsonl", '{"messages": "hello"}', "line 1: messages: each message has a `role` and a `content`"),
-    ("bad.jsonl", '{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\].content: each message has"),
     (
         "bad.jsonl",
         '{"messages": [{"role": "user", "content": "w1"}]}',
         "chat template does not render it",
     ),  # there is none
     ("ids.npy", np.zeros((2, 5), int), "sequences of 5 ids, fewer than --seq-len 8: give --seq-len 5"),
-    ("ids.npy", np.zeros((2, 1), int), "give at least 2 a sequence"),
     ("ids.npy", np.zeros((2, 8)), "holds float64, not integers"),
     ("ids.npy", np.zeros((2, 2, 8), int), r"has shape \(2, 2, 8\)"),
-    ("ids.npy", np.zeros((0, 8), int), "ids.npy"),
     ("ids.npy", np.array([[5] * 8, [5] * 7 + [48]]), "row 1: token id 48 at position 7 is outside .* of 48"),
     ("ids.npy", np.array([[2**63 + 5] * 8], dtype="uint64"), "token id 9223372036854775813 at position 0"),
 )
@@ -335,13 +328,11 @@ def test_datasets_that_cannot_be_used(dataset_folder, monkeypatch):
     import datasets
 
     refused("cannot be read: .*no_such", dataset=f"{dataset_folder}:no_such")
-    refused("cannot be read: .*validation.*train", dataset=f"{dataset_folder}::validation")
     refused("NAME:CONFIG:SPLIT", dataset="a:b:c:d")
     refused("give one of the two", "random", dataset="some/where")
 
     for records, match in (
         ([{"a": "w1", "b": "w2"}], "no column `text`, and 2 columns of strings"),
-        ([{"n": 1}], "no column `text`, and no column of strings"),
         ([{"text": "w1 \ud800"}], r"--dataset some/where: text holds \\ud800"),
     ):
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, records=records, **__: iter(records))
@@ -352,7 +343,6 @@ def test_datasets_that_cannot_be_used(dataset_folder, monkeypatch):
     for error, match in (
         (ConnectionError("Couldn't reach 'some/where' on the Hub\n(no network)"), "without a network"),
         (missing("Dataset 'some/where' doesn't exist on the Hub"), "if it is private"),
-        (missing("Dataset 'some/where' is a gated dataset on the Hub."), "ask for access"),
     ):
 
         def load(*_, error=error, **__):
@@ -393,10 +383,8 @@ def test_sources_and_lengths_that_do_not_exist(tmp_path, monkeypatch):
     refused("did you mean random", "ramdom")
     refused("neither an input[^;]*$", "wholly-other")
     refused("no such file; did you mean shakespeare.txt", "shakspeare.txt")
-    refused("no such file$", tmp_path / "nowhere" / "a.npy")
     refused("is a folder", tmp_path)
     refused("must end in one of", "tokens.bin")
-    refused("^--input '': neither an input", "")
     refused("pipe.txt is a pipe", "pipe.txt")
     refused("characters that no path has", "x\ud800.txt")
     refused("--seq-len 257 is beyond the model's 256 positions", "random", seq_len=257, max_positions=256)
@@ -435,9 +423,6 @@ def test_the_hash_depends_on_ids_lengths_and_order(tmp_path):
     assert digest(one, other) == digest(one, other)
 
 
-# --- token text
-
-
 # --- a prompt, and chats
 
 
@@ -449,17 +434,11 @@ def test_a_prompt_is_one_sequence():
     refused("--prompt.*1 token;", prompt="w1")
 
 
-def chat_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    tokenizer = word_tokenizer("<s> $A")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
     """Several chats have special tokens, characters beyond ASCII and a function of the template's environment."""
-    tokenizer = chat_tokenizer(
-        "{{ bos_token }} {% for m in messages %}{{ m['content'] | trim }} w4 {% endfor %}{{ eos_token }}"
-    )
+    tokenizer = word_tokenizer("<s> $A")
+    repeated = "{% for m in messages %}{{ m['content'] | trim }} w4 {% endfor %}"
+    tokenizer.chat_template = "{{ bos_token }} " + repeated + "{{ eos_token }}"
     chats = [
         [{"role": "user", "content": text}, {"role": "assistant", "content": " w2 "}] for text in ("w1", "é\u2028w3")
     ]

@@ -53,7 +53,7 @@ COMMANDS = {
     "compare": ("compare", "analyze", "other", "--quiet"),
 }  # fmt: skip
 RUNS = ("analyze", "intervene", "quantize")
-WAYS = ("value", "value", "value", "delete", "cut", "change", "swap", "missing", "folder")
+WAYS = ("edit", "edit", "edit", "edit", "cut", "change", "swap", "missing", "folder")
 
 
 def attack_folders(count: int, number: int, counts: Counts) -> None:
@@ -68,11 +68,11 @@ def attack_folders(count: int, number: int, counts: Counts) -> None:
         outcome = outcome_of_command((*command, "--out", name))
         if outcome != "right":
             raise SystemExit(f"{name}: {outcome}")
-    random, odd = np.random.default_rng(number), examples(bad.json_values, count, number)
+    random = np.random.default_rng(number)
     for place in range(count):
         kind = list(COMMANDS)[place % len(COMMANDS)]
         shutil.copytree(home / kind, home / "run")
-        how = damage(home / "run", random, odd[place % len(odd)])
+        how = damage(home / "run", random)
         for what, outcome in openings(home, kind):
             counts.add(f"{kind}: {what}", outcome, how)
         shutil.rmtree(home / "run", ignore_errors=True)
@@ -80,13 +80,16 @@ def attack_folders(count: int, number: int, counts: Counts) -> None:
     shutil.rmtree(home)
 
 
-def damage(run: Path, random: np.random.Generator, value: Any) -> str:
+def damage(run: Path, random: np.random.Generator) -> str:
     """Change a folder in one way, and describe the change."""
     way = str(random.choice(WAYS))
     manifests, tables = sorted(run.rglob("run.json")), sorted(run.rglob("*.parquet"))
     manifest = manifests[int(random.integers(len(manifests)))]
-    if way in ("value", "delete"):
-        return f"{manifest.relative_to(run)}: {_damage_json(manifest, way, random, value)}"
+    if way == "edit":
+        content = json.loads(manifest.read_text())
+        *_, edited = examples(bad.edited(content), 3, int(random.integers(2**31)))
+        manifest.write_bytes(bad.written(edited))
+        return f"{way} {manifest.relative_to(run)}: {[key for key in content if edited.get(key) != content[key]]}"
     table, other = (tables[int(at)] for at in random.integers(len(tables), size=2))
     if way in ("cut", "folder") and random.random() < 0.3:
         table = manifest
@@ -104,23 +107,6 @@ def damage(run: Path, random: np.random.Generator, value: Any) -> str:
     if way == "folder":
         put(table, str(random.choice([FOLDER, FIFO, LOOP])))
     return f"{way} {table.relative_to(run)} ({other.relative_to(run)})"
-
-
-def _damage_json(path: Path, way: str, random: np.random.Generator, value: Any) -> str:
-    """Delete an entry at a random depth, or set it to the value."""
-    content = json.loads(path.read_text())
-    place, keys = content, []
-    while True:
-        keys.append(str(random.choice(sorted(place))))
-        if not (isinstance(place[keys[-1]], dict) and place[keys[-1]] and random.random() < 0.7):
-            break
-        place = place[keys[-1]]
-    if way == "delete":
-        del place[keys[-1]]
-    else:
-        place[keys[-1]] = value
-    path.write_bytes(bad.written(content))
-    return f"{way} {keys}"
 
 
 def openings(home: Path, kind: str) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,5 @@
 """Training: the learning rates of parameters, and equal weights after a training that was killed and resumed."""
 
-import errno
 import json
 import shutil
 import signal
@@ -189,47 +188,6 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_finished_training_is_not_repeated_unless_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done, again, anew = model(), model(), model()
-    expected = train(done, repetitive(), config(), tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "training_step", None)
-        assert train(again, repetitive(), config(), tmp_path).equals(expected)
-    assert same(done, again)
-    assert train(anew, repetitive(), config(), tmp_path, resume=False).equals(expected)
-    assert same(done, anew)
-
-
-def test_a_disk_that_is_full_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = Trainer._save_rng_state
-
-    def full(self: Any, folder: str) -> None:
-        if folder.endswith("-8"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written(self, folder)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "_save_rng_state", full)
-        with pytest.raises(SinkscopeError, match=r"No space left on device.*the training up to step 4 is kept"):
-            train(model(), repetitive(), config(), tmp_path)
-    assert checkpoints(tmp_path) == ["checkpoint-4"]  # the half one takes up no room
-    resumed, unbroken = model(), model()
-    train(resumed, repetitive(), config(), tmp_path)
-    train(unbroken, repetitive(), config(), tmp_path / "unbroken")
-    assert same(resumed, unbroken)
-
-
 def test_a_loss_that_is_no_number_ends_it(tmp_path: Path) -> None:
     with pytest.raises(SinkscopeError, match=r"the loss is nan at step .*: take smaller learning rates"):
         train(model(), repetitive(), config(learning_rate=1e30), tmp_path)
-
-
-def test_out_of_memory_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_much(*args: Any, **rest: Any) -> None:
-        raise RuntimeError("CUDA out of memory. Tried to allocate 3 GiB")
-
-    monkeypatch.setattr(Trainer, "training_step", too_much)
-    with pytest.raises(SinkscopeError, match="memory ran out: take a smaller --batch-size"):
-        train(model(), repetitive(), config(), tmp_path)

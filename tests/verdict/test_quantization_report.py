@@ -4,6 +4,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from support.manifests import run_manifest
 
 from sinkscope.output.run import Run
 from sinkscope.quantization.settings import COSTLY
@@ -15,7 +16,7 @@ COLUMNS = ["layer", "setting", "site", "part", "kept", "cost"]
 SITES = [(2, "down_proj", "output", True, 693.0), (3, "down_proj", "output", False, 90.0)]
 
 
-def run_of(costs: dict[str, float], costliest: float | None = None, source: str = "org/tiny") -> Run:
+def run_of(costs: dict[str, float], costliest: float | None = None) -> Run:
     """Make a run on 8 sequences: costs of the whole model, a kind of site that costs 0.8, and one layer of it."""
     rows: list[tuple[Any, ...]] = [(-1, setting, "", "", "", cost) for setting, cost in costs.items()]
     rows += [(-1, "alone", "down_proj", "output", "", 0.8), (2, "alone", "down_proj", "output", "", 0.3)]
@@ -27,18 +28,10 @@ def run_of(costs: dict[str, float], costliest: float | None = None, source: str 
     table["perplexity"] = table["loss"].map(lambda loss: 2.718281828**loss)
     sites = pd.DataFrame(SITES, columns=["layer", "site", "part", "is_massive", "max_abs"])
     sites = sites.assign(median_abs=0.5, zeroed=0.93)
-    manifest = {
-        "command": "quantize",
-        "condition": "natural",
-        "dtype": "float32",
-        "model": {"name": "tiny", "source": source},
-        "config": {"seq_len": 64},
-        "input": {"sequences": 8, "token_zero": "bos", "shortest": 64, "longest": 64},
-        "quantization": {
-            "bits_weights": 8, "bits_activations": 8, "calibration": 4, "linear_layers": 2, "not_quantized": {},
-        },
-    }  # fmt: skip
-    return Run(manifest, {"quantization": table, "quantization_sites": sites})
+    given = {"bits_weights": 8, "bits_activations": 8, "calibration": 4, "linear_layers": 2, "not_quantized": {}}
+    return Run(
+        run_manifest(command="quantize", quantization=given), {"quantization": table, "quantization_sites": sites}
+    )
 
 
 def found(run: Run, name: str) -> list[Finding]:

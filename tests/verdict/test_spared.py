@@ -25,12 +25,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
-def modifier_of(run: Run) -> dict[str, Any]:
-    recipe = llm_compressor_recipe(run)
-    assert recipe is not None
-    return recipe["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
-
-
 def test_the_files_hold_the_sites_that_were_kept_last(written: Run) -> None:
     assert written.folder is not None
     found = json.loads((written.folder / JSON).read_text())
@@ -52,7 +46,8 @@ def test_the_files_hold_the_sites_that_were_kept_last(written: Run) -> None:
 
 def test_llm_compressors_reader_quantizes_all_but_them(written: Run) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    modifier = modifier_of(written)
+    recipe = llm_compressor_recipe(written)
+    modifier = recipe["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
     model = tiny_model("llama")
     quantization.apply_quantization_config(model, quantization.QuantizationConfig(**modifier), show_progress=False)
     schemes = {path: getattr(module, "quantization_scheme", None) for path, module in model.named_modules()}
