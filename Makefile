@@ -6,7 +6,8 @@ export PYTHONDONTWRITEBYTECODE :=
 MGM := .models/mgm --allow-pickle --input sampled
 
 .PHONY: install models gpu-wheels demo test fast torture golden mutations check format report report-models report-claims report-sweep report-training \
-	report-hybrids report-when-sinks-emerge report-types corpus clean
+	report-hybrids report-normalization report-when-sinks-emerge \
+	report-types corpus clean
 
 install: .venv/installed
 
@@ -167,6 +168,10 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 	$(call hybrid,jamba)
 	$(call hybrid,control-gated)
 	$(call hybrid,control-plain)
+
+report-normalization: install corpus  ## other operations than softmax, on a checkpoint and on text: two hours on one core
+	$(call report,softmax-to-sigmoid,run softmax-to-sigmoid)
+	$(call report,normalization-on-text,run normalization-on-text)
 
 STUDIES := positions learning-rate steps batches weight-decay data bos fixed-token random-tokens blocks windows operations \
 	mixed-positions mixed-operations text-data text-operations

@@ -70,10 +70,16 @@ class Recorder(TrainerCallback):
         """Run the probe in eval mode and with its own random numbers, so that it does not influence the training."""
         if self.probe is None or not state.is_world_process_zero:
             return
+        own = vars(self.model)
+        wrapped = own.get("forward")
+        if "_original_forward" in own:  # with --bf16 accelerate has wrapped it in autocast
+            own["forward"] = own["_original_forward"]
         self.model.eval()
         with torch.random.fork_rng(), torch.no_grad():
             found = self.probe(self.model)
         self.model.train()
+        if "_original_forward" in own:
+            own["forward"] = wrapped
         rows = zip(found["layer"], found["metric"], found["value"], strict=True)
         state.log_history[-1]["probe"] = [[int(layer), str(name), float(value)] for layer, name, value in rows]
 

@@ -116,13 +116,16 @@ def test_under_autocast_it_is_what_the_model_says_in_float32(method: str) -> Non
     np.testing.assert_allclose(found[total], exact[total], rtol=0.01)
 
 
-def test_a_probe_of_observables_does_not_influence_the_training_and_measures_as_analyze_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_probe_of_observables_does_not_influence_the_training_and_measures_as_analyze_does(
+    bf16: bool, tmp_path: Path
+) -> None:
     blocks, names = repetitive(), ("attention", "activation", "massive", "gradient")
     trained, histories = [], []
     for at, probed in enumerate((names, ())):
         model = training_model()
         probe = probe_of(None, find_family(model), blocks.held_out, EPSILON, observables=probed)
-        histories.append(train(model, blocks, training_config(), tmp_path / str(at), probe=probe))
+        histories.append(train(model, blocks, training_config(bf16=bf16), tmp_path / str(at), probe=probe))
         trained.append(model)
     for one, other in zip(*(model.state_dict().values() for model in trained), strict=True):
         assert torch.equal(one, other)
