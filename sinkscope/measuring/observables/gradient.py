@@ -407,10 +407,12 @@ class Gradient(Observable):
         """Compute GS eq. 3 for one branch; NaN if this family's wiring does not define a ratio."""
         if (layer, branch.r) not in self._seen:  # the branch's output does not depend on the tokens
             return
-        x, r = self._seen[layer, branch.x], self._seen[layer, branch.r]
-        y, z = (None if site is None else self._seen[layer, site] for site in (branch.y, branch.z))
+        r = self._seen[layer, branch.r]
+        # accelerate moves the input of a layer on another device only after it has been read
+        x = self._seen[layer, branch.x].to(r.device)
+        y, z = (None if site is None else self._seen[layer, site].to(r.device) for site in (branch.y, branch.z))
         norm = partial(torch.linalg.vector_norm, dim=-1)
-        input_norm = self._norms.pop((layer, name))
+        input_norm = self._norms.pop((layer, name)).to(r.device)
         undefined = torch.full_like(input_norm, torch.nan)
         compress = undefined if y is None or z is None else norm(x - z) / norm(y)
         ratios = {
@@ -423,7 +425,7 @@ class Gradient(Observable):
         present = batch.present(self.settings.positions)
         self.by_sequence.add(batch, finite, present, layer=layer, branch=name)
         if (layer, name) in self.gains:
-            bound = self._bounds.pop((layer, name))
+            bound = self._bounds.pop((layer, name)).to(r.device)
             # half a percent for the round-off of the two gradients' difference
             within = (compress <= 1.005 * bound).to(bound.dtype)
             holds = torch.where(compress.isfinite(), within, torch.nan)
