@@ -74,8 +74,8 @@ def variants_of(
     around: Callable[[Observable], Observable] = lambda observable: observable,
 ) -> dict[str, dict[str, Variant]]:
     """Return kind → name → one timed pass; `around` is called with every new observable."""
-    length, batch = shape[1], random_batch(shape, (100, 30_000), model.device)
-    ids = batch.token_ids
+    length, batch = shape[1], random_batch(shape, (100, 30_000))
+    ids = batch.token_ids.to(model.device)
 
     def bare(one_pass: Callable[[], object]) -> Variant:
         return lambda: seconds_of(one_pass, clock)

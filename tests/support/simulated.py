@@ -89,13 +89,6 @@ class Simulated(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return self.place
 
-    # PyTorch moves lists of indices to the device while the dispatch of Python is off
-    def __getitem__(self, index: Any) -> torch.Tensor:  # type: ignore[override]
-        return super().__getitem__(_without_lists(index))
-
-    def __setitem__(self, index: Any, entry: Any) -> None:  # type: ignore[override]
-        super().__setitem__(_without_lists(index), entry)
-
     def to(self, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
         """Return the tensor itself if it is there already, which C++ cannot see: there, the device has another type."""
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
@@ -109,12 +102,6 @@ class Simulated(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{self.inner!r} on {self.place}"
-
-
-def _without_lists(index: Any) -> Any:
-    if isinstance(index, tuple):
-        return tuple(_without_lists(part) for part in index)
-    return torch.tensor(index) if isinstance(index, list | range) else index
 
 
 def _seen_place(device: torch.device) -> torch.device:
@@ -165,7 +152,9 @@ def _common_place(name: str, tensors: list[torch.Tensor], asked: torch.device | 
     places = {_place_of(x): None for x in tensors if x.dim() or x.device.type != "cpu"}
     if len(places) > 1:
         some = " and ".join(str(place) for place in places)
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {some}! ({name})")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {some}! ({name})"
+        )
     own = next(iter(places), torch.device("cpu"))
     return own if asked is None else _seen_place(torch.device(asked))
 
@@ -205,7 +194,9 @@ def _is_efficient(query: torch.Tensor, key: torch.Tensor) -> bool:
     return is_aligned and query.shape[1] == key.shape[1]
 
 
-def _flash(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, *_: Any, **named: Any) -> tuple:
+def _flash(
+    query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, *_: Any, **named: Any
+) -> tuple:
     causal, scale = named.get("is_causal", causal), named.get("scale")
     if not _is_flash(query, key):
         raise RuntimeError(f"FlashAttention does not take {query.dtype} with a head width of {query.shape[-1]}")
@@ -214,7 +205,9 @@ def _flash(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool 
     return mix, lse, empty, empty, query.shape[2], key.shape[2], empty, empty, torch.zeros(0, dtype=query.dtype)
 
 
-def _flash_backward(gradient: Any, query: Any, key: Any, value: Any, mix: Any, lse: Any, *rest: Any, scale: Any = None) -> tuple:
+def _flash_backward(
+    gradient: Any, query: Any, key: Any, value: Any, mix: Any, lse: Any, *rest: Any, scale: Any = None
+) -> tuple:
     causal = rest[5]
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, mix, lse, 0.0, causal, scale=scale
@@ -246,7 +239,13 @@ def _efficient_backward(
     return *found, torch.zeros(0)
 
 
+def _histogram(x: Any, *given: Any, **named: Any) -> Any:
+    """Count whole numbers, too, as CUDA does."""
+    return aten.histc(x.float(), *given, **named).to(x.dtype)
+
+
 KERNELS = {
+    "histc": _histogram,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention": _efficient,
@@ -260,6 +259,10 @@ _setup_privateuseone_for_python_backend(NAME, _Module(), _Hook())
 _LIBRARY = torch.library.Library("_", "IMPL")
 for _key in ("PrivateUse1", "Lazy"):
     _LIBRARY.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), _key)
+# `torch.tensor(…, device=…)` and a list as index copy while the dispatch of Python is off
+_OF_ATEN = torch.library.Library("aten", "IMPL")
+for _key in ("PrivateUse1", "Lazy"):
+    _OF_ATEN.impl("copy_", lambda *given: _run(aten.copy_.default, given, {}), _key)
 
 
 @contextmanager
