@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.simulated import NAME, counting, moved, simulated
+from support.simulated import NAME, moved, simulated
 from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 
 import sinkscope
@@ -17,6 +17,7 @@ from sinkscope.measuring.observables import gradient
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.observables.reductions import GROUPS
 from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
 
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8}
@@ -105,3 +106,37 @@ def test_sums_of_gradients_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
     with pytest.raises(SinkscopeError, match="take fewer --positions"):
         measured(tiny_model("llama"), [padded(list(tiny_tokens(2, 20).numpy()))], SETTINGS, ["gradient"], backward=True)
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
+def test_an_unknown_family(name: str, places: int) -> None:
+    """Its wiring is found in tensors of several devices."""
+    here = calibrate(tiny_model(name), tiny_tokens(2, 9))
+    with simulated():
+        model = moved(tiny_model(name), places)
+        assert calibrate(model, tiny_tokens(2, 9).to(f"{NAME}:0")) == here
+        sinkscope.doctor(model)
+
+
+CHANGES = {
+    "llama": ("zero-massive:layers=1,coordinates=3", "zero-key-columns:coordinates=3", "mask-sink", "mean-sink-value"),
+    "gpt2": ("transplant-epe", "nullify-query-bias"),
+}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("name", CHANGES)
+def test_interventions(name: str, places: int) -> None:
+    here = sinkscope.intervene(tiny_model(name), do=CHANGES[name], **OPTIONS)
+    with simulated():
+        there = sinkscope.intervene(moved(tiny_model(name), places), do=CHANGES[name], **OPTIONS)
+    assert far(here.tables, there.tables, 1e-2) == {}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_quantization(places: int) -> None:
+    here = sinkscope.quantize(tiny_model("llama"), **OPTIONS)
+    with simulated():
+        there = sinkscope.quantize(moved(tiny_model("llama"), places), **OPTIONS)
+    assert here.tables["quantization"].shape == there.tables["quantization"].shape
