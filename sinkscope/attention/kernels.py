@@ -160,26 +160,49 @@ def fused_attention(
         return mix[..., : value.shape[-1]], lse
     # the kernels assume that the last axis is contiguous, and do not check it
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    if query.device.type == "cpu":
-        mask = call.mask
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, is_causal=causal, attn_mask=mask, scale=call.scaling
-        )
-    if query.device.type != "cuda" or call.mask is not None:
-        return chunked_attention(query, key, value, call)
-    # the flash kernel if possible (half precision; heads may be grouped), else the memory-efficient one
-    how = {"is_causal": causal, "scale": call.scaling}
-    grouped = key.shape[1] != query.shape[1]
-    parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
-    if query.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(parameters):
-        mix, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
-        return mix, lse
-    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-    mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, **how)
-    return mix, lse[..., : query.shape[2]]  # lse is padded to a multiple of 32
+    fused = FUSED.get(query.device.type)
+    found = None if fused is None else fused(query, key, value, call, causal)
+    return chunked_attention(query, key, value, call) if found is None else found
 
+
+def _on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = call.mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, is_causal=causal, attn_mask=mask, scale=call.scaling
+    )
+    return found
+
+
+def _on_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Use the flash kernel if possible (half precision; heads may be grouped), else the memory-efficient one.
+
+    Returns None if neither takes these: float64, or bfloat16 on a GPU before Ampere.
+    """
+    if call.mask is not None:
+        return None
+    width, how = query.shape[-1], {"is_causal": causal, "scale": call.scaling}
+    if width % 8:  # the kernels take multiples of 8 in half precision, and of 4 in float32
+        query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
+    parameters = torch.backends.cuda.SDPAParams
+    grouped = key.shape[1] != query.shape[1]
+    if torch.backends.cuda.can_use_flash_attention(parameters(query, key, value, None, 0.0, causal, grouped)):
+        mix, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
+        return mix[..., :width], lse
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    if not torch.backends.cuda.can_use_efficient_attention(parameters(query, key, value, None, 0.0, causal, False)):
+        return None
+    mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, **how)
+    return mix[..., :width], lse[..., : query.shape[2]]  # lse is padded to a multiple of 32
+
+
+# by type of device; None if no kernel of the device takes the call
+FUSED: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor] | None]] = {"cpu": _on_cpu, "cuda": _on_cuda}
 
 PENALTY = 1e4  # added to a logit: e^-10000 is 0, and half precision can represent its square root
 

@@ -114,7 +114,7 @@ def pass_over(
             raise
         raise SinkscopeError(
             "out of memory even with one sequence a batch: "
-            "take a shorter --seq-len, --dtype bfloat16 or --device-map auto"
+            "take a shorter --seq-len, fewer --positions, --dtype bfloat16 or --device-map auto"
         ) from None
 
 

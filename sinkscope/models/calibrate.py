@@ -348,7 +348,7 @@ def is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: Mappin
     events = record_ends(model, attention.modules(), inputs)
     x = events[attention.get_submodule(output)][0].x
     plain = next(mix for module, mix in watch_attention(model, inputs).through_interface if module is attention)
-    plain = plain.flatten(2)
+    plain = plain.flatten(2).cpu()
     given = [event.x for runs in events.values() for event in runs if event.end == "output"]
     if x.shape != plain.shape or any(torch.equal(other, x) for other in given):
         return False
@@ -363,7 +363,7 @@ def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[R
     ends: dict[nn.Module, list[Event]] = {}
 
     def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        states[module] = tuple(x[:, :, 0].clone() for x in args[:3])  # (B,heads,d)
+        states[module] = tuple(x[:, :, 0].clone().cpu() for x in args[:3])  # (B,heads,d)
         return own(module, *args, **kwargs)
 
     modules = {module for attention in attending for module in attention.modules()}

@@ -35,6 +35,7 @@ PACKAGES = {  # method → module and distribution of each package that transfor
 REFUSED = {"eetq": "its kernels are code that would be downloaded from the hub and run"}
 BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # bits of the methods with a fixed number
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PLAIN: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # types of weights that hold their numbers as they are
 AGREEING = 0.1  # largest relative error of a linear layer's gradient
 
 
@@ -99,7 +100,7 @@ def unpacking(config: Any) -> None:
 
 def is_ordinary(weight: Any) -> bool:
     """Return whether a weight is a plain floating-point tensor, neither packed nor quantized."""
-    return type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype in ORDINARY
+    return type(weight) in PLAIN and weight.dtype in ORDINARY
 
 
 def is_quantized(model: PreTrainedModel) -> bool:

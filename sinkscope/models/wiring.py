@@ -29,7 +29,7 @@ class Event(NamedTuple):
 def record_ends(
     model: nn.Module, modules: Iterable[nn.Module], inputs: Mapping[str, Any]
 ) -> dict[nn.Module, list[Event]]:
-    """Run the model, and return copies of the inputs and outputs of those of these modules that run."""
+    """Run the model, and return copies on the CPU of the inputs and outputs of those of these modules that run."""
     ends: dict[nn.Module, list[Event]] = {}
     order = count()
 
@@ -37,7 +37,8 @@ def record_ends(
         x = first_floats(output[0] if output else (*args, *kwargs.values()))
         if x is not None:
             # a clone, because Falcon adds to its MLP's output in place
-            ends.setdefault(module, []).append(Event(next(order), "output" if output else "input", x.detach().clone()))
+            kept = x.detach().clone().cpu()
+            ends.setdefault(module, []).append(Event(next(order), "output" if output else "input", kept))
 
     with ExitStack() as hooks:
         for module in set(modules):
@@ -102,7 +103,7 @@ def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str,
     """Return a layer's output (B,T,D) for these inputs of the model, on the CPU."""
     path, _, _ = family.block(layer).sites["layer_out"].rpartition(".")
     module = family.layer_modules(model)[layer].get_submodule(path)
-    stream = family.stream(output_of(module, model, inputs)).cpu()
+    stream = family.stream(output_of(module, model, inputs))
     return stream.view(*inputs["input_ids"].shape[:1], -1, stream.shape[-1])
 
 

@@ -16,8 +16,9 @@ from sinkscope.text.batch import Batch
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-def random_batch(shape: tuple[int, int], vocabulary: tuple[int, int] = (100, 40_000), device: str = "cpu") -> Batch:
-    ids = torch.randint(*vocabulary, tuple(shape), generator=torch.Generator().manual_seed(0)).to(device)
+def random_batch(shape: tuple[int, int], vocabulary: tuple[int, int] = (100, 40_000)) -> Batch:
+    """Return a batch, which is on the CPU whatever the model's device: observables read its masks there."""
+    ids = torch.randint(*vocabulary, tuple(shape), generator=torch.Generator().manual_seed(0))
     return Batch(ids, torch.ones_like(ids))
 
 

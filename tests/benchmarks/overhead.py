@@ -84,8 +84,8 @@ def variants_of(
 ) -> dict[str, dict[str, Variant]]:
     """Return kind → name → one timed pass; `around` is called with every new observable."""
     vocabulary = (100, min(30_000, model.config.get_text_config().vocab_size))
-    length, batch = shape[1], random_batch(shape, vocabulary, model.device)
-    ids = batch.token_ids
+    length, batch = shape[1], random_batch(shape, vocabulary)
+    ids = batch.token_ids.to(model.device)
 
     def bare(one_pass: Callable[[], object]) -> Variant:
         return lambda: seconds_of(one_pass, clock)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -33,19 +34,32 @@ from sinkscope.text.batch import IGNORED, Batch
 
 BY_HEAD = ("value",)  # pathways that also have rows for single heads in `gradient_by_group`
 GRAM_QUERIES = 64  # evenly spaced queries on which theorem 1's μ, σ² and ρ are measured
+ON_DEVICE = 2**30  # bytes of an accelerator's memory for sums of gradients by group
 ROUND_OFF = 1e-5  # relative tolerance of theorem 1: its bounds are equalities if all g are equal
 
 
 class GroupSums(Accumulator):
     """Sums of gradients over groups of sequences. Sequence i of a run is in group i modulo GROUPS.
 
-    The sums stay on the model's device: GROUPS · positions · (H + 2K) · d numbers per layer, which in float32 is 37 MB
-    for SmolLM2-135M and 0.5 GB for Llama-2-7B (16 positions).
+    They are GROUPS · positions · (H + 2K) · d numbers per layer, which in float32 is 37 MB for SmolLM2-135M and 0.5 GB
+    for Llama-2-7B (16 positions). On an accelerator the first ON_DEVICE bytes stay there, and further ones on the CPU.
     """
 
     def __init__(self) -> None:
         self.sums: Sums[tuple[int, str]] = Sums()  # by layer and pathway, (GROUPS,P,heads,d)
         self.predicted: Sums[int] = Sums()  # sequence → number of its tokens in the loss
+
+    def near(self, key: tuple[int, str], gradient: torch.Tensor) -> torch.Tensor:
+        """Return gradients (B,P,heads,d) on the device of their sums. Raises SinkscopeError if memory is too small."""
+        if key in self.sums:
+            return gradient.to(self.sums[key].device)
+        size = GROUPS * gradient[0].nbytes
+        on_device = sum(sums.nbytes for sums in self.sums.values() if sums.device.type != "cpu")
+        if gradient.device.type != "cpu" and on_device + size <= ON_DEVICE:
+            return gradient
+        if size > psutil.virtual_memory().available:
+            raise SinkscopeError("the sums of gradients by group do not fit into memory: take fewer --positions")
+        return gradient.cpu()
 
     def add(self, key: tuple[int, str], gradient: torch.Tensor, batch: Batch) -> None:
         """Add the gradients (B,P,heads,d) of one batch's sequences at one layer and pathway."""
@@ -376,8 +390,9 @@ class Gradient(Observable):
             self._add_pathway(layer, "query_measured", gradient[:, :1])
         if first_is_zero:
             gradient = torch.cat([torch.zeros_like(gradient[:, :1]), gradient[:, 1:]], dim=1)
-        self._add_pathway(layer, pathway, gradient)
-        self.groups.add((layer, pathway), gradient, batch)
+        kept = self.groups.near((layer, pathway), gradient)
+        self._add_pathway(layer, pathway, kept)
+        self.groups.add((layer, pathway), kept, batch)
         if pathway == "value":
             self.theorem.add_value_gradient(layer, gradient.transpose(1, 2), self._routed.pop(layer), batch)
 
@@ -407,10 +422,12 @@ class Gradient(Observable):
         """Compute GS eq. 3 for one branch; NaN if this family's wiring does not define a ratio."""
         if (layer, branch.r) not in self._seen:  # the branch's output does not depend on the tokens
             return
-        x, r = self._seen[layer, branch.x], self._seen[layer, branch.r]
-        y, z = (None if site is None else self._seen[layer, site] for site in (branch.y, branch.z))
+        r = self._seen[layer, branch.r]
+        # accelerate moves the input of a layer on another device only after it has been read
+        x = self._seen[layer, branch.x].to(r.device)
+        y, z = (None if site is None else self._seen[layer, site].to(r.device) for site in (branch.y, branch.z))
         norm = partial(torch.linalg.vector_norm, dim=-1)
-        input_norm = self._norms.pop((layer, name))
+        input_norm = self._norms.pop((layer, name)).to(r.device)
         undefined = torch.full_like(input_norm, torch.nan)
         compress = undefined if y is None or z is None else norm(x - z) / norm(y)
         ratios = {
@@ -423,7 +440,7 @@ class Gradient(Observable):
         present = batch.present(self.settings.positions)
         self.by_sequence.add(batch, finite, present, layer=layer, branch=name)
         if (layer, name) in self.gains:
-            bound = self._bounds.pop((layer, name))
+            bound = self._bounds.pop((layer, name)).to(r.device)
             # half a percent for the round-off of the two gradients' difference
             within = (compress <= 1.005 * bound).to(bound.dtype)
             holds = torch.where(compress.isfinite(), within, torch.nan)

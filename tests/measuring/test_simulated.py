@@ -1,0 +1,142 @@
+"""What would break on a GPU breaks on the simulated devices: tables there are those of the CPU."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.simulated import NAME, moved, simulated
+from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
+
+import sinkscope
+from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.observables import gradient
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.observables.reductions import GROUPS
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.calibrate import calibrate
+from sinkscope.models.families import find_family
+
+OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8}
+SETTINGS = Settings(positions=8, window=16)
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # relative to the largest number of a column
+ROUND_OFF = {"identity_residual", "value"}  # columns that are nothing else, or the sign of the largest of near equals
+
+
+def furthest(here: dict[str, pd.DataFrame], there: dict[str, pd.DataFrame]) -> dict[str, float]:
+    """Return the largest difference of each column's means over sequences, relative to its largest number."""
+    assert here.keys() == there.keys()
+    found = {}
+    for table, own in here.items():
+        assert own.shape == there[table].shape, table
+        for name in own.select_dtypes("float").columns.difference(ROUND_OFF):
+            both = own[name].to_numpy(float), there[table][name].to_numpy(float)
+            known = np.isfinite(both[0]) & np.isfinite(both[1])
+            if known.any():
+                difference = np.abs(both[0] - both[1])[known].max()
+                found[f"{table}.{name}"] = float(difference / max(np.abs(both[0][known]).max(), 1e-12))
+    return found
+
+
+def far(here: dict[str, pd.DataFrame], there: dict[str, pd.DataFrame], tolerance: float) -> dict[str, float]:
+    return {name: found for name, found in furthest(here, there).items() if found > tolerance}
+
+
+# Each family sees one and two devices, both dtypes, and batches with and without padding.
+CASES = [
+    (name, places, dtype)
+    for at, name in enumerate(TINY)
+    for places, dtype in zip((1, 2), (torch.float32, torch.bfloat16)[:: 1 - at % 2 * 2], strict=True)
+]
+
+
+@pytest.mark.parametrize(("name", "places", "dtype"), CASES)
+def test_observables(name: str, places: int, dtype: torch.dtype) -> None:
+    is_half = dtype == torch.bfloat16
+    batches = batched(ragged_tokens((20, 13, 17, 9)), 2) if is_half else [padded(list(tiny_tokens(2, 20).numpy()))]
+
+    def tables(model: Any) -> dict[str, pd.DataFrame]:
+        return measured(model, batches, SETTINGS, (*FORWARD, "gradient"), backward=True)
+
+    spread = 2.0 if is_half else 12.0
+    here = tables(tiny_model(name, dtype=dtype, spread=spread))
+    with simulated():
+        there = tables(moved(tiny_model(name, dtype=dtype, spread=spread), places))
+    assert far(here, there, CLOSE[dtype]) == {}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom"])
+def test_default_analysis(name: str, places: int) -> None:
+    here = sinkscope.analyze(tiny_model(name), **OPTIONS)
+    with simulated():
+        there = sinkscope.analyze(moved(tiny_model(name), places), **OPTIONS)
+    assert there.manifest["device"] == f"{NAME}:0"
+    assert there.manifest["not_measured"] == here.manifest["not_measured"]
+    assert far(here.tables, there.tables, 1e-3) == {}
+
+
+def test_sums_of_gradients_leave_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sums stay on the device; those for which it has no room are on the CPU, with the same numbers."""
+    batches = batched(list(tiny_tokens(4, 20).numpy()), 2)
+
+    def watched(bytes_there: int) -> tuple[Counter[str], Any]:
+        monkeypatch.setattr(gradient, "ON_DEVICE", bytes_there)
+        with simulated(), open_tracer(model := moved(tiny_model("llama")), find_family(model)) as tracer:
+            observable = gradient.Gradient(SETTINGS)
+            observable.prepare(model, tracer.family, 1)
+            for batch in batches:
+                tracer.forward_backward(batch, [observable])
+            places = Counter(sums.device.type for sums in observable.groups.sums.values())
+            return places, observable.tables()
+
+    size = GROUPS * SETTINGS.positions * 8 * 4  # bytes of one head's sums in float32
+    there, on_device = watched(2**30)
+    few, by_both = watched(size * (4 + 2 + 2))  # query, key and value of one layer
+    assert there == {NAME: 9}
+    assert few == {NAME: 3, "cpu": 6}
+    assert far(on_device, by_both, 0.0) == {}
+
+
+def test_sums_of_gradients_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient, "ON_DEVICE", 0)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    with pytest.raises(SinkscopeError, match="take fewer --positions"):
+        measured(tiny_model("llama"), [padded(list(tiny_tokens(2, 20).numpy()))], SETTINGS, ["gradient"], backward=True)
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
+def test_an_unknown_family(name: str, places: int) -> None:
+    """Its wiring is found in tensors of several devices."""
+    here = calibrate(tiny_model(name), tiny_tokens(2, 9))
+    with simulated():
+        model = moved(tiny_model(name), places)
+        assert calibrate(model, tiny_tokens(2, 9).to(f"{NAME}:0")) == here
+        sinkscope.doctor(model)
+
+
+CHANGES = {
+    "llama": ("zero-massive:layers=1,coordinates=3", "zero-key-columns:coordinates=3", "mask-sink", "mean-sink-value"),
+    "gpt2": ("transplant-epe", "nullify-query-bias"),
+}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("name", CHANGES)
+def test_interventions(name: str, places: int) -> None:
+    here = sinkscope.intervene(tiny_model(name), do=CHANGES[name], **OPTIONS)
+    with simulated():
+        there = sinkscope.intervene(moved(tiny_model(name), places), do=CHANGES[name], **OPTIONS)
+    assert far(here.tables, there.tables, 1e-2) == {}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_quantization(places: int) -> None:
+    here = sinkscope.quantize(tiny_model("llama"), **OPTIONS)
+    with simulated():
+        there = sinkscope.quantize(moved(tiny_model("llama"), places), **OPTIONS)
+    assert here.tables["quantization"].shape == there.tables["quantization"].shape

@@ -1,0 +1,318 @@
+"""Two simulated accelerators, `sim:0` and `sim:1`, whose tensors lie on the CPU: what breaks on a GPU breaks on them.
+
+A tensor of a simulated device wraps a CPU tensor, and every operation on it passes through `_run`. Like CUDA it refuses
+operations that mix devices (except numbers, 0-dim tensors of the CPU) and half-precision kernels that CUDA does not
+have. `counting` counts kernel launches, synchronizations and copies.
+
+PyTorch has one device type for backends written in Python, PrivateUse1, of which autograd knows one device only, and an
+error on its thread ends the process. So the tensors are of another type in C++, `LAZY`; Python code sees `sim`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _DummyPrivateUse1Hook,
+    _setup_privateuseone_for_python_backend,
+)
+from transformers import PreTrainedModel
+
+from sinkscope.attention import kernels
+from sinkscope.models import quantized
+from sinkscope.models.families import find_family
+
+NAME, LAZY = "sim", "lazy"
+aten = torch.ops.aten
+
+# operations that return numbers or sizes that depend on the data, for which the host waits
+SYNCHRONIZING = {
+    *("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"),
+    *("bincount", "is_nonzero"),
+}
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+TAKES_CPU_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+
+
+class Device:
+    """The state of the simulation."""
+
+    is_available = False
+    capability: ClassVar = (8, 0)  # Ampere
+    counts: Counter[str] | None = None
+
+
+class _Hook(_DummyPrivateUse1Hook):
+    def is_available(self) -> bool:
+        return Device.is_available
+
+
+class _Module(_DummyBackendModule):
+    def is_available(self) -> bool:
+        return Device.is_available
+
+    def device_count(self) -> int:
+        return 2
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+class Simulated(torch.Tensor):
+    """A tensor of a simulated device."""
+
+    inner: torch.Tensor
+    place: torch.device
+
+    @staticmethod
+    def __new__(cls: type, inner: torch.Tensor, place: torch.device) -> "Simulated":
+        tensor: Simulated = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=torch.device(LAZY, place.index),
+        )  # fmt: skip
+        tensor.inner, tensor.place = inner, place
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+    def to(self, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
+        """Return the tensor itself if it is there already, which C++ cannot see: there, the device has another type."""
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        is_there = device is None or _seen_place(device) == self.place
+        if is_there and not copy and memory_format is None and dtype in (None, self.dtype):
+            return self
+        return super().to(*(() if is_there else (device,)), dtype=dtype or self.dtype, copy=copy)
+
+    def tolist(self) -> Any:
+        return self.detach().cpu().tolist()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{self.inner!r} on {self.place}"
+
+
+def _seen_place(device: torch.device) -> torch.device:
+    """Return the device as Python code sees it."""
+    return device if device.type in ("cpu", "meta") else torch.device(NAME, device.index or 0)
+
+
+def _place_of(x: torch.Tensor) -> torch.device:
+    return x.place if isinstance(x, Simulated) else x.device
+
+
+def _count(what: str) -> None:
+    if Device.counts is not None:
+        Device.counts[what] += 1
+
+
+def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the CPU, and return tensors on its device."""
+    name = func._schema.name.removeprefix("aten::")
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    asked = kwargs.get("device")
+    place = _common_place(name, tensors, asked)
+    given, named = pytree.tree_map(lambda x: x.inner if isinstance(x, Simulated) else x, (args, kwargs))
+    if "device" in named:
+        named["device"] = torch.device("cpu")
+    if "pin_memory" in named:
+        named["pin_memory"] = False
+    _count_of(func, name, tensors, place)
+    found = KERNELS.get(name, func)(*given, **named)
+    if func._schema.is_mutable and tensors:  # the same object: the caller may hold it
+        written = [
+            (args[at] if at < len(args) else kwargs.get(argument.name))
+            for at, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        return written[0] if len(func._schema.returns) == 1 else tuple(written) if func._schema.returns else None
+    if place.type == "cpu":
+        return found
+    return pytree.tree_map(lambda x: Simulated(x, place) if isinstance(x, torch.Tensor) else x, found)
+
+
+def _common_place(name: str, tensors: list[torch.Tensor], asked: torch.device | None) -> torch.device:
+    """Return the device of the result. Raises RuntimeError, like CUDA, for tensors of several devices."""
+    if name in ("_to_copy", "copy_", "copy") or not tensors:
+        return _seen_place(torch.device(asked)) if asked is not None else _place_of(tensors[0])
+    if name in TAKES_CPU_INDICES:
+        tensors = [tensors[0], *(x for x in tensors[1:] if x.device.type != "cpu")]
+    places = {_place_of(x): None for x in tensors if x.dim() or x.device.type != "cpu"}
+    if len(places) > 1:
+        some = " and ".join(str(place) for place in places)
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {some}! ({name})"
+        )
+    own = next(iter(places), torch.device("cpu"))
+    return own if asked is None else _seen_place(torch.device(asked))
+
+
+def _count_of(func: Any, name: str, tensors: list[torch.Tensor], place: torch.device) -> None:
+    """Count the operation as a kernel, a copy between devices or a wait for the device."""
+    if name in ("_to_copy", "copy_", "copy") or (name in TAKES_CPU_INDICES):
+        others = {_place_of(x) for x in tensors if x.dim() or name not in TAKES_CPU_INDICES} - {place}
+        if others:
+            _count("copies")
+        if place.type == "cpu":
+            _count("synchronizations")
+            return
+    is_masked = name in TAKES_CPU_INDICES and any(x.dtype == torch.bool for x in tensors[1:])
+    if name in SYNCHRONIZING or is_masked:
+        _count("synchronizations")
+    returns = func._schema.returns
+    is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    if not (is_view or name in FREE or name == "_local_scalar_dense"):
+        _count("launches")
+
+
+# --- CUDA's attention kernels, which refuse what CUDA refuses
+
+
+def _is_flash(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Return whether CUDA's flash kernel takes these (sdp_utils.cpp: check_flash_attention_hardware_support, …)."""
+    halves = (torch.float16, torch.bfloat16) if Device.capability >= (8, 0) else ()
+    width = query.shape[-1]
+    return query.dtype in halves and width <= 256 and width % 8 == 0 and query.shape[1] % key.shape[1] == 0
+
+
+def _is_efficient(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Return whether CUDA's memory-efficient kernel takes these (sdp_utils.cpp: check_head_dim_size_mem_efficient)."""
+    aligned = {torch.float32: 4, torch.float16: 8} | ({torch.bfloat16: 8} if Device.capability >= (8, 0) else {})
+    is_aligned = query.dtype in aligned and query.shape[-1] % aligned[query.dtype] == 0
+    return is_aligned and query.shape[1] == key.shape[1]
+
+
+def _flash(
+    query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, *_: Any, **named: Any
+) -> tuple:
+    causal, scale = named.get("is_causal", causal), named.get("scale")
+    if not _is_flash(query, key):
+        raise RuntimeError(f"FlashAttention does not take {query.dtype} with a head width of {query.shape[-1]}")
+    mix, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, is_causal=causal, scale=scale)
+    empty = torch.zeros(0, dtype=torch.int64)
+    return mix, lse, empty, empty, query.shape[2], key.shape[2], empty, empty, torch.zeros(0, dtype=query.dtype)
+
+
+def _flash_backward(
+    gradient: Any, query: Any, key: Any, value: Any, mix: Any, lse: Any, *rest: Any, scale: Any = None
+) -> tuple:
+    causal = rest[5]
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, mix, lse, 0.0, causal, scale=scale
+    )
+
+
+def _efficient(query: Any, key: Any, value: Any, bias: Any, with_lse: bool, *rest: Any, **named: Any) -> tuple:
+    causal, scale = named.get("is_causal", rest[1] if len(rest) > 1 else False), named.get("scale")
+    if not _is_efficient(query, key):
+        raise RuntimeError(f"cutlassF: no kernel found to launch! ({query.dtype}, width {query.shape[-1]})")
+    if bias is not None:
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    mix, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, is_causal=causal, attn_mask=bias, scale=scale
+    )
+    padding = (0, -query.shape[2] % 32)
+    empty = torch.zeros(0, dtype=torch.int64)
+    return mix, torch.nn.functional.pad(lse, padding, value=torch.inf), empty, empty
+
+
+def _efficient_backward(
+    gradient: Any, query: Any, key: Any, value: Any, bias: Any, mix: Any, lse: Any, *rest: Any, scale: Any = None
+) -> tuple:
+    causal = rest[4] if len(rest) > 4 else False
+    lse = lse[..., : query.shape[2]].contiguous()
+    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, mix, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return *found, torch.zeros(0)
+
+
+def _histogram(x: Any, *given: Any, **named: Any) -> Any:
+    """Count whole numbers, too, as CUDA does."""
+    return aten.histc(x.float(), *given, **named).to(x.dtype)
+
+
+KERNELS = {
+    "histc": _histogram,
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention": _efficient,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+}
+
+
+# --- installed once for the process; `simulated` makes the devices available
+
+_setup_privateuseone_for_python_backend(NAME, _Module(), _Hook())
+_LIBRARY = torch.library.Library("_", "IMPL")
+for _key in ("PrivateUse1", "Lazy"):
+    _LIBRARY.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), _key)
+# `torch.tensor(…, device=…)` and a list as index copy while the dispatch of Python is off
+_OF_ATEN = torch.library.Library("aten", "IMPL")
+for _key in ("PrivateUse1", "Lazy"):
+    _OF_ATEN.impl("copy_", lambda *given: _run(aten.copy_.default, given, {}), _key)
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count launches, synchronizations and copies until the end of the block."""
+    before, Device.counts = Device.counts, Counter()
+    try:
+        yield Device.counts
+    finally:
+        Device.counts = before
+
+
+class _Generator(torch.Generator):
+    """A generator of any device: numbers are drawn on the CPU."""
+
+    def __new__(cls: type, device: Any = "cpu") -> "_Generator":
+        generator: _Generator = super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
+        return generator
+
+
+@contextmanager
+def simulated(capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
+    """Make the simulated devices available, as GPUs of this compute capability, until the end of the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "is_available", True)
+        patch.setattr(Device, "capability", capability)
+        patch.setattr(torch, "Generator", _Generator)
+        patch.setattr(quantized, "PLAIN", (*quantized.PLAIN, Simulated))
+        patch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
+        patch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda given: _is_flash(*given[:2]))
+        patch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda given: _is_efficient(*given[:2]))
+        patch.setitem(kernels.FUSED, NAME, kernels.FUSED["cuda"])
+        yield
+
+
+def moved(model: PreTrainedModel, places: int = 1) -> PreTrainedModel:
+    """Move a model to one simulated device, or spread it over two as `device_map="auto"` does."""
+    if places == 1:
+        model.to(f"{NAME}:0")
+        model.tie_weights()
+        return model
+    layers, where = find_family(model).layers, {}
+    last = model.config.num_hidden_layers - 1
+    for name, module in model.named_modules():
+        path, _, at = name.rpartition(".")
+        if path == layers:  # the last layer lies on the second device
+            where[name] = f"{NAME}:{int(int(at) == last)}"
+        elif not f"{name}.".startswith(f"{layers}.") and (module._parameters or module._buffers):
+            # what follows the layers, too, but not an output that shares its weight with the embeddings
+            follows = any(key.startswith(layers) for key in where)
+            is_tied = getattr(module, "weight", None) is model.get_input_embeddings().weight
+            where[name] = f"{NAME}:{int(follows and not is_tied)}"
+    return dispatch_model(model, where, main_device=f"{NAME}:0")
