@@ -259,8 +259,8 @@ def find_family(model: Any) -> Family:
     for row in rows:
         if all(getattr(config, name, None) == value for name, value in row.when.items()):
             kind = "alibi" if getattr(config, "alibi", False) else getattr(config, "kind_of_positions", row.positions)
-            found = replace(row, positions=kind, prefix=getattr(config, "prefix_length", 0))
-            return replace(found, layers=within(row.layers), position_embedding=within(row.position_embedding))
+            row = replace(row, layers=within(row.layers), position_embedding=within(row.position_embedding))
+            return replace(row, positions=kind, prefix=getattr(config, "prefix_length", 0))
     if rows:
         wanted = " or ".join(str(dict(row.when)) for row in rows)
         raise InputError(f"there is no row for a {model_type} wired like this one (only for {wanted})")
