@@ -149,6 +149,10 @@ def metrics_of(
     with torch.enable_grad():  # for observables of the backward pass
         tables, _ = measure(Subject(loaded, family, TokenInputs("held-out", sequences, "", "")), config)
     found = tables["summary"][["layer", "metric", "value"]].replace({"metric": {"loss": "held_out_loss"}})
+    if not (found["metric"] == "held_out_loss").any():  # only a backward pass has computed it
+        ids = torch.from_numpy(np.stack(sequences)).to(model.device)
+        with torch.no_grad():
+            found.loc[len(found)] = (WHOLE_MODEL, "held_out_loss", float(model(ids, labels=ids, use_cache=False).loss))
     return found[found["metric"] != "perplexity"]
 
 

@@ -141,3 +141,5 @@ def test_a_probe_of_observables_does_not_influence_the_training_and_measures_as_
     assert set(histories[0]["step"]) == {0, 2, 4, 6, 8, 10, 12}
     for probed_name, name in metrics.items():
         assert last[probed_name] == pytest.approx(run.metric(name), rel=1e-5)
+    alone = probe_of(None, find_family(model), blocks.held_out, EPSILON, observables=("attention",))(trained[0].eval())
+    assert alone.set_index(["layer", "metric"])["value"][-1, "held_out_loss"] == pytest.approx(last["held_out_loss"])
