@@ -8,7 +8,7 @@ from support.naming import naming
 from support.simulated import simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sinkscope.attention.kernels import AttentionCall, chunked_attention, fused_attention
+from sinkscope.attention.kernels import AttentionCall, chunked_attention, fused_attention, upcast
 
 HEADS, CALL = 6, AttentionCall(mask=None, scaling=0.3)
 WIDTHS, LENGTHS = (64, 36), (1, 33, 200)  # 36 is not a multiple of 8, which the flash kernel needs
@@ -84,7 +84,7 @@ def test_gradients_on_a_simulated_gpu(dtype: torch.dtype, width: int) -> None:
 def check_gradients(device: str, dtype: torch.dtype, width: int) -> None:
     given = [x.requires_grad_() for x in drawn(33, width, 2, dtype, device)]
     copies = [x.detach().double().cpu().requires_grad_() for x in given]
-    found = torch.autograd.grad(fused_attention(*given, CALL)[0].float().square().sum(), given)
+    found = torch.autograd.grad(upcast(fused_attention(*given, CALL)[0]).square().sum(), given)
     exact = torch.autograd.grad(chunked_attention(*copies, CALL)[0].square().sum(), copies)
     for own, wanted in zip(found, exact, strict=True):
         assert furthest(own, wanted) < 4 * ERRORS[dtype]

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.simulated import NAME, moved, simulated
 from support.retrofitted import FURTHER, METHODS
+from support.simulated import NAME, moved, simulated
 from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 
 import sinkscope
