@@ -193,12 +193,12 @@ def _on_cuda(
     grouped = key.shape[1] != query.shape[1]
     if torch.backends.cuda.can_use_flash_attention(parameters(query, key, value, None, 0.0, causal, grouped)):
         mix, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
-        return mix[..., :width], lse
+        return mix.narrow(-1, 0, width), lse
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     if not torch.backends.cuda.can_use_efficient_attention(parameters(query, key, value, None, 0.0, causal, False)):
         return None
     mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, **how)
-    return mix[..., :width], lse[..., : query.shape[2]]  # lse is padded to a multiple of 32
+    return mix.narrow(-1, 0, width), lse[..., : query.shape[2]]  # lse is padded to a multiple of 32
 
 
 # by type of device; None if no kernel of the device takes the call

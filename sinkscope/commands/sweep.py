@@ -24,7 +24,7 @@ from rich.text import Text
 from sinkscope.commands.result import Result
 from sinkscope.commands.run import check_figures
 from sinkscope.commands.sweeping.pools import follow, open_pool, run_groups, split
-from sinkscope.commands.sweeping.worker import Event, Group, Reads, State, Task, changes, load_key
+from sinkscope.commands.sweeping.worker import Event, Group, Reads, State, Task, changes, devices_for, load_key
 from sinkscope.errors import InputError, SinkscopeError, counted, described, one_line, unknown
 from sinkscope.figures import FIGURES, is_of
 from sinkscope.html_page import Contents, Paged
@@ -401,7 +401,11 @@ def groups_of(todo: Iterable[Planned], tasks: Mapping[str, Task]) -> list[Group]
     for each in todo:
         groups.setdefault(load_key(each.cell.options), []).append(each)
     return [
-        Group(tuple(tasks[each.cell.name] for each in group), max(each.memory for each in group))
+        Group(
+            tuple(tasks[each.cell.name] for each in group),
+            max(each.memory for each in group),
+            devices_for(group[0].cell.options.device_map),
+        )
         for group in groups.values()
     ]
 

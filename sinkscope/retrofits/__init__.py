@@ -27,7 +27,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 import sinkscope.attention.seam  # noqa: F401  # registers the attention function that retrofitted models name
 from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError, unknown
-from sinkscope.models.edits import unknown_code
+from sinkscope.models.edits import ACCELERATE, unknown_code
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.models.family import PREFIX, WITH_TOWERS, Family, is_retrofitted
 from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
@@ -130,6 +130,8 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
         raise InputError(f"a retrofitted {plain.__name__} could not be loaded again: '{base}' is not registered")
     _register_models(base)
     model.__class__ = _model_class(base, plain)
+    if ACCELERATE in vars(model):  # its hook has kept the forward of the class before
+        model._old_forward = model.__class__.forward.__get__(model)
     config.__class__ = CONFIG_MAPPING[PREFIX + base]
     config.retrofit = {"method": method, "parameters": chosen.model_dump(), "sinkscope": version("sinkscope")}
     with on_cpu_by_default():

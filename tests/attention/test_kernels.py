@@ -5,13 +5,19 @@ import itertools
 import pytest
 import torch
 from support.naming import naming
+from support.simulated import simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sinkscope.attention.kernels import AttentionCall, chunked_attention, fused_attention
+from sinkscope.attention.kernels import AttentionCall, chunked_attention, fused_attention, upcast
 
 HEADS, CALL = 6, AttentionCall(mask=None, scaling=0.3)
 WIDTHS, LENGTHS = (64, 36), (1, 33, 200)  # 36 is not a multiple of 8, which the flash kernel needs
-ERRORS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest entry
+ERRORS = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}  # relative to the largest entry
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
@@ -28,11 +34,11 @@ def test_the_flash_kernel_takes_grouped_heads(kv_heads: int, monkeypatch: pytest
     assert (lse.shape, lse.dtype) == ((2, HEADS, 33), torch.float32)
 
 
-def drawn(length: int, width: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def drawn(length: int, width: int, kv_heads: int, dtype: torch.dtype, device: str = "cuda") -> list[torch.Tensor]:
     """Return query, key and value on the GPU."""
     generator = torch.Generator().manual_seed(length + width)
     shapes = ((2, heads, length, width) for heads in (HEADS, kv_heads, kv_heads))
-    return [torch.randn(shape, generator=generator).to("cuda", dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
 def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -42,20 +48,43 @@ def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.cuda
 def test_mix_and_log_sum_exp_on_cuda() -> None:
+    check_mix_and_log_sum_exp("cuda")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_mix_and_log_sum_exp_on_a_simulated_gpu(capability: tuple[int, int]) -> None:
+    """Its kernels take the widths and dtypes that CUDA's kernels take on a GPU of this compute capability."""
+    with simulated(capability):
+        check_mix_and_log_sum_exp("sim:0")
+
+
+def check_mix_and_log_sum_exp(device: str) -> None:
     for length, width, kv_heads, dtype in itertools.product(LENGTHS, WIDTHS, (HEADS, 2), ERRORS):
         with naming(length, width, kv_heads, dtype):
-            given = drawn(length, width, kv_heads, dtype)
+            given = drawn(length, width, kv_heads, dtype, device)
             exact = chunked_attention(*(x.double().cpu() for x in given), CALL)
             for found, wanted in zip(fused_attention(*given, CALL), exact, strict=True):
                 assert furthest(found, wanted) < ERRORS[dtype]
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", ERRORS)
-def test_gradients_on_cuda(dtype: torch.dtype) -> None:
-    given = [x.requires_grad_() for x in drawn(33, 64, 2, dtype)]
+def test_gradients_on_cuda(dtype: torch.dtype, width: int) -> None:
+    check_gradients("cuda", dtype, width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", ERRORS)
+def test_gradients_on_a_simulated_gpu(dtype: torch.dtype, width: int) -> None:
+    with simulated():
+        check_gradients("sim:0", dtype, width)
+
+
+def check_gradients(device: str, dtype: torch.dtype, width: int) -> None:
+    given = [x.requires_grad_() for x in drawn(33, width, 2, dtype, device)]
     copies = [x.detach().double().cpu().requires_grad_() for x in given]
-    found = torch.autograd.grad(fused_attention(*given, CALL)[0].float().square().sum(), given)
+    found = torch.autograd.grad(upcast(fused_attention(*given, CALL)[0]).square().sum(), given)
     exact = torch.autograd.grad(chunked_attention(*copies, CALL)[0].square().sum(), copies)
     for own, wanted in zip(found, exact, strict=True):
         assert furthest(own, wanted) < 4 * ERRORS[dtype]

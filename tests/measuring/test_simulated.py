@@ -1,6 +1,7 @@
 """What would break on a GPU breaks on the simulated devices: tables there are those of the CPU."""
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,17 +9,20 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.simulated import NAME, moved, simulated
+from support.retrofitted import FURTHER, METHODS
+from support.simulated import NAME, counting, moved, simulated
 from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import sinkscope
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables import gradient
+from sinkscope.measuring.observables import OBSERVABLES, gradient
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.observables.reductions import GROUPS
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
+from sinkscope.retrofits import new_parameters, retrofit_model
 
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8}
 SETTINGS = Settings(positions=8, window=16)
@@ -140,3 +144,79 @@ def test_quantization(places: int) -> None:
     with simulated():
         there = sinkscope.quantize(moved(tiny_model("llama"), places), **OPTIONS)
     assert here.tables["quantization"].shape == there.tables["quantization"].shape
+
+
+@pytest.mark.parametrize("label", METHODS | FURTHER)
+def test_a_retrofit_is_trained(label: str) -> None:
+    """One step of gradient descent has the same losses before and after it on one device and on two."""
+    method, parameters = (METHODS | FURTHER)[label]
+
+    def losses(places: int) -> list[float]:
+        torch.manual_seed(3)  # some starts are drawn
+        model, ids = tiny_model("llama"), tiny_tokens(2, 20)
+        if places:
+            model, ids = moved(model, places), ids.to(f"{NAME}:0")
+        given = {"input_ids": ids, "labels": ids}
+        new = [*new_parameters(retrofit_model(model, None, method, **parameters)).values()]
+        if not new:
+            return [model(**given).loss.item()]
+        optimizer = torch.optim.SGD([parameter.requires_grad_() for parameter in new], lr=0.1)
+        before = model(**given).loss
+        before.backward()
+        optimizer.step()
+        return [before.item(), model(**given).loss.item()]
+
+    here = losses(0)
+    with simulated():
+        assert losses(1) == pytest.approx(here, rel=1e-3)
+        assert losses(2) == pytest.approx(here, rel=1e-3)
+
+
+def test_the_benchmark_of_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of its tables runs on a device."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import overhead
+
+    monkeypatch.setattr(overhead, "random_batch", lambda shape, _: padded(list(tiny_tokens(*shape).numpy())))
+    monkeypatch.setattr(overhead, "ARMS", ("zero-massive:layers=1,coordinates=3", "mask-sink"))
+    with simulated(), torch.no_grad():
+        for passes in overhead.variants_of(moved(tiny_model("llama")), (2, 70)).values():
+            assert all(one_pass() > 0 for one_pass in passes.values())
+
+
+# kernel launches, synchronizations and copies of a layer at 8 × 64 tokens, 16 positions, in float32
+BUDGETS = {
+    (): (36, 0, 0),
+    ("attention",): (105, 14, 15),
+    ("geometry",): (123, 2, 1),
+    ("activation",): (93, 8, 6),
+    ("massive",): (125, 19, 13),
+    ("outlier",): (191, 1, 6),
+    FORWARD: (467, 40, 41),
+    ("gradient",): (458, 7, 4),
+    (*FORWARD, "gradient"): (878, 45, 45),
+}
+
+
+@pytest.mark.parametrize("names", BUDGETS, ids=lambda names: "-".join(names) or "nothing")
+def test_budget_of_a_layer(names: tuple[str, ...]) -> None:
+    """A layer costs no more launches, waits for the device and copies than its budget: lower it with a saving."""
+
+    def counted(layers: int) -> Counter[str]:
+        config = AutoConfig.for_model("llama", **TINY["llama"][1] | {"num_hidden_layers": layers})
+        model = moved(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
+        batch, settings = padded(list(tiny_tokens(8, 64).numpy())), Settings(positions=16, window=64)
+        with open_tracer(model, find_family(model)) as tracer:
+            observables = [OBSERVABLES[name](settings) for name in names]
+            for observable in observables:
+                observable.prepare(model, tracer.family, 1)
+            run = tracer.forward_backward if "gradient" in names else tracer.forward
+            run(batch, observables)
+            with counting() as counts:  # of a second batch, when all sums are there
+                run(batch, observables)
+        return counts
+
+    with simulated():
+        few, more = counted(3), counted(5)
+    each = tuple((more[what] - few[what]) / 2 for what in ("launches", "synchronizations", "copies"))
+    assert all(cost <= budget for cost, budget in zip(each, BUDGETS[names], strict=True)), each

@@ -137,6 +137,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             for at, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        assert all(x.shape == x.inner.shape for x in written if isinstance(x, Simulated)), f"{name} resized its output"
         return written[0] if len(func._schema.returns) == 1 else tuple(written) if func._schema.returns else None
     if place.type == "cpu":
         return found
@@ -261,8 +262,12 @@ for _key in ("PrivateUse1", "Lazy"):
     _LIBRARY.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), _key)
 # `torch.tensor(…, device=…)` and a list as index copy while the dispatch of Python is off
 _OF_ATEN = torch.library.Library("aten", "IMPL")
-for _key in ("PrivateUse1", "Lazy"):
-    _OF_ATEN.impl("copy_", lambda *given: _run(aten.copy_.default, given, {}), _key)
+# … and what C++ would resize after it was made, which a wrapper cannot follow
+_RESIZED = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m", "randperm", "randperm.generator")
+for _name in ("copy_", *_RESIZED):
+    _own = getattr(getattr(aten, _name.partition(".")[0]), _name.partition(".")[2] or "default")
+    for _key in ("PrivateUse1", "Lazy"):
+        _OF_ATEN.impl(_name, lambda *given, _own=_own, **named: _run(_own, given, named), _key)
 
 
 @contextmanager

@@ -93,7 +93,8 @@ def split(groups: list[Group], workers: int) -> list[Group]:
 
 # ---------------------------------------------------------------------------------------- processes of this machine
 
-# A server that has imported what workers need starts each of them in milliseconds; Windows has none.
+# A server that has imported what workers need starts each of them in milliseconds; Windows has none. Where there are
+# accelerators, workers are spawned: what the server imports may initialize CUDA, which a fork cannot use.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 SILENCE = "sinkscope.commands.sweeping.silence"
 GRACE = 15.0  # seconds for a worker to clean up before it is killed
@@ -105,38 +106,50 @@ class _Worker:
     process: Any
     receiver: Connection
     memory: int
-    slot: int
+    devices: list[int]
 
 
 class Processes:
     """A pool of at most `workers` processes on this machine, as many as fit into its memory.
 
-    The memory of a process is free again when it ends or is killed. Each of several workers sees one accelerator, if
-    there are any; a single worker sees all of them. `commands` are imported before the first process is forked.
+    The memory of a process is free again when it ends or is killed. Each of several workers sees the accelerators that
+    its group uses, if there are any; a single worker sees all of them. Workers share an accelerator only if there are
+    more workers than accelerators. `commands` are imported before the first process is forked.
     """
 
     def __init__(self, workers: int, commands: Iterable[str] = ("analyze",)) -> None:
-        self._context: Any = multiprocessing.get_context(METHOD)
-        if METHOD == "forkserver":
+        there = torch.cuda.device_count()
+        method = "spawn" if there or torch.xpu.device_count() else METHOD
+        self._context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
             modules = (SILENCE, *(f"sinkscope.commands.{name}" for name in commands))
             self._context.set_forkserver_preload(list(modules))
-        self.workers, self._devices = workers, torch.cuda.device_count() if workers > 1 else 0
+        self.workers, self._devices = workers, there if workers > 1 else 0
         self._threads = max(1, (os.cpu_count() or 1) // workers)
         self._budget = available_memory()
         self._workers: list[_Worker] = []
 
     def has_room(self, group: Group) -> bool:
         used = sum(worker.memory for worker in self._workers)
-        return len(self._workers) < self.workers and used + group.memory <= self._budget
+        has_devices = all(self._users(device) * self._devices < self.workers for device in self._devices_for(group))
+        return len(self._workers) < self.workers and used + group.memory <= self._budget and has_devices
+
+    def _users(self, device: int) -> int:
+        return sum(device in worker.devices for worker in self._workers)
+
+    def _devices_for(self, group: Group) -> list[int]:
+        """Return the accelerators with the fewest workers, as many as the group uses."""
+        return sorted(range(self._devices), key=self._users)[: group.devices]
 
     def start(self, group: Group) -> Hashable:
         receiver, sender = self._context.Pipe(duplex=False)
-        slot = min(set(range(self.workers)) - {worker.slot for worker in self._workers})
-        device = slot % self._devices if self._devices else None
-        process = self._context.Process(target=_main, args=(group, sender, self._threads, device))
+        devices = self._devices_for(group)
+        process = self._context.Process(
+            target=_main, args=(group, sender, self._threads, devices if self._devices else None)
+        )
         process.start()
         sender.close()  # so that only the worker has an open end for sending
-        self._workers.append(_Worker(process, receiver, group.memory, slot))
+        self._workers.append(_Worker(process, receiver, group.memory, devices))
         return self._workers[-1]
 
     def heard(self) -> Iterator[tuple[Hashable, Event | str]]:
@@ -185,13 +198,14 @@ def available_memory() -> int:
 # --- in the worker's process
 
 
-def _main(group: Group, sender: Connection, threads: int, device: int | None) -> None:
+def _main(group: Group, sender: Connection, threads: int, devices: list[int] | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main process ends the workers
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left half written
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if device is not None:
+    if devices is not None:  # before this process initializes CUDA
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = shown.split(",")[device] if shown else str(device)
+        names = [shown.split(",")[device] if shown else str(device) for device in devices]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     settle()
     # Also when nothing changes: torch repairs the thread pool of a forked process here, and two threads that need it at
     # once would fail.
@@ -236,8 +250,9 @@ class RayTasks:
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
             except Exception as error:
                 raise SinkscopeError(f"the Ray cluster cannot be used: {described(error)}") from error
-        self._gpus = int(ray.cluster_resources().get("GPU", 0))
-        self.workers = self._gpus or int(ray.cluster_resources().get("CPU", 1))
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        self._gpus = max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
+        self.workers = gpus or int(ray.cluster_resources().get("CPU", 1))
         self._running: list[Any] = []  # the generators of the tasks
 
     def has_room(self, group: Group) -> bool:
@@ -246,7 +261,7 @@ class RayTasks:
     def start(self, group: Group) -> Hashable:
         options = {
             "num_cpus": 1,
-            "num_gpus": 1 if self._gpus else 0,
+            "num_gpus": min(group.devices, self._gpus),  # of one machine
             "memory": min(group.memory, int(self._ray.cluster_resources().get("memory", 0))) or None,
             "max_retries": 0,  # run_groups marks the cell of a lost worker as failed, and starts the others again
         }

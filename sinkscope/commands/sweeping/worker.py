@@ -56,6 +56,7 @@ class Group:
 
     tasks: tuple[Task, ...]  # in their order
     memory: int = 0  # estimated bytes that a worker needs; 0 if not known
+    devices: int = 0  # accelerators that it uses, where there are any; ALL: those of a machine
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,14 @@ class Event:
     state: State
     message: str = ""  # the error of a cell that failed, on one line
     seconds: float = 0.0  # duration, including the time to load the model
+
+
+ALL = 1_000_000  # more accelerators than a machine has
+
+
+def devices_for(device_map: str | None) -> int:
+    """Return how many accelerators a cell uses where there are any. A numbered one is only there among all of them."""
+    return {"cpu": 0, None: 1, "cuda": 1, "xpu": 1}.get(device_map, ALL)
 
 
 LOADED_BY = ("model", "revision", "gguf_file", "dtype", "device_map", "trust_remote_code", "allow_pickle")

@@ -1,0 +1,83 @@
+"""The accelerators that the workers of a sweep get, on a machine that is said to have some."""
+
+import multiprocessing
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sinkscope.commands.sweeping import pools
+from sinkscope.commands.sweeping.pools import Processes, RayTasks
+from sinkscope.commands.sweeping.worker import ALL, Group, devices_for
+
+
+def started(monkeypatch: pytest.MonkeyPatch, workers: int, accelerators: int) -> tuple[Processes, list[Any]]:
+    """Return a pool on a machine with accelerators, and the list of the devices of each worker that it starts."""
+    given: list[Any] = []
+
+    def process(target: Any, args: tuple) -> Any:
+        given.append(args[3])
+        return SimpleNamespace(start=lambda: None, terminate=lambda: None, join=lambda *_: None, is_alive=bool)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: accelerators)
+    pool = Processes(workers)
+    monkeypatch.setattr(pool, "_context", SimpleNamespace(Pipe=multiprocessing.Pipe, Process=process))
+    return pool, given
+
+
+@pytest.mark.parametrize(
+    ("device_map", "devices"), [("cpu", 0), (None, 1), ("cuda", 1), ("auto", ALL), ("balanced", ALL), ("cuda:1", ALL)]
+)
+def test_accelerators_of_a_cell(device_map: str | None, devices: int) -> None:
+    assert devices_for(device_map) == devices
+
+
+def test_each_worker_sees_what_its_cell_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, given = started(monkeypatch, workers=3, accelerators=3)
+    for devices in (1, 0, 1):
+        assert pool.has_room(Group((), devices=devices))
+        pool.start(Group((), devices=devices))
+    assert given == [[0], [], [1]]
+    pool.close()
+    pool.start(Group((), devices=ALL))
+    assert given[-1] == [0, 1, 2]
+    assert not pool.has_room(Group((), devices=1))  # all are taken …
+    assert pool.has_room(Group((), devices=0))  # … by a cell that leaves the CPU free
+    pool.close()
+
+
+def test_more_workers_than_accelerators_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, given = started(monkeypatch, workers=4, accelerators=2)
+    for _ in range(4):
+        assert pool.has_room(Group((), devices=1))
+        pool.start(Group((), devices=1))
+    assert given == [[0], [1], [0], [1]]
+    pool.close()
+
+
+@pytest.mark.parametrize(("accelerators", "method"), [(0, pools.METHOD), (2, "spawn")])
+def test_workers_are_not_forked_where_there_are_accelerators(
+    accelerators: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork cannot use CUDA if it was initialized before, as by a library that the fork's server imports."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: accelerators)
+    assert Processes(2)._context.get_start_method() == method
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(0, 0), (1, 1), (ALL, 4)])
+def test_gpus_of_a_ray_task(devices: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task gets at most the GPUs of one machine of the cluster."""
+    asked: dict[str, Any] = {}
+
+    def remote(function: Any) -> Any:
+        return SimpleNamespace(options=lambda **options: asked.update(options) or SimpleNamespace(remote=lambda *_: 0))
+
+    nodes = [{"Alive": True, "Resources": {"GPU": gpus}} for gpus in (4.0, 2.0)]
+    cluster = SimpleNamespace(
+        is_initialized=lambda: True, nodes=lambda: nodes, remote=remote, cluster_resources=lambda: {"GPU": 6.0}
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    RayTasks(None).start(Group((), devices=devices))
+    assert asked["num_gpus"] == expected
