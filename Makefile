@@ -86,9 +86,9 @@ SHRINK := $(BIN)/python tests/shrink.py
 
 # Run `sinkscope ARGUMENTS` into runs/report/NAME, and keep of it in reports/NAME: the manifests, the texts, the figures
 # as PNG below 300 kB, and the tables below 100 kB but for those by sequence.
-# $(call report,NAME,ARGUMENTS)
+# $(call report,NAME,ARGUMENTS); a third argument resumes what is in runs/report/NAME
 define report
-	$(BIN)/sinkscope $(2) --out runs/report/$(1) --overwrite
+	$(BIN)/sinkscope $(2) --out runs/report/$(1) $(if $(3),,--overwrite)
 	rm -rf reports/$(1)
 	mkdir -p reports/$(1)/figures reports/$(1)/tables
 	cp runs/report/$(1)/*.json runs/report/$(1)/*.md reports/$(1)/
@@ -142,7 +142,17 @@ report-sweep: install models  ## three models on five inputs: ten minutes on two
 	cp $(SWEPT_TABLES:%=runs/report/offline-models/comparison/tables/%.parquet) $(SWEPT)/tables/
 	$(SHRINK) $(SWEPT)
 
-report-training: install  ## of trainings: two hours on two cores
+# Run the recipe NAME, a training of hours that is resumed, and also keep its metrics by step and the claims it decides.
+define trained
+	$(call report,$(1),run $(1),resume)
+	$(BIN)/sinkscope claims --from runs/report/$(1) --out runs/report/claims-$(1) --overwrite
+	grep -v '^Not measured' runs/report/claims-$(1)/scorecard.md | cat -s > reports/$(1)/claims.md
+	cp runs/report/$(1)/tables/training.parquet reports/$(1)/tables/
+	$(SHRINK) reports/$(1)
+endef
+
+report-training: install  ## of trainings: four hours on two cores
+	$(call trained,gradient-valves)
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)
 	$(call report,bigram-backcopy,run bigram-backcopy)
 	$(call report,bigram-backcopy-equal-rate,run bigram-backcopy-equal-rate)

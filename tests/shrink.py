@@ -3,7 +3,7 @@
 PNG files get a palette of 256 colors in place of 16 million. Figures have few colors, and shades between them where
 lines are smoothed: no channel of a pixel of the figures in `reports/` changes by more than 16 of 255, and they take
 40 % of the space. Parquet files are compressed harder; a training by step that still takes more than LARGEST keeps only
-its last step. run.json lists the tables and files that are left.
+the metrics of the whole model, or else its last step. run.json lists the tables and files that are left.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
+from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.manifest import files_in
 
 COLORS = 256
@@ -30,11 +31,15 @@ def shrink_figure(path: Path) -> None:
 
 
 def shrink_table(path: Path) -> None:
-    """Rewrite one table, complete or only its last step."""
+    """Rewrite one table: complete, or if it has steps, only the whole model or the last step."""
     table = pd.read_parquet(path)
-    table.to_parquet(path, index=False, **HARDER)
-    if path.stat().st_size > LARGEST and "step" in table:
-        table[table["step"] == table["step"].max()].to_parquet(path, index=False, **HARDER)
+    smaller = [table]
+    if {"step", "layer"} <= set(table):
+        smaller += [table[table["layer"] == WHOLE_MODEL], table[table["step"] == table["step"].max()]]
+    for part in smaller:
+        part.to_parquet(path, index=False, **HARDER)
+        if path.stat().st_size <= LARGEST:
+            return
 
 
 def shrink_manifest(path: Path) -> None:
