@@ -187,9 +187,9 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     depends on the model, and is estimated by adding errors of random sign to the input of every layer (statistical
     condition estimation: Kenney and Laub, 1994). Their size is one unit in the last place or, if larger, that of a sum
     over D channels in float32, √D u (Higham and Mary, 2019), because float64 models compute norms and softmax in
-    float32; times MARGIN. MARGIN scales the errors rather than their effect because expert routers are discontinuous:
-    a choice that rounding may flip is then flipped here too. `bare` (B,T,D) is the last layer's output on the batch,
-    which has no padding.
+    float32, or that of a factor in TF32 if it is allowed; times MARGIN. MARGIN scales the errors rather than their
+    effect because expert routers are discontinuous: a choice that rounding may flip is then flipped here too. `bare`
+    (B,T,D) is the last layer's output on the batch, which has no padding.
     """
     layer = family.last_layer(model)
     inputs = model_inputs(model, batch, False, family.first_position)
@@ -215,7 +215,8 @@ def _perturbed(draw: dict[torch.device, torch.Generator], module: nn.Module, x: 
         return x
     if x.device not in draw:
         draw[x.device] = torch.Generator(x.device).manual_seed(0)
-    size = MARGIN * max(torch.finfo(x.dtype).eps, math.sqrt(x.shape[-1]) * torch.finfo(torch.float32).eps / 2)
+    rounded = 2 * PRECISION[torch.get_float32_matmul_precision()]  # TF32 rounds the factors of each product
+    size = MARGIN * max(torch.finfo(x.dtype).eps, rounded, math.sqrt(x.shape[-1]) * torch.finfo(torch.float32).eps / 2)
     up = torch.randint(0, 2, x.shape, generator=draw[x.device], device=x.device, dtype=torch.bool)
     return torch.where(up, x * (1 + size), x * (1 - size))
 

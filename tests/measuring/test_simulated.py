@@ -1,6 +1,8 @@
 """What would break on a GPU breaks on the simulated devices: tables there are those of the CPU."""
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_m
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sinkscope
+from sinkscope.attention import kernels
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES, gradient
 from sinkscope.measuring.observables.observable import Settings
@@ -220,3 +223,43 @@ def test_budget_of_a_layer(names: tuple[str, ...]) -> None:
         few, more = counted(3), counted(5)
     each = tuple((more[what] - few[what]) / 2 for what in ("launches", "synchronizations", "copies"))
     assert all(cost <= budget for cost, budget in zip(each, BUDGETS[names], strict=True)), each
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+PARITY: dict[str, Any] = OPTIONS | {"observables": ("massive",), "num_seqs": 2}
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_products_in_tf32_are_no_other_function(name: str) -> None:
+    """The fused kernel and the model's own attention round the factors of their products at different places."""
+    with simulated():
+        run = sinkscope.analyze(moved(tiny_model(name, spread=2.0)), **PARITY)
+    assert run.manifest["parity"] > 0  # they do
+
+
+def test_parity_at_depth_32_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round-off that 32 layers add up is no false alarm, and another scale of the logits in one layer is an alarm."""
+    monkeypatch.setitem(TINY, "deep", ("llama", TINY["llama"][1] | {"num_hidden_layers": 32}))
+
+    def deep() -> Any:
+        return moved(tiny_model("deep", dtype=torch.bfloat16, spread=4.0), 2)
+
+    with simulated():
+        assert sinkscope.analyze(deep(), **PARITY).manifest["parity"] is not None
+        own = kernels.FUSED["cuda"]
+
+        def scaled(*tensors: torch.Tensor, call: kernels.AttentionCall, causal: bool) -> Any:
+            return own(*tensors, replace(call, scaling=1.2 * call.scaling), causal)
+
+        monkeypatch.setitem(
+            kernels.FUSED, NAME, lambda q, k, v, call, causal: scaled(q, k, v, call=call, causal=causal)
+        )
+        with pytest.raises(SinkscopeError, match="computes a different attention"):
+            sinkscope.analyze(deep(), **PARITY)

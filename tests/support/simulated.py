@@ -37,6 +37,7 @@ SYNCHRONIZING = {
     *("bincount", "is_nonzero"),
 }
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_dot_product_efficient_attention"}  # in TF32 if that is allowed
 TAKES_CPU_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
@@ -130,6 +131,8 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if "pin_memory" in named:
         named["pin_memory"] = False
     _count_of(func, name, tensors, place)
+    if name in PRODUCTS and torch.get_float32_matmul_precision() != "highest":
+        given = tuple(_to_tf32(x) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in given)
     found = KERNELS.get(name, func)(*given, **named)
     if func._schema.is_mutable and tensors:  # the same object: the caller may hold it
         written = [
@@ -238,6 +241,11 @@ def _efficient_backward(
         gradient, query, key, value, mix, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
     return *found, torch.zeros(0)
+
+
+def _to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """Round float32 to the 10 bits of TF32's mantissa."""
+    return ((x.contiguous().view(torch.int32) + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
 
 
 def _histogram(x: Any, *given: Any, **named: Any) -> Any:
