@@ -1,7 +1,8 @@
 """The two exceptions of sinkscope, and helpers for their messages of one or two lines, which need no traceback."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 Key = TypeVar("Key")
@@ -70,6 +71,15 @@ def counted(number: object, noun: str, nouns: str = "") -> str:
 def described(error: BaseException) -> str:
     """Return the type and text of another library's error on one line, for the end of one of our messages."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
+
+
+@contextmanager
+def explained(message: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
+    """Raise InputError with the message, and the library's own in brackets, for errors (of some kinds) in the block."""
+    try:
+        yield
+    except kinds as error:
+        raise InputError(f"{message} [{described(error)}]") from error
 
 
 def was_interrupted(error: BaseException | None) -> bool:

@@ -233,7 +233,7 @@ def attention_calls(model: PreTrainedModel, place: Place, calls: Calls) -> Itera
     """Record attention: a softmax in float64, and query, key, value and mix where each architecture's code has them."""
     layers = model.get_submodule(place.layers)
     kind = type(layers[0].get_submodule(place.attention))
-    code, name = sys.modules[kind.__module__], model.config.model_type
+    code, name = sys.modules[kind.forward.__module__], model.config.model_type
 
     def recorded(attend: Callable) -> Callable:
         def recording(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> Any:

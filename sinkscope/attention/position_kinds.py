@@ -34,7 +34,7 @@ from sinkscope.models.family import (
     number_of_positions,
 )
 from sinkscope.models.in_memory import weight_in_memory
-from sinkscope.models.wiring import first_floats
+from sinkscope.models.wiring import first_floats, record_ends
 
 TOKENS = 24  # T5's buckets have a width of one token up to a distance of 15
 CLOSE = 1e-3  # vectors are equal up to this relative difference …
@@ -165,28 +165,20 @@ def _before_layers(
     model: PreTrainedModel, family: Family, ids: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the input of the first layer (T,D), and the outputs (T,…) of the modules that ran before it, by path."""
-    hidden: list[torch.Tensor] = []
-    outputs: dict[str, torch.Tensor] = {}
-
-    def keep_hidden(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        x = first_floats((*args, *kwargs.values()))
-        if x is not None:
-            hidden.append(family.stream(x).flatten(0, -2).clone())
-
-    def keep_output(path: str, module: nn.Module, args: tuple, output: Any) -> None:
-        x = first_floats(output)
-        if not hidden and x is not None and x.dim() >= 2 and x.shape[-2] >= ids.shape[1]:
-            outputs[path] = x.flatten(0, -2).clone()
-
     layers = family.layer_modules(model)
     first = next(layer for at, layer in enumerate(layers) if family.block(at).kind != NOT_RUN)
-    with ExitStack() as hooks:
-        hooks.enter_context(first.register_forward_pre_hook(keep_hidden, with_kwargs=True))
-        for path, module in model.named_modules():
-            if not next(module.children(), None):
-                hooks.enter_context(module.register_forward_hook(partial(keep_output, path)))
-        model(input_ids=ids, use_cache=False)
-    return hidden[0], outputs
+    leaves = {path: module for path, module in model.named_modules() if not next(module.children(), None)}
+    before = {path: module for path, module in leaves.items() if not path.startswith(f"{family.layers}.")}
+    ends = record_ends(model, [first, *before.values()], {"input_ids": ids, "use_cache": False})
+    start = next(event for event in ends[first] if event.end == "input")
+    outputs = {
+        path: event.x.flatten(0, -2)
+        for path, module in before.items()
+        for event in ends.get(module, ())
+        if event.end == "output" and event.order < start.order
+        if event.x.dim() >= 2 and event.x.shape[-2] >= ids.shape[1]
+    }
+    return family.stream(start.x).flatten(0, -2), outputs
 
 
 def _differs(x: torch.Tensor) -> bool:

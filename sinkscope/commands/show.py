@@ -14,8 +14,8 @@ from sinkscope.options.output import OutputOptions, ShowOptions
 from sinkscope.output.outputs import redrawn
 from sinkscope.output.result import is_undrawn
 from sinkscope.output.run import Run
-from sinkscope.results.folders import alone_in
-from sinkscope.results.manifest import RUNS, folder_of, read_manifest, register, tables_folder
+from sinkscope.results.folders import FileList, alone_in
+from sinkscope.results.manifest import RUNS, folder_of, read_manifest, tables_folder, write_manifest
 from sinkscope.verdict.scorecard import Scorecard
 
 
@@ -52,7 +52,9 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
         raise InputError(f"{folder} has no table to show: the command that writes it has not finished")
     with alone_in(folder, option=""):
         try:
-            register(folder, PAGE)
+            found = read_manifest(folder, None)
+            files = FileList(folder, found.get("files"), lambda: write_manifest(folder, found | {"files": files.names}))
+            files.add(PAGE)
             write_page(contents, folder)
         except OSError as error:
             raise SinkscopeError(f"writing {page} failed: {one_line(error)}") from error

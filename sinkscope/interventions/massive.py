@@ -1,7 +1,6 @@
 """Changes to the sink's residual state: massive activations set to zero or to their mean, and its norm rescaled."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -37,7 +36,7 @@ class _Massive(Intervention):
     control_about = "random coordinates"
     redraws = "coordinates"
 
-    puts_mean: ClassVar[bool]  # whether massive activations of other tokens are set to their mean, or else to 0
+    puts_mean: ClassVar[bool] = False  # whether massive activations of other tokens are set to their mean, or else to 0
 
     layers: Open = None  # None: all layers at whose output a coordinate is massive
     positions: Indices = (0,)
@@ -64,9 +63,9 @@ class _Massive(Intervention):
             elsewhere = tuple(found.to_numpy(dtype=float).flatten().tolist()) or None
         return self.model_copy(update={"layers": layers, "coordinates": coordinates, "elsewhere": elsewhere})
 
-    @abstractmethod
-    def value(self, layer: int, position: int) -> torch.Tensor:
-        """Return the new values, (coordinates,)."""
+    def values(self, *shape: int) -> torch.Tensor:
+        """Return the new values, (layers, positions, coordinates)."""
+        return torch.zeros(shape)
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -74,7 +73,8 @@ class _Massive(Intervention):
             raise InputError(f"{self.name}: name the layers and the coordinates")
         coordinates = list(self.coordinates)
         layers: dict[int, nn.Module] = {layer: target.layers[layer] for layer in self.layers}
-        values = {(layers[at], position): self.value(at, position) for at, position in product(layers, self.positions)}
+        new = self.values(len(self.layers), len(self.positions), len(coordinates)).flatten(0, 1)
+        values = dict(zip(product(layers.values(), self.positions), new, strict=True))
         numbers = self.elsewhere or ()
         rows = [(int(row[0]), int(row[1]), *row[2:]) for row in zip(*[iter(numbers)] * 4, strict=False)]
         if len(numbers) % 4 or not all(row[0] in layers and row[1] in coordinates for row in rows):
@@ -103,10 +103,6 @@ class ZeroMassive(_Massive):
     name = "zero-massive"
     about = "hidden-state coordinates at the sink = 0 (layers, positions, coordinates, elsewhere: the massive ones)"
     expects = Expectation.PERPLEXITY_COLLAPSES
-    puts_mean = False
-
-    def value(self, layer: int, position: int) -> torch.Tensor:
-        return torch.zeros(len(self.coordinates or ()))
 
 
 class MeanMassive(_Massive):
@@ -131,12 +127,10 @@ class MeanMassive(_Massive):
         means = [known.hidden_means(*place)[list(chosen.coordinates or ())] for place in places]
         return chosen.model_copy(update={"means": tuple(torch.cat(means).tolist())})
 
-    def value(self, layer: int, position: int) -> torch.Tensor:
-        layers, coordinates = self.layers or (), self.coordinates or ()
-        shape = (len(layers), len(self.positions), len(coordinates))
+    def values(self, *shape: int) -> torch.Tensor:
         if self.means is None or len(self.means) != math.prod(shape):
             raise InputError(f"{self.name}: {' × '.join(map(str, shape))} means are needed")
-        return torch.tensor(self.means).view(shape)[layers.index(layer), self.positions.index(position)]
+        return torch.tensor(self.means).view(shape)
 
 
 def _replace_large(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:

@@ -47,15 +47,13 @@ class _EditsProjection(Intervention):
         edits: list[Edit] = []
         for layer in target.attending(self.layers):
             projection = target.projection(layer, self.heads_of)
-            values = projection.bias if self.heads_of == "query" else projection.weight
+            name = "bias" if self.heads_of == "query" else "weight"
+            values: torch.Tensor | None = getattr(projection, name)
             if values is None:
                 raise InputError(f"{self.name}: layer {layer} has no query bias")
             heads, changed = chosen(self.heads, projection.heads), values.detach().clone()
             changed[heads] = self.edited(changed[heads], layer)
-            if self.heads_of == "query":
-                edits.append((projection.module, "bias", projection.with_bias(changed)))
-            else:
-                edits.append((projection.module, "weight", projection.with_weight(changed)))
+            edits.append((projection.module, name, projection.with_part(name, changed)))
         check_changes(self.name, edits)
         with replaced(edits):
             yield

@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sinkscope.errors import InputError, SinkscopeError, described, one_line
+from sinkscope.errors import InputError, SinkscopeError, explained, one_line
 from sinkscope.models.files import ADAPTER_CONFIG, check_safetensors, fetch, is_path
 from sinkscope.models.quantized import is_quantized
-from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
+from sinkscope.options.files import check_readable, kind_of, names_in, read_object, user_path
 
 SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # models for other tasks have another head
@@ -65,9 +65,7 @@ def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
     check_readable(path / weights)
     if weights == SAFE:
         check_safetensors(adapter, path / weights)
-    settings = read_json(path / ADAPTER_CONFIG)
-    if not isinstance(settings, dict):
-        raise InputError(f"{path / ADAPTER_CONFIG} is JSON, but not an object")
+    settings = read_object(path / ADAPTER_CONFIG)
     if settings.get("task_type") not in TASKS:
         raise InputError(f"--adapter {adapter} is for another task ({one_line(settings['task_type'], 40)})")
     return AdapterFiles(path, weights, adapter, commit, settings.get("base_model_name_or_path"))
@@ -80,26 +78,19 @@ def with_adapter(
     import peft  # optional, and its import takes seconds
 
     source, own = f"--adapter {files.source}", str(model.config.name_or_path)
-    try:
+    with explained(f"{source}: PEFT cannot use its {ADAPTER_CONFIG}"):
         config = peft.PeftConfig.from_pretrained(str(files.folder))
-    except Exception as error:
-        raise InputError(f"{source}: PEFT cannot use its {ADAPTER_CONFIG} [{described(error)}]") from error
     method, merging = str(getattr(config.peft_type, "value", config.peft_type)), not is_quantized(model)
     if config.is_prompt_learning:
         raise InputError(f"{source} adds prompts ({method}) and no weights: the model cannot be measured with it")
-    try:
+    with explained(f"{source} does not fit {own}"):
         wrapped: Any = peft.get_peft_model(model, config, NAME)
         read = wrapped.load_adapter(files.folder, NAME, torch_device=str(model.device))
-    except Exception as error:
-        raise InputError(f"{source} does not fit {own} [{described(error)}]") from error
     for what, names in (("lacks", read.missing_keys), ("has, and the model does not have,", read.unexpected_keys)):
         if names:
             raise InputError(f"{source} does not fit {own}: it {what} {names[0]} ({len(names)} in total)")
-    try:
+    with explained(f"{source}: an adapter of its kind ({method}) cannot be merged"):
         network = wrapped.merge_and_unload(safe_merge=True) if merging else wrapped.get_base_model()
-    except Exception as error:
-        why = described(error)
-        raise InputError(f"{source}: an adapter of its kind ({method}) cannot be merged [{why}]") from error
     digest = hashlib.sha256((files.folder / files.weights).read_bytes()).hexdigest()
     record = {"source": files.source, "commit": files.commit, "method": method, "merged": merging, "sha256": digest}
     became = "merged into the model's weights" if merging else "not merged, because the model's weights are quantized"

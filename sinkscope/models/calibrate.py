@@ -1,13 +1,8 @@
 """Finds how a model without a row in FAMILIES is built, by running it on a few tokens.
 
-The inputs and outputs of every module of a layer are kept. A branch of the layer is then a module whose output r, times
-a constant s, is the difference between two states of the residual stream (or two parallel modules, such as attention
-and a state-space model, or shared and routed experts):
-
-    sequential   mid = h + s·r_attn          h' = mid + s·r_mlp
-    post-norm    mid = h + s·r_attn          h' = norm(norm(mid) + s·r_mlp)
-    parallel     h' = h + s·r_attn + t·r_mlp
-    single       h' = h + s·r                with only one branch
+The inputs and outputs of every module of a layer are kept. A branch of the layer is then a module whose output, times a
+constant, is the difference between two states of the residual stream (or two parallel modules, such as attention and a
+state-space model, or shared and routed experts), in one of the wirings at the head of family.py.
 
 Sums are compared entry by entry up to round-off of the model's dtype, so that only the true sum passes.
 
@@ -32,7 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from sinkscope.errors import InputError, described
+from sinkscope.errors import InputError, explained
 from sinkscope.models.edits import MATMULS, SOFTMAXES, attending_by
 from sinkscope.models.family import (
     ATTENTION,
@@ -40,6 +35,7 @@ from sinkscope.models.family import (
     NO_POSITIONS,
     NOT_RUN,
     UNKNOWN_POSITIONS,
+    WRONG_INPUTS,
     Block,
     Family,
     Outputs,
@@ -66,11 +62,9 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"'{name}' is an encoder–decoder, and only decoders and encoders are measured")
-    try:
+    with explained(f"'{name}' fails on {token_ids.numel()} tokens", WRONG_INPUTS):
         other_ids = (token_ids + 1) % len(embedding_weight(model))
         path = layer_stack(model, inputs, inputs | {"input_ids": other_ids})
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        raise InputError(f"'{name}' fails on {token_ids.numel()} tokens [{described(error)}]") from error
     layers = list(model.get_submodule(path).children())
     door, attention_paths = find_attentions(model, path, layers, inputs)
     records = _record(model, layers, inputs)
@@ -246,23 +240,18 @@ def find_attentions(
     The result is the family's `door`, and the module's path by layer, "" for a layer without attention. A layer with
     several attentions, or with a form of attention that is not measured, raises InputError.
     """
-    seen = watch_attention(model, inputs)
     names = {module: name for name, module in model.named_modules()}
-    ran = ([module for module, _ in seen.through_interface], seen.in_own_code, seen.in_other_form)
-    ran_paths = [[names.get(module, "") for module in modules] for modules in ran]
+    seen = [(how, names.get(module, "")) for module, how, _ in watch_attention(model, inputs)]
     prefixes = [f"{path}.{index}." for index in range(len(layers))]
-    interface, own, other = (
-        [[at.removeprefix(prefix) for at in paths if at.startswith(prefix)] for prefix in prefixes]
-        for paths in ran_paths
-    )
-    door = "interface" if any(interface) or not any(own) else "interceptor"
-    chosen, elsewhere = (interface, own) if door == "interface" else (own, interface)
-    for index, layer in enumerate(layers):
-        unmeasured = [*elsewhere[index], *other[index]]
-        if unmeasured:
-            kind = type(layer.get_submodule(unmeasured[0])).__name__
+    by_layer = [[(how, at.removeprefix(prefix)) for how, at in seen if at.startswith(prefix)] for prefix in prefixes]
+    ways = {how for ran in by_layer for how, _ in ran}
+    door = "interface" if "interface" in ways or "interceptor" not in ways else "interceptor"
+    chosen = [[at for how, at in ran if how == door] for ran in by_layer]
+    for index, (layer, ran, paths) in enumerate(zip(layers, by_layer, chosen, strict=True)):
+        unmeasured = next((at for how, at in ran if how != door), None)
+        if unmeasured is not None:
+            kind = type(layer.get_submodule(unmeasured)).__name__
             raise InputError(f"layer {index}: its {kind} attends in code of its own, in a form that is not measured")
-        paths = chosen[index]
         if len(paths) < 2:
             continue
         module = layer.get_submodule(paths[0])
@@ -277,8 +266,12 @@ def find_attentions(
 
 
 @torch.no_grad()
-def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> "_Watch":
-    """Run the model, and record the modules that compute attention."""
+def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
+    """Run the model, and return in order the modules that compute attention, how, and their mix (B,T,H,d) if known.
+
+    They do so by transformers' "interface", in code of their own that an "interceptor" recognizes, or in an "other"
+    form, with a softmax over keys that is not of a product.
+    """
     watch = _Watch(inputs["input_ids"].shape[1])
 
     def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -287,7 +280,7 @@ def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> "_Watch":
             given = own(module, *args, **kwargs)
         finally:
             watch.is_off = False
-        watch.through_interface.append((module, given[0].detach().clone()))
+        watch.ran.append((module, "interface", given[0].detach().clone()))
         return given
 
     with ExitStack() as stack:
@@ -298,17 +291,15 @@ def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> "_Watch":
         stack.enter_context(attending_by(model, listening))
         stack.enter_context(watch)
         model(**inputs)
-    return watch
+    return watch.ran
 
 
 class _Watch(TorchFunctionMode):
-    """Records in order the modules that compute attention, by transformers' interface or by their own softmax."""
+    """Records the modules that compute attention by a softmax in their own code."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
-        self.through_interface: list[tuple[nn.Module, torch.Tensor]] = []  # with their mix (B,T,H,d)
-        self.in_own_code: list[nn.Module] = []
-        self.in_other_form: list[nn.Module] = []  # modules with a softmax over keys that is not of a product
+        self.ran: list[tuple[nn.Module, str, torch.Tensor | None]] = []
         self.length = length  # T
         self.running: list[nn.Module] = []
         self.product = 0  # size of the last product of two batched tensors in the running module
@@ -328,10 +319,10 @@ class _Watch(TorchFunctionMode):
         if func in MATMULS:
             self.product = given.numel() if given.dim() > 2 else 0
         elif func is F.scaled_dot_product_attention and _attends_to_tokens(self.length, *args, **(kwargs or {})):
-            self.in_own_code.append(self.running[-1])
+            self.ran.append((self.running[-1], "interceptor", None))
         elif func in SOFTMAXES and given.dim() > 2 and given.shape[-2] == given.shape[-1] >= self.length:
-            is_known = given.numel() == self.product
-            (self.in_own_code if is_known else self.in_other_form).append(self.running[-1])
+            how = "interceptor" if given.numel() == self.product else "other"
+            self.ran.append((self.running[-1], how, None))
         return given
 
 
@@ -347,8 +338,8 @@ def is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: Mappin
         return False
     events = record_ends(model, attention.modules(), inputs)
     x = events[attention.get_submodule(output)][0].x
-    plain = next(mix for module, mix in watch_attention(model, inputs).through_interface if module is attention)
-    plain = plain.flatten(2).cpu()
+    mixes = (mix for module, _, mix in watch_attention(model, inputs) if module is attention and mix is not None)
+    plain = next(mixes).flatten(2).cpu()
     given = [event.x for runs in events.values() for event in runs if event.end == "output"]
     if x.shape != plain.shape or any(torch.equal(other, x) for other in given):
         return False

@@ -292,7 +292,7 @@ def unknown_code(attentions: Iterable[nn.Module]) -> str | None:
     """Return the name of the first attention function of these modules that is not transformers' own, or None."""
     for attention in attentions:
         functions = [forward_of(attention)]
-        config, file = vars(attention).get("config"), sys.modules.get(type(attention).__module__)
+        config, file = vars(attention).get("config"), sys.modules.get(type(attention).forward.__module__)
         table = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)  # None if attention is in the module's own code
         if isinstance(config, PreTrainedConfig) and table is not None:
             found = table.get(config._attn_implementation, getattr(file, "eager_attention_forward", None))

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.errors import InputError, described
+from sinkscope.errors import InputError, explained
 
 
 @dataclass(frozen=True)
@@ -289,6 +289,10 @@ def tower_notice(model: PreTrainedModel) -> tuple[str, ...]:
     return (f"{kind}: its text tower is measured ({part} at '{path}'), on text only",) if path else ()
 
 
+# what a model raises for inputs that it cannot read
+WRONG_INPUTS = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
+
+
 @torch.no_grad()
 def read_a_token(model: PreTrainedModel) -> tuple[set[str], Any]:
     """Run the model on one token of text, and return the paths of the modules that run, and the model's output."""
@@ -304,10 +308,8 @@ def check_reads_text(model: PreTrainedModel, layers: str) -> None:
     """Raise InputError unless text alone runs through the text tower's layers, and the model predicts next tokens."""
     if not text_tower(model)[0]:
         return
-    try:
+    with explained(f"{type(model).__name__} does not read text alone", WRONG_INPUTS):
         reached, output = read_a_token(model)
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        raise InputError(f"{type(model).__name__} does not read text alone [{described(error)}]") from error
     if not any(path.startswith(f"{layers}.") for path in reached):
         raise InputError(f"{type(model).__name__}: text does not pass the layers at '{layers}'")
     logits = getattr(output, "logits", None)

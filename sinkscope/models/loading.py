@@ -20,7 +20,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import sinkscope.models.varied_llama  # noqa: F401  # registers its type
-from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, unknown
+from sinkscope.errors import InputError, SinkscopeError, described, explained, is_out_of_memory, unknown
 from sinkscope.models import files as model_files
 from sinkscope.models.adapters import find_adapter, with_adapter
 from sinkscope.models.files import ADAPTER_CONFIG, ModelFiles, check_settings, is_path, quiet, read_settings
@@ -164,10 +164,8 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
         raise _needs_trust(files.source)
     if raw.get("transformers_weights"):
         raise InputError(f"{files.source}: weights under another name (transformers_weights) are not read")
-    try:
+    with explained(f"{files.source}: transformers cannot use its config.json"):
         config = AutoConfig.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise InputError(f"{files.source}: transformers cannot use its config.json [{described(error)}]") from error
     config.return_dict = True  # outputs are read by name
     return config
 
@@ -254,8 +252,6 @@ def _build(
             f"{files.source} lacks weights of the model ({_some(missing)}): it is incomplete, or was saved "
             "from another kind of model"
         )
-    if report.get("error_msgs"):
-        raise InputError(f"{files.source}: some weights cannot be read [{report['error_msgs'][0]}]")
     model.config.name_or_path = files.source
     if not files.gguf and kind_of(files.folder / ADAPTER_CONFIG) is not None:
         notices.append(f"ignored the adapter next to the weights: --adapter {files.source} applies it")

@@ -63,20 +63,14 @@ class Projection:
         check_plain(self.module)
         return None if self.module.bias is None else self.module.bias[self.places]
 
-    def with_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the module's weight, in its own layout, with this projection's part set to (heads, d, D)."""
-        edited = self.module.weight.detach().clone()
-        self._oriented(edited)[self.places] = weight.to(edited.dtype)
+    def with_part(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the module's weight or bias in its own layout, with the values (heads, d, …) put into it."""
+        edited = getattr(self.module, name).detach().clone()
+        self._oriented(edited)[self.places] = values.to(edited.dtype)
         return edited
 
-    def with_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the module's bias with this projection's part set to (heads, d)."""
-        edited = self.module.bias.detach().clone()
-        edited[self.places] = bias.to(edited.dtype)
-        return edited
-
-    def _oriented(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.T if isinstance(self.module, Conv1D) else weight
+    def _oriented(self, x: torch.Tensor) -> torch.Tensor:
+        return x.T if isinstance(self.module, Conv1D) and x.dim() == 2 else x
 
 
 def check_plain(module: Any) -> None:
@@ -161,25 +155,20 @@ def _outputs(module: Any) -> int:
 
 def known_positions(model: PreTrainedModel, family: Family) -> int | None:
     """Return the number of positions that have a learned vector; None if positions are not learned."""
-    if not family.position_embedding:
-        return None
-    return len(weight_in_memory(model.get_submodule(family.position_embedding))) - family.position_offset
+    return len(position_vectors(model, family)) if family.position_embedding else None
 
 
-def position_vectors(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
-    """Return learned absolute positions p_0 … p_{count-1}, (count, D); raise InputError if there are none, or fewer."""
-    if not family.position_embedding:
-        raise InputError(f"'{family.name}' has no learned positions (its positions: {family.positions})")
-    vectors = weight_in_memory(model.get_submodule(family.position_embedding))[family.position_offset :]
-    if count > len(vectors):
-        raise InputError(f"the model has {len(vectors)} positions, and {count} were requested")
-    return vectors[:count]
+def position_vectors(model: PreTrainedModel, family: Family) -> torch.Tensor:
+    """Return the learned absolute positions p_0, p_1, …, (positions, D)."""
+    return weight_in_memory(model.get_submodule(family.position_embedding))[family.position_offset :]
 
 
 @torch.no_grad()
 def effective_positions(model: PreTrainedModel, family: Family, count: int) -> torch.Tensor:
     """Return effective positional encodings MLP⁽¹⁾(p_i) + p_i, (count, D), with the first layer's MLP (NU §3.2.1)."""
-    vectors = hidden = position_vectors(model, family, count)
+    vectors = hidden = position_vectors(model, family)[:count]
+    if len(vectors) < count:
+        raise InputError(f"the model has {len(vectors)} positions, and {count} were requested")
     for name in family.mlp:
         hidden = family.layer_modules(model)[0].get_submodule(name)(hidden)
     return vectors + hidden

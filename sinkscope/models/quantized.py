@@ -7,7 +7,7 @@ but its weights cannot be edited or trained.
 """
 
 from collections.abc import Mapping
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from itertools import chain
 from typing import Any
 
@@ -19,18 +19,13 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from sinkscope.errors import InputError, SinkscopeError, unknown
 
 UNPACKED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4", "metal")  # methods that are dequantized while loading
-PACKAGES = {  # method → module and distribution of each package that transformers needs to load it
-    "bitsandbytes": {"bitsandbytes": "bitsandbytes"},
-    "gptq": {"gptqmodel": "gptqmodel", "optimum": "optimum"},
-    "awq": {"gptqmodel": "gptqmodel"},
-    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
-    "torchao": {"torchao": "torchao"},
-    "hqq": {"hqq": "hqq"},
-    "quanto": {"optimum.quanto": "optimum-quanto"},
-    "auto-round": {"auto_round": "auto-round"},
-    "aqlm": {"aqlm": "aqlm"},
-    "vptq": {"vptq": "vptq"},
-    "quark": {"quark": "amd-quark"},
+ALIKE = ("bitsandbytes", "compressed-tensors", "torchao", "hqq", "auto-round", "aqlm", "vptq")  # named like the package
+PACKAGES = {  # method → the packages that transformers needs to load it
+    **{method: (method,) for method in ALIKE},
+    "gptq": ("gptqmodel", "optimum"),
+    "awq": ("gptqmodel",),
+    "quanto": ("optimum-quanto",),
+    "quark": ("amd-quark",),
 }
 REFUSED = {"eetq": "its kernels are code that would be downloaded from the hub and run"}
 BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # bits of the methods with a fixed number
@@ -61,19 +56,13 @@ def check_packages(source: str, settings: Mapping[str, Any]) -> None:
         )
     if method in REFUSED:
         raise InputError(f"{source} is quantized by {method}, which is not measured: {REFUSED[method]}")
-    missing = [package for module, package in PACKAGES.get(method, {}).items() if not _is_installed(module)]
+    installed = {str(package.name).lower().replace("_", "-") for package in distributions()}
+    missing = [package for package in PACKAGES.get(method, ()) if package not in installed]
     if missing:
         raise SinkscopeError(
             f"{source} is quantized by {method}, which needs a package that is not installed: "
             f"pip install {' '.join(missing)}"
         )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is missing
-        return False
 
 
 def stored_as(settings: Mapping[str, Any]) -> str | None:

@@ -26,13 +26,11 @@ from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
 )
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -56,9 +54,10 @@ class PositionScheme(nn.Module):
         """Return the vectors (B|1,T,D) to add to token embeddings x (B,T,D) at positions (B|1,T)."""
         return None
 
-    def rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the cosines and sines (B,T,d) that rotate queries and keys, for the same arguments."""
-        return None
+    def rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cosines and sines (B|1,T,d) that rotate queries and keys, here by 0, for the same arguments."""
+        shape = (*position_ids.shape, self.config.head_dim)
+        return x.new_ones(shape), x.new_zeros(shape)
 
     def bias(self, distance: torch.Tensor) -> torch.Tensor | None:
         """Return the bias on the logits for distances t - s (T,S): (1,H,T,S); undefined where s > t."""
@@ -236,11 +235,11 @@ class VariedLlamaConfig(LlamaConfig):
         return POSITION_SCHEMES[self.position_scheme].kind
 
 
-class VariedLlamaAttention(nn.Module):
-    """Llama's attention with an exchangeable mix of the heads, and an optional rotation."""
+class VariedLlamaAttention(LlamaAttention):
+    """Llama's attention with an exchangeable mix of the heads."""
 
     def __init__(self, config: VariedLlamaConfig, layer_idx: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # Llama's would draw random weights for an output projection that may be replaced
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim: int = config.head_dim  # type: ignore[assignment]  # `__post_init__` has set it
@@ -254,29 +253,7 @@ class VariedLlamaAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=False)
         is_summed = config.head_mix == "summed"
-        self.o_proj = SummedHeads(config) if is_summed else nn.Linear(inputs, config.hidden_size, bias=False)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        shape = hidden_states.shape[:-1]
-        query, key, value = (
-            projection(hidden_states).view(*shape, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if position_embeddings is not None:
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
-        mix, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        return self.o_proj(mix.reshape(*shape, -1).contiguous()), weights
+        self.o_proj: Any = SummedHeads(config) if is_summed else nn.Linear(inputs, config.hidden_size, bias=False)
 
 
 class FeedForward(nn.Module):

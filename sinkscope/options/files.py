@@ -113,6 +113,24 @@ def read_json(path: Path) -> Any:
     return content
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file with an object; InputError as `read_json`, or if it is another value."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise InputError(f"{one_line(path)} is JSON, but not an object")
+    return content
+
+
+def wrong_entry(error: ValidationError, levels: int | None = None) -> str:
+    """Describe the first wrong entry of a JSON object, from pydantic's error; `levels` shortens the path to it."""
+    worst = error.errors()[0]
+    entry, value = one_line(".".join(map(str, worst["loc"][:levels])), 80), one_line(repr(worst["input"]), 50)
+    if worst["type"] == "missing":
+        return f"`{entry}` is missing"
+    problem = worst["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    return f"`{entry}` cannot be used: {problem}, not {value}"
+
+
 def check_depth(path: Path, content: Any) -> None:
     """Raise InputError for content that is nested too deeply to be copied or printed."""
     level = [content]

@@ -72,12 +72,7 @@ class CellFolders:
                 else:
                     read_manifest(self.folder, (COMMAND,))
                     check_no_link(self.folder)
-                try:
-                    stack.enter_context(locked(own_part, MOMENT))
-                except BlockingIOError:
-                    raise InputError(
-                        f"--out {self.folder} is being written by another process: wait for it, or name another folder"
-                    ) from None
+                stack.enter_context(alone_in(own_part, patience=MOMENT))
                 try:
                     with new_folder(self.folder) if is_new else nullcontext(self.folder) as folder:
                         write_manifest(folder, listed)

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sinkscope.errors import LONGEST, InputError, one_line
-from sinkscope.options.files import kind_of, read_json
+from sinkscope.options.files import kind_of, read_json, wrong_entry
 from sinkscope.options.recipe import COMPARISON
 from sinkscope.results.schema import KINDS
 from sinkscope.results.swap import PREFIX, find_again, new_file
@@ -117,14 +117,6 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         fresh.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
 
 
-def register(folder: Path, name: str) -> None:
-    """Add a file to the list in run.json, before it is written."""
-    manifest = read_manifest(folder, None)
-    listed = manifest.get("files")
-    if listed is not None and name not in listed:
-        write_manifest(folder, {**manifest, "files": sorted([*listed, name])})
-
-
 # --- the files of a folder
 
 
@@ -208,9 +200,7 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
     except ValidationError as error:
         if "sinkscope" in manifest and found in range(1, FORMAT):
             raise InputError(of_an_older_format(path, manifest)) from None
-        wrong = error.errors()[0]
-        where, what = one_line(".".join(map(str, wrong["loc"])), 80), one_line(wrong["msg"])
-        raise InputError(f"{path} is not the manifest of a run: it is damaged (`{where}`: {what})") from None
+        raise InputError(f"{path} is not the manifest of a run: it is damaged: {wrong_entry(error)}") from None
     return manifest
 
 

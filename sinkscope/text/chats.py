@@ -9,83 +9,79 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from threading import Timer
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from sinkscope.errors import SinkscopeError, one_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SECONDS = 10.0  # time limit for rendering one chat; an ordinary template takes milliseconds
 LONGEST = 1 << 26  # characters of a chat
 
 
-class ChatTemplate:
-    """The chat template of a tokenizer. The first chat starts its process, and leaving the context ends it."""
+@contextmanager
+def chat_template(tokenizer: Any) -> Iterator[Callable[[Sequence[Mapping[str, str]]], str]]:
+    """Yield a function that returns the text of a chat. Its first call starts the process, which the block ends.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        self._tokenizer = tokenizer
-        self._process: subprocess.Popen[str] | None = None
+    It raises ValueError if the template fails or takes longer than SECONDS.
+    """
+    with ExitStack() as stack:
+        process = cache(lambda: stack.enter_context(_process()))
 
-    def __enter__(self) -> Self:
-        return self
+        def text(messages: Sequence[Mapping[str, str]]) -> str:
+            from transformers import PreTrainedTokenizerBase
 
-    def __exit__(self, *error: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+                # code of the tokenizer's class renders the chat, as for Mistral
+                return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+            return _rendered(process(), [tokenizer.get_chat_template(), tokenizer.special_tokens_map, list(messages)])
 
-    def text(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of a chat; raise ValueError if its template fails or takes longer than SECONDS."""
-        from transformers import PreTrainedTokenizerBase
-
-        tokenizer: Any = self._tokenizer
-        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-            # code of the tokenizer's class renders the chat, as for Mistral
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-        template, tokens = tokenizer.get_chat_template(), tokenizer.special_tokens_map
-        process = self._process = self._process or _started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        timer, began = Timer(SECONDS, process.kill), monotonic()
-        timer.start()
-        try:
-            process.stdin.write(f"{json.dumps([template, tokens, list(messages)], default=str)}\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:  # the process has ended
-            line = ""
-        finally:
-            timer.cancel()
-        if not line:
-            is_late = monotonic() - began >= SECONDS
-            raise ValueError(f"it does not end within {SECONDS:g} seconds" if is_late else "its process ended")
-        answer: dict[str, str] = json.loads(line)
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        return answer["text"]
+        yield text
 
 
-def _started() -> subprocess.Popen[str]:
-    """Start the process, with the same search path for packages, and wait until it is ready."""
-    paths = os.pathsep.join(path for path in sys.path if path)
+def _rendered(process: subprocess.Popen[str], chat: list[Any]) -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    timer, began = Timer(SECONDS, process.kill), monotonic()
+    timer.start()
+    try:
+        process.stdin.write(f"{json.dumps(chat, default=str)}\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except OSError:  # the process has ended
+        line = ""
+    finally:
+        timer.cancel()
+    if not line:
+        is_late = monotonic() - began >= SECONDS
+        raise ValueError(f"it does not end within {SECONDS:g} seconds" if is_late else "its process ended")
+    answer: dict[str, str] = json.loads(line)
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer["text"]
+
+
+@contextmanager
+def _process() -> Iterator[subprocess.Popen[str]]:
+    """Start the process, with the same search path for packages, and kill it after the block."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "sinkscope.text.chats"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         encoding="utf-8",
     )
-    assert process.stdout is not None
-    if not process.stdout.readline():
+    try:
+        if process.stdout is None or not process.stdout.readline():
+            raise SinkscopeError("the process that writes chats did not start: give `text` in place of `messages`")
+        yield process
+    finally:
+        process.kill()
         process.communicate()
-        raise SinkscopeError("the process that writes chats did not start: give `text` in place of `messages`")
-    return process
 
 
 def _serve() -> None:

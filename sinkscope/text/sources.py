@@ -21,9 +21,9 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from sinkscope.errors import InputError, SinkscopeError, closest, counted, one_line
-from sinkscope.options.files import check_readable, kind_of, names_in, plain_path
+from sinkscope.options.files import check_readable, kind_of, names_in, plain_path, wrong_entry
 from sinkscope.options.measuring import NUM_SEQS, SEQ_LEN
-from sinkscope.text.chats import ChatTemplate
+from sinkscope.text.chats import chat_template
 from sinkscope.text.tokens import check_ids, encode, first_tokens, own_frame, special_token_ids, token_texts
 
 if TYPE_CHECKING:
@@ -155,14 +155,14 @@ def _of_characters(text: str) -> str:
     """Return the text; raise ValueError for half of a surrogate pair, which JSON can spell but no tokenizer accepts."""
     half = re.search("[\ud800-\udfff]", text)
     if half:
-        raise ValueError(f"text holds \\u{ord(half[0]):04x}, which is not a character")
+        raise ValueError(f"it should be text without \\u{ord(half[0]):04x}, which is not a character")
     return text
 
 
 Text = Annotated[str, AfterValidator(_of_characters)]
 
 
-class _Message(BaseModel):
+class Message(BaseModel):
     model_config = ConfigDict(strict=True)
 
     role: Text
@@ -175,7 +175,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(strict=True)  # 6.0 and true are not token ids
 
     input_ids: list[int] = []
-    messages: list[_Message] = []
+    messages: list[Message] = []
     text: Text = ""
 
 
@@ -246,7 +246,7 @@ def _dataset_documents(records: Iterator[dict[str, Any]], label: str) -> Iterato
             try:
                 yield Document(label, _of_characters(record[column]))
             except ValueError as error:
-                raise InputError(f"{label}: {error}") from None
+                raise InputError(f"{label}: a document cannot be used: {error}") from None
 
 
 def _decoded(content: bytes, label: str) -> str:
@@ -264,7 +264,7 @@ def _json_document(content: str, where: str) -> Document:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON ({one_line(error)}): give one JSON object a line") from error
     if not isinstance(record, dict):
-        raise InputError(f"{where} is a JSON {_json_type(record)}: give one JSON object a line")
+        raise InputError(f"{where} is not a JSON object: give one JSON object a line")
     if not record.keys() & _Record.model_fields.keys():
         raise InputError(f"{where}: a record needs `text`, `messages` or `input_ids`; this one has {_keys(record)}")
     if "input_ids" in record:  # the other entries are not needed
@@ -272,27 +272,10 @@ def _json_document(content: str, where: str) -> Document:
     try:
         checked = _Record.model_validate(record)
     except ValidationError as error:
-        raise InputError(f"{where}: {_complaint(error.errors()[0])}") from None
+        form = "`text` is a string, `input_ids` are integers, and each of `messages` has a `role` and a `content`"
+        raise InputError(f"{where}: {wrong_entry(error)}: {form}") from None
     messages = [message.model_dump() for message in checked.messages] or None
     return Document(where, checked.text, checked.input_ids if "input_ids" in record else None, messages)
-
-
-def _complaint(error: Any) -> str:
-    """Describe the error in an entry of a record, from an error of pydantic."""
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    (name, *places), found = error["loc"], _json_type(error["input"])
-    if name == "messages":
-        where = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places)
-        return f"messages{where}: each message has a `role` and a `content`, which are strings"
-    if places:
-        return f"{name}[{places[0]}] is a JSON {found}: token ids are integers"
-    return f"{name} is a JSON {found}, not a {'string' if name == 'text' else 'list of integers'}"
-
-
-def _json_type(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
 
 
 def _keys(record: dict[str, Any]) -> str:
@@ -399,13 +382,13 @@ def _take(
     """Return as many documents with token ids as requested, and how many were skipped as too short."""
     taken: list[tuple[Document, list[int]]] = []
     skipped = 0
-    with ChatTemplate(request.tokenizer) as template:
+    with chat_template(request.tokenizer) as render:
         for document in documents:
             where, text, ids, is_chat = document.where, document.text, document.ids, document.messages is not None
             if ids is None:
                 request.check_tokenizer(where)
                 if document.messages is not None:
-                    text = _chat_text(template, document.messages, where)
+                    text = _chat_text(render, document.messages, where)
                 ids = first_tokens(request.tokenizer, text, request.seq_len if is_chat else request.room)
                 check_ids(ids, request.vocab_size, f"{where}, through this tokenizer")
                 ids = ids if is_chat else request.framed(ids)  # a template adds its own BOS
@@ -424,9 +407,9 @@ def _take(
     return taken, skipped
 
 
-def _chat_text(template: ChatTemplate, messages: list[dict[str, str]], where: str) -> str:
+def _chat_text(render: Callable[[list[dict[str, str]]], str], messages: list[dict[str, str]], where: str) -> str:
     try:
-        return template.text(messages)
+        return render(messages)
     except SinkscopeError:
         raise
     except Exception as error:  # a template is a program, which may raise anything

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sinkscope.errors import InputError, described
+from sinkscope.errors import InputError, explained
 from sinkscope.text.batch import REGISTER
 
 if TYPE_CHECKING:
@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     """Return the token ids of a text, with the special tokens that the tokenizer adds if `special` is true."""
     # verbose=False: a text longer than the model's context is cut into windows, so a warning would mislead
-    try:
+    with explained("the model's tokenizer fails on text: repair its files"):  # wrong settings only show in use
         return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-    except Exception as error:  # wrong settings of a tokenizer only show in use
-        raise InputError(f"the model's tokenizer fails on text: repair its files [{described(error)}]") from error
 
 
 def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:

@@ -507,7 +507,7 @@ def _dense(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
             allowed = bare if mask is None else mask
             sees = allowed.any(-1, keepdim=True).transpose(-3, -2)  # sdpa returns zeros for a row of padding
             mask = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill(~allowed, torch.finfo(query.dtype).min)
-        own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        own = vars(sys.modules[type(module).forward.__module__])["eager_attention_forward"]
         attended = Attended(query, key, value, torch.empty(0))
         watch.attention.see(attended)
         basis = torch.eye(key.shape[2], dtype=value.dtype).expand(*value.shape[:2], -1, -1)

@@ -59,7 +59,14 @@ class _Module(_DummyBackendModule):
         return Device.is_available
 
     def device_count(self) -> int:
-        return 2
+        return 2 * Device.is_available
+
+    def get_rng_state(self, device: int) -> torch.Tensor:
+        """Return the state of the CPU's random numbers, from which these devices draw theirs."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: int) -> None:
+        pass  # the CPU's is restored anyway
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

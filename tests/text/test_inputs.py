@@ -267,13 +267,18 @@ UNUSABLE = (
     ("bad.jsonl", b'{"text": "w1 w2"}\n{"text": "caf\xe9"}\n', "bad.jsonl, line 2 is not UTF-8"),
     ("bad.jsonl", '{"text": "w1 w2"}\n{"text": \n', "line 2 is not JSON .*one JSON object a line"),
     ("bad.jsonl", "[" * 100_000, "line 1 is not JSON"),
-    ("bad.jsonl", '[{"text": "w1 w2"}]', "line 1 is a JSON list: give one JSON object a line"),
+    ("bad.jsonl", '[{"text": "w1 w2"}]', "line 1 is not a JSON object: give one JSON object a line"),
     ("bad.jsonl", '{"body": "w1 w2", "n": 1}', "needs `text`, `messages` or `input_ids`; this one has body, n"),
-    ("bad.jsonl", '{"text": "w1 \\ud800 w2"}', r"text holds \\ud800, which is not a character"),
-    ("bad.jsonl", '{"input_ids": 5}', "input_ids is a JSON number, not a list"),
-    ("bad.jsonl", '{"input_ids": [5, 6.0]}', r"input_ids\[1\] is a JSON number: token ids are integers"),
+    ("bad.jsonl", '{"text": "w1 \\ud800 w2"}', r"`text` cannot be used: it should be text without \\ud800"),
+    ("bad.jsonl", '{"input_ids": 5}', "`input_ids` cannot be used: it should be a valid list, not 5"),
+    ("bad.jsonl", '{"input_ids": [5, 6.0]}', "`input_ids.1` cannot be used: it should be a valid integer, not 6.0"),
     ("bad.jsonl", '{"input_ids": [5, 48]}', r"bad.jsonl, line 1: token id 48 .* of 48 \(0 … 47\)"),
-    ("bad.jsonl", '{"messages": "hello"}', "line 1: messages: each message has a `role` and a `content`"),
+    ("bad.jsonl", '{"messages": "hello"}', "line 1: `messages` cannot be used: it should be a valid list, not 'hello'"),
+    (
+        "bad.jsonl",
+        '{"messages": [{"role": "user", "content": 3}]}',
+        "`messages.0.content` cannot be used: .* string, not 3",
+    ),
     (
         "bad.jsonl",
         '{"messages": [{"role": "user", "content": "w1"}]}',
@@ -333,7 +338,7 @@ def test_datasets_that_cannot_be_used(dataset_folder, monkeypatch):
 
     for records, match in (
         ([{"a": "w1", "b": "w2"}], "no column `text`, and 2 columns of strings"),
-        ([{"text": "w1 \ud800"}], r"--dataset some/where: text holds \\ud800"),
+        ([{"text": "w1 \ud800"}], r"--dataset some/where: a document cannot be used: .* \\ud800"),
     ):
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, records=records, **__: iter(records))
         refused(match, dataset="some/where")
