@@ -154,6 +154,7 @@ def _added(model: PreTrainedModel, family: Family, one: torch.Tensor, other: tor
         weight = weight_in_memory(module) if hasattr(module, "weight") else None
         if weight is None or weight.shape[1:] != table.shape[1:]:
             return UNKNOWN_POSITIONS, "", 0
+        table = table.to(weight.device)
         for row in (weight == table[0]).all(-1).nonzero().flatten().tolist():
             if torch.equal(weight[row : row + len(table)], table):
                 return "learned", path, row - registers

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from support.naming import naming
-from support.simulated import simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sinkscope.attention.kernels import AttentionCall, chunked_attention, fused_attention, upcast
@@ -51,13 +50,6 @@ def test_mix_and_log_sum_exp_on_cuda() -> None:
     check_mix_and_log_sum_exp("cuda")
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
-def test_mix_and_log_sum_exp_on_a_simulated_gpu(capability: tuple[int, int]) -> None:
-    """Its kernels take the widths and dtypes that CUDA's kernels take on a GPU of this compute capability."""
-    with simulated(capability):
-        check_mix_and_log_sum_exp("sim:0")
-
-
 def check_mix_and_log_sum_exp(device: str) -> None:
     for length, width, kv_heads, dtype in itertools.product(LENGTHS, WIDTHS, (HEADS, 2), ERRORS):
         with naming(length, width, kv_heads, dtype):
@@ -72,13 +64,6 @@ def check_mix_and_log_sum_exp(device: str) -> None:
 @pytest.mark.parametrize("dtype", ERRORS)
 def test_gradients_on_cuda(dtype: torch.dtype, width: int) -> None:
     check_gradients("cuda", dtype, width)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", ERRORS)
-def test_gradients_on_a_simulated_gpu(dtype: torch.dtype, width: int) -> None:
-    with simulated():
-        check_gradients("sim:0", dtype, width)
 
 
 def check_gradients(device: str, dtype: torch.dtype, width: int) -> None:

@@ -1,0 +1,283 @@
+"""What would break on a GPU breaks on the simulated devices: tables there are those of the CPU.
+
+test_simulated.py runs these tests.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from attention.test_kernels import ERRORS, WIDTHS, check_gradients, check_mix_and_log_sum_exp
+from support.retrofitted import FURTHER, METHODS
+from support.simulated import NAME, counting, moved, simulated
+from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import sinkscope
+from sinkscope.attention import kernels
+from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.observables import OBSERVABLES, gradient
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.observables.reductions import GROUPS
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.calibrate import calibrate
+from sinkscope.models.families import find_family
+from sinkscope.retrofits import new_parameters, retrofit_model
+
+OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8}
+SETTINGS = Settings(positions=8, window=16)
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # relative to the largest number of a column
+ROUND_OFF = {"identity_residual", "value"}  # columns that are nothing else, or the sign of the largest of near equals
+
+
+def furthest(here: dict[str, pd.DataFrame], there: dict[str, pd.DataFrame]) -> dict[str, float]:
+    """Return the largest difference of each column's means over sequences, relative to its largest number."""
+    assert here.keys() == there.keys()
+    found = {}
+    for table, own in here.items():
+        assert own.shape == there[table].shape, table
+        for name in own.select_dtypes("float").columns.difference(ROUND_OFF):
+            both = own[name].to_numpy(float), there[table][name].to_numpy(float)
+            known = np.isfinite(both[0]) & np.isfinite(both[1])
+            if known.any():
+                difference = np.abs(both[0] - both[1])[known].max()
+                found[f"{table}.{name}"] = float(difference / max(np.abs(both[0][known]).max(), 1e-12))
+    return found
+
+
+def far(here: dict[str, pd.DataFrame], there: dict[str, pd.DataFrame], tolerance: float) -> dict[str, float]:
+    return {name: found for name, found in furthest(here, there).items() if found > tolerance}
+
+
+# Each family sees one and two devices, both dtypes, and batches with and without padding.
+CASES = [
+    (name, places, dtype)
+    for at, name in enumerate(TINY)
+    for places, dtype in zip((1, 2), (torch.float32, torch.bfloat16)[:: 1 - at % 2 * 2], strict=True)
+]
+
+
+@pytest.mark.parametrize(("name", "places", "dtype"), CASES)
+def test_observables(name: str, places: int, dtype: torch.dtype) -> None:
+    is_half = dtype == torch.bfloat16
+    batches = batched(ragged_tokens((20, 13, 17, 9)), 2) if is_half else [padded(list(tiny_tokens(2, 20).numpy()))]
+
+    def tables(model: Any) -> dict[str, pd.DataFrame]:
+        return measured(model, batches, SETTINGS, (*FORWARD, "gradient"), backward=True)
+
+    spread = 2.0 if is_half else 12.0
+    here = tables(tiny_model(name, dtype=dtype, spread=spread))
+    with simulated():
+        there = tables(moved(tiny_model(name, dtype=dtype, spread=spread), places))
+    assert far(here, there, CLOSE[dtype]) == {}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom"])
+def test_default_analysis(name: str, places: int) -> None:
+    here = sinkscope.analyze(tiny_model(name), **OPTIONS)
+    with simulated():
+        there = sinkscope.analyze(moved(tiny_model(name), places), **OPTIONS)
+    assert there.manifest["device"] == f"{NAME}:0"
+    assert there.manifest["not_measured"] == here.manifest["not_measured"]
+    assert far(here.tables, there.tables, 1e-3) == {}
+
+
+def test_sums_of_gradients_leave_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sums stay on the device; those for which it has no room are on the CPU, with the same numbers."""
+    batches = batched(list(tiny_tokens(4, 20).numpy()), 2)
+
+    def watched(bytes_there: int) -> tuple[Counter[str], Any]:
+        monkeypatch.setattr(gradient, "ON_DEVICE", bytes_there)
+        with simulated(), open_tracer(model := moved(tiny_model("llama")), find_family(model)) as tracer:
+            observable = gradient.Gradient(SETTINGS)
+            observable.prepare(model, tracer.family, 1)
+            for batch in batches:
+                tracer.forward_backward(batch, [observable])
+            places = Counter(sums.device.type for sums in observable.groups.sums.values())
+            return places, observable.tables()
+
+    size = GROUPS * SETTINGS.positions * 8 * 4  # bytes of one head's sums in float32
+    there, on_device = watched(2**30)
+    few, by_both = watched(size * (4 + 2 + 2))  # query, key and value of one layer
+    assert there == {NAME: 9}
+    assert few == {NAME: 3, "cpu": 6}
+    assert far(on_device, by_both, 0.0) == {}
+
+
+def test_sums_of_gradients_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient, "ON_DEVICE", 0)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    with pytest.raises(SinkscopeError, match="take fewer --positions"):
+        measured(tiny_model("llama"), [padded(list(tiny_tokens(2, 20).numpy()))], SETTINGS, ["gradient"], backward=True)
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
+def test_an_unknown_family(name: str, places: int) -> None:
+    """Its wiring is found in tensors of several devices."""
+    here = calibrate(tiny_model(name), tiny_tokens(2, 9))
+    with simulated():
+        model = moved(tiny_model(name), places)
+        assert calibrate(model, tiny_tokens(2, 9).to(f"{NAME}:0")) == here
+        sinkscope.doctor(model)
+
+
+CHANGES = {
+    "llama": ("zero-massive:layers=1,coordinates=3", "zero-key-columns:coordinates=3", "mask-sink", "mean-sink-value"),
+    "gpt2": ("transplant-epe", "nullify-query-bias"),
+}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("name", CHANGES)
+def test_interventions(name: str, places: int) -> None:
+    here = sinkscope.intervene(tiny_model(name), do=CHANGES[name], **OPTIONS)
+    with simulated():
+        there = sinkscope.intervene(moved(tiny_model(name), places), do=CHANGES[name], **OPTIONS)
+    assert far(here.tables, there.tables, 1e-2) == {}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_quantization(places: int) -> None:
+    here = sinkscope.quantize(tiny_model("llama"), **OPTIONS)
+    with simulated():
+        there = sinkscope.quantize(moved(tiny_model("llama"), places), **OPTIONS)
+    assert here.tables["quantization"].shape == there.tables["quantization"].shape
+
+
+@pytest.mark.parametrize("label", METHODS | FURTHER)
+def test_a_retrofit_is_trained(label: str) -> None:
+    """One step of gradient descent has the same losses before and after it on one device and on two."""
+    method, parameters = (METHODS | FURTHER)[label]
+
+    def losses(places: int) -> list[float]:
+        torch.manual_seed(3)  # some starts are drawn
+        model, ids = tiny_model("llama"), tiny_tokens(2, 20)
+        if places:
+            model, ids = moved(model, places), ids.to(f"{NAME}:0")
+        given = {"input_ids": ids, "labels": ids}
+        new = [*new_parameters(retrofit_model(model, None, method, **parameters)).values()]
+        if not new:
+            return [model(**given).loss.item()]
+        optimizer = torch.optim.SGD([parameter.requires_grad_() for parameter in new], lr=0.1)
+        before = model(**given).loss
+        before.backward()
+        optimizer.step()
+        return [before.item(), model(**given).loss.item()]
+
+    here = losses(0)
+    with simulated():
+        assert losses(1) == pytest.approx(here, rel=1e-3)
+        assert losses(2) == pytest.approx(here, rel=1e-3)
+
+
+def test_the_benchmark_of_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of its tables runs on a device."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import overhead
+
+    monkeypatch.setattr(overhead, "random_batch", lambda shape, _: padded(list(tiny_tokens(*shape).numpy())))
+    monkeypatch.setattr(overhead, "ARMS", ("zero-massive:layers=1,coordinates=3", "mask-sink"))
+    with simulated(), torch.no_grad():
+        for passes in overhead.variants_of(moved(tiny_model("llama")), (2, 70)).values():
+            assert all(one_pass() > 0 for one_pass in passes.values())
+
+
+# kernel launches, synchronizations and copies of a layer at 8 × 64 tokens, 16 positions, in float32
+BUDGETS = {
+    (): (36, 0, 0),
+    ("attention",): (105, 14, 15),
+    ("geometry",): (123, 2, 1),
+    ("activation",): (93, 8, 6),
+    ("massive",): (125, 19, 13),
+    ("outlier",): (191, 1, 6),
+    FORWARD: (467, 40, 41),
+    ("gradient",): (458, 7, 4),
+    (*FORWARD, "gradient"): (878, 45, 45),
+}
+
+
+@pytest.mark.parametrize("names", BUDGETS, ids=lambda names: "-".join(names) or "nothing")
+def test_budget_of_a_layer(names: tuple[str, ...]) -> None:
+    """A layer costs no more launches, waits for the device and copies than its budget: lower it with a saving."""
+
+    def counted(layers: int) -> Counter[str]:
+        config = AutoConfig.for_model("llama", **TINY["llama"][1] | {"num_hidden_layers": layers})
+        model = moved(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
+        batch, settings = padded(list(tiny_tokens(8, 64).numpy())), Settings(positions=16, window=64)
+        with open_tracer(model, find_family(model)) as tracer:
+            observables = [OBSERVABLES[name](settings) for name in names]
+            for observable in observables:
+                observable.prepare(model, tracer.family, 1)
+            run = tracer.forward_backward if "gradient" in names else tracer.forward
+            run(batch, observables)
+            with counting() as counts:  # of a second batch, when all sums are there
+                run(batch, observables)
+        return counts
+
+    with simulated():
+        few, more = counted(3), counted(5)
+    each = tuple((more[what] - few[what]) / 2 for what in ("launches", "synchronizations", "copies"))
+    assert all(cost <= budget for cost, budget in zip(each, BUDGETS[names], strict=True)), each
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+PARITY: dict[str, Any] = OPTIONS | {"observables": ("massive",), "num_seqs": 2}
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_products_in_tf32_are_no_other_function(name: str) -> None:
+    """The fused kernel and the model's own attention round the factors of their products at different places."""
+    with simulated():
+        run = sinkscope.analyze(moved(tiny_model(name, spread=2.0)), **PARITY)
+    assert run.manifest["parity"] > 0  # they do
+
+
+def test_parity_at_depth_32_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round-off that 32 layers add up is no false alarm, and another scale of the logits in one layer is an alarm."""
+    monkeypatch.setitem(TINY, "deep", ("llama", TINY["llama"][1] | {"num_hidden_layers": 32}))
+
+    def deep() -> Any:
+        return moved(tiny_model("deep", dtype=torch.bfloat16, spread=4.0), 2)
+
+    with simulated():
+        assert sinkscope.analyze(deep(), **PARITY).manifest["parity"] is not None
+        own = kernels.FUSED["cuda"]
+
+        def scaled(*tensors: torch.Tensor, call: kernels.AttentionCall, causal: bool) -> Any:
+            return own(*tensors, replace(call, scaling=1.2 * call.scaling), causal)
+
+        monkeypatch.setitem(
+            kernels.FUSED, NAME, lambda q, k, v, call, causal: scaled(q, k, v, call=call, causal=causal)
+        )
+        with pytest.raises(SinkscopeError, match="computes a different attention"):
+            sinkscope.analyze(deep(), **PARITY)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_mix_and_log_sum_exp(capability: tuple[int, int]) -> None:
+    """Its kernels take the widths and dtypes that CUDA's kernels take on a GPU of this compute capability."""
+    with simulated(capability):
+        check_mix_and_log_sum_exp("sim:0")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", ERRORS)
+def test_gradients_of_kernels(dtype: torch.dtype, width: int) -> None:
+    with simulated():
+        check_gradients("sim:0", dtype, width)
