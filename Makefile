@@ -179,7 +179,7 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 	$(call hybrid,control-gated)
 	$(call hybrid,control-plain)
 
-report-normalization: install corpus  ## other operations than softmax, on a checkpoint and on text: two hours on one core
+report-normalization: install  ## other operations than softmax, on a checkpoint and on text: an hour on one core
 	$(call report,softmax-to-sigmoid,run softmax-to-sigmoid)
 	$(call report,normalization-on-text,run normalization-on-text)
 

@@ -162,7 +162,8 @@ def backcopy_maps(arms: int = 2, layers: int = 1, heads: int = 1) -> tuple[pd.Da
 def _arms() -> Arms:
     metrics = ["perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count"]
     of_model = {"model": ["tiny"], "condition": [f"arm {arm}" for arm in range(3)], "layer": [-1], "seed": SEEDS}
-    course = _values(grid(**of_model, step=STEPS, metric=["loss", "gate_displacement_mean"]))
+    logged = ["loss", "gate_displacement_mean", "held_out_loss", "sink_rate_by_weight"]
+    course = _values(grid(**of_model, step=STEPS, metric=logged))
     maps, norms = backcopy_maps(3)
     tables = {
         "retrofit": _values(grid(**of_model, metric=metrics), 0.2, 0.9),
