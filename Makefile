@@ -97,7 +97,7 @@ define report
 	$(SHRINK) reports/$(1)
 endef
 
-report: report-models report-claims report-sweep report-training report-hybrids  ## what reports/ holds
+report: report-models report-claims report-sweep report-training report-hybrids report-normalization  ## what reports/ holds
 
 report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,smollm2-135m,analyze)
@@ -180,8 +180,8 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 	$(call hybrid,control-plain)
 
 report-normalization: install  ## other operations than softmax, on a checkpoint and on text: an hour on one core
-	$(call report,softmax-to-sigmoid,run softmax-to-sigmoid)
-	$(call report,normalization-on-text,run normalization-on-text)
+	$(call trained,softmax-to-sigmoid)
+	$(call trained,normalization-on-text)
 
 STUDIES := positions learning-rate steps batches weight-decay data bos fixed-token random-tokens blocks windows operations \
 	mixed-positions mixed-operations text-data text-operations
