@@ -48,6 +48,10 @@ class Recorder(TrainerCallback):
             state.log_history.append({"step": 0})
             self._measure(state)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Forget the last step's weights in bfloat16, which a block of autocast around the training would keep."""
+        torch.clear_autocast_cache()  # the end of a step's own block clears it only if no other is around it
+
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Also log at every checkpoint: a loss is the mean since the last log, which a checkpoint does not keep."""
         control.should_log |= control.should_save

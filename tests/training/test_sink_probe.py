@@ -1,5 +1,6 @@
 """Measurements at every log of a training, compared with those computed from a model's weights in float64."""
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,15 @@ def test_a_probe_of_observables_does_not_influence_the_training_and_measures_as_
         assert last[probed_name] == pytest.approx(run.metric(name), rel=1e-5)
     alone = probe_of(None, find_family(model), blocks.held_out, EPSILON, observables=("attention",))(trained[0].eval())
     assert alone.set_index(["layer", "metric"])["value"][-1, "held_out_loss"] == pytest.approx(last["held_out_loss"])
+
+
+def test_a_block_of_autocast_around_a_training_keeps_no_weights_of_earlier_steps(tmp_path: Path) -> None:
+    """`retrofit` trains inside a block that turns autocast off, and autocast clears its cache at the outermost end."""
+    trained = []
+    for at in range(2):
+        model = training_model()
+        with torch.autocast("cpu", enabled=False) if at else contextlib.nullcontext():
+            train(model, repetitive(), training_config(bf16=True), tmp_path / str(at))
+        trained.append(model)
+    for one, other in zip(*(model.state_dict().values() for model in trained), strict=True):
+        assert torch.equal(one, other)
