@@ -57,13 +57,11 @@ def test_more_workers_than_accelerators_share_them(monkeypatch: pytest.MonkeyPat
     pool.close()
 
 
-@pytest.mark.parametrize(("accelerators", "method"), [(0, pools.METHOD), (2, "spawn")])
-def test_workers_are_not_forked_where_there_are_accelerators(
-    accelerators: int, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_are_not_forked_where_there_are_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork cannot use CUDA if it was initialized before, as by a library that the fork's server imports."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: accelerators)
-    assert Processes(2)._context.get_start_method() == method
+    for accelerators, method in ((0, pools.METHOD), (2, "spawn")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda accelerators=accelerators: accelerators)
+        assert Processes(2)._context.get_start_method() == method
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(0, 0), (1, 1), (ALL, 4)])
