@@ -353,7 +353,8 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     if len(gates):
         panels.append(("distance of new parameters from their start", "‖p − p₀‖,\nmean over heads", gates))
     if (whole["metric"] == "held_out_loss").any():
-        panels += [(METRICS[name].short, METRICS[name].unit, whole[whole["metric"] == name]) for name in PROBED]
+        logged = [name for name in PROBED if (whole["metric"] == name).any()]
+        panels += [(METRICS[name].short, METRICS[name].unit, whole[whole["metric"] == name]) for name in logged]
     across, down = min(ACROSS, len(panels)), -(-len(panels) // ACROSS)
     figure = new_figure(WIDE if len(panels) > 1 else style.TEXT, 0.5 + 2.1 * down)
     axes = plot.panel_grid(figure, len(panels), across, "training step", sharey=False)

@@ -154,6 +154,8 @@ def at_equal_loss(role: Need, method: str, against: str = PLAIN) -> Measure:
         else:
             raise Lacks(f"the trainings of {pairs[0][0].label} and {pairs[0][1].label} have no sink rates by step")
         read = np.stack([training_tables.at_equal_loss(*pair).to_numpy() for pair in found])  # (seeds, arms, 3)
+        if np.isnan(read).any():
+            raise NotDefined("these arms have no held-out loss in common")
         (_, level, _), rates = read.mean((0, 1)), 100 * read[..., 2]
         means = ", ".join(f"{arm.label} {rate:.1f}" for arm, rate in zip(pairs[0], rates.mean(0), strict=True))
         return mean_of_runs(rates[:, 0] - rates[:, 1]).over(_words(study, f"{means} % at {names[0]} {level:.3f}"))

@@ -82,7 +82,8 @@ def courses(training: pd.DataFrame, names: tuple[str, str]) -> dict[tuple[str, i
 def at_equal_loss(*every: pd.DataFrame) -> pd.DataFrame:
     """Return `step`, `loss`, `rate` of some courses, a row each, where each first has the lowest loss that all reach.
 
-    Rates of unequally trained arms differ also because a sink takes time. Between logs, all three are linear.
+    Rates of unequally trained arms differ also because a sink takes time. Between logs, all three are linear. A course
+    that begins below this loss has NaN.
     """
     level = max(course["loss"].min() for course in every)
     found = []
@@ -91,5 +92,6 @@ def at_equal_loss(*every: pd.DataFrame) -> pd.DataFrame:
         at = int(np.argmax(table[:, 1] <= level))
         before, after = table[max(at - 1, 0)], table[at]
         share = (before[1] - level) / (before[1] - after[1]) if at else 1.0
-        found.append(before + share * (after - before))
+        reached = before + share * (after - before)
+        found.append(np.full(3, np.nan) if reached[1] < level - 1e-9 else reached)
     return pd.DataFrame(found, columns=["step", "loss", "rate"])

@@ -89,3 +89,5 @@ def test_arms_side_by_side_at_equal_loss() -> None:
     )
     assert "-20.0 | 1 |" in equal_loss_markdown(table[table["seed"] == 0])
     assert not equal_loss_markdown(table[table["metric"] == "held_out_loss"])
+    apart = (table["condition"] == "slow") & (table["metric"] == "held_out_loss")
+    assert not equal_loss_markdown(table.assign(value=table["value"] + 9 * apart))  # no loss in common
