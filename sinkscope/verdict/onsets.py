@@ -12,7 +12,7 @@ is SINK. That of the others is halfway, on the scale of logarithms, between thei
 they have an onset only if these two values differ (the interval of the difference does not contain 0). An onset at the
 first step means «at or before it», an infinite onset «not by the last step».
 
-The delay of an onset behind another is the difference of their log₁₀(step + 1). Steps between two checkpoints are
+The delay between two onsets is the difference of their log₁₀(step + 1). Steps between two checkpoints are
 unknown, so that onsets between the same two checkpoints have no order.
 
 The lag correlation of X before Y is Pearson's correlation, over steps i, of the change of X from step i to i + 1 with

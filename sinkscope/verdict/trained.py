@@ -39,11 +39,11 @@ def equal_loss_markdown(training: pd.DataFrame) -> str:
     found, rows = courses(training, HELD_OUT), []
     for pair in combinations(dict.fromkeys(arm for arm, _ in found), 2):
         seeds = [seed for arm, seed in found if arm == pair[0] and (pair[1], seed) in found]
-        every = [at_equal_loss(*(found[arm, seed] for arm in pair)).to_numpy() for seed in seeds]
-        seeds = [seed for seed, both in zip(seeds, every, strict=True) if np.isfinite(both).all()]
+        every = {seed: at_equal_loss(*(found[arm, seed] for arm in pair)).to_numpy() for seed in seeds}
+        seeds = [seed for seed, both in every.items() if np.isfinite(both).all()]
         if not seeds:
             continue
-        read = np.stack([both for both in every if np.isfinite(both).all()])
+        read = np.stack([every[seed] for seed in seeds])
         steps, losses, rates = np.moveaxis(read, -1, 0)  # (seeds, arms) each
         gap = mean_of_runs(100 * (rates[:, 1] - rates[:, 0]))
         interval = f" [{gap.low:.1f}, {gap.high:.1f}]" if len(seeds) > 1 else ""

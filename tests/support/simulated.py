@@ -4,7 +4,7 @@ A tensor of a simulated device wraps a CPU tensor, and every operation on it pas
 operations that mix devices (except numbers, 0-dim tensors of the CPU) and half-precision kernels that CUDA does not
 have. `counting` counts kernel launches, synchronizations and copies.
 
-PyTorch has one device type for backends written in Python, PrivateUse1, of which autograd knows one device only, and an
+PyTorch has one device type for backends written in Python, PrivateUse1. Autograd knows only one such device, and an
 error on its thread ends the process. So the tensors are of another type in C++, `LAZY`; Python code sees `sim`.
 """
 

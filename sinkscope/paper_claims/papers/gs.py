@@ -220,8 +220,7 @@ STEPS = Need("steps")
 
 
 def _gradient_ratios(run: RunData) -> np.ndarray:
-    by_position = gradients(Sequences(run), "value").mean(1)
-    return by_position[:, 0] / later_positions(by_position).mean(1)
+    return estimates.gradient_ratios(Sequences(run), "value")
 
 
 def _least_spike(evidence: Evidence) -> Estimate:
