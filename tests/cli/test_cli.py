@@ -25,9 +25,6 @@ from sinkscope.results.tables import LEADING, names_of, write_table
 SMALL = ("--num-seqs", "4", "--seq-len", "24")
 
 
-# --- fixtures and helpers ---
-
-
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without a tokenizer. Tests must not change it."""
@@ -71,9 +68,6 @@ def refused(status: int, *args: object) -> str:
 def tree(folder: Path) -> dict[str, bytes | None]:
     """Return every path in a folder, including temporary ones, with the content of files."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
-
-
-# --- analyze ---
 
 
 def test_a_finished_run(finished: tuple[Result, Path], tiny: Path) -> None:
@@ -120,9 +114,6 @@ def test_from_repeats_a_run(finished: tuple[Result, Path]) -> None:
     assert Run.open("runs/tiny-natural-repeated").condition == "natural"
 
 
-# --- wrong options: refused before the model is even loaded ---
-
-
 def test_wrong_options(tiny: Path) -> None:
     """Refused before the model is loaded."""
     Path("loop").symlink_to("loop")
@@ -161,9 +152,6 @@ def test_wrong_commands(tiny: Path, bare: Path) -> None:
         (("retrofit", tiny, "--method", "none", "--observables", "masive"), "'masive' is unknown; did you mean"),
     ):
         assert message in refused(2, *args)
-
-
-# --- steps of training, and recipes ---
 
 
 @pytest.fixture
@@ -209,9 +197,6 @@ def test_run(bare: Path) -> None:
     assert result.stderr.endswith("run first (1 of 2)\nrun second (2 of 2)\nwritten to both\n")
 
 
-# --- streams and folders that cannot be written ---
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
 @pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("command", [["list", "metrics"], ["analyze", "--help"], ["analyze"]])
@@ -231,9 +216,6 @@ def test_standard_output_that_is_full(
     assert Path("run/run.json").exists() == measured
 
 
-# --- --from ---
-
-
 @pytest.mark.usefixtures("no_figures")
 def test_from_takes_no_permission_out_of_a_file(finished: tuple[Result, Path]) -> None:
     """Code that comes with a model runs only if the user permits it, never because run.json says so."""
@@ -249,9 +231,6 @@ def test_from_takes_no_permission_out_of_a_file(finished: tuple[Result, Path]) -
     config = Run.open("again").manifest["config"]
     assert config["trust_remote_code"]
     assert config["allow_pickle"]
-
-
-# --- runs that fail, or are ended ---
 
 
 @pytest.fixture
@@ -318,9 +297,6 @@ def test_series_and_recipes_that_are_interrupted(bare: Path, steps: Path, failin
     failing("measuring", KeyboardInterrupt())
     for command in (("analyze", steps, *SERIES), ("run", "small.yaml", "--model", bare, "--out", "deep/down")):
         assert refused(1, *command, "--quiet") == "sinkscope: interrupted: nothing was written"
-
-
-# --- doctor, list, compare, help ---
 
 
 def test_list() -> None:

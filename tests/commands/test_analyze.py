@@ -50,9 +50,6 @@ def assert_equal_tables(mine: Run, other: Run, tolerance: float = 0.0) -> None:
         pd.testing.assert_frame_equal(table, other.tables[name], rtol=tolerance, atol=tolerance)
 
 
-# ------------------------------------------------------------------------------------------- the numbers
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "falcon-alibi"])
 def test_the_tables_are_the_references(name: str, lines: Path) -> None:
     """Ragged sequences are padded in batches of two."""
@@ -74,9 +71,6 @@ def test_neither_kernel_nor_repetition_changes_a_table(model: PreTrainedModel, l
     assert len(hashes) == 2
 
 
-# ------------------------------------------------------------------------------- tables and sites
-
-
 def test_only_the_chosen_observables_are_measured(model: PreTrainedModel) -> None:
     run = run_of(model, observables=("massive",))
     assert set(run.tables) == {"massive", "massive_elsewhere", "massive_map", "summary", "finding"}
@@ -89,9 +83,6 @@ def test_positions_and_window_are_cut_to_the_longest_sequence(model: PreTrainedM
     assert sorted(attention["position"].unique()) == list(range(6))
     assert attention.notna().all(axis=None)
     np.testing.assert_allclose(attention["window_mass"], attention["sink_mass"], rtol=1e-5)
-
-
-# ------------------------------------------------------------------------------------------ a close look
 
 
 def test_maps_are_those_of_the_first_sequence(model: PreTrainedModel, lines: Path) -> None:
@@ -115,8 +106,6 @@ def test_maps_are_those_of_the_first_sequence(model: PreTrainedModel, lines: Pat
     longer = run_of(model, seq_len=100, observables=("attention",)).tables["attention_maps"]
     assert longer["query"].max() == longer["key"].max() == 63
 
-
-# ------------------------------------------------------------------------------------------ out of memory
 
 OUT_OF_MEMORY = {
     "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),

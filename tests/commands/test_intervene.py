@@ -74,9 +74,6 @@ def inputs_of(model: PreTrainedModel) -> list[np.ndarray]:
     return list(inputs_for(load_model(model, None, config), config).sequences)
 
 
-# --- results
-
-
 def test_after_is_what_plain_transformers_give_of_an_edited_copy(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
     twin, sequences = edited(gpt2), inputs_of(gpt2)
     recorded = [reference.record(reference.eager_twin(twin), ids) for ids in sequences]
@@ -201,9 +198,6 @@ def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
     assert len({str(draw) for draw in first}) == 3
 
 
-# --- refused options
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -225,9 +219,6 @@ def test_wrong_experiments(gpt2: PreTrainedModel, llama: PreTrainedModel, given:
         intervene(model, **{"draws": 0} | SMALL | given)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(model(ids).logits, logits)
-
-
-# --- arms that fail
 
 
 ARMS = {"first": "mask-sink", "second": "scale-sink-value", "third": "nullify-first-embedding"}
@@ -261,9 +252,6 @@ def test_an_arm_that_fails_takes_no_other_with_it(
     for name, table in complete.tables.items():
         kept = table[~table["condition"].str.startswith("second")].reset_index(drop=True)
         pd.testing.assert_frame_equal(run.tables[name], kept, check_exact=True)
-
-
-# --- from the command line
 
 
 def test_an_arm_that_fails_ends_the_command_with_status_1(

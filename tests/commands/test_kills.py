@@ -129,9 +129,6 @@ def test_a_disk_that_is_full_at_every_fourth_write(tiny: Path, tmp_path: Path) -
     assert_same(Run.open(out), new)  # the disk was not full any more
 
 
-# --- trainings, which are resumed
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("texts") / "ids.npy"

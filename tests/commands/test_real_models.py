@@ -58,8 +58,6 @@ def check_against_reference(loaded: LoadedModel, run: Run, sequences: list[np.nd
     reference.assert_same(dict(run.tables), expected, 1e-4)
 
 
-# ---------------------------------------------------------------------------------------------- SmolLM2
-
 # 30 layers, 9 query heads on 3 key/value heads
 
 
@@ -103,8 +101,6 @@ def test_smollm_has_its_massive_activation_at_coordinate_507_from_layer_11_on(sm
         assert set(largest["coordinate"]) == {507}
         assert len(first.query("position == 0 and coordinate == 507")) == 4  # in every sequence
 
-
-# -------------------------------------------------------------------------------------------------- MGM
 
 # GPT-2 class, 8 layers × 8 heads, learned positions; a pickle
 

@@ -55,9 +55,6 @@ def loaded() -> LoadedModel:
     return LoadedModel(tiny_model("llama"), words_tokenizer(), "tiny", "tiny", None, None, ())
 
 
-# --- results ---
-
-
 def test_its_folder(finished: tuple[Result, Path]) -> None:
     result, out = finished
     assert result.exit_code == 0, result.output
@@ -113,9 +110,6 @@ def test_a_trained_model_loads_as_any_other(finished: tuple[Result, Path], tiny:
     assert not torch.equal(plain.lm_head.weight, before.lm_head.weight)
 
 
-# --- resuming ---
-
-
 def test_it_goes_on_where_it_was_broken_off(
     tiny: Path, text: Path, tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,9 +141,6 @@ def test_it_goes_on_where_it_was_broken_off(
     assert (tmp_path / "out" / "iga" / "run" / "run.json").is_file()
 
 
-# --- the text ---
-
-
 def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
     ids = np.random.default_rng(0).integers(3, VOCAB, (10, 16))
     np.save("ids.npy", ids)
@@ -174,9 +165,6 @@ def read_blocks_of(text: str, path: Path) -> Any:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-
-
-# --- refused options ---
 
 
 @pytest.mark.parametrize(
@@ -222,9 +210,6 @@ def test_a_retrofitted_model_is_fine_tuned_with_what_is_in_it(text: Path) -> Non
     moved = {name for name, weight in after.state_dict().items() if not torch.equal(weight, before.state_dict()[name])}
     assert set(new_parameters(after)) <= moved
     assert any("embed_tokens" in name for name in moved)
-
-
-# --- a full disk, and folders that cannot be resumed
 
 
 @pytest.fixture(scope="session")

@@ -82,9 +82,6 @@ def refused(content: str | bytes, model: str | None = "no/such-model", **given: 
     return message
 
 
-# --- the recipes of sinkscope
-
-
 def test_recipes_that_come_with_sinkscope() -> None:
     assert known_recipes().keys() >= {path.stem for path in SHIPPED}
     for path in SHIPPED:
@@ -145,9 +142,6 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     if fresh:
         with pytest.raises(InputError, match="option 'model' is unknown"):
             run_recipe(path.stem, tiny, out="other", **given)
-
-
-# --- results
 
 
 def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
@@ -215,9 +209,6 @@ def test_a_recipe_names_only_folders_below_the_working_directory(
     assert run_recipe(written(ONE + "out: there\n"), tiny).folder == Path("there")
 
 
-# --- faulty ones
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -252,9 +243,6 @@ def test_a_recipe_names_only_folders_below_the_working_directory(
 def test_a_faulty_recipe_is_refused_in_one_line(content: str | bytes, message: str) -> None:
     is_own = isinstance(content, str) and ("command: train" in content or "model: a/b" in content)
     assert message in refused(content, None if is_own else "no/such-model")
-
-
-# --- finding them
 
 
 def test_a_recipe_goes_by_its_name() -> None:

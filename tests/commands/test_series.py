@@ -65,9 +65,6 @@ def refused(*args: Any, error: type[Exception] = InputError, **options: Any) -> 
     return str(caught.value)
 
 
-# --- results
-
-
 def test_each_step_is_the_run_that_it_would_be_alone(series: Series, trained: Path) -> None:
     assert list(series.runs) == list(STEPS)
     for step, run in series.runs.items():
@@ -162,9 +159,6 @@ def test_the_checkpoints_of_a_training_give_the_order_of_events(
     assert set(table["number"]) >= {"onset", "delay", "lag", "lead"}
     with Image.open(out / "figures" / "training-onsets.png") as picture:
         assert picture.width / picture.info["dpi"][0] == pytest.approx(COLUMN, abs=0.02)
-
-
-# --- which steps
 
 
 def test_step_of() -> None:

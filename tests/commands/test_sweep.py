@@ -79,9 +79,6 @@ def assert_same(out: Path, whole: SweepRun, **close: Any) -> None:
     assert not list(strangers(out))
 
 
-# --- results
-
-
 def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:
     """This includes the second cell of a shared load."""
     for each in whole.plan:
@@ -166,9 +163,6 @@ def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> Non
             assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
 
 
-# --- failures
-
-
 def replay(whole: SweepRun, task: Task) -> None:
     """Write a cell from its earlier run, without measuring it again."""
     run = sinkscope.Run.open(whole.folder / "cells" / task.name)
@@ -233,9 +227,6 @@ def test_killed_or_on_a_full_disk_it_is_resumed(
     assert_same(out, whole)
 
 
-# --- inputs that have changed
-
-
 def measured_again(before: SweepRun, told: str) -> set[str]:
     """Return the models whose cells the same sweep measures again, after checking its message."""
     manifests = [each_folder(before, each) / "run.json" for each in before.plan]
@@ -294,9 +285,6 @@ def test_an_interrupted_training_is_resumed_only_on_the_same_text(models: Path, 
     text.write_text('{"text": "the of and drains"}\n')
     assert not worker._can_resume(replace(task, read=Reads().of(task.options)))
     assert "an older sinkscope, which did not record what it read" in worker.changes(None, task.read)
-
-
-# --- before anything runs
 
 
 def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,9 +99,6 @@ def test_a_hub_that_goes_on_failing(
     assert_right(swept(tmp_path, asked, workers=1, retry=True), folder)
 
 
-# --- the disk
-
-
 def test_a_disk_without_room_for_all_models(models: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before any download; with --evict only the models of the workers need room."""
     (content,) = models.repos["org/one"].commits.values()

@@ -58,9 +58,6 @@ def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Res
         ), out  # fmt: skip
 
 
-# --- results
-
-
 def test_its_folder(finished: tuple[Result, Path]) -> None:
     result, out = finished
     assert result.exit_code == 0, result.output
@@ -96,9 +93,6 @@ def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tup
     assert torch.equal(plain["lm_head.weight"], AutoModelForCausalLM.from_config(config).lm_head.weight)
 
 
-# --- tokenizers
-
-
 def test_a_tokenizer_of_the_text() -> None:
     text = "the sink drains, the sink attends; " * 50
     tokenizer = tokenizer_of([text], 280)
@@ -110,9 +104,6 @@ def test_a_tokenizer_of_the_text() -> None:
     assert len(ids) < len(text) / 3  # it has learned words
     assert tokenizer("Ἐν ἀρχῇ")["input_ids"][1:]  # byte-level: no text is unknown
     assert tokenizer_of([text], 280).get_vocab() == tokenizer.get_vocab()
-
-
-# --- a task
 
 
 def test_a_task(tmp_path: Path) -> None:
@@ -137,9 +128,6 @@ def test_a_task(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(done.model("VGA-seed1")).decode([0]) == "<s>"
 
 
-# --- architectures
-
-
 def test_named_architectures_can_be_measured() -> None:
     for name in ARCHITECTURES:
         with naming(name):
@@ -153,9 +141,6 @@ def test_named_architectures_can_be_measured() -> None:
             dropout = {field: value for field, value in config.to_dict().items() if "drop" in field}
             dropout.pop("summary_first_dropout", None)  # of another head
             assert not any(dropout.values()), dropout  # trainings are repeated bit by bit
-
-
-# --- an encoder
 
 
 def test_an_encoder_predicts_masked_tokens() -> None:
@@ -181,9 +166,6 @@ def test_an_encoder_predicts_masked_tokens() -> None:
         assert of_arm["perplexity_quantized"] != of_arm["perplexity"]
         predicted.add(run.manifest["input"]["masked"])
     assert len(predicted) == 1
-
-
-# --- refused options
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,6 @@ def test_an_experiment_has_its_own_figures_and_an_analysis_has_others(run: Run) 
     assert set(applicable(Run(run.manifest, {"effect": run.tables["effect"]}))) == EFFECTS
 
 
-# --- unusual tables
-
 MAPS, EFFECTS = {"arm-maps", "arm-maps-by-layer"}, {"effects", "effects-by-layer"}
 # unusual data → the figures that read them, and the data
 ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
@@ -77,9 +75,6 @@ ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
 def test_odd_experiments_are_drawn_without_a_warning(odd: str) -> None:
     names, given = ODD[odd]
     check_all_draw(experiment(**given), sorted(names))
-
-
-# --- what is drawn
 
 
 def test_arm_maps_shows_the_layer_where_the_sink_changes_most() -> None:

@@ -32,9 +32,6 @@ def ydata(ax: Axes, label: str) -> np.ndarray:
     return np.asarray(line.get_ydata(), float)
 
 
-# --- the data that are drawn
-
-
 def test_sinks_by_layer_draws_token_0_the_mean_and_the_maximum(run: Run) -> None:
     columns = ("sink_mass", "sink_rate", "layer_out", "mlp_out")
     for ax, column in zip(draw("sinks-by-layer", run).axes, columns, strict=True):
@@ -131,9 +128,6 @@ def test_sink_positions_counts_sinks_with_enough_queries_after_them(run: Run) ->
     np.testing.assert_allclose(left.lines[1].get_ydata(), [1 / 48] * 3)
 
 
-# --- missing and unusual data
-
-
 @pytest.mark.parametrize("value", [None, np.nan, 0.0, np.inf, 1.0])
 def test_small_runs_and_columns_without_information_are_drawn(value: float | None) -> None:
     if value is None:
@@ -146,9 +140,6 @@ def test_small_runs_and_columns_without_information_are_drawn(value: float | Non
         drawn = applicable(run)
         assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates", "gamma"}
         check_all_draw(run, drawn, layout=not value)
-
-
-# --- names, files and settings
 
 
 def test_figures_that_cannot_be_drawn_are_refused_with_the_reason(run: Run) -> None:
@@ -180,9 +171,6 @@ def test_figures_are_saved_as_png_and_pdf_with_truetype_fonts_and_no_date(
         assert b"CreationDate" not in pdf
     assert sorted(path.stem for path in tmp_path.iterdir()) == sorted([*FIGURES] * 2)
     assert dict(dict.items(mpl.rcParams)) == before
-
-
-# --- several runs
 
 
 def test_a_comparison_draws_each_runs_summary() -> None:

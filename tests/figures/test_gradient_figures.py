@@ -32,9 +32,6 @@ def points_of(ax: Axes) -> np.ndarray:
     return np.array(sorted(map(tuple, np.concatenate(drawn))))
 
 
-# --- gradient-norms
-
-
 def test_gradient_norms_draws_every_layer_and_their_mean(run: Run) -> None:
     axes = draw("gradient-norms", run).axes
     table = run.tables["gradient"].query("head == -1")
@@ -48,9 +45,6 @@ def test_gradient_norms_draws_every_layer_and_their_mean(run: Run) -> None:
         assert ax.get_yscale() == "log"
         assert ax.get_title() == pathway
     assert [ax.get_ylim() for ax in axes[1:3]] == [axes[0].get_ylim()] * 2  # one scale, so that panels can be compared
-
-
-# --- gradient-reshaping
 
 
 def test_reshaping_draws_a_point_for_each_layer_and_position_by_the_papers_token_groups(run: Run) -> None:
@@ -87,9 +81,6 @@ def test_the_fitted_line_is_the_summarys(run: Run) -> None:
     assert said(ax) == [expected.replace("-", "−")]
 
 
-# --- gradient-bounds
-
-
 def test_bounds_draws_theorem_1_at_position_0(run: Run) -> None:
     axes = {ax.get_title(): ax for ax in draw("gradient-bounds", run).axes}
     left, holds, identity = (axes[name] for name in ("theorem 1 at position 0", "theorem 1 holds", "identity"))
@@ -113,9 +104,6 @@ def test_bounds_draws_theorem_1_at_position_0(run: Run) -> None:
         np.testing.assert_allclose(first.get_ydata(), rows[0])
         np.testing.assert_allclose(others.get_ydata(), rows.loc[:, 1:].mean(axis=1))
         assert limit.get_ydata() == [1, 1]
-
-
-# --- training
 
 
 def test_training_draws_each_steps_numbers_in_their_order() -> None:

@@ -78,9 +78,6 @@ def test_the_row_of_bert_is_what_is_found_numerically(headless: bool) -> None:
     assert check_wiring(wrong.block(0), read_sites(model, wrong, torch.arange(3, 14)[None])[0]) > 1e-2
 
 
-# ------------------------------------------------------------------------------------------- forward
-
-
 @each_pair(list(ENCODERS), ["left", "right"], ("name", "side"))
 def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
     """The window is shorter than the sequences; ModernBERT's own windows extend to both sides."""
@@ -130,9 +127,6 @@ def test_mask_sink_hides_a_key_from_the_tokens_before_it_too() -> None:
         bare = model(input_ids=batch.token_ids, attention_mask=allowed[None, None]).logits
     with open_tracer(model, family, interventions=[parse(f"mask-sink:positions={hidden}")]) as tracer:
         torch.testing.assert_close(tracer.logits(batch), bare, rtol=0, atol=1e-9)
-
-
-# ------------------------------------------------------------------------------------------ backward
 
 
 def loaded_encoder(name: str = "bert", dtype: torch.dtype = torch.float64) -> LoadedModel:
@@ -220,9 +214,6 @@ def test_tokens_are_masked_as_the_librarys_collator_does() -> None:
     assert not np.array_equal(np.stack([one.ids for one in masked(rows, word_tokenizer(), VOCAB, 1)]), ids)
 
 
-# -------------------------------------------------------------------------------------------- inputs
-
-
 TEXT = " ".join(f"w{number % 80} ." for number in range(400))
 
 
@@ -242,9 +233,6 @@ def test_a_text_or_prompt_stands_between_cls_and_sep(tmp_path: Path) -> None:
         sequences = inputs_for(loaded, make_config(**given), family).sequences
         assert [len(ids) for ids in sequences] == lengths
         assert all((ids[0], ids[-1]) == (1, 2) and not np.isin(ids[1:-1], (1, 2)).any() for ids in sequences)
-
-
-# ------------------------------------------------------------------------------------------ commands
 
 
 @pytest.fixture(scope="module")

@@ -125,9 +125,6 @@ def test_analyze_measures_gates_where_there_are_any() -> None:
     assert "gate" in doctor(model).facts["observables"]
 
 
-# --- the model's own gates
-
-
 @pytest.mark.parametrize("model_type", ["qwen3_next", "afmoe"])
 def test_own_gates_are_found_and_are_those_that_the_models_code_computes(model_type: str, tmp_path: Path) -> None:
     model = tiny_of(model_type)

@@ -30,9 +30,6 @@ def assert_near(ours: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-10 * np.nanmax(np.abs(expected)))
 
 
-# ------------------------------------------------------------------------------------- without a group
-
-
 def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -> None:
     model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens(LENGTHS)
     table = tables(model, sequences)["gradient_by_group"].query("pathway == 'value'")
@@ -43,9 +40,6 @@ def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -
         together = norms.square().sum(1, keepdim=True).sqrt()
         mine = table[table["group"] == group].sort_values(["layer", "head", "position"])["grad_norm"]
         assert_near(mine.to_numpy().reshape(3, 3, POSITIONS), torch.cat([together, norms], dim=1).numpy())
-
-
-# ------------------------------------------------------------------------------------------ by sequence
 
 
 @pytest.mark.parametrize("name", ["llama", "opt-post-norm"])
@@ -61,9 +55,6 @@ def test_ratios_of_sequences_have_the_tables_ratio_as_their_mean(name: str) -> N
     if name == "llama":  # the last of four tokens predicts nothing
         assert by_sequence.query("sequence == 2 and position == 3")["compress"].isna().all()
         assert by_sequence.query("sequence == 2 and position < 3")["compress"].notna().all()
-
-
-# ------------------------------------------------------------------------------- both sides of a gate
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,6 @@ LEFT = padded(ragged_tokens((3, 5)), "left")  # columns 2 … 4 and 0 … 4 are 
 ALIKE = ragged_tokens((9, 9, 9))
 
 
-# --------------------------------------------------------------------------------------------- batches
-
-
 def test_a_batch_knows_where_its_sequences_begin_and_end() -> None:
     assert LEFT.start.tolist() == [2, 0]
     assert LEFT.lengths.tolist() == [3, 5]
@@ -46,9 +43,6 @@ def test_a_batch_knows_where_its_sequences_begin_and_end() -> None:
     assert padded(ragged_tokens((3, 5))).at_positions(columns, 3)[:, 0].tolist() == [[0.0, 1, 2], [5.0, 6, 7]]
 
 
-# ----------------------------------------------------------------------------------------------- means
-
-
 def test_a_running_mean_ignores_absent_values_and_is_in_float64() -> None:
     means, nan, inf = Means("position"), torch.nan, torch.inf
     parts = (([[1e8, 5.0, nan]], [[1, 1, 0]]), ([[1.0, nan, inf], [-1e8, 7.0, nan]], [[1, 0, 0], [1, 1, 0]]))
@@ -61,9 +55,6 @@ def test_a_long_table_has_one_row_per_entry() -> None:
     table = long_table([({"layer": 7, "head": range(2), "position": range(3)}, {"x": np.arange(6).reshape(2, 3)})])
     assert table.columns.tolist() == ["layer", "head", "position", "x"]
     assert table.to_numpy().tolist() == [[7, h, p, 3 * h + p] for h in range(2) for p in range(3)]
-
-
-# ------------------------------------------------------------------------------------------- attention
 
 
 def uniform_read(length: int) -> AttentionRead:
@@ -83,9 +74,6 @@ def test_the_sink_indicator_is_strict() -> None:
         tables = observable.tables()
         assert tables["attention"]["sink_rate"].tolist() == [expected] * 2
         assert tables["sink_positions"]["position"].tolist() == [0, 0][: int(2 * expected)]
-
-
-# -------------------------------------------------------------------------------------------- geometry
 
 
 def dense_pairs(read: AttentionRead) -> dict[str, torch.Tensor]:
@@ -156,18 +144,12 @@ def test_means_over_pairs_lose_nothing_at_the_last_positions() -> None:
         torch.testing.assert_close(found[torch.float32][name].double(), exact, rtol=1e-5, atol=2e-6, equal_nan=True)
 
 
-# ------------------------------------------------------------------------------------------ activation
-
-
 def test_norms_whose_squares_overflow_are_computed_in_float32() -> None:
     half = torch.tensor([[[3e4, 4e4]]], dtype=torch.float16)
     batch = Batch(torch.zeros(1, 1), torch.ones(1, 1))
     assert token_norms(half, batch).item() == pytest.approx(5e4, rel=1e-3)
     assert value_norms(half[:, None]).item() == pytest.approx(5e4, rel=1e-3)
     assert kurtosis(half, batch).isfinite().all()
-
-
-# --------------------------------------------------------------------------------------------- massive
 
 
 def hidden_state(median: float, *others: float) -> torch.Tensor:
@@ -239,9 +221,6 @@ def test_other_tokens_at_the_coordinate_of_the_largest_entry_are_those_of_plain_
         assert row.largest == pytest.approx(entries.max(), rel=1e-5)
         others = np.delete(entries[:, coordinate], position)
         assert row.elsewhere == pytest.approx(np.median(others), rel=1e-4)
-
-
-# --------------------------------------------------------------------------------------------- outlier
 
 
 def test_kurtosis_of_few_numbers_and_of_known_distributions() -> None:

@@ -111,9 +111,6 @@ def test_two_halves_of_repeated_tokens_or_of_one_sequence_are_the_whole(tmp_path
         assert_same(by_halves(model, **options).tables, whole.tables)
 
 
-# --- two processes
-
-
 def outcome(work: Callable[[], Any]) -> str:
     try:
         return str(work())

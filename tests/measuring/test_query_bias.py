@@ -96,9 +96,6 @@ def rows(table: pd.DataFrame, **where: Any) -> pd.DataFrame:
     return table
 
 
-# ---------------------------------------------------------------------------------------------------- Δ
-
-
 @pytest.mark.parametrize("name", BIASED)
 def test_delta_and_gamma_are_products_of_weights_and_tokens(name: str) -> None:
     model, tables, layers = found_and_expected(name)
@@ -155,9 +152,6 @@ def test_a_small_spread_with_a_large_mean_is_kept() -> None:
     assert float(moments.variance) == pytest.approx(35 / 12, rel=1e-12)
 
 
-# ------------------------------------------------------------------------------------------- alignment
-
-
 def epe_of(name: str, model: PreTrainedModel, positions: int = POSITIONS) -> torch.Tensor:
     if name.startswith("gpt2"):
         p, mlp = model.transformer.wpe.weight[:positions], model.transformer.h[0].mlp
@@ -204,9 +198,6 @@ def test_massive_coordinates_are_set_apart_by_a_gap() -> None:
         assert massive_coordinates(vector) == expected
         assert massive_coordinates(-3 * vector) == expected
         assert massive_coordinates(vector.flip(0)) == sorted(len(vector) - 1 - index for index in expected)
-
-
-# ------------------------------------------------------------------------------------ the terms of logits
 
 
 def halves(attention: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -301,9 +292,6 @@ def test_epe_and_the_states_of_the_first_layer(name: str) -> None:
                 assert rest.loc[layer, sequence][column] == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
 
 
-# ------------------------------------------------------------------------------------------ which models
-
-
 def run_of(model: PreTrainedModel, **options: Any) -> Run:
     return sinkscope.analyze(model, **{"input": "random", "num_seqs": 3, "seq_len": 12, "positions": 4} | options)
 
@@ -321,9 +309,6 @@ def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejec
         run_of(model, observables=("attention", "query-bias"))
     with pytest.raises(InputError, match=f"figure 'gamma': query-bias does not apply to .*: {NO_BIAS}"):
         run.figure("gamma")
-
-
-# -------------------------------------------------------------------------------- summary, verdict, table
 
 
 def with_massive_position() -> PreTrainedModel:
@@ -362,9 +347,6 @@ def test_the_summary_says_how_far_position_0_is_apart(massive_run: Run) -> None:
     assert run.metric("delta_outlier_share") == np.mean(np.array(gaps) > 2) > 0
     assert "The query bias lifts the logits of position 0" in run.verdict
     assert "EPE₀ is massive at coordinate 7, where |γ| is" in run.verdict
-
-
-# ------------------------------------------------------------------------------------------- a real model
 
 
 @pytest.mark.real_model

@@ -139,9 +139,6 @@ def test_gates_and_the_drain_before_them() -> None:
         assert found["raw_value_drain", layer] == pytest.approx(0.5)  # 1 ÷ 2 and 2 ÷ 4
 
 
-# --------------------------------------------------------------------------- proposition 4's bound
-
-
 def bound(run: Run) -> pd.Series:
     summary = run.tables["summary"]
     return summary[summary["metric"] == "repeated_bound"].set_index("layer")["value"]

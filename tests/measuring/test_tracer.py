@@ -43,8 +43,6 @@ def expected(name: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> tuple[S
     return settings, reference.tables(recorded, POSITIONS, WINDOW, settings.epsilon)
 
 
-# ---------------------------------------------------------------------------------------------- parity
-
 PADDINGS: dict[str, tuple[tuple[int, ...], str]] = {
     "unpadded": ((LENGTH,) * 3, "right"),
     "right": (RAGGED, "right"),
@@ -73,8 +71,6 @@ def test_the_eager_kernel_gives_the_references_tables_too(name: str) -> None:
         reference.assert_same(ours, tables, 1e-5)
 
 
-# ---------------------------------------------------------------------------------------------- logits
-
 # The fused kernel has no softcap and no sink logit: ours goes in row chunks, the bare model's is eager. Falcon's
 # one key head is repeated by the bare model's kernel and not by ours.
 ROUNDED = {"gemma2": 1e-5, "gpt_oss": 1e-5, "falcon": 1e-6}
@@ -94,9 +90,6 @@ def test_traced_logits_are_the_bare_models(name: str, padding: str) -> None:
         torch.testing.assert_close(traced[real], bare[real], rtol=0, atol=ROUNDED[name] * float(bare.abs().max()))
     else:
         assert torch.equal(traced[real], bare[real])
-
-
-# -------------------------------------------------------------------------------------------- invariance
 
 
 @each_pair(["llama", "mistral", "gpt_oss", "bloom", "falcon-alibi"], [1, 2, 3], ("name", "size"))
@@ -148,9 +141,6 @@ def test_long_sequences_have_the_same_geometry(name: str) -> None:
     assert max(reference.errors(few, first).values()) < 1e-9
 
 
-# ------------------------------------------------------------------------------------------ wanted sites
-
-
 class Seen(Observable):
     """Records the tensors that it receives."""
 
@@ -194,9 +184,6 @@ def test_positions_are_given_to_a_padded_model_and_only_to_one_that_takes_them()
         assert model_inputs(tracer.model, padded(ragged_tokens((5, 5)))).keys() == {"input_ids", "use_cache"}
     with open_tracer(tiny_model("bloom"), find_family(tiny_model("bloom"))) as tracer:
         assert model_inputs(tracer.model, batch).keys() == {"input_ids", "use_cache", "attention_mask"}
-
-
-# -------------------------------------------------------------------------------------- a model gone wrong
 
 
 @each_pair(["llama", "bloom", "falcon"], ["attention", "massive", "activation"], ("family", "name"))

@@ -36,9 +36,6 @@ def calibrated(change: Callable[[nn.ModuleList], object]) -> Family:
     return calibrate(model, tiny_tokens(2, 9))
 
 
-# --- sums
-
-
 def test_broken_layers_are_named() -> None:
     with pytest.raises(InputError, match="layer 1 gives NaN or infinite numbers"):
         calibrated(lambda layers: layers[1].mlp.down_proj.weight.data.fill_(torch.nan))
@@ -139,9 +136,6 @@ def test_the_stack_is_the_chain_with_most_weights() -> None:
         calibrate(model, tiny_tokens(2, 9))
 
 
-# --- attention
-
-
 def test_attention_in_other_places_is_refused() -> None:
     with pytest.raises(InputError, match="layer 0 attends 2 times"):
         calibrated(rebuilt(attends_twice))
@@ -154,9 +148,6 @@ def test_a_model_without_attention_has_the_other_tables() -> None:
     assert {"activation", "gradient_ratio", "massive", "outlier", "summary"} <= set(run.tables)
     assert not {"attention", "sink_positions", "geometry", "gradient", "gradient_check"} & set(run.tables)
     assert "attention (no layer attends by a softmax)" in str(run.verdict)
-
-
-# --- streams
 
 
 def test_copies() -> None:

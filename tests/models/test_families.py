@@ -25,8 +25,6 @@ def worst_error(model: PreTrainedModel, family: Family) -> float:
     return max(check_wiring(family.block(0), sites) for sites in read_sites(model, family, tiny_tokens(2, 9)))
 
 
-# --- rows
-
 MLPS = {"opt": "fc1", "mpt": "ffn"}
 
 
@@ -75,8 +73,6 @@ def test_every_row_has_a_tiny_model() -> None:
     assert left <= {"gemma3", "varied_llama", "bert"}
 
 
-# --- wrong rows
-
 WRONG = {
     # family → the error in its row
     "llama": {"attn_out": "post_attention_layernorm.output"},
@@ -100,9 +96,6 @@ def test_the_check_notices_a_wrong_row(name: str) -> None:
     assert worst_error(model, wrong) > 1e-2
 
 
-# --- finding
-
-
 def test_models_without_a_row_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("gpt_bigcode", vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8)
@@ -117,9 +110,6 @@ def test_models_without_a_row_are_refused() -> None:
     for block in model.transformer.h:
         block.apply_residual_connection_post_layernorm = True
     assert worst_error(model, family) > 1e-2  # Bloom's row is indeed wrong for this model
-
-
-# --- calibration
 
 
 def calibrated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Family:

@@ -85,9 +85,6 @@ def test_learned_positions(name):
         effective_positions(model, family, 257)
 
 
-# --- found numerically
-
-
 @pytest.mark.parametrize(
     ("model_type", "roles"),
     [

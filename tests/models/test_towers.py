@@ -36,9 +36,6 @@ def tiny(kind: str) -> PreTrainedModel:
     return copy.deepcopy(_original(kind))
 
 
-# --- which tower
-
-
 def test_the_tower_for_pictures_is_not_taken_for_the_one_for_text() -> None:
     """The LLaVA also reads a black picture, with more layers than it has for text."""
     config: Any = tiny_config("llava")
@@ -64,9 +61,6 @@ def test_the_row_of_a_tower_is_what_is_found_numerically(kind: str, monkeypatch:
         assert getattr(row, name) == getattr(found, name)
 
 
-# --- peculiarities of some models
-
-
 def test_paligemma_reads_text_as_what_follows_its_prompt() -> None:
     """Without token_type_ids a token would see later tokens if there is no padding, and otherwise not."""
     model: Any = tiny("paligemma")
@@ -90,9 +84,6 @@ def test_ids_without_a_logit_and_placeholders_are_no_text() -> None:
     assert model.config.image_token_id in placeholders(model)
     plain = tiny_model("gpt2")
     assert (text_tower(plain), placeholders(plain)) == (("", plain), ())
-
-
-# --- changes
 
 
 def test_only_what_text_passes_is_changed() -> None:
@@ -135,9 +126,6 @@ def test_a_retrofitted_tower_is_saved_and_loaded_by_its_own_class(kind: str, met
     run = sinkscope.analyze(loaded, input="random", num_seqs=1, seq_len=8)
     assert run.tables["attention"]["layer"].nunique() == 4
     assert run.manifest["model"]["text_tower"]["path"] == "model.language_model"
-
-
-# --- the class of a model
 
 
 def test_a_configuration_is_loaded_by_the_class_that_it_names() -> None:

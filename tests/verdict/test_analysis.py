@@ -24,9 +24,6 @@ ATTENTION = {"attention": EMPTY}
 ENTROPY = {"attention_entropy": 1.0}
 
 
-# --- data
-
-
 def test_w1_decides_on_a_sink_and_layers_are_named() -> None:
     found = finding(summarized({"sink_rate": [0.0, 0.5, 0.6, 0.9]}, ENTROPY, ATTENTION), "sink")
     assert (found.outcome, found.threshold, found.claim) == (Outcome.PRESENT, SINK, "W-1")
@@ -107,9 +104,6 @@ def test_published_values_are_only_of_the_same_measurement() -> None:
     assert not other.published
     names = "Mistral-7B 97.49%, LLaMA2-7B 92.47%, LLaMA2-13B 91.69%, LLaMA3-8B 99.02%, GPT2-XL 77.00%†"
     assert f"(WSE table 1): {names} († from a transcription of the paper)." in published_lines(found.published)[0]
-
-
-# --- weights that were quantized before
 
 
 @pytest.mark.parametrize(

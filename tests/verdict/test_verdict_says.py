@@ -20,9 +20,6 @@ def sentences(run: Run) -> dict[str, str]:
     return {finding.name: finding.sentence for finding in analysis.findings(run)}
 
 
-# --- gradients
-
-
 def test_the_gradient_of_uniform_causal_attention() -> None:
     """The closed form agrees with randomly drawn upstream gradients."""
     length = 64
@@ -59,9 +56,6 @@ def test_the_value_gradient_of_a_scale_is_read_before_it() -> None:
     assert {"value_gradient_norm", "raw_value_gradient_ratio"} <= set(ROWS)
 
 
-# --- massive activations
-
-
 @pytest.mark.parametrize("condition", ["natural", "repeated"])
 def test_repeated_tokens_that_are_all_massive_have_no_sentence_that_denies_it(condition: str) -> None:
     """In SmolLM2, the largest entry is 24,168 at every position of a repeated sequence, and the median is 48."""
@@ -78,9 +72,6 @@ def test_repeated_tokens_that_are_all_massive_have_no_sentence_that_denies_it(co
     assert "is 24,168 (504 × the median); there the norm of position 0 is 24,500" in said
     small = summarized(tables={"massive": massive.assign(value=2.0)}, condition=condition)
     assert sentences(small)["massive"].startswith("No entry")  # below 100 an entry is not massive, for any median
-
-
-# --- positions
 
 
 @pytest.mark.parametrize("pathway", ["value", "key"])
