@@ -43,12 +43,6 @@ class Layer:
     value: np.ndarray  # (K,T,d)
     sites: dict[str, np.ndarray]  # site → (T,D)
 
-    @classmethod
-    def of_weights(cls, weights: np.ndarray) -> "Layer":
-        """Return a layer with only its weights known; each head has keys of its own."""
-        nothing = np.zeros((len(weights), 0))
-        return cls(weights, nothing, nothing, nothing, nothing, {})
-
     @property
     def allowed(self) -> np.ndarray:
         return self.logits > FORBIDDEN
