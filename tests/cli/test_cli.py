@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from support.figures import rough_figures
 from support.retrofit_command import command_line
+from support.tables import assert_same_tables
 from tiny import tiny_model
 from typer.testing import Result
 
@@ -101,9 +101,7 @@ def test_from_repeats_a_run(finished: tuple[Result, Path]) -> None:
     assert "unlike" not in result.stderr
     first, second = Run.open(finished[1]), Run.open("again")
     assert first.manifest["config"] == second.manifest["config"]
-    assert set(first.tables) == set(second.tables)
-    for name, table in first.tables.items():
-        pd.testing.assert_frame_equal(second.tables[name], table, check_exact=True)
+    assert_same_tables(second.tables, first.tables, check_exact=True)
     result = command_line("analyze", "--from", "again", "--out", "again", "--overwrite", "--quiet")
     assert (result.exit_code, result.output) == (0, "")
     manifest = json.loads(Path("again/run.json").read_text(encoding="utf-8"))

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import reference
 import torch
+from support.tables import assert_same_tables
 from tiny import ragged_tokens, tiny_model, written
 from transformers import PreTrainedModel
 
@@ -44,12 +44,6 @@ def forward_of(model: PreTrainedModel, source: Any = "random", **options: Any) -
     return run_of(model, source, observables=("activation", "attention", "geometry", "massive", "outlier"), **options)
 
 
-def assert_equal_tables(mine: Run, other: Run, tolerance: float = 0.0) -> None:
-    assert mine.tables.keys() == other.tables.keys()
-    for name, table in mine.tables.items():
-        pd.testing.assert_frame_equal(table, other.tables[name], rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "falcon-alibi"])
 def test_the_tables_are_the_references(name: str, lines: Path) -> None:
     """Ragged sequences are padded in batches of two."""
@@ -64,8 +58,8 @@ def test_the_tables_are_the_references(name: str, lines: Path) -> None:
 def test_neither_kernel_nor_repetition_changes_a_table(model: PreTrainedModel, lines: Path) -> None:
     fused, again, eager = (run_of(model, lines, attn=kernel) for kernel in ("sdpa", "sdpa", "eager"))
     assert eager.manifest["kernel"] == "eager"
-    assert_equal_tables(fused, again)  # bit for bit
-    assert_equal_tables(fused, eager, tolerance=1e-5)
+    assert_same_tables(fused.tables, again.tables, check_exact=True)  # bit for bit
+    assert_same_tables(fused.tables, eager.tables, rtol=1e-5, atol=1e-5)
     assert fused.manifest["input"] == again.manifest["input"]
     hashes = {forward_of(model, seed=seed).manifest["input"]["sha256"] for seed in (0, 1)}
     assert len(hashes) == 2
@@ -137,7 +131,7 @@ def test_out_of_memory_halves_the_batch(kind: str, where: str, lines: Path, monk
     batches = [size for size in tried if size > 1]  # the parity check reads single sequences
     assert batches[:2] == [5, 2]  # 5 // 2
     assert run.manifest["batch_size"] == 2
-    assert_equal_tables(run, expected)
+    assert_same_tables(run.tables, expected.tables, check_exact=True)
 
 
 def test_the_manifest_says_how_to_read_the_numbers(model: PreTrainedModel) -> None:

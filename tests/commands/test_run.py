@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from support.figures import skip_figures
 from support.naming import naming
+from support.tables import assert_same_tables
 from tiny import VOCAB, tiny_model
 
 import sinkscope
@@ -158,9 +158,8 @@ def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
     assert {path.name for path in (done.folder / "figures").iterdir()} == {"sink-map.png", "sink-map.pdf"}
     assert (done.folder / "verdict.md").is_file()
     plain = sinkscope.analyze(tiny, **{name.replace("-", "_"): value for name, value in options.items()})
-    assert set(run.tables) == set(plain.tables) == set(done.runs[""].tables)
-    for name, table in plain.tables.items():
-        pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+    assert set(run.tables) == set(done.runs[""].tables)
+    assert_same_tables(run.tables, plain.tables, check_exact=True)
     with pytest.raises(InputError, match="already holds a run: --overwrite replaces it"):
         run_recipe("small", tiny)
     with pytest.raises(InputError, match="holds what `analyze` wrote, and is not replaced"):

@@ -14,6 +14,7 @@ from hub import Hub, Repo
 from PIL import Image
 from support.figures import skip_figures
 from support.retrofit_command import command_line
+from support.tables import assert_same_tables
 from tiny import tiny_model
 
 import sinkscope
@@ -69,9 +70,7 @@ def test_each_step_is_the_run_that_it_would_be_alone(series: Series, trained: Pa
     assert list(series.runs) == list(STEPS)
     for step, run in series.runs.items():
         alone = sinkscope.analyze(trained / f"checkpoint-{step}", **OPTIONS)
-        assert set(run.tables) == set(alone.tables)
-        for name, table in alone.tables.items():
-            pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+        assert_same_tables(run.tables, alone.tables, check_exact=True)
         rows = series.table[series.table["step"] == step].reset_index(drop=True)
         columns = ["condition", "layer", "metric", "value"]
         pd.testing.assert_frame_equal(rows[columns], run.tables["summary"][columns])
@@ -121,8 +120,7 @@ def test_a_recipe_measures_the_steps(trained: Path, series: Series, tmp_path: Pa
     (tmp_path / "steps.yaml").write_text(json.dumps(content))
     done = run_recipe(tmp_path / "steps.yaml", trained, out=tmp_path / "out")
     again = Series.open(done.folder)
-    for name, table in series.tables.items():
-        pd.testing.assert_frame_equal(again.tables[name], table)
+    assert_same_tables(again.tables, series.tables)
     assert done.result is not None
     assert done.result.markdown == again.verdict
     for result in (again, *again.runs.values()):

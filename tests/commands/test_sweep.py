@@ -19,6 +19,7 @@ from support.figures import quick_sweeps
 from support.forked import forked
 from support.naming import naming
 from support.ranks import on_two_ranks
+from support.tables import assert_same_tables, tables_in
 from typer.testing import CliRunner
 
 import sinkscope
@@ -71,10 +72,7 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> SweepRun:
 
 def assert_same(out: Path, whole: SweepRun, **close: Any) -> None:
     """Compare the tables of all cells and of the comparison, and check that no temporary file is left."""
-    expected = {path.relative_to(whole.folder) for path in whole.folder.rglob("*.parquet")}
-    assert {path.relative_to(out) for path in out.rglob("*.parquet")} == expected
-    for path in expected:
-        pd.testing.assert_frame_equal(pd.read_parquet(out / path), pd.read_parquet(whole.folder / path), **close)
+    assert_same_tables(tables_in(out), tables_in(whole.folder), **close)
     assert not list(out.parent.rglob(".sinkscope-*"))
     assert not list(strangers(out))
 
@@ -85,8 +83,7 @@ def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:
         assert each.state == State.DONE
         alone = sinkscope.analyze(each.cell.options.model, config=each.cell.options)
         run = sinkscope.Run.open(whole.folder / "cells" / each.cell.name)
-        for name, table in alone.tables.items():
-            pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+        assert_same_tables(run.tables, alone.tables, check_exact=True)
         assert {key: run.manifest[key] for key in ("model", "input", "config")} == {
             key: alone.manifest[key] for key in ("model", "input", "config")
         }

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
+from support.tables import assert_same_tables
 from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
@@ -129,12 +130,10 @@ def test_delta_and_gamma_are_products_of_weights_and_tokens(name: str) -> None:
 @pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 3, "left"), ("qwen2", 5, "right"), ("opt", 2, "left")])
 def test_padding_and_batch_size_change_nothing(name: str, size: int, side: str) -> None:
     model, tables, _ = found_and_expected(name)
-    for table, found in tables_of(model, LENGTHS, size, side).items():
-        pd.testing.assert_frame_equal(found, tables[table], rtol=1e-9, atol=1e-9)
+    assert_same_tables(tables_of(model, LENGTHS, size, side), tables, rtol=1e-9, atol=1e-9)
     if name in LEARNED:
         model, tables, _ = terms_of(name)
-        for table, found in tables_of(model, PAIRS, size, side, TERMS).items():
-            pd.testing.assert_frame_equal(found, tables[table], rtol=1e-5, atol=1e-6)
+        assert_same_tables(tables_of(model, PAIRS, size, side, TERMS), tables, rtol=1e-5, atol=1e-6)
 
 
 def test_a_small_spread_with_a_large_mean_is_kept() -> None:

@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 from support.retrofitted import each_pair
+from support.tables import assert_same_tables
 from tiny import TINY, batched, measured, padded, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
@@ -219,9 +220,7 @@ def test_what_padding_gives_does_not_matter(side: str) -> None:
         return output
 
     model.model.layers[2].register_forward_hook(spoil)
-    after = measured(model, [batch], Settings(positions=4, window=4))
-    for table, rows in before.items():
-        pd.testing.assert_frame_equal(after[table], rows)
+    assert_same_tables(measured(model, [batch], Settings(positions=4, window=4)), before)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -5,13 +5,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import peft
 import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.everything import differences, snapshot
+from support.tables import assert_same_tables
 from tiny import tiny_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -40,10 +40,8 @@ def with_prompt(model: PreTrainedModel) -> Any:
     return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
 
-def assert_equal(run: Run, expected: Run) -> None:
-    assert run.tables.keys() == expected.tables.keys()
-    for name, table in expected.tables.items():
-        pd.testing.assert_frame_equal(run.tables[name].drop(columns="model"), table.drop(columns="model"))
+def assert_equal(run: Run, expected: Run, **how: float) -> None:
+    assert_same_tables(run.tables, expected.tables, ["model"], **how)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +61,7 @@ def test_a_model_with_an_adapter_is_measured_as_the_merged_one(plain: Run) -> No
     twin.load_state_dict(adapted.state_dict())
     given = SMALL | {"observables": ("attention", "gradient")}
     run, merged = (sinkscope.analyze(model, **given) for model in (adapted, twin.merge_and_unload()))
-    for name, table in merged.tables.items():
-        pd.testing.assert_frame_equal(
-            run.tables[name].drop(columns="model"), table.drop(columns="model"), rtol=1e-3, atol=1e-5
-        )
+    assert_equal(run, merged, rtol=1e-3, atol=1e-5)
     assert run.metric("window_mass") != pytest.approx(plain.metric("window_mass"), rel=1e-3)
     # the weights alone are those without the adapter
     with pytest.raises(InputError, match="it projects by peft's Linear, not by one matrix: merge its adapter first"):

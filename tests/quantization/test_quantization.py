@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from rich.console import Console
@@ -13,6 +12,7 @@ from support.everything import assert_as_before, state_of
 from support.figures import rough_figures, skip_figures
 from support.retrofit_command import command_line
 from support.retrofitted import METHODS, each_pair, retrofitted
+from support.tables import assert_same_tables
 from tiny import REPRESENTATIVE, ragged_tokens, tiny_model, tiny_tokens, written
 from torch import nn
 from transformers import PreTrainedModel
@@ -405,8 +405,7 @@ def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, monkeypatc
     skip_figures(monkeypatch)
     again = command_line("quantize", "--from", "runs/llama-random-W8A3")
     assert again.exit_code == 0, again.stderr
-    for name, table in Run.open("runs/llama-random-W8A3-repeated").tables.items():
-        pd.testing.assert_frame_equal(table, run.tables[name])
+    assert_same_tables(Run.open("runs/llama-random-W8A3-repeated").tables, run.tables)
     for arguments, message in (
         (("analyze", "--from", run.folder), "sinkscope quantize"),
         (("compare", run.folder, run.folder), "quantize"),
