@@ -28,7 +28,7 @@ for all quantities and steps; all that the steps share, such as a difficult sequ
 The intervals do not contain the spread over seeds of the training.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations, permutations
@@ -216,6 +216,18 @@ def lead_of(first: np.ndarray, second: np.ndarray) -> Estimate:
 
 
 # --- the table, from runs by step
+
+
+class RunsByStep(list[tuple[int, RunData]]):
+    """Runs in the order of their steps, and the table of their onsets, which is computed at most once."""
+
+    def __init__(self, runs: Iterable[tuple[int, RunData]], onsets: pd.DataFrame | None = None) -> None:
+        super().__init__(sorted(runs, key=lambda pair: pair[0]))
+        self._onsets = onsets
+
+    @cached_property
+    def onsets(self) -> pd.DataFrame:
+        return onset_table(self) if self._onsets is None else self._onsets
 
 
 def measured(runs: Sequence[tuple[int, RunData]]) -> dict[str, np.ndarray]:

@@ -18,8 +18,7 @@ from support.tables import assert_same_tables
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope import InputError, Run, Series
-from sinkscope.commands.run import run_recipe
+from sinkscope import InputError, Run, Series, run_recipe
 from sinkscope.figures.style import COLUMN
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
@@ -148,6 +147,8 @@ def test_the_checkpoints_of_a_training_give_the_order_of_events(
     assert list(found.runs) == list(range(0, 21, 2))
     assert found.verdict in result.stdout
     assert (out / "verdict.md").read_text(encoding="utf-8") == found.verdict + "\n"
+    monkeypatch.setattr("sinkscope.verdict.onsets.onset_table", lambda runs: pytest.fail("computed again"))
+    assert "training-onsets" in found.figures()
     assert "order-norm-sink_rate" in {finding.name for finding in found.contents.findings}
     table = found.tables["onset"]
     course = table[table["number"] == "course"].pivot(index="step", columns="quantity", values="value")

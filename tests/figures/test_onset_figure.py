@@ -6,7 +6,7 @@ from support.figures import edges_at
 from support.made_up_steps import made_up_steps, sigmoid
 
 from sinkscope.figures import OF_STEPS
-from sinkscope.verdict.onsets import FEWEST_STEPS, onset_table
+from sinkscope.verdict.onsets import FEWEST_STEPS, RunsByStep, onset_table
 
 RISE = sigmoid(DOUBLED, 50)
 RUNS = made_up_steps(DOUBLED, {"value_gradient": np.ones(len(DOUBLED)), "norm": 1 + 9 * RISE, "sink_rate": RISE}, 0.4)
@@ -14,7 +14,7 @@ RUNS = made_up_steps(DOUBLED, {"value_gradient": np.ones(len(DOUBLED)), "norm": 
 
 def test_it_draws_its_table() -> None:
     table = onset_table(RUNS)
-    *axes, below = OF_STEPS["training-onsets"](RUNS[::-1]).axes
+    *axes, below = OF_STEPS["training-onsets"](RunsByStep(RUNS[::-1])).axes
     onsets = table[table["number"] == "onset"].set_index("quantity")
     for ax, (name, onset) in zip(axes, onsets.iterrows(), strict=True):
         course = table[(table["number"] == "course") & (table["quantity"] == name)]
@@ -38,11 +38,11 @@ def test_it_draws_its_table() -> None:
 
 
 def test_few_steps_have_no_leads() -> None:
-    assert len(OF_STEPS["training-onsets"](RUNS[: FEWEST_STEPS - 1]).axes) == 3
-    assert len(OF_STEPS["training-onsets"](RUNS[:FEWEST_STEPS]).axes) == 4
+    assert len(OF_STEPS["training-onsets"](RunsByStep(RUNS[: FEWEST_STEPS - 1])).axes) == 3
+    assert len(OF_STEPS["training-onsets"](RunsByStep(RUNS[:FEWEST_STEPS])).axes) == 4
 
 
 def test_it_applies_only_to_steps_with_two_quantities() -> None:
     spec = OF_STEPS["training-onsets"]
-    assert spec.applies(RUNS)
-    assert not spec.applies(RUNS[:1])
+    assert spec.applies(RunsByStep(RUNS))
+    assert not spec.applies(RunsByStep(RUNS[:1]))

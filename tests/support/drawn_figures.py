@@ -12,6 +12,7 @@ from sinkscope.figures.training import Arms
 from sinkscope.output.run import Run
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED
+from sinkscope.verdict.onsets import RunsByStep
 from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
 from support.figure_tables import gradient_tables, grid, make_run
 from support.made_up_steps import made_up_steps, sigmoid
@@ -43,7 +44,7 @@ def drawn(name: str) -> Figure:
     if name == "training-onsets":
         rise = sigmoid(DOUBLED, 50)
         courses = {"value_gradient": 1 + 40 * rise, "norm": 1 + 200 * rise, "sink_rate": 0.4 * rise}
-        return OF_STEPS[name](made_up_steps(DOUBLED, courses))
+        return OF_STEPS[name](RunsByStep(made_up_steps(DOUBLED, courses)))
     if name in OF_STEPS:
         return OF_STEPS[name]([checkpoint(step) for step in (0, 100, 1000)])
     if name in OF_ARMS:
