@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import upcast, without_autocast
+from sinkscope.attention.kernels import upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
@@ -22,13 +22,13 @@ from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
 from sinkscope.models.edits import Beginning, begun
 from sinkscope.models.family import Block, Family, embedding_path, first_tensor, input_device
-from sinkscope.models.in_memory import one_thread, unchanged_after
+from sinkscope.models.in_memory import one_thread, outside_autocast, unchanged_after
 from sinkscope.retrofits.retrofit import RETROFIT, ValuePart, registers_before
 from sinkscope.text.batch import Batch
 
 
 class Tracer:
-    """A model with its seams in place, wrapped by nnsight. Created by `open_tracer`."""
+    """A model with its seams in place, wrapped by nnsight. Created by `open_tracer`. It computes outside autocast."""
 
     def __init__(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam], first: int = 0) -> None:
         self.model = model
@@ -47,7 +47,7 @@ class Tracer:
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized."""
         inputs = self._inputs(batch, with_logits=False)
-        with torch.no_grad(), self.traced.trace(**inputs):
+        with outside_autocast(), torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables)
         self._check_finite()
 
@@ -59,7 +59,7 @@ class Tracer:
         if batch.masked is not None:
             self.forward(batch, observables)
             batch, observables = batch.masked, ()
-        with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
+        with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             self._read_layers(batch, observables)
             losses = save(loss_in_chunks(self.traced.output.logits, batch))
         self._check_finite()
@@ -74,7 +74,7 @@ class Tracer:
         if batch.masked is not None:
             self.forward(batch, [observable for observable in observables if not observable.backward])
             batch, observables = batch.masked, [observable for observable in observables if observable.backward]
-        with torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
+        with outside_autocast(), torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
             embedding = _part(self.traced, embedding_path(self.model))
             given = embedding.output
             embeddings = first_tensor(given).requires_grad_(True)
@@ -90,7 +90,7 @@ class Tracer:
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return `logits_of` the model's output in a trace with the seams in place, for checks of parity."""
-        with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
+        with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             logits = save(logits_of(self.traced.output))
         return logits
 
@@ -157,10 +157,9 @@ class Tracer:
         read = self._attention(layer, batch)
         plain = read.detached()
         self._finite.append((layer, _all_finite(plain.lse, batch)))
-        with without_autocast(plain.query):
-            for observable in watching:
-                if not observable.backward:
-                    observable.see_attention(layer, plain, batch)
+        for observable in watching:
+            if not observable.backward:
+                observable.see_attention(layer, plain, batch)
         backward = [observable for observable in watching if observable.backward]
         if backward or self.family.gated:
             mix = self._inside(layer).mix.output

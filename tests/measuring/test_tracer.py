@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 from support.retrofitted import each_pair
-from tiny import TINY, batched, measured, padded, ragged_tokens, tiny_model
+from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 from sinkscope.attention import weights as attention_weights
@@ -71,6 +71,17 @@ def test_the_eager_kernel_gives_the_references_tables_too(name: str) -> None:
     for side in ("right", "left"):
         ours = measured(model, [padded(ragged_tokens(RAGGED), side)], settings, kernel="eager")
         reference.assert_same(ours, tables, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_autocast_around_the_tracer_changes_nothing(name: str) -> None:
+    model, batches = tiny_model(name), [padded(ragged_tokens(RAGGED))]
+    names = (*FORWARD, "gradient")
+    plain = measured(model, batches, Settings(positions=POSITIONS, window=WINDOW), names, backward=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = measured(model, batches, Settings(positions=POSITIONS, window=WINDOW), names, backward=True)
+    for table, rows in plain.items():
+        pd.testing.assert_frame_equal(ours[table], rows, check_exact=True, obj=table)
 
 
 # ---------------------------------------------------------------------------------------------- logits
