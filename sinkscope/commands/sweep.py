@@ -378,7 +378,8 @@ def size_of(options: Any) -> Size:
     if files is None:  # `train` creates it
         return Size(parameters, parameters * BYTES["float32"], vocabulary)
     stored = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
-    dtype = options.dtype or ("float32" if files.gguf or stays_on_cpu(options.device_map) else stored)
+    on_gpu = "bfloat16" if files.gguf else stored
+    dtype = options.dtype or ("float32" if stays_on_cpu(options.device_map) else on_gpu)
     download = missing_weights(files.source, files.folder) if files.commit is not None else 0
     return Size(parameters, parameters * BYTES.get(dtype, 4), vocabulary, download)
 

@@ -48,8 +48,8 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
     kind = _kind(model)
     if isinstance(model, nn.Module) and _is_sharded(model):
         raise InputError(
-            "the weights of this model are sharded over several processes (tp_plan or FSDP), so that each has only parts "
-            "of them: save the model and name its folder, or load it with device_map, over the GPUs of one process"
+            "the weights of this model are sharded over several processes (tp_plan or FSDP), so that each has only "
+            "parts of them: save the model and name its folder, or load it with device_map, on the GPUs of one process"
         )
     while not isinstance(model, PreTrainedModel):
         if changed and isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
