@@ -29,7 +29,7 @@ from sinkscope.errors import InputError, SinkscopeError, counted, described, one
 from sinkscope.figures import FIGURES, is_of
 from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.console import print_line
-from sinkscope.measuring.passes import TOKENS_PER_BATCH
+from sinkscope.measuring.passes import TOKENS_ON_CPU, TOKENS_PER_BATCH
 from sinkscope.measuring.processes import team, together
 from sinkscope.models.files import SPARE, evict, find_settings, free_room, gigabytes, is_on_hub, missing_weights, quiet
 from sinkscope.models.loading import count_parameters, read_config, read_once, stays_on_cpu
@@ -79,7 +79,7 @@ class Size:
             return int(MARGIN * (AT_LEAST + 5 * self.parameters * BYTES["float32"] + logits))
         length = getattr(options, "seq_len", QUESTION_TOKENS)
         if options.batch_size == "auto":
-            tokens = TOKENS_PER_BATCH["cpu" if stays_on_cpu(options.device_map) else "cuda"]
+            tokens = TOKENS_ON_CPU[False] if stays_on_cpu(options.device_map) else TOKENS_PER_BATCH
         else:
             tokens = options.batch_size * length
         logits = max(tokens, length) * self.vocabulary * BYTES["float32"]

@@ -2,12 +2,15 @@
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
@@ -17,6 +20,7 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
+from sinkscope.measuring.memory import tokens_that_fit
 from sinkscope.measuring.nnsight import NNsight, OutOfOrderError, save
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
@@ -68,13 +72,16 @@ class Tracer:
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         """Run one forward and backward pass and return the summed cross-entropy of each sequence, (B,).
 
-        Gradients flow to the embeddings, so no weight gradient is ever allocated. For an encoder, only the backward
-        observables see the masked text, which defines the loss.
+        Gradients flow to the embeddings, so no weight gradient is ever allocated. If the activations of all layers do
+        not fit into memory, each layer is computed once more in the backward pass instead. For an encoder, only the
+        backward observables see the masked text, which defines the loss.
         """
         if batch.masked is not None:
             self.forward(batch, [observable for observable in observables if not observable.backward])
             batch, observables = batch.masked, [observable for observable in observables if observable.backward]
-        with outside_autocast(), torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
+        fits = batch.token_ids.numel() <= tokens_that_fit(self.model, backward=True)
+        recomputing = nullcontext() if fits else self._recomputing()
+        with recomputing, outside_autocast(), torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
             embedding = _part(self.traced, embedding_path(self.model))
             given = embedding.output
             embeddings = first_tensor(given).requires_grad_(True)
@@ -93,6 +100,37 @@ class Tracer:
         with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             logits = save(logits_of(self.traced.output))
         return logits
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Within the block, keep no activations of a layer for the backward pass, which computes the layer once more.
+
+        The observables' hooks are on the tensors of the first computation, and see the same gradients.
+        """
+        with ExitStack() as stack:
+            for layer, module in enumerate(self.family.layer_modules(self.model)):
+                forward = module.forward  # nnsight's
+                stack.callback(setattr, module, "forward", forward)
+                module.forward = partial(self._checkpointed, layer, forward)  # type: ignore[method-assign]
+            yield
+
+    def _checkpointed(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        times = count()
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            if next(times) == 0:
+                return forward(*args, **kwargs)
+            seam, interleaver = self.seams.get(layer), self.traced.interleaver
+            call = None if seam is None else seam.call
+            interleaver.interleaving = False  # nothing is read this time
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                interleaver.interleaving = True
+                if seam is not None:
+                    seam.call = call
+
+        return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def _inputs(self, batch: Batch, with_logits: bool = True) -> dict[str, Any]:
         return model_inputs(self.model, batch, with_logits, self.family.first_position)

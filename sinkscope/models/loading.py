@@ -16,6 +16,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import psutil
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -281,7 +282,10 @@ def _placed(files: ModelFiles, config: PreTrainedConfig, dtype: str, trust_remot
 
     Weights that fit only as they are packed stay so, if transformers can compute with them, by kernels from the hub.
     """
-    room, stored = FILLED * free_memory(), sum((files.folder / name).stat().st_size for name in files.weights)
+    room, stored = (
+        FILLED * free_memory(torch.device("cuda")),
+        sum((files.folder / name).stat().st_size for name in files.weights),
+    )
     if _bytes_in_memory(files, config, dtype, stored) <= room:
         return "cuda", ""
     fits_packed = stored <= room and runs_packed(config)
@@ -304,9 +308,12 @@ def _bytes_in_memory(files: ModelFiles, config: PreTrainedConfig, dtype: str, st
         return stored
 
 
-def free_memory() -> int:
-    """Return the bytes that are free on the GPU, whoever uses the rest."""
-    return torch.cuda.mem_get_info()[0]
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device for this process, with those that PyTorch keeps for later tensors."""
+    if device.type in ("cpu", "meta"):
+        return psutil.virtual_memory().available
+    own: Any = torch.get_device_module(device)
+    return own.mem_get_info(device)[0] + own.memory_reserved(device) - own.memory_allocated(device)
 
 
 def was_launched() -> bool:

@@ -16,13 +16,14 @@ import pytest
 import torch
 from attention.test_kernels import ERRORS, WIDTHS, check_gradients, check_mix_and_log_sum_exp
 from support.retrofitted import FURTHER, METHODS
-from support.simulated import NAME, counting, moved, simulated
+from support.simulated import NAME, Device, counting, moved, simulated
 from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sinkscope
 from sinkscope.attention import kernels
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.memory import USABLE, bytes_per_token
 from sinkscope.measuring.observables import OBSERVABLES, gradient
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.observables.reductions import GROUPS
@@ -87,6 +88,20 @@ def test_default_analysis(name: str, places: int) -> None:
         there = sinkscope.analyze(moved(tiny_model(name), places), **OPTIONS)
     assert there.manifest["device"] == f"{NAME}:0"
     assert there.manifest["not_measured"] == here.manifest["not_measured"]
+    assert far(here.tables, there.tables, 1e-3) == {}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_batches_fit_into_the_free_memory(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not even one sequence fits with gradients, each layer is computed again in the backward pass."""
+    here = sinkscope.analyze(tiny_model(name), **OPTIONS)
+    with simulated():
+        assert sinkscope.analyze(moved(tiny_model(name), places), **OPTIONS).manifest["batch_size"] == 4
+        model = moved(tiny_model(name), places)
+        monkeypatch.setattr(Device, "free", int(19 * bytes_per_token(model, backward=True) / USABLE) + 1)
+        there = sinkscope.analyze(model, **OPTIONS)
+    assert there.manifest["batch_size"] == 1
     assert far(here.tables, there.tables, 1e-3) == {}
 
 

@@ -152,7 +152,7 @@ def test_weights_too_large_for_one_gpu_are_spread(
     size = 2 * on_cpu.num_parameters()  # in bfloat16
     for source, needed in ((path, size), (saved, (saved / "model.safetensors").stat().st_size)):
         for share, place in ((1.2, "cuda"), (1.0, "auto")):
-            monkeypatch.setattr(loading, "free_memory", lambda room=needed * share: int(room))
+            monkeypatch.setattr(loading, "free_memory", lambda device, room=needed * share: int(room))
             loaded = load(str(source))
             assert asked[-1][0] == place
             assert loaded.notices == (() if place == "cuda" else ("too large for one GPU: its weights are on cpu",))

@@ -169,7 +169,7 @@ def test_weights_that_fit_only_packed_stay_packed(plain: Path, tmp_path: Path, m
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
     def placed(room: float, trust: bool = False, dtype: str = "auto") -> tuple[str, bool, str]:
-        monkeypatch.setattr(loading, "free_memory", lambda: int(room / loading.FILLED) + 1)
+        monkeypatch.setattr(loading, "free_memory", lambda device: int(room / loading.FILLED) + 1)
         config = AutoConfig.from_pretrained(folder)
         quantized.unpacking(config)
         place, said = loading._placed(find_files(str(folder), None, None, False), config, dtype, trust)
