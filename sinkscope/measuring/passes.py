@@ -111,7 +111,8 @@ def pass_over(
         in_order = [loss for _, part in sorted(losses.items()) for loss in part]
         return Pass(observables, torch.cat([torch.zeros(0, dtype=torch.float64), *in_order]), size)
 
-    size = first_size(inputs, model, batch_size, backward)
+    with members.agreeing():  # a process that has failed exchanges nothing but its error
+        size = first_size(inputs, model, batch_size, backward)
     if members.count > 1:  # their devices may have different room
         size = min(members.each(size))
     attempt = find_executable_batch_size(all_batches, starting_batch_size=size, reduce_batch_size_fn=lambda: tried // 2)
