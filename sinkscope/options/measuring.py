@@ -180,7 +180,10 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     """All options that affect the results of a measuring run."""
 
     batch_size: Annotated[int | Literal["auto"], from_one("at least 1 sequence is needed in a batch")] = option(
-        "auto", "Measuring", "Sequences at once; halved where memory runs out.", metavar="N"
+        "auto",
+        "Measuring",
+        "Sequences at once, by default as many as are fast and fit; halved where memory runs out.",
+        metavar="N",
     )
     skip_parity: bool = option(
         False, "Measuring", "Measure even if the first batch differs from the output of the unpatched model."
