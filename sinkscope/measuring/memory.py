@@ -33,11 +33,12 @@ def bytes_per_token(model: PreTrainedModel, backward: bool) -> float:
 def _widths(model: PreTrainedModel) -> Iterator[int]:
     """Yield the sizes of input and output of every linear map that a token passes, except embeddings and logits."""
     config: Any = model.config.get_text_config()
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if module is model.get_output_embeddings() or isinstance(module, nn.Embedding):
             continue
         if isinstance(getattr(module, "in_features", None), int):
-            yield module.in_features + module.out_features  # type: ignore[operator]
+            yield module.in_features + module.out_features
             continue
         for parameter in module.parameters(recurse=False):
             if parameter.dim() > 1:  # of experts, (E,D,F), a token passes a few

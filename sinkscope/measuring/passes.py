@@ -138,10 +138,11 @@ def first_size(
     inputs: TokenInputs, model: PreTrainedModel, batch_size: int | Literal["auto"], backward: bool = False
 ) -> int:
     """Return the batch size that `pass_over` tries first: it should fit into memory, and every process gets a batch."""
-    if batch_size == "auto":
-        tokens = TOKENS_ON_CPU[backward] if model.device.type in ("cpu", "meta") else TOKENS_PER_BATCH
-        batch_size = max(1, min(tokens, tokens_that_fit(model, backward)) // inputs.longest)
-    return min(batch_size, max(1, len(inputs) // team().count))
+    most = max(1, len(inputs) // team().count)
+    if batch_size != "auto":
+        return min(batch_size, most)
+    tokens = TOKENS_ON_CPU[backward] if model.device.type in ("cpu", "meta") else TOKENS_PER_BATCH
+    return min(max(1, min(tokens, tokens_that_fit(model, backward)) // inputs.longest), most)
 
 
 def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:

@@ -111,7 +111,7 @@ class Tracer:
             for layer, module in enumerate(self.family.layer_modules(self.model)):
                 forward = module.forward  # nnsight's
                 stack.callback(setattr, module, "forward", forward)
-                module.forward = partial(self._checkpointed, layer, forward)  # type: ignore[method-assign]
+                module.forward = partial(self._checkpointed, layer, forward)
             yield
 
     def _checkpointed(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
