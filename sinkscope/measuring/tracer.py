@@ -2,33 +2,37 @@
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import upcast, without_autocast
+from sinkscope.attention.kernels import upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
+from sinkscope.measuring.memory import tokens_that_fit
 from sinkscope.measuring.nnsight import NNsight, OutOfOrderError, save
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
 from sinkscope.models.edits import Beginning, begun
 from sinkscope.models.family import Block, Family, embedding_path, first_tensor, input_device
-from sinkscope.models.in_memory import one_thread, unchanged_after
+from sinkscope.models.in_memory import one_thread, outside_autocast, unchanged_after
 from sinkscope.retrofits.retrofit import RETROFIT, ValuePart, registers_before
 from sinkscope.text.batch import Batch
 
 
 class Tracer:
-    """A model with its seams in place, wrapped by nnsight. Created by `open_tracer`."""
+    """A model with its seams in place, wrapped by nnsight. Created by `open_tracer`. It computes outside autocast."""
 
     def __init__(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam], first: int = 0) -> None:
         self.model = model
@@ -47,7 +51,7 @@ class Tracer:
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized."""
         inputs = self._inputs(batch, with_logits=False)
-        with torch.no_grad(), self.traced.trace(**inputs):
+        with outside_autocast(), torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables)
         self._check_finite()
 
@@ -59,7 +63,7 @@ class Tracer:
         if batch.masked is not None:
             self.forward(batch, observables)
             batch, observables = batch.masked, ()
-        with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
+        with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             self._read_layers(batch, observables)
             losses = save(loss_in_chunks(self.traced.output.logits, batch))
         self._check_finite()
@@ -68,13 +72,16 @@ class Tracer:
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         """Run one forward and backward pass and return the summed cross-entropy of each sequence, (B,).
 
-        Gradients flow to the embeddings, so no weight gradient is ever allocated. For an encoder, only the backward
-        observables see the masked text, which defines the loss.
+        Gradients flow to the embeddings, so no weight gradient is ever allocated. If the activations of all layers do
+        not fit into memory, each layer is computed once more in the backward pass instead. For an encoder, only the
+        backward observables see the masked text, which defines the loss.
         """
         if batch.masked is not None:
             self.forward(batch, [observable for observable in observables if not observable.backward])
             batch, observables = batch.masked, [observable for observable in observables if observable.backward]
-        with torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
+        fits = batch.token_ids.numel() <= tokens_that_fit(self.model, backward=True)
+        recomputing = nullcontext() if fits else self._recomputing()
+        with recomputing, outside_autocast(), torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
             embedding = _part(self.traced, embedding_path(self.model))
             given = embedding.output
             embeddings = first_tensor(given).requires_grad_(True)
@@ -90,9 +97,40 @@ class Tracer:
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return `logits_of` the model's output in a trace with the seams in place, for checks of parity."""
-        with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
+        with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             logits = save(logits_of(self.traced.output))
         return logits
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Within the block, keep no activations of a layer for the backward pass, which computes the layer once more.
+
+        The observables' hooks are on the tensors of the first computation, and see the same gradients.
+        """
+        with ExitStack() as stack:
+            for layer, module in enumerate(self.family.layer_modules(self.model)):
+                forward = module.forward  # nnsight's
+                stack.callback(setattr, module, "forward", forward)
+                module.forward = partial(self._checkpointed, layer, forward)
+            yield
+
+    def _checkpointed(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        times = count()
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            if next(times) == 0:
+                return forward(*args, **kwargs)
+            seam, interleaver = self.seams.get(layer), self.traced.interleaver
+            call = None if seam is None else seam.call
+            interleaver.interleaving = False  # nothing is read this time
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                interleaver.interleaving = True
+                if seam is not None:
+                    seam.call = call
+
+        return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def _inputs(self, batch: Batch, with_logits: bool = True) -> dict[str, Any]:
         return model_inputs(self.model, batch, with_logits, self.family.first_position)
@@ -157,10 +195,9 @@ class Tracer:
         read = self._attention(layer, batch)
         plain = read.detached()
         self._finite.append((layer, _all_finite(plain.lse, batch)))
-        with without_autocast(plain.query):
-            for observable in watching:
-                if not observable.backward:
-                    observable.see_attention(layer, plain, batch)
+        for observable in watching:
+            if not observable.backward:
+                observable.see_attention(layer, plain, batch)
         backward = [observable for observable in watching if observable.backward]
         if backward or self.family.gated:
             mix = self._inside(layer).mix.output

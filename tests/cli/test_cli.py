@@ -160,7 +160,9 @@ def test_analyze_a_folder_of_checkpoints(steps: Path) -> None:
     result = command_line("analyze", steps, *SERIES)
     assert result.exit_code == 0, result.output
     assert [line.split("│")[1].strip() for line in result.stdout.splitlines() if "│" in line] == ["5", "40"]
-    assert result.stderr == "step 5 (1 of 2)\nstep 40 (2 of 2)\nwritten to runs/trained-steps-random\n"
+    batches = "4 sequences in batches of 4 × 24\n"
+    parts = f"step 5 (1 of 2)\n{batches}step 40 (2 of 2)\n{batches}"
+    assert result.stderr == f"{parts}written to runs/trained-steps-random\n"
     assert Run.open("runs/trained-steps-random/step40").model == "checkpoint-40"
     assert "already holds a run: --overwrite replaces it" in refused(2, "analyze", steps, *SERIES)
     message = refused(2, "analyze", "--from", "runs/trained-steps-random")

@@ -14,15 +14,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 from attention.test_kernels import ERRORS, WIDTHS, check_gradients, check_mix_and_log_sum_exp
+from support import simulated_cells
 from support.retrofitted import FURTHER, METHODS
-from support.simulated import NAME, counting, moved, simulated
+from support.simulated import NAME, Device, counting, moved, simulated
 from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sinkscope
 from sinkscope.attention import kernels
+from sinkscope.commands.sweeping import pools
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.memory import USABLE, bytes_per_token
 from sinkscope.measuring.observables import OBSERVABLES, gradient
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.observables.reductions import GROUPS
@@ -87,6 +91,20 @@ def test_default_analysis(name: str, places: int) -> None:
         there = sinkscope.analyze(moved(tiny_model(name), places), **OPTIONS)
     assert there.manifest["device"] == f"{NAME}:0"
     assert there.manifest["not_measured"] == here.manifest["not_measured"]
+    assert far(here.tables, there.tables, 1e-3) == {}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_batches_fit_into_the_free_memory(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not even one sequence fits with gradients, each layer is computed again in the backward pass."""
+    here = sinkscope.analyze(tiny_model(name), **OPTIONS)
+    with simulated():
+        assert sinkscope.analyze(moved(tiny_model(name), places), **OPTIONS).manifest["batch_size"] == 4
+        model = moved(tiny_model(name), places)
+        monkeypatch.setattr(Device, "free", int(19 * bytes_per_token(model, backward=True) / USABLE) + 1)
+        there = sinkscope.analyze(model, **OPTIONS)
+    assert there.manifest["batch_size"] == 1
     assert far(here.tables, there.tables, 1e-3) == {}
 
 
@@ -177,6 +195,23 @@ def test_a_retrofit_is_trained(label: str) -> None:
     with simulated():
         assert losses(1) == pytest.approx(here, rel=1e-3)
         assert losses(2) == pytest.approx(here, rel=1e-3)
+
+
+def test_a_sweep_spawns_workers_for_its_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells are measured on a device, by processes that this one, whose autograd has threads, does not fork."""
+    for name in ("llama", "gpt2"):
+        tiny_model(name).save_pretrained(tmp_path / name)
+    options = {"num_seqs": 4, "seq_len": 20, "positions": 8, "observables": ["attention", "gradient"]}
+    cells = {"models": [str(tmp_path / name) for name in ("llama", "gpt2")], "inputs": ["random"], "options": options}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"title": "Devices", **cells}))
+    here = sinkscope.analyze(tiny_model("gpt2"), input="random", **options)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(pools, "_main", simulated_cells.work)
+    done = sinkscope.sweep(tmp_path / "sweep.yaml", out=tmp_path / "out", workers=2, page=False)
+    assert not done.failure
+    there = [sinkscope.Run.open(tmp_path / "out" / "cells" / each.cell.name) for each in done.plan]
+    assert [run.manifest["device"] for run in there] == [f"{NAME}:0"] * 2
+    assert far(here.tables, there[1].tables, 1e-3) == {}
 
 
 def test_the_benchmark_of_overhead(monkeypatch: pytest.MonkeyPatch) -> None:

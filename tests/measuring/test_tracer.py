@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.retrofitted import each_pair
 from support.tables import assert_same_tables
-from tiny import TINY, measured, padded, ragged_tokens, tiny_model
+from tiny import FORWARD, TINY, measured, padded, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 from sinkscope.attention import weights as attention_weights
@@ -69,6 +69,16 @@ def test_the_eager_kernel_gives_the_references_tables_too(name: str) -> None:
     for side in ("right", "left"):
         ours = measured(model, [padded(ragged_tokens(RAGGED), side)], settings, kernel="eager")
         reference.assert_same(ours, tables, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_autocast_around_the_tracer_changes_nothing(name: str) -> None:
+    model, batches = tiny_model(name), [padded(ragged_tokens(RAGGED))]
+    names = (*FORWARD, "gradient")
+    plain = measured(model, batches, Settings(positions=POSITIONS, window=WINDOW), names, backward=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = measured(model, batches, Settings(positions=POSITIONS, window=WINDOW), names, backward=True)
+    assert_same_tables(ours, plain, check_exact=True)
 
 
 # The fused kernel has no softcap and no sink logit: ours goes in row chunks, the bare model's is eager. Falcon's

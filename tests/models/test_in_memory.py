@@ -8,15 +8,18 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.everything import differences, snapshot
 from support.figures import skip_figures
+from support.ranks import on_two_ranks
 from support.retrofitted import each_pair
 from support.tables import assert_same_tables
 from tiny import TINY, tiny_model, tiny_tokens
 from torch import nn
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import sinkscope
@@ -100,11 +103,20 @@ def test_a_model_that_accelerate_dispatches_is_measured_as_the_plain_one(kind: s
             check_trainable(model, only_new=False)
 
 
+def wrapped_by_fsdp(model: PreTrainedModel) -> nn.Module:
+    """Return a model inside the wrapper of FSDP's first version, which needs a GPU to be made in earnest."""
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper._fsdp_wrapped_module = model
+    return wrapper
+
+
 NO_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "a tuple": (lambda: (tiny_model("llama"), None), "builtins.tuple is not a model"),
     "a wrapper": (lambda: nn.Sequential(tiny_model("llama")), "Sequential is not a model"),
     "a loaded number": (lambda: LoadedModel(3, None, "x", "x", None, None, ()), "builtins.int is not a model"),  # type: ignore[arg-type]
     "prompts": (lambda: with_prompt(tiny_model("llama")), "PEFT's prompts"),
+    "parts": (lambda: wrapped_by_fsdp(tiny_model("llama")), "sharded over several processes"),
 }
 
 
@@ -121,6 +133,20 @@ def test_what_is_no_model_is_refused_by_its_type(what: str, tmp_path: Path) -> N
         assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="a name or a path is needed"):
         sinkscope.train(make(), "vga", out=tmp_path / "out", text="natural")
+
+
+def test_a_model_of_which_each_process_has_a_part_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+
+    def refused() -> None:
+        dist.init_process_group("gloo")
+        tensor_parallel = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", tp_plan="auto")
+        for model in (tensor_parallel, fully_shard(tiny_model("llama"))):
+            with pytest.raises(InputError, match="save the model and name its folder, or load it"):
+                sinkscope.analyze(model, **SMALL)
+
+    ended = on_two_ranks(refused, tmp_path / "log")
+    assert ended == [0, 0], (tmp_path / "log").read_text()[-4000:]
 
 
 def test_train_mode_and_the_callers_modes_change_nothing() -> None:

@@ -121,6 +121,46 @@ def test_folder(saved: Path, tmp_path: Path) -> None:
     assert (loaded.model.dtype, loaded.tokenizer) == (torch.float32, None)
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, Any]]:
+    """Pretend that there is a GPU; return the device maps and quantization settings that transformers is asked for."""
+    calls: list[tuple[str | None, Any]] = []
+    build = AutoModelForCausalLM.from_pretrained
+
+    def recording(folder: Path, device_map: str | None, **how: Any) -> Any:
+        calls.append((device_map, getattr(how["config"], "quantization_config", None)))
+        return build(folder, device_map=None if device_map == "cuda" else device_map, **how)
+
+    monkeypatch.setattr(loading, "stays_on_cpu", lambda device_map: device_map == "cpu")
+    monkeypatch.setitem(loading.COUNTS, "cuda", lambda: 1)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recording)
+    return calls
+
+
+def test_weights_too_large_for_one_gpu_are_spread(
+    saved: Path, tmp_path: Path, asked: list[tuple[str | None, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_gguf(tmp_path / "tiny.gguf")
+    on_cpu = load(str(path), device_map="cpu").model
+    size = 2 * on_cpu.num_parameters()  # in bfloat16
+    for source, needed in ((path, size), (saved, (saved / "model.safetensors").stat().st_size)):
+        for share, place in ((1.2, "cuda"), (1.0, "auto")):
+            monkeypatch.setattr(loading, "free_memory", lambda device, room=needed * share: int(room))
+            loaded = load(str(source))
+            assert asked[-1][0] == place
+            assert loaded.notices == (() if place == "cuda" else ("too large for one GPU: its weights are on cpu",))
+            if source == path:
+                assert loaded.model.dtype == torch.bfloat16
+                for ours, whole in zip(loaded.model.parameters(), on_cpu.parameters(), strict=True):
+                    assert torch.equal(ours, whole.bfloat16())
+    load(str(saved), device_map="cuda")  # as the user says
+    assert asked[-1][0] == "cuda"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    load(str(saved))  # other processes have the other GPUs
+    assert asked[-1][0] == "cuda"
+
+
 def test_devices_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     for device_map, there, message in (
         ("cuda", {}, "no such device here"),

@@ -46,6 +46,7 @@ class Device:
 
     is_available = False
     capability: ClassVar = (8, 0)  # Ampere
+    free = 2**36  # bytes
     counts: Counter[str] | None = None
 
 
@@ -60,6 +61,14 @@ class _Module(_DummyBackendModule):
 
     def device_count(self) -> int:
         return 2 * Device.is_available
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return Device.free, 2**37
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 0
+
+    memory_allocated = memory_reserved
 
     def get_rng_state(self, device: int) -> torch.Tensor:
         """Return the state of the CPU's random numbers, from which these devices draw theirs."""
