@@ -5,7 +5,6 @@ test_simulated.py runs these tests.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from attention.test_kernels import ERRORS, WIDTHS, check_gradients, check_mix_and_log_sum_exp
+from attention.test_kernels import CALLS, ERRORS, check_kernels, check_outcome
 from support import simulated_cells
 from support.retrofitted import FURTHER, METHODS
 from support.simulated import NAME, Device, counting, moved, simulated
@@ -292,27 +291,22 @@ def test_parity_at_depth_32_in_half_precision(monkeypatch: pytest.MonkeyPatch) -
 
     with simulated():
         assert sinkscope.analyze(deep(), **PARITY).manifest["parity"] is not None
-        own = kernels.FUSED["cuda"]
-
-        def scaled(*tensors: torch.Tensor, call: kernels.AttentionCall, causal: bool) -> Any:
-            return own(*tensors, replace(call, scaling=1.2 * call.scaling), causal)
-
-        monkeypatch.setitem(
-            kernels.FUSED, NAME, lambda q, k, v, call, causal: scaled(q, k, v, call=call, causal=causal)
-        )
+        own = kernels.FLASH.forward
+        scaled = kernels.FLASH._replace(forward=lambda *given: own(*given[:-1], 1.2 * given[-1]))
+        monkeypatch.setattr(kernels, "FLASH", scaled)
         with pytest.raises(SinkscopeError, match="computes a different attention"):
             sinkscope.analyze(deep(), **PARITY)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
-def test_mix_and_log_sum_exp(capability: tuple[int, int]) -> None:
-    """Its kernels take the widths and dtypes that CUDA's kernels take on a GPU of this compute capability."""
+@pytest.mark.parametrize("case", CALLS)
+def test_kernels(case: str, capability: tuple[int, int]) -> None:
+    """They take the widths, dtypes and biases that CUDA's kernels take on a GPU of this compute capability."""
     with simulated(capability):
-        check_mix_and_log_sum_exp("sim:0")
+        for dtype in ERRORS:
+            check_outcome(case, dtype, "sim:0")
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", ERRORS)
-def test_gradients_of_kernels(dtype: torch.dtype, width: int) -> None:
+def test_which_kernel_serves_which_case() -> None:
     with simulated():
-        check_gradients("sim:0", dtype, width)
+        check_kernels("sim:0")

@@ -200,25 +200,40 @@ def _count_of(func: Any, name: str, tensors: list[torch.Tensor], place: torch.de
 # --- CUDA's attention kernels, which refuse what CUDA refuses
 
 
-def _is_flash(query: torch.Tensor, key: torch.Tensor) -> bool:
+def _is_flash(query: Any, key: Any, value: Any, bias: Any = None, *_: Any) -> bool:
     """Return whether CUDA's flash kernel takes these (sdp_utils.cpp: check_flash_attention_hardware_support, …)."""
     halves = (torch.float16, torch.bfloat16) if Device.capability >= (8, 0) else ()
     width = query.shape[-1]
-    return query.dtype in halves and width <= 256 and width % 8 == 0 and query.shape[1] % key.shape[1] == 0
+    is_narrow = width == key.shape[-1] == value.shape[-1] <= 256 and width % 8 == 0
+    return bias is None and query.dtype in halves and is_narrow and query.shape[1] % key.shape[1] == 0
 
 
-def _is_efficient(query: torch.Tensor, key: torch.Tensor) -> bool:
+def _is_efficient(query: Any, key: Any, value: Any, *_: Any) -> bool:
     """Return whether CUDA's memory-efficient kernel takes these (sdp_utils.cpp: check_head_dim_size_mem_efficient)."""
     aligned = {torch.float32: 4, torch.float16: 8} | ({torch.bfloat16: 8} if Device.capability >= (8, 0) else {})
-    is_aligned = query.dtype in aligned and query.shape[-1] % aligned[query.dtype] == 0
-    return is_aligned and query.shape[1] == key.shape[1]
+    widths = [x.shape[-1] for x in (query, key, value)]
+    is_aligned = query.dtype in aligned and all(width % aligned[query.dtype] == 0 for width in widths)
+    return is_aligned and widths[0] == widths[1] and query.shape[1] == key.shape[1]
+
+
+def _check_bias(query: Any, key: Any, bias: Any) -> None:
+    """Raise RuntimeError for a bias that the memory-efficient kernel does not read (attention_forward.cu)."""
+    if bias is None:
+        return
+    if bias.dtype != query.dtype:
+        raise RuntimeError("invalid dtype for bias - should match query's dtype")
+    if bias.shape != (*query.shape[:3], key.shape[2]):
+        raise RuntimeError(f"bias of shape {tuple(bias.shape)}")
+    aligned = 4 if query.dtype == torch.float32 else 8
+    if bias.stride(-1) != 1 or any(stride % aligned for stride in bias.stride()[:-1]):
+        raise RuntimeError(f"attn_bias is not correctly aligned: its strides are {bias.stride()}")
 
 
 def _flash(
     query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, *_: Any, **named: Any
 ) -> tuple:
     causal, scale = named.get("is_causal", causal), named.get("scale")
-    if not _is_flash(query, key):
+    if not _is_flash(query, key, value):
         raise RuntimeError(f"FlashAttention does not take {query.dtype} with a head width of {query.shape[-1]}")
     mix, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, is_causal=causal, scale=scale)
     empty = torch.zeros(0, dtype=torch.int64)
@@ -229,6 +244,8 @@ def _flash_backward(
     gradient: Any, query: Any, key: Any, value: Any, mix: Any, lse: Any, *rest: Any, scale: Any = None
 ) -> tuple:
     causal = rest[5]
+    if not _is_flash(query, key, value):
+        raise RuntimeError(f"FlashAttention does not take {query.dtype} with a head width of {query.shape[-1]}")
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, mix, lse, 0.0, causal, scale=scale
     )
@@ -236,10 +253,9 @@ def _flash_backward(
 
 def _efficient(query: Any, key: Any, value: Any, bias: Any, with_lse: bool, *rest: Any, **named: Any) -> tuple:
     causal, scale = named.get("is_causal", rest[1] if len(rest) > 1 else False), named.get("scale")
-    if not _is_efficient(query, key):
+    if not _is_efficient(query, key, value):
         raise RuntimeError(f"cutlassF: no kernel found to launch! ({query.dtype}, width {query.shape[-1]})")
-    if bias is not None:
-        bias = bias.expand(*query.shape[:3], key.shape[2])
+    _check_bias(query, key, bias)
     mix, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, is_causal=causal, attn_mask=bias, scale=scale
     )
@@ -252,6 +268,9 @@ def _efficient_backward(
     gradient: Any, query: Any, key: Any, value: Any, bias: Any, mix: Any, lse: Any, *rest: Any, scale: Any = None
 ) -> tuple:
     causal = rest[4] if len(rest) > 4 else False
+    _check_bias(query, key, bias)
+    if lse.shape[-1] % 32 or not lse[..., query.shape[2] :].eq(torch.inf).all():
+        raise RuntimeError("the log-sum-exp is not padded as the forward pass pads it")
     lse = lse[..., : query.shape[2]].contiguous()
     found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, mix, lse, 0.0, causal, attn_mask=bias, scale=scale
@@ -269,7 +288,13 @@ def _histogram(x: Any, *given: Any, **named: Any) -> Any:
     return aten.histc(x.float(), *given, **named).to(x.dtype)
 
 
+def _product(left: Any, right: Any, out_dtype: torch.dtype | None = None) -> Any:
+    """Multiply half precision with a result in float32, which PyTorch does on CUDA only."""
+    return aten.bmm(left.to(out_dtype or left.dtype), right.to(out_dtype or right.dtype))
+
+
 KERNELS = {
+    "bmm": _product,
     "histc": _histogram,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
@@ -321,9 +346,10 @@ def simulated(capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(quantized, "PLAIN", (*quantized.PLAIN, Simulated))
         patch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
-        patch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda given: _is_flash(*given[:2]))
-        patch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda given: _is_efficient(*given[:2]))
+        patch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda given: _is_flash(*given))
+        patch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda given: _is_efficient(*given))
         patch.setitem(kernels.FUSED, NAME, kernels.FUSED["cuda"])
+        patch.setattr(kernels, "HALF_PRODUCTS", {NAME})
         yield
 
 
