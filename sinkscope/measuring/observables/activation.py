@@ -1,7 +1,8 @@
 """Norms of tokens at each site of the residual stream, and of the value states (GS §2), and outliers of the sites."""
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -81,11 +82,11 @@ class Activation(Observable):
             self.by_sequence.add_layers(batch, rows, statistics)
             norms = batch.at_positions(norms, positions)
             self.means.add_layers(rows, {"norm_mean": norms}, present)
-            keys = [(row["layer"], row["site"]) for row in rows]
-            self.maximum.receive(
-                lambda found, keys=keys: [self.maximum.add(*each) for each in zip(keys, found, strict=True)],
-                filled(norms, present, -torch.inf).amax(0),
-            )
+            self.maximum.receive(partial(self._add_maxima, rows), filled(norms, present, -torch.inf).amax(0))
+
+    def _add_maxima(self, rows: Sequence[Mapping[str, Any]], largest: torch.Tensor) -> None:
+        for row, own in zip(rows, largest, strict=True):
+            self.maximum.add((row["layer"], row["site"]), own)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         largest = np.concatenate([norms.cpu().numpy() for _, norms in sorted(self.maximum.items())])

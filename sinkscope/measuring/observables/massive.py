@@ -57,6 +57,8 @@ class Massive(Observable):
         is_copy = hidden.shape[1] > len(places)  # of the stack, which also has other sites
         if is_copy:
             hidden, peaks = (torch.stack([x[:, at] for at in places], dim=1) for x in (hidden, peaks))
+        if self.states and self.states[-1][1].device != hidden.device:  # the model is on several
+            self._reduce(batch)
         self.states.append((layers, hidden, peaks))
         if not is_copy or sum(states.numel() for _, states, _ in self.states) > COPIED:
             self._reduce(batch)
@@ -90,11 +92,11 @@ class Massive(Observable):
         `entries` (N,4) are candidates in ascending order of sequence, layer, column and coordinate.
         """
         sequence, layer, column, coordinate = entries.numpy().T
-        values, median = values.double().numpy(), medians.double().numpy()[sequence, layer]
+        value, median = values.double().numpy(), medians.double().numpy()[sequence, layer]
         place = sequence * len(layers) + layer
-        order = np.lexsort((-np.abs(values), place))  # stable: earlier entries come first on ties
+        order = np.lexsort((-np.abs(value), place))  # stable: earlier entries come first on ties
         rank = np.arange(len(order)) - np.searchsorted(place, place)
-        listed = order[(rank < TOP) | is_massive(np.abs(values), median)[order]]
+        listed = order[(rank < TOP) | is_massive(np.abs(value), median)[order]]
         sequence, column = sequence[listed], column[listed]
         self.rows.add({
             "layer": np.array(layers)[layer[listed]],
@@ -102,7 +104,7 @@ class Massive(Observable):
             "position": column - batch.start.numpy()[sequence],
             "token_id": batch.token_ids.numpy()[sequence, column],
             "coordinate": coordinate[listed],
-            "value": values[listed],
+            "value": value[listed],
             "median": median[listed],
         })  # fmt: skip
 
