@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import sinkscope.models.loading
 from sinkscope.measuring.observables.observable import Observable
 
-CALLS = ("see", "see_attention", "watch", "watch_attention")
+CALLS = ("see", "see_stack", "see_attention", "finish", "watch", "watch_attention")
 OPERATIONS = 12  # number of operations shown, the most expensive ones
 # the bare pass, and the pass with all observables
 ROWS = {
