@@ -9,7 +9,7 @@ error on its thread ends the process. So the tensors are of another type in C++,
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -47,7 +47,9 @@ class Device:
     is_available = False
     capability: ClassVar = (8, 0)  # Ampere
     free = 2**36  # bytes
+    holds = torch.device("cpu")  # where its tensors lie: "meta" for sizes without data
     counts: Counter[str] | None = None
+    watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # is called with each operation and its result
 
 
 class _Hook(_DummyPrivateUse1Hook):
@@ -143,13 +145,17 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     place = _common_place(name, tensors, asked)
     given, named = pytree.tree_map(lambda x: x.inner if isinstance(x, Simulated) else x, (args, kwargs))
     if "device" in named:
-        named["device"] = torch.device("cpu")
+        named["device"] = Device.holds if place.type == NAME else torch.device("cpu")
     if "pin_memory" in named:
         named["pin_memory"] = False
     _count_of(func, name, tensors, place)
     if name in PRODUCTS and torch.get_float32_matmul_precision() != "highest":
         given = tuple(_to_tf32(x) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in given)
-    found = KERNELS.get(name, func)(*given, **named)
+    found = _without_data(func, name, given, named, place) if Device.holds.type == "meta" else NotImplemented
+    if found is NotImplemented:
+        found = KERNELS.get(name, func)(*given, **named)
+    if Device.watch is not None:
+        Device.watch(func, given, named, found)
     if func._schema.is_mutable and tensors:  # the same object: the caller may hold it
         written = [
             (args[at] if at < len(args) else kwargs.get(argument.name))
@@ -161,6 +167,19 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if place.type == "cpu":
         return found
     return pytree.tree_map(lambda x: Simulated(x, place) if isinstance(x, torch.Tensor) else x, found)
+
+
+def _without_data(func: Any, name: str, given: tuple, named: dict[str, Any], place: torch.device) -> Any:
+    """Return ones where the CPU reads data that are not there, or NotImplemented."""
+    if name == "_local_scalar_dense":
+        return torch.ones((), dtype=given[0].dtype).item()
+    if name == "nonzero":
+        return torch.empty(0, given[0].dim(), dtype=torch.int64, device="meta")
+    if place.type == "cpu" and any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in given):
+        if name == "copy_":
+            return given[0]
+        return torch.ones(given[0].shape, dtype=named.get("dtype") or given[0].dtype)
+    return NotImplemented
 
 
 def _common_place(name: str, tensors: list[torch.Tensor], asked: torch.device | None) -> torch.device:
@@ -179,6 +198,13 @@ def _common_place(name: str, tensors: list[torch.Tensor], asked: torch.device | 
     return own if asked is None else _seen_place(torch.device(asked))
 
 
+def is_launch(func: Any) -> bool:
+    """Return whether an operation launches a kernel: views and allocations do not."""
+    name, returns = func._schema.name.removeprefix("aten::"), func._schema.returns
+    is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    return not (is_view or name in FREE or name == "_local_scalar_dense")
+
+
 def _count_of(func: Any, name: str, tensors: list[torch.Tensor], place: torch.device) -> None:
     """Count the operation as a kernel, a copy between devices or a wait for the device."""
     if name in ("_to_copy", "copy_", "copy") or (name in TAKES_CPU_INDICES):
@@ -191,9 +217,7 @@ def _count_of(func: Any, name: str, tensors: list[torch.Tensor], place: torch.de
     is_masked = name in TAKES_CPU_INDICES and any(x.dtype == torch.bool for x in tensors[1:])
     if name in SYNCHRONIZING or is_masked:
         _count("synchronizations")
-    returns = func._schema.returns
-    is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-    if not (is_view or name in FREE or name == "_local_scalar_dense"):
+    if is_launch(func):
         _count("launches")
 
 
