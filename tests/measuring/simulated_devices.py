@@ -1,6 +1,6 @@
 """What would break on a GPU breaks on the simulated devices: tables there are those of the CPU.
 
-test_simulated.py runs these tests.
+test_simulated.py runs these tests, and tests/gpu.sh runs them on a GPU.
 """
 
 from collections import Counter
@@ -15,9 +15,8 @@ import pytest
 import torch
 import yaml
 from attention.test_kernels import CALLS, ERRORS, check_kernels, check_outcome
-from support import simulated_cells
+from support.accelerators import IS_REAL, NAME, PLACES, counting, moved, simulated
 from support.retrofitted import FURTHER, METHODS
-from support.simulated import NAME, Device, counting, moved, simulated
 from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,6 +37,7 @@ from sinkscope.retrofits import new_parameters, retrofit_model
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8}
 SETTINGS = Settings(positions=8, window=16)
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # relative to the largest number of a column
+needs_simulation = pytest.mark.skipif(IS_REAL, reason="changes what the simulated device has")
 ROUND_OFF = {"identity_residual", "value"}  # columns that are nothing else, or the sign of the largest of near equals
 
 
@@ -94,10 +94,13 @@ def test_default_analysis(name: str, places: int) -> None:
     assert far(here.tables, there.tables, 1e-3) == {}
 
 
+@needs_simulation
 @pytest.mark.parametrize("places", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_batches_fit_into_the_free_memory(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not even one sequence fits with gradients, each layer is computed again in the backward pass."""
+    from support.simulated import Device
+
     here = sinkscope.analyze(tiny_model(name), **OPTIONS)
     with simulated():
         assert sinkscope.analyze(moved(tiny_model(name), places), **OPTIONS).manifest["batch_size"] == 4
@@ -197,8 +200,11 @@ def test_a_retrofit_is_trained(label: str) -> None:
         assert losses(2) == pytest.approx(here, rel=1e-3)
 
 
+@needs_simulation
 def test_a_sweep_spawns_workers_for_its_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells are measured on a device, by processes that this one, whose autograd has threads, does not fork."""
+    from support import simulated_cells
+
     for name in ("llama", "gpt2"):
         tiny_model(name).save_pretrained(tmp_path / name)
     options = {"num_seqs": 4, "seq_len": 20, "positions": 8, "observables": ["attention", "gradient"]}
@@ -238,6 +244,7 @@ BUDGETS = {
     ("gradient",): (240, 4, 70),
     (*FORWARD, "gradient"): (324, 7, 90),
 }
+SLACK = 2 if IS_REAL else 1  # an operation of PyTorch may launch several of CUDA's kernels
 
 
 @pytest.mark.parametrize("names", BUDGETS, ids=lambda names: "-".join(names) or "nothing")
@@ -260,7 +267,8 @@ def test_budget_of_a_batch(names: tuple[str, ...], monkeypatch: pytest.MonkeyPat
             with counting() as counts:  # of a second batch, when all sums are there
                 run(batch, observables)
     spent = (counts["launches"] / depth, counts["synchronizations"], counts["copies"])
-    assert all(cost <= budget for cost, budget in zip(spent, BUDGETS[names], strict=True)), spent
+    allowed = [SLACK * budget for budget in BUDGETS[names]]
+    assert all(cost <= budget for cost, budget in zip(spent, allowed, strict=True)), spent
 
 
 @pytest.fixture
@@ -287,7 +295,7 @@ def test_parity_at_depth_32_in_half_precision(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(TINY, "deep", ("llama", TINY["llama"][1] | {"num_hidden_layers": 32}))
 
     def deep() -> Any:
-        return moved(tiny_model("deep", dtype=torch.bfloat16, spread=4.0), 2)
+        return moved(tiny_model("deep", dtype=torch.bfloat16, spread=4.0), PLACES)
 
     with simulated():
         assert sinkscope.analyze(deep(), **PARITY).manifest["parity"] is not None
@@ -304,9 +312,9 @@ def test_kernels(case: str, capability: tuple[int, int]) -> None:
     """They take the widths, dtypes and biases that CUDA's kernels take on a GPU of this compute capability."""
     with simulated(capability):
         for dtype in ERRORS:
-            check_outcome(case, dtype, "sim:0")
+            check_outcome(case, dtype, f"{NAME}:0")
 
 
 def test_which_kernel_serves_which_case() -> None:
     with simulated():
-        check_kernels("sim:0")
+        check_kernels(f"{NAME}:0")

@@ -49,7 +49,8 @@ class Device:
     free = 2**36  # bytes
     holds = torch.device("cpu")  # where its tensors lie: "meta" for sizes without data
     counts: Counter[str] | None = None
-    watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None  # is called with each operation and its result
+    # is called with each operation and its result
+    watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None
 
 
 class _Hook(_DummyPrivateUse1Hook):
