@@ -8,6 +8,7 @@ In place of softmax weights, measurements read |sim| ÷ Σ|sim| = exp(ℓ - lse)
 lse = log Σ|sim|; only the mix needs sim ÷ Z. φ is applied before the taps (retrofits/operation.py).
 """
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -110,6 +111,11 @@ def numbers_at_once(device: torch.device, wanted: int) -> int:
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     # up to eight tensors of float32 are derived from the weights, in half of what is free
     return max(ON_CPU, min(ON_ACCELERATOR, (torch.cuda.mem_get_info(device)[0] + cached) // 64))
+
+
+def rows_at_once(room: int, before: int) -> int:
+    """Return how many rows, each with `before` keys and these rows' own, have room: rows · (before + rows) = room."""
+    return (math.isqrt(before**2 + 4 * room) - before) // 2
 
 
 @dataclass(frozen=True)
@@ -368,7 +374,8 @@ class _WithSinks(torch.autograd.Function):
         gradient, of_lse = gradients
         gradient = torch.zeros_like(mix) if gradient is None else gradient
         total = torch.linalg.vecdot(upcast(gradient), upcast(mix))
-        width, given = query.shape[-1], (query, key, value)
+        width = query.shape[-1]
+        given: tuple[torch.Tensor, ...] = (query, key, value)
         if of_lse is not None:
             total = total - of_lse
             given = tuple(F.pad(x, (0, MORE)) for x in given)

@@ -5,7 +5,6 @@
 A few columns cost O(T·d), a diagonal band O(T·W·d), and all columns one more Q·Kᵀ in row chunks.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -23,6 +22,7 @@ from sinkscope.attention.kernels import (
     products,
     raw_logits,
     repeat_heads,
+    rows_at_once,
     sink_rows,
     upcast,
 )
@@ -110,7 +110,8 @@ class AttentionRead:
     def _logits(self, rows: slice, cols: slice) -> torch.Tensor:
         if self.call.scores is not None:
             return upcast(self.call.scores[:, :, rows, cols]).clamp(min=MASKED)
-        logits = raw_logits(self.query[:, :, rows], self._key[:, :, cols], self.call)
+        key = self._key if self._is_long else self.key
+        logits = raw_logits(self.query[:, :, rows], key[:, :, cols], self.call)
         mask = self.call.mask
         if mask is None or mask.dtype == torch.bool:
             return logits
@@ -280,11 +281,10 @@ def chunks_at_once(read: AttentionRead, columns: int, window: int | None = None)
     wanted = row * length * (columns if window is None else length)
     room, start = numbers_at_once(read.lse.device, wanted) // row, 0
     most = min(length, room // read.query.shape[-1]) if on_cpu else length  # the queries are in a CPU's cache, too
-    if window is not None:  # solves rows · (rows + window) = room
-        most = min(most, ROW_CHUNK if on_cpu else (math.isqrt(window**2 + 4 * room) - window) // 2)
+    if window is not None:
+        most = min(most, ROW_CHUNK if on_cpu else rows_at_once(room, window))
     while start < length:
-        # solves rows · (start + rows) = room: the rows see start + rows keys
-        causal_rows = 0 if read.call.looks_ahead else (math.isqrt(start**2 + 4 * room) - start) // 2
+        causal_rows = 0 if read.call.looks_ahead else rows_at_once(room, start)
         rows = max(1, min(most, max(causal_rows, room // columns)))
         yield slice(start, min(start + rows, length))
         start += rows

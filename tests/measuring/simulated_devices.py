@@ -299,9 +299,12 @@ def test_parity_at_depth_32_in_half_precision(monkeypatch: pytest.MonkeyPatch) -
 
     with simulated():
         assert sinkscope.analyze(deep(), **PARITY).manifest["parity"] is not None
-        own = kernels.FLASH.forward
-        scaled = kernels.FLASH._replace(forward=lambda *given: own(*given[:-1], 1.2 * given[-1]))
-        monkeypatch.setattr(kernels, "FLASH", scaled)
+
+        def scaled(*asked: Any) -> Any:
+            kernel, *given = kernels.FUSED["cuda"](*asked)
+            return kernel._replace(forward=lambda *them: kernel.forward(*them[:-1], 1.2 * them[-1])), *given
+
+        monkeypatch.setitem(kernels.FUSED, NAME, scaled)
         with pytest.raises(SinkscopeError, match="computes a different attention"):
             sinkscope.analyze(deep(), **PARITY)
 
