@@ -131,7 +131,7 @@ class Attention(Observable):
         def add(where: torch.Tensor, window_mass: torch.Tensor) -> None:
             sequence, layer, head, position = where.unbind(1)
             self.sinks.add({
-                "layer": np.array(layers)[layer],
+                "layer": np.array(layers)[layer.numpy()],
                 "head": head,
                 "sequence": sequence + batch.first,
                 "position": position,

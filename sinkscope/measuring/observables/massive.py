@@ -166,7 +166,7 @@ def largest_entries(
     entries = hidden.gather(2, highest.indices[..., None].expand(-1, -1, -1, hidden.shape[-1])).abs()
     entries = entries.masked_fill(highest.values[..., None] < 0, 0.0).flatten(2)  # zeros for padding
     least = upcast(entries.topk(min(TOP, entries.shape[-1])).values[..., -1])
-    least = torch.minimum(least, (RATIO * medians).clamp(min=THRESHOLD))  # (B,S)
+    least = torch.minimum(least, (RATIO * medians).clamp(min=THRESHOLD))  # (B,L)
     tokens = (peaks >= least[..., None]).nonzero()
     places = tokens.unbind(1)
     rows = hidden[places]

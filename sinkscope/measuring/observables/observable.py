@@ -341,9 +341,9 @@ class BySequence(Accumulator):
         values = torch.stack([filled(statistic, present, torch.nan) for statistic in statistics.values()])
 
         def add(values: torch.Tensor) -> None:
-            for labels, own in zip(rows, values.float().unbind(2), strict=True):
+            for labels, own in zip(rows, values.unbind(2), strict=True):
                 start = len(self._values)
-                self._values.frombytes(own.contiguous().numpy().tobytes())
+                self._values.frombytes(own.numpy().astype(np.float32).tobytes())
                 self._parts[tuple(labels.items())][batch.first] = slice(start, len(self._values)), own.shape
 
         self.receive(add, values)
