@@ -176,9 +176,7 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=2, action="append")
     parser.add_argument("--variant", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     arguments = parser.parse_args()
-    print(
-        "| model | shape | pass | launches (a layer) | waits | copies | GB moved | GB held | ms of device | ms |"
-    )
+    print("| model | shape | pass | launches (a layer) | waits | copies | GB moved | GB held | ms of device | ms |")
     print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     with without_data():
         for name in arguments.model:
