@@ -61,8 +61,8 @@ SEED ?= 0
 
 torture: install  ## random kills, generated inputs and damaged folders: half an hour on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/kills.py --kills $(KILLS) --seed $(SEED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/inputs.py --count $(INPUTS) --seed $(SEED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/folders.py --count $(FOLDERS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/attacks.py inputs --count $(INPUTS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/attacks.py folders --count $(FOLDERS) --seed $(SEED)
 
 # what every command prints and writes, to compare with another commit's by `python tests/golden.py compare BEFORE AFTER`
 golden: install

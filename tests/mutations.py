@@ -53,7 +53,6 @@ TRACER_TESTS = (
     "tests/measuring/test_tracer.py",
     "tests/measuring/test_gate.py",
     "tests/measuring/test_outside.py",
-    "tests/measuring/test_losses.py",
 )
 OBSERVABLE_TESTS = (
     "tests/measuring/test_observables.py",

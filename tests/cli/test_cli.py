@@ -22,6 +22,8 @@ from sinkscope.measuring.tracer import Tracer
 from sinkscope.output.run import Run
 from sinkscope.results.tables import LEADING, names_of, write_table
 
+pytestmark = pytest.mark.usefixtures("here")
+
 SMALL = ("--num-seqs", "4", "--seq-len", "24")
 
 
@@ -40,15 +42,6 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Resu
     with pytest.MonkeyPatch.context() as patched:
         rough_figures(patched)
         return command_line("analyze", tiny, *SMALL, "--out", out), out
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of every test: an empty folder."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
 
 
 def refused(status: int, *args: object) -> str:
@@ -257,7 +250,6 @@ def _raising(error: BaseException, after: int = 0, plain: Any = None) -> Any:
 
 
 def hidden_interrupt() -> TypeError:
-    """An interrupted library may raise an error of its own."""
     error = TypeError("own")
     error.__context__ = KeyboardInterrupt()
     return error

@@ -17,8 +17,7 @@ from tiny import ragged_tokens, tiny_model, tiny_tokens, written
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope import InputError, Run
-from sinkscope.commands.intervene import intervene
+from sinkscope import InputError, Run, intervene
 from sinkscope.measuring.subject import inputs_for, load_model
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.options.measuring import make_config
@@ -61,7 +60,6 @@ def plain_perplexity(model: PreTrainedModel, sequences: list[np.ndarray]) -> flo
 
 
 def edited(model: PreTrainedModel, columns: bool = False) -> PreTrainedModel:
-    """A copy without query bias, and with one column of the key projections set to zero."""
     twin = copy.deepcopy(model)
     for block in twin.transformer.h:
         block.attn.c_attn.bias[:32] = 0.0

@@ -1,6 +1,4 @@
-"""Commands that write folders are killed before changes on the disk, or their disk is full: the same command then
-writes the result of an uninterrupted one, and nothing is lost or left over.
-"""
+"""Commands that are killed before changes on the disk, or whose disk is full, lose nothing and leave nothing over."""
 
 import shutil
 import signal
@@ -20,12 +18,10 @@ import sinkscope
 import sinkscope.commands.analyze
 import sinkscope.commands.claims
 import sinkscope.paper_claims.table
-from sinkscope.errors import SinkscopeError
+from sinkscope import Run, Scorecard, SinkscopeError
 from sinkscope.options.measuring import AnalyzeOptions
-from sinkscope.output.run import Run
 from sinkscope.output.trained import Trained
 from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.verdict.scorecard import Scorecard
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2}
 

@@ -21,17 +21,15 @@ import sinkscope
 import sinkscope.commands.training_arms
 import sinkscope.output.outputs
 import sinkscope.output.result
-from sinkscope.commands.retrofit import retrofit
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run, compare, new_parameters, retrofit, retrofit_model
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
-from sinkscope.output.run import Run
-from sinkscope.output.side_by_side import compare
 from sinkscope.output.trained import Trained
 from sinkscope.results.tables import LEADING
-from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.training.arms import parse_methods
 from sinkscope.training.blocks import read_blocks
+
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture(scope="session")
@@ -159,12 +157,6 @@ def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
 def read_blocks_of(text: str, path: Path) -> Any:
     path.write_text(text, encoding="utf-8")
     return read_blocks(loaded(), str(path), None, 16, wanted=100, share=0.2)
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from support.tables import assert_same_tables
 from tiny import VOCAB, tiny_model
 
 import sinkscope
-from sinkscope import InputError, Run
-from sinkscope.commands.run import run_recipe
+from sinkscope import InputError, Run, run_recipe
 from sinkscope.figures import FIGURES
 from sinkscope.options import COMMANDS
 from sinkscope.options import recipe as recipes
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.recipe import find_recipe, known_recipes, read_recipe, shipped_recipes
+
+pytestmark = pytest.mark.usefixtures("here")
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 TRAINING = [path for path in SHIPPED if not COMMANDS[read_recipe(path).content.command].in_memory]
@@ -54,13 +55,6 @@ def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.transformer.wpe.weight[0, 7] = 100.0  # a massive coordinate of EPE_0
     model.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory for every test."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def written(content: str | bytes, name: str = "mine.yaml") -> Path:

@@ -161,7 +161,6 @@ def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def replay(whole: SweepRun, task: Task) -> None:
-    """Write a cell from its earlier run, without measuring it again."""
     run = sinkscope.Run.open(whole.folder / "cells" / task.name)
     with own_folder(task.folder, True) as folder:
         finished(sinkscope.Run(run.manifest, dict(run.tables), folder), Console(quiet=True), ())

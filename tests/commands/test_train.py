@@ -15,13 +15,14 @@ from support.retrofit_command import command_line
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, T5Config
 from typer.testing import Result
 
-from sinkscope.commands.train import train
+from sinkscope import Run, train
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import FAMILIES, find_family
-from sinkscope.output.run import Run
 from sinkscope.text.inputs import masked
 from sinkscope.text.tokens import own_frame
 from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
+
+pytestmark = pytest.mark.usefixtures("here", "no_figures")
 
 SHAPE = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -38,12 +39,6 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shapes") / "small.json"
     path.write_text(json.dumps(SHAPE))
     return path
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    skip_figures(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from support.drawn_figures import ELSEWHERE, MANY, SINGLE, experiment
-from support.figure_tables import make_run
 from support.figures import check_all_draw, edges_at, legend_of, said
+from support.made_up_runs import make_run
 
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run
 from sinkscope.figures import applicable, draw
 from sinkscope.figures.interventions import FAINTEST
 from sinkscope.figures.style import Figure
-from sinkscope.output.run import Run
 
 OURS = {"arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer"}
 

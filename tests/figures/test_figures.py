@@ -7,15 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
-from support.figure_tables import make_run
 from support.figures import check_all_draw, edges_at, legend_of, rough_figures
+from support.made_up_runs import make_run
 
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run
 from sinkscope.figures import COMMAND, OF_RUNS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures.style import SETTINGS
 from sinkscope.output.drawing import save_figures
-from sinkscope.output.run import Run
 
 # figures of `analyze`; figures of other commands are tested in other files
 FIGURES = {name: spec for name, spec in ALL_FIGURES.items() if not COMMAND.keys() & set(spec.tables)}

@@ -72,7 +72,6 @@ def test_every_sequence_has_the_values_of_plain_transformers(name: str, side: st
 
 
 def plain_losses(model: PreTrainedModel, lengths: tuple[int, ...]) -> list[float]:
-    """Return the loss per predicted token of each sequence."""
     losses = []
     for ids in ragged_tokens(lengths):
         tokens = torch.as_tensor(ids)[None]

@@ -1,8 +1,4 @@
-"""Gradient observables against autograd's own gradients (gradient_reference.py), and in small exact cases.
-
-The reference runs each sequence alone and as in training, so padding, batches and frozen parameters are tested, too.
-Everything is computed in float64, including norms and softmax, which a model's own code computes in float32.
-"""
+"""Gradient observables in float64 against autograd's own (gradient_reference.py), and in small exact cases."""
 
 import gc
 import weakref
@@ -53,8 +49,6 @@ TOLERANCE = 1e-10
 
 @dataclass
 class Backward:
-    """The result of one pass."""
-
     tables: dict[str, pd.DataFrame]
     gradient: Gradient
     loss: float  # per predicted token
@@ -186,7 +180,6 @@ HEADS, KV_HEADS, TOKENS, WIDTH = 4, 2, 20, 6
 
 
 def fixed_attention(sequences: int) -> AttentionRead:
-    """Return the same random attention for each sequence."""
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(1, HEADS, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
     key = torch.randn(1, KV_HEADS, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
@@ -198,7 +191,6 @@ def fixed_attention(sequences: int) -> AttentionRead:
 
 
 def theorem_table(read: AttentionRead, upstream: torch.Tensor) -> pd.DataFrame:
-    """Return the theorem's table of one layer whose ∇v follows from g."""
     theorem = TheoremOne(POSITIONS)
     routed = theorem.add_upstream(0, read, upstream)
     theorem.add_value_gradient(0, routed.unflatten(1, (KV_HEADS, -1)).sum(2), routed, read.batch)

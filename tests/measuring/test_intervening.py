@@ -20,8 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import sinkscope
-from sinkscope.errors import InputError
-from sinkscope.measuring.intervening import intervening
+from sinkscope import InputError, intervening
 
 IDS = tiny_tokens(2, 9)
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}

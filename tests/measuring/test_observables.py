@@ -1,7 +1,5 @@
 """Observables, batches and running means in small exact cases; test_tracer.py tests complete models."""
 
-from functools import partial
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,10 +7,9 @@ import torch
 from support.attention_reads import EACH_KIND, make_read, scored
 from tiny import batched, measured, padded, ragged_tokens, tiny_model
 
-from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables import OBSERVABLES, geometry
+from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.activation import kurtosis, token_norms, value_norms
 from sinkscope.measuring.observables.geometry import causal_pair_means, masked_pair_means, pair_means
 from sinkscope.measuring.observables.massive import SAMPLED, Massive, is_massive, median_magnitude, selected
@@ -107,17 +104,6 @@ def test_pair_means_are_those_of_the_loops(kind: str, lengths: tuple | None, sid
         for name, mean in pair_means(each, *norms_of(each), 23).items():
             real = ~expected[name].isnan()
             torch.testing.assert_close(mean[real], expected[name][real], rtol=1e-9, atol=1e-11)
-
-
-def test_the_row_chunk_changes_no_pair_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = make_read("softcap")
-    whole = masked_pair_means(read, *norms_of(read), 23)
-    monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)  # so that no logits are kept
-    for rows in (1, 7):
-        chunks = partial(attention_weights.row_chunks, chunk=rows)
-        monkeypatch.setattr(geometry, "row_chunks", chunks)
-        for name, mean in masked_pair_means(make_read("softcap"), *norms_of(read), 23).items():
-            torch.testing.assert_close(mean, whole[name], rtol=1e-11, atol=1e-13)
 
 
 def test_a_key_that_no_query_compares_has_no_gap_and_a_zero_query_no_nan() -> None:

@@ -17,8 +17,7 @@ from tiny import ragged_tokens, tiny_model, written
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope import Run
-from sinkscope.errors import SinkscopeError
+from sinkscope import Run, SinkscopeError
 from sinkscope.measuring import processes
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import Team

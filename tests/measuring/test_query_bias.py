@@ -1,6 +1,4 @@
-"""Δ, γ and alignment of the query bias, the four terms of logits, and EPE against products by hand in float64; models
-to which they do not apply; NU's table.
-"""
+"""The query bias (Δ, γ, alignment), the terms of logits, and EPE against products by hand; where they do not apply."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,14 +16,13 @@ from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.observables.query_bias import BINS, Moments, effective_bias
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import effective_positions, massive_coordinates, projections
 from sinkscope.models.wiring import read_sites
-from sinkscope.output.run import Run
 from sinkscope.results.papers import paper_tables
 
 BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")

@@ -12,15 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import sinkscope
+from sinkscope import InputError, retrofit_model
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import streaming
-from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.family import Copies, Family, Term, find_copies
 from sinkscope.models.wiring import check_wiring, read_sites
-from sinkscope.retrofits import retrofit_model
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -30,7 +29,6 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def calibrated(change: Callable[[nn.ModuleList], object]) -> Family:
-    """Return the row found for a tiny Llama whose layers are changed."""
     model = tiny_model("llama")
     change(layers_of(model))
     return calibrate(model, tiny_tokens(2, 9))

@@ -44,7 +44,6 @@ def save_model(folder: Path, kind: str = "llama", settings: dict[str, Any] = LLA
 
 
 def save_gguf(path: Path) -> Path:
-    """Write a random Llama as llama.cpp does, including a byte-level tokenizer."""
     writer = gguf.GGUFWriter(path, "llama")
     entries: dict[str, Any] = {"name": "tiny", "file_type": gguf.LlamaFileType.ALL_F32, "context_length": 64}
     entries |= {"embedding_length": 16, "feed_forward_length": 24, "block_count": 1, "head_count": 2, "vocab_size": 8}

@@ -14,15 +14,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import sinkscope
-from sinkscope.commands.doctor import doctor
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run, doctor, retrofit_model
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models import quantized
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.options.measuring import make_config
-from sinkscope.output.run import Run
-from sinkscope.retrofits import retrofit_model
 from sinkscope.training.trainer import check_trainable
 from sinkscope.verdict.analysis import quantized_source
 
@@ -31,21 +28,15 @@ SMALL: dict[str, Any] = {"input": "random", "num_seqs": 1, "seq_len": LENGTH}
 EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
 SETTINGS: dict[str, dict[str, Any]] = {  # for the checkpoints written by hand
     "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
+        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "format": "int-quantized",
-                "targets": ["Linear"],
-                "weights": EIGHT_BITS | {"strategy": "channel"},
-                "input_activations": EIGHT_BITS | {"strategy": "token", "dynamic": True},
-            }
-        },
+        "config_groups": {"group_0": {
+            "format": "int-quantized", "targets": ["Linear"], "weights": EIGHT_BITS | {"strategy": "channel"},
+            "input_activations": EIGHT_BITS | {"strategy": "token", "dynamic": True},
+        }},
     },
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-}
+}  # fmt: skip
 STORED = {"compressed-tensors": "8-bit compressed-tensors, dequantized", "fp8": "8-bit fp8, dequantized"}
 
 

@@ -12,7 +12,7 @@ from tiny import tiny_model
 from transformers import AutoConfig, PreTrainedModel
 
 import sinkscope
-from sinkscope.errors import InputError
+from sinkscope import InputError, retrofit_model
 from sinkscope.measuring.subject import family_of
 from sinkscope.models import families
 from sinkscope.models.calibrate import calibrate
@@ -21,7 +21,6 @@ from sinkscope.models.family import check_reads_text, placeholders, read_a_token
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import class_for, load
 from sinkscope.quantization.sites import sites_of
-from sinkscope.retrofits import retrofit_model
 
 LENGTH = 12
 IDS = torch.arange(3, 3 + LENGTH)

@@ -56,7 +56,6 @@ def made(label: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 @cache
 def shared(label: str) -> PreTrainedModel:
-    """Return a model that must not be changed."""
     return made(label)
 
 

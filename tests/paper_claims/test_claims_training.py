@@ -232,7 +232,6 @@ ALL_OPEN = f"--method none,{','.join(f'operation:kind={kind}' for kind in OPEN)}
 
 
 def course(attention: Sequence[float], value: Sequence[float], risk: float = 0.01) -> dict[str, Sequence[float]]:
-    """Make metric → its values by step."""
     risks = {"backcopy_risk": (1.0, risk), "bigram_risk": (1.0, risk)}
     values = {"start_value_norm": value, "other_value_norm": (1.0,) * len(value)}
     return risks | values | dict.fromkeys(("early_attention_to_start", "delta_logit"), attention) | {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.faults import kill
 from support.forked import forked
-from support.manifests import run_manifest
+from support.made_up_runs import run_manifest
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.results.folders import (
@@ -27,15 +27,10 @@ from sinkscope.results.folders import (
 from sinkscope.results.manifest import MANIFEST, make_manifest, read_manifest, write_manifest
 from sinkscope.results.swap import LOCK, NEW, OLD, beside, locked, new_file
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def run_in(folder: Path, **changes: Any) -> Path:
-    """Make a run with two files."""
     with new_folder(folder) as fresh:
         (fresh / "tables").mkdir()
         (fresh / "tables" / "summary.parquet").write_text("")
@@ -242,7 +237,6 @@ OPTIONS: dict[str, Any] = {"config": {"steps": 3, "names": ("a", "b")}, "text": 
 
 
 def begun(folder: Path, command: str = "retrofit") -> None:
-    """Claim a folder for a command with these options."""
     claim(folder, make_manifest(command, start=time.time(), arms={}, tables=[], **OPTIONS))
 
 

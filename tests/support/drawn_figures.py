@@ -14,7 +14,7 @@ from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED
 from sinkscope.verdict.onsets import RunsByStep
 from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
-from support.figure_tables import gradient_tables, grid, make_run
+from support.made_up_runs import gradient_tables, grid, make_run
 from support.made_up_steps import made_up_steps, sigmoid
 
 SEEDS, STEPS = range(3), range(0, 101, 10)
@@ -38,7 +38,6 @@ TEXTS = {"scorecard", "scorecard-by-model", "routes"}
 
 
 def drawn(name: str) -> Figure:
-    """Return the figure of this name."""
     if name in OF_RUNS:
         return OF_RUNS[name]([make_run(model="org/One_1"), make_run(model="org/Two_2")])
     if name == "training-onsets":
@@ -125,7 +124,6 @@ def experiment(
 
 
 def checkpoint(step: int, layers: int = 3, positions: int = 16, **names: str) -> tuple[int, Run]:
-    """Return the step and a run with random tables."""
     random = np.random.default_rng(step)
     summary = grid(layer=range(-1, layers), metric=STEP_METRICS)
     activation = grid(layer=range(layers), site=["mlp_out", "layer_out"], position=range(positions))

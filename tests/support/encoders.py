@@ -33,7 +33,6 @@ def encoder(name: str, dtype: torch.dtype = torch.float64, spread: float = 8.0, 
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word, and [CLS] … [SEP] around a text."""
     words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.post_processor = processors.TemplateProcessing(

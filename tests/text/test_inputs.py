@@ -285,7 +285,6 @@ def test_files_that_cannot_be_used(name, content, match, tmp_path):
 
 @pytest.fixture(scope="module")
 def dataset_folder(tmp_path_factory):
-    """Write a local dataset: documents of 4, 12, 30 and 9 tokens, and a missing one."""
     folder = tmp_path_factory.mktemp("stories") / "stories"
     folder.mkdir()
     texts = [words(4), words(12), None, words(30, 5), words(9, 7)]

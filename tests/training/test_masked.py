@@ -15,10 +15,9 @@ from tiny import VOCAB
 from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel, Trainer
 
-from sinkscope.errors import InputError
+from sinkscope import InputError, new_parameters, retrofit_model
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.text.batch import IGNORED, Batch
 from sinkscope.text.inputs import masked
 from sinkscope.training.architectures import architecture, fresh_model, tokenizer_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from support.figure_tables import grid, make_run
+from support.made_up_runs import grid, make_run
 
 from sinkscope.measuring.summary import arm_metrics
 from sinkscope.output.run import Run
