@@ -340,7 +340,8 @@ def _order(called: Mapping[str, str], row: Any) -> Finding:
         sentence += ": one of them has no onset."
     else:
         sentence += (
-            f": log₁₀(step + 1) of the {second} is {found.value:.2f} larger [{found.low:.2f}, {found.high:.2f}]."
+            f": log₁₀(step + 1) of the {second} minus that of the {first} is {found.value:.2f} "
+            f"[{found.low:.2f}, {found.high:.2f}]."
         )
     return Finding(
         f"order-{row.quantity}-{row.other}", SECTION, Outcome.PRESENT if is_resolved else Outcome.UNDECIDED, row.value,

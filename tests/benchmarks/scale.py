@@ -1,10 +1,9 @@
 """What measuring large models would cost on a GPU, estimated from counts: `python tests/benchmarks/scale.py`.
 
 No GPU and no weights are needed: the operations of a pass run on tensors without data, on a simulated device that
-chooses CUDA's kernels. Of two depths the difference is taken, which gives the cost of one layer, and multiplied by the
-number of layers. It prints, by model, shape and variant:
+chooses CUDA's kernels. It prints, by model, shape and variant:
 
-- launches of kernels, and the times that the CPU waits for the device, per pass;
+- launches of kernels, the times that the CPU waits for the device, and copies between the two, per pass;
 - traffic: the bytes that each kernel reads and writes, as if nothing stayed in a cache, per pass;
 - memory above the weights at the peak of a pass;
 - an estimate of the time: the larger of launches × `LAUNCH` and the sum over kernels of the larger of bytes ÷
@@ -42,15 +41,16 @@ FLOPS = 0.6 * 989e12  # of dense bfloat16, a multiplication and an addition bein
 LAUNCH = 5e-6  # seconds
 
 LLAMA: dict[str, Any] = {"vocab_size": 32_000, "max_position_embeddings": 32_768}
-MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {  # name → model type, number of layers, configuration
-    "Llama-2-7B": ("llama", 32, LLAMA),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name → model type and configuration
+    "Llama-2-7B": ("llama", LLAMA),
     "Llama-2-70B": (
-        "llama", 80,
+        "llama",
         LLAMA | {
-            "hidden_size": 8192, "intermediate_size": 28_672, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64,
+            "num_key_value_heads": 8,
         },
     ),
-    "gpt-oss-120b": ("gpt_oss", 36, {}),
+    "gpt-oss-120b": ("gpt_oss", {}),
 }  # fmt: skip
 SHAPES = ((8, 64), (8, 2048), (1, 32_768))
 FORWARD = ("attention", "geometry", "activation", "massive", "outlier")
@@ -61,7 +61,6 @@ VARIANTS: dict[str, tuple[str, ...] | None] = {  # name → observables; None: t
     "bare forward + backward": None,
     "gradient": ("gradient",),
 }
-DEPTHS = (2, 4)  # even, since gpt-oss's layers alternate
 
 
 @dataclass
@@ -75,7 +74,10 @@ class Work:
     known: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def see(self, func: Any, given: tuple, named: dict[str, Any], found: Any) -> None:
+        read = [x for x in pytree.tree_leaves((given, named)) if isinstance(x, torch.Tensor)]
         made = [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor) and x.device.type == "meta"]
+        for x in read:  # weights, and what earlier batches left: not of this pass
+            self.known[x.untyped_storage()] = True
         for x in made:
             storage = x.untyped_storage()
             if storage not in self.known:
@@ -84,11 +86,11 @@ class Work:
                 self.peak = max(self.peak, self.live)
                 weakref.finalize(storage, self._free, storage.nbytes())
         if is_launch(func):
-            read = [x for x in pytree.tree_leaves((given, named)) if isinstance(x, torch.Tensor)]
             moved = sum(x.numel() * x.element_size() for x in (*read, *made))
-            count = flop_registry.get(func._overloadpacket)
+            count = flop_registry.get(func._overloadpacket, lambda *_, **__: 0)
+            given = tuple(x for x in given if not isinstance(x, torch.dtype))  # of a product's result
             self.bytes += moved
-            self.seconds += max(moved / BANDWIDTH, (count(*given, **named, out_val=found) if count else 0) / FLOPS)
+            self.seconds += max(moved / BANDWIDTH, count(*given, **named, out_val=found) / FLOPS)
 
     def _free(self, size: int) -> None:
         self.live -= size
@@ -134,10 +136,10 @@ def counts_of(model: PreTrainedModel, shape: tuple[int, int], variant: str) -> t
                 Device.watch = None
         return counts, work
 
-    if names is None:
-        ids = batch.token_ids.to(model.device)
-        return counted(partial(bare_backward if backward else bare_forward, model, ids))
-    with open_tracer(model, find_family(model)) as tracer:
+    with open_tracer(model, find_family(model)) as tracer:  # also for the bare pass, so that it has fused attention
+        if names is None:
+            ids = batch.token_ids.to(model.device)
+            return counted(partial(bare_backward if backward else bare_forward, model, ids))
         made = [OBSERVABLES[name](settings) for name in names]
         for observable in made:
             observable.prepare(model, tracer.family, 1)
@@ -145,27 +147,16 @@ def counts_of(model: PreTrainedModel, shape: tuple[int, int], variant: str) -> t
 
 
 def row(name: str, shape: tuple[int, int], variant: str) -> str:
-    kind, layers, config = MODELS[name]
-    found = []
-    for depth in DEPTHS:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(kind, **config, num_hidden_layers=depth), dtype=torch.bfloat16
-            )
-        counts, work = counts_of(on_device(model.eval().requires_grad_(False)), shape, variant)
-        found.append(
-            (counts["launches"], counts["synchronizations"], counts["copies"], work.bytes, work.peak, work.seconds)
-        )
-
-    def whole(few: float, more: float) -> float:
-        return more + (more - few) / (DEPTHS[1] - DEPTHS[0]) * (layers - DEPTHS[1])
-
-    launches, waits, copies, traffic, memory, seconds = map(whole, *found)
-    each = [(more - few) / (DEPTHS[1] - DEPTHS[0]) for few, more in zip(*found, strict=True)]
-    time = max(launches * LAUNCH, seconds)
+    kind, config = MODELS[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.bfloat16)
+    counts, work = counts_of(on_device(model.eval().requires_grad_(False)), shape, variant)
+    launches = counts["launches"]
     return (
-        f"| {name} | {shape[0]} × {shape[1]:,} | {variant} | {launches:,.0f} ({each[0]:.0f}) | {waits:,.0f} | "
-        f"{copies:,.0f} | {traffic / 1e9:,.0f} | {memory / 1e9:.1f} | {1e3 * seconds:,.0f} | {1e3 * time:,.0f} |"
+        f"| {name} | {shape[0]} × {shape[1]:,} | {variant} | {launches:,} "
+        f"({launches / model.config.num_hidden_layers:.0f}) | {counts['synchronizations']} | {counts['copies']} | "
+        f"{work.bytes / 1e9:,.0f} | {work.peak / 1e9:.1f} | {1e3 * work.seconds:,.0f} | "
+        f"{1e3 * max(launches * LAUNCH, work.seconds):,.0f} |"
     )
 
 

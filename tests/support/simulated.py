@@ -172,13 +172,13 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _without_data(func: Any, name: str, given: tuple, named: dict[str, Any], place: torch.device) -> Any:
     """Return ones where the CPU reads data that are not there, or NotImplemented."""
-    if name == "_local_scalar_dense":
-        return torch.ones((), dtype=given[0].dtype).item()
+    if name in ("_local_scalar_dense", "equal"):
+        return name == "_local_scalar_dense" and torch.ones((), dtype=given[0].dtype).item()
     if name == "nonzero":
         return torch.empty(0, given[0].dim(), dtype=torch.int64, device="meta")
     if place.type == "cpu" and any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in given):
         if name == "copy_":
-            return given[0]
+            return given[0].fill_(1)
         return torch.ones(given[0].shape, dtype=named.get("dtype") or given[0].dtype)
     return NotImplemented
 
@@ -294,7 +294,7 @@ def _efficient_backward(
 ) -> tuple:
     causal = rest[4] if len(rest) > 4 else False
     _check_bias(query, key, bias)
-    if lse.shape[-1] % 32 or not lse[..., query.shape[2] :].eq(torch.inf).all():
+    if lse.shape[-1] % 32 or not (lse.is_meta or lse[..., query.shape[2] :].eq(torch.inf).all()):
         raise RuntimeError("the log-sum-exp is not padded as the forward pass pads it")
     lse = lse[..., : query.shape[2]].contiguous()
     found = aten._scaled_dot_product_flash_attention_for_cpu_backward(

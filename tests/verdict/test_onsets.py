@@ -151,7 +151,7 @@ def test_the_order_of_a_training_with_a_known_order(first: str) -> None:
     assert (between.high < 0) if first == "sink_rate" else (between.low > 0)
     said = sentences(runs)["order-norm-sink_rate"]
     assert said.startswith("The sink has" if first == "sink_rate" else "The norm has")
-    assert f"{abs(between.value):.2f} larger" in said
+    assert f" is {abs(between.value):.2f} [" in said
 
 
 def test_a_fall_is_said_to_be_one() -> None:
