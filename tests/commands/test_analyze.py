@@ -126,7 +126,7 @@ def test_out_of_memory_halves_the_batch(kind: str, where: str, lines: Path, monk
     elif where == "model":
         model.model.layers[2].register_forward_pre_hook(lambda module, args: check(len(args[0])))
     else:
-        monkeypatch.setattr(Outlier, "see", checked(Outlier.see, 4))
+        monkeypatch.setattr(Outlier, "see_stack", checked(Outlier.see_stack, 2))
     run = forward_of(model, lines, batch_size=5)
     batches = [size for size in tried if size > 1]  # the parity check reads single sequences
     assert batches[:2] == [5, 2]  # 5 // 2

@@ -55,9 +55,9 @@ def test_layers_keep_less_than_the_estimate(name: str, dtype: torch.dtype) -> No
 
 @pytest.mark.usefixtures("recomputed")
 def test_layers_that_are_computed_again_keep_little() -> None:
-    """Only their inputs, and the queries, keys and values that the observables' hooks hold."""
+    """Only their inputs, what the observables' hooks hold, and statistics until the end of the batch."""
     few, more = (peak("llama", layers, True, torch.float32) for layers in (3, 6))
-    assert more[0] - few[0] < 0.25 * (more[1] - few[1])
+    assert more[0] - few[0] < 0.3 * (more[1] - few[1])
 
 
 @pytest.mark.parametrize("name", [*TINY, "gated"])
