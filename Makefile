@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 MGM := .models/mgm --allow-pickle --input sampled
 
 .PHONY: install models gpu-wheels demo test fast torture golden mutations check format report report-models report-claims report-sweep report-training \
-	report-hybrids report-normalization report-when-sinks-emerge \
+	report-hybrids report-normalization report-from-scratch report-when-sinks-emerge \
 	report-types corpus clean
 
 install: .venv/installed
@@ -61,8 +61,8 @@ SEED ?= 0
 
 torture: install  ## random kills, generated inputs and damaged folders: half an hour on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/kills.py --kills $(KILLS) --seed $(SEED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/inputs.py --count $(INPUTS) --seed $(SEED)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/folders.py --count $(FOLDERS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/attacks.py inputs --count $(INPUTS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/torture/attacks.py folders --count $(FOLDERS) --seed $(SEED)
 
 # what every command prints and writes, to compare with another commit's by `python tests/golden.py compare BEFORE AFTER`
 golden: install
@@ -142,20 +142,35 @@ report-sweep: install models  ## three models on five inputs: ten minutes on two
 	cp $(SWEPT_TABLES:%=runs/report/offline-models/comparison/tables/%.parquet) $(SWEPT)/tables/
 	$(SHRINK) $(SWEPT)
 
-# Run the recipe NAME, a training of hours that is resumed, and also keep its metrics by step and the claims it decides.
+# Run the recipe NAME, a training of hours that is resumed, and also keep its metrics by step and the claims it decides,
+# for which the runs of its checkpoints in further folders are read, too.
+# $(call trained,NAME,FOLDERS)
 define trained
 	$(call report,$(1),run $(1),resume)
-	$(BIN)/sinkscope claims --from runs/report/$(1) --out runs/report/claims-$(1) --overwrite
+	$(BIN)/sinkscope claims --from runs/report/$(1) $(2:%=--from %) --out runs/report/claims-$(1) --overwrite
 	grep -v '^Not measured' runs/report/claims-$(1)/scorecard.md | cat -s > reports/$(1)/claims.md
 	cp runs/report/$(1)/tables/training.parquet reports/$(1)/tables/
 	$(SHRINK) reports/$(1)
 endef
 
-report-training: install  ## of trainings: four hours on two cores
+report-training: install report-from-scratch  ## of trainings: six hours on two cores
 	$(call trained,gradient-valves)
+	$(call trained,value-state-gated-attention-bert)
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)
 	$(call report,bigram-backcopy,run bigram-backcopy)
 	$(call report,bigram-backcopy-equal-rate,run bigram-backcopy-equal-rate)
+
+SCRATCH := runs/report/gradient-sinks-from-scratch
+SEEDS := 0 1 2 3 4
+
+report-from-scratch: install  ## V-scale and its parts from the first step on: an hour and a half on one core
+	$(BIN)/sinkscope run gradient-sinks-from-scratch --out $(SCRATCH)
+	$(foreach seed,$(SEEDS),$(BIN)/sinkscope analyze $(SCRATCH)/plain-seed$(seed)/checkpoints --input $(SCRATCH)/held-out.npy \
+		--num-seqs 64 --observables attention,activation,gradient --out $(SCRATCH)-steps-$(seed) --overwrite &&) true
+	$(call trained,gradient-sinks-from-scratch,$(SEEDS:%=$(SCRATCH)-steps-%))
+	$(foreach seed,$(SEEDS),cp $(SCRATCH)-steps-$(seed)/tables/onset.parquet \
+		reports/gradient-sinks-from-scratch/tables/onset-seed$(seed).parquet &&) true
+	cp $(SCRATCH)-steps-0/figures/training-onsets.png reports/gradient-sinks-from-scratch/figures/
 
 # Run the recipe hybrid-NAME, and keep of it in reports/hybrid-NAME: the small tables of all seeds, how they were trained,
 # and of the first one the verdict and the figures that show layers.

@@ -1,7 +1,6 @@
 """Fixtures that more than one file of tests needs.
 
-Libraries that take seconds to import are imported where they are used: with pytest-xdist, the process that starts the
-workers reads this file too, and they wait for it.
+They import slow libraries when used, because the process that starts pytest-xdist's workers reads this file, too.
 """
 
 from __future__ import annotations
@@ -90,6 +89,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(models: Path) -> Path:
     """One of them, by the name `tiny`. Tests must not change it."""
     return Path(shutil.copytree(models / "llama", models.with_name("tiny")))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory in `tmp_path`."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
 
 
 @pytest.fixture

@@ -198,7 +198,6 @@ def _artists(figure: Any) -> list[tuple[str, str]]:
 
 
 def compare(before: Path, after: Path) -> bool:
-    """Return whether everything is equal, and print the differences."""
     found = {path.relative_to(folder) for folder in (before, after) for path in folder.rglob("*") if path.is_file()}
     differences = 0
     for path in sorted(found):
@@ -235,7 +234,6 @@ def _table_differences(old: Path, new: Path) -> Iterator[str]:
 
 
 def _timed(table: pd.DataFrame) -> pd.Series:
-    """Return which rows are measurements of time or memory."""
     named = [table[name].astype(str).str.contains(TIMED_COLUMNS) for name in ("metric", "quantity") if name in table]
     return sum(named, pd.Series(False, index=table.index)).astype(bool)
 

@@ -56,7 +56,6 @@ class Sequence:
 
 
 def trainable_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the model as it would be trained."""
     twin = copy.deepcopy(model).requires_grad_(True)
     if on_interface(twin):
         twin.set_attn_implementation(NAME)
@@ -118,7 +117,6 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
 
 
 def _gradient(x: torch.Tensor) -> np.ndarray:
-    """Return the gradient; zeros if there is none."""
     return _numpy(torch.zeros_like(x) if x.grad is None else x.grad)
 
 

@@ -3,8 +3,8 @@
     with Hub({"org/name": Repo({"main": folder})}) as hub:
         ...  # HF_ENDPOINT=hub.url
 
-It answers as huggingface.co does where clients look: commit and ETag headers, byte ranges, and the error
-codes that distinguish a missing repository, revision or file and a gated repository.
+It answers as huggingface.co does where clients look: commit and ETag headers, and the error codes that distinguish a
+missing repository, revision or file and a gated repository.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 Files = Path | Mapping[str, bytes]
 
-API = re.compile(r"/api/(?P<kind>model|dataset)s/(?P<repo>[^/]+(?:/[^/]+)?)")
+API = re.compile(r"/api/models/(?P<repo>[^/]+(?:/[^/]+)?)")
 CUT = 0  # the fault of a download that is cut off
-RESOLVE = re.compile(r"/(?P<kind>datasets/)?(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+RESOLVE = re.compile(r"/(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Repo:
 
     revisions: Mapping[str, Files]
     gate: str | None = None
-    kind: str = "model"
 
     @cached_property
     def commits(self) -> dict[str, dict[str, bytes]]:
@@ -100,34 +99,31 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         path = url.path  # unquoted part by part: a revision such as refs/pr/1 holds slashes
-        self.body = self.rfile.read(min(int(self.headers.get("Content-Length") or 0), 1 << 20))
         self.hub.requests.append(f"{self.command} {unquote(path)}")
         try:
             if (match := RESOLVE.fullmatch(path)) is not None:
-                kind = "dataset" if match["kind"] else "model"
-                self._file(kind, match["repo"], unquote(match["revision"]), unquote(match["file"]))
+                self._file(match["repo"], unquote(match["revision"]), unquote(match["file"]))
             elif (match := self._api_match(path)) is not None:
-                self._api(match["kind"], match["repo"], path[match.end() :].strip("/"), parse_qs(url.query))
+                self._api(match["repo"], path[match.end() :].strip("/"), parse_qs(url.query))
             else:
                 self._send(404, {"error": "not found"})
         except _Refused as error:
             self._send(error.status, {"error": error.headers["X-Error-Message"]}, error.headers)
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_GET
 
     def _api_match(self, path: str) -> re.Match[str] | None:
         """Find the repository: in `/api/models/gpt2/tree/main` it is gpt2, not gpt2/tree."""
         match = API.match(path)
         if match is None or match["repo"] in self.hub.repos:
             return match
-        bare = re.match(r"/api/(?P<kind>model|dataset)s/(?P<repo>[^/]+)", path)
+        bare = re.match(r"/api/models/(?P<repo>[^/]+)", path)
         return bare if bare is not None and bare["repo"] in self.hub.repos else match
 
-    def _api(self, kind: str, repo_id: str, rest: str, query: dict[str, list[str]]) -> None:
-        repo = self._repo(kind, repo_id)
-        what, _, tail = rest.partition("/")
-        revision, folder = (unquote(part) for part in (tail or "main").partition("/")[::2])
-        commit = repo.commit(revision)
+    def _api(self, repo_id: str, rest: str, query: dict[str, list[str]]) -> None:
+        repo = self._repo(repo_id)
+        what, _, revision = rest.partition("/")
+        commit = repo.commit(unquote(revision or "main"))
         files = repo.commits[commit]
         if what in ("", "revision"):
             self._send(200, {
@@ -137,20 +133,15 @@ class _Handler(BaseHTTPRequestHandler):
             })  # fmt: skip
         elif what == "tree":
             recursive = query.get("recursive", ["false"])[0].lower() == "true"
-            self._send(200, _tree(files, folder, recursive))
-        elif what == "paths-info":
-            is_json = "json" in (self.headers.get("Content-Type") or "")
-            wanted = (json.loads(self.body) if is_json else parse_qs(self.body.decode())).get("paths", [])
-            entries = {entry["path"]: entry for entry in _tree(files, "", recursive=True)}
-            self._send(200, [entries[path] for path in wanted if path in entries])
+            self._send(200, _tree(files, recursive))
         else:
             self._send(404, {"error": "not found"})
 
-    def _file(self, kind: str, repo_id: str, revision: str, name: str) -> None:
-        repo = self._repo(kind, repo_id)
+    def _file(self, repo_id: str, revision: str, name: str) -> None:
+        repo = self._repo(repo_id)
         if repo.gate is not None and self._token() != repo.gate:
             status = 401 if self._token() is None else 403
-            raise _Refused(status, "GatedRepo", f"Access to {kind} {repo_id} is restricted.")
+            raise _Refused(status, "GatedRepo", f"Access to model {repo_id} is restricted.")
         commit = repo.commit(revision)
         headers = {"X-Repo-Commit": commit}
         content = repo.commits[commit].get(name)
@@ -160,18 +151,11 @@ class _Handler(BaseHTTPRequestHandler):
         fault = faults.pop(0) if faults else None
         if fault:
             raise _Refused(fault, "InternalServerError", "Something went wrong")
-        headers |= {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
-        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if span is None:
-            self._send(200, content, headers, cut=fault == CUT)
-        else:
-            start, end = int(span[1]), min(int(span[2] or len(content) - 1), len(content) - 1)
-            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
-            self._send(206, content[start : end + 1], headers, cut=fault == CUT)
+        self._send(200, content, headers | {"ETag": f'"{hashlib.sha1(content).hexdigest()}"'}, cut=fault == CUT)
 
-    def _repo(self, kind: str, repo_id: str) -> Repo:
+    def _repo(self, repo_id: str) -> Repo:
         repo = self.hub.repos.get(repo_id)
-        if repo is None or repo.kind != kind:
+        if repo is None:
             # without a token, the real hub does not say whether a repository is missing or private
             raise _Refused(404 if self._token() else 401, "RepoNotFound", "Repository not found")
         return repo
@@ -194,17 +178,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing, to keep the tests' output clean; `Hub.requests` has the requests."""
 
 
-def _tree(files: Mapping[str, bytes], folder: str, recursive: bool) -> list[dict[str, Any]]:
-    """Return the listing of a folder in the form of the hub's `tree` endpoint."""
-    inside = f"{folder}/" if folder else ""
+def _tree(files: Mapping[str, bytes], recursive: bool) -> list[dict[str, Any]]:
+    """Return the listing of a repository in the form of the hub's `tree` endpoint."""
     entries: dict[str, dict[str, Any]] = {}
     for name, content in files.items():
-        if not name.startswith(inside):
-            continue
-        parts = name.removeprefix(inside).split("/")
+        parts = name.split("/")
         for depth in range(1, len(parts)):
-            path = inside + "/".join(parts[:depth])
+            path = "/".join(parts[:depth])
             entries[path] = {"type": "directory", "oid": _commit(path), "size": 0, "path": path}
         oid = hashlib.sha1(content).hexdigest()
         entries[name] = {"type": "file", "oid": oid, "size": len(content), "path": name}
-    return [entry for path, entry in entries.items() if recursive or "/" not in path.removeprefix(inside)]
+    return [entry for path, entry in entries.items() if recursive or "/" not in path]

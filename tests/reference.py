@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from support.dense_attention import dense_attention
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -42,12 +41,6 @@ class Layer:
     key: np.ndarray  # (K,T,d)
     value: np.ndarray  # (K,T,d)
     sites: dict[str, np.ndarray]  # site → (T,D)
-
-    @classmethod
-    def of_weights(cls, weights: np.ndarray) -> "Layer":
-        """Return a layer with only its weights known; each head has keys of its own."""
-        nothing = np.zeros((len(weights), 0))
-        return cls(weights, nothing, nothing, nothing, nothing, {})
 
     @property
     def allowed(self) -> np.ndarray:
@@ -294,10 +287,42 @@ def _softmax(
     return calls.weights[-1]
 
 
+class DenseAttention(NamedTuple):
+    """The tensors of attention, including tensors that a fused kernel does not return."""
+
+    logits: torch.Tensor  # (B,H,T,S), masked
+    weights: torch.Tensor  # (B,H,T,S)
+    mix: torch.Tensor  # (B,H,T,d)
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> DenseAttention:
+    """Compute attention of queries (B,H,T,d) to keys and values (B,K,S,d), each of which H ÷ K heads read."""
+    heads, width = query.shape[1], query.shape[-1]
+    key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    logits = query @ key.transpose(2, 3) * (width**-0.5 if scale is None else scale)
+    if is_causal:
+        assert attn_mask is None
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attn_mask, torch.finfo(logits.dtype).min)  # a row of padding has no key
+    elif attn_mask is not None:
+        logits = logits + attn_mask
+    weights = logits.softmax(-1)
+    return DenseAttention(logits, weights, weights @ value)
+
+
 def _dense_sdpa(
     calls: Calls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Compute F.scaled_dot_product_attention in dense form."""
     calls.add(query, key, value)
     attended = dense_attention(query.double(), key.double(), value.double(), *args, **kwargs)
     calls.logits.append(attended.logits)
@@ -432,7 +457,6 @@ def outlier(sequences: list[Sequence]) -> pd.DataFrame:
 
 
 def tables(sequences: list[Sequence], positions: int, window: int, epsilon: float) -> dict[str, pd.DataFrame]:
-    """Return every table of a forward run, without the columns model, condition and token."""
     return {
         "attention": attention(sequences, positions, window, epsilon),
         "attention_heads": attention_heads(sequences),
@@ -508,7 +532,6 @@ def assert_same(ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame]
 
 
 def window_masses(sequences: list[Sequence], window: int) -> np.ndarray:
-    """Return α of every sequence, layer, head and position."""
     return np.array([
         weights[position : position + window, position].mean()
         for sequence in sequences

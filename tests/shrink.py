@@ -1,9 +1,7 @@
 """Makes figures and tables smaller for `reports/`: `python tests/shrink.py FOLDER`, all below it.
 
-PNG files get a palette of 256 colors in place of 16 million. Figures have few colors, and shades between them where
-lines are smoothed: no channel of a pixel of the figures in `reports/` changes by more than 16 of 255, and they take
-40 % of the space. Parquet files are compressed harder; a training by step that still takes more than LARGEST keeps only
-the metrics of the whole model, or else its last step. run.json lists the tables and files that are left.
+PNG files get a palette of 256 colors, which changes no channel of a pixel by more than 16 of 255. Parquet files are
+compressed harder; a training by step larger than LARGEST keeps only the metrics of the whole model, or its last step.
 """
 
 import json
@@ -43,7 +41,6 @@ def shrink_table(path: Path) -> None:
 
 
 def shrink_manifest(path: Path) -> None:
-    """Rewrite one run.json with the tables and files that exist."""
     content, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
     content["tables"] = [name for name in content["tables"] if (folder / "tables" / f"{name}.parquet").is_file()]
     if "files" in content:

@@ -2,15 +2,10 @@
 
     python tests/sweep_models.py [LIST …]
 
-models.csv has the causal types, encoders.csv the types that predict masked tokens, and image_text.csv the types that
-also read pictures or sound and whose text tower is measured. A tiny random model of each type is built from its
-configuration.
-
-For each type that works, `agrees` says whether every column of the tables `attention`, `attention_heads`,
-`sink_positions`, `activation`, `massive` and `gradient` equals the result of plain transformers and autograd, in
-float64 to 1e-10, for a single sequence and for a batch with padding on either side; whether the logits are equal, too;
-and whether the model is unchanged afterwards. `sites` are the sites of the table `activation`: it has no branches if
-only the input and output of a layer are known.
+A tiny random model of each type is built from its configuration. `agrees` says whether every column of the tables
+`attention`, `attention_heads`, `sink_positions`, `activation`, `massive` and `gradient` and the logits equal those of
+plain transformers and autograd, in float64 to 1e-10, alone and padded on either side, and whether the model is
+unchanged afterwards. `sites` are the sites of the table `activation`.
 """
 
 import csv
@@ -34,7 +29,6 @@ from sinkscope.models.in_memory import undisturbed
 
 
 def agreement(row: Row, auto: Any, file: Path) -> dict[str, str]:
-    """Return columns with the sites that are compared with plain transformers, and whether they are equal."""
     if row.outcome not in ("row", "wiring"):
         return {"sites": "", "agrees": ""}
     model = tiny_of(row.model_type, auto=auto)

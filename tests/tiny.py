@@ -71,7 +71,7 @@ TINY: dict[str, tuple[str, dict]] = {
 }
 
 # One for each kind of wiring, of projections of query, key and value, and of positions. Code that acts on a layer by
-# the row of its family works in the same way in the others, whose rows test_families.py and test_projections.py check.
+# the row of its family works in the same way in the others, whose rows test_families.py checks.
 REPRESENTATIVE = (
     "llama", "gemma2", "olmo2", "phi3", "cohere", "gpt_oss", "gpt2", "gpt_neox", "opt", "opt-post-norm", "bloom",
     "falcon", "falcon-new", "mpt", "gptj", "gpt_neo",
@@ -105,14 +105,12 @@ def tiny_tokens(batch: int = 3, length: int = 24, seed: int = 0) -> torch.Tensor
 
 
 def ragged_tokens(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """Return one sequence of each length."""
     return [
         ids[:length].numpy() for ids, length in zip(tiny_tokens(len(lengths), max(lengths), seed), lengths, strict=True)
     ]
 
 
 def written(path: Path, sequences: Iterable[Any]) -> Path:
-    """Write sequences of token ids as JSON lines."""
     path.write_text("".join(json.dumps({"input_ids": np.asarray(ids).tolist()}) + "\n" for ids in sequences))
     return path
 

@@ -8,16 +8,18 @@ In place of softmax weights, measurements read |sim| ÷ Σ|sim| = exp(ℓ - lse)
 lse = log Σ|sim|; only the mix needs sim ÷ Z. φ is applied before the taps (retrofits/operation.py).
 """
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 Divisor = Literal["none", "sum", "at-least-1", "sizes"]  # Z: 1, Σ sim, max(|Σ sim|, 1), or Σ|e^l − 1| + SOFTPICK
@@ -95,7 +97,25 @@ def _log_sum(log: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     return log.masked_fill(~seen, torch.finfo(log.dtype).min).logsumexp(-1)
 
 
-ROW_CHUNK = 64  # rows of attention weights in memory at once; more exceed a CPU's cache
+ROW_CHUNK = 64  # rows of attention weights in memory at once on a CPU; more exceed its cache
+ON_CPU = 400_000  # weights in memory at a time on a CPU: with their derived tensors they fit into its cache
+ON_ACCELERATOR = 64_000_000  # on other devices, which are faster with more
+
+
+def numbers_at_once(device: torch.device, wanted: int) -> int:
+    """Return how many of `wanted` attention weights are computed at a time, by device and its free memory."""
+    if device.type == "cpu":
+        return ON_CPU
+    if device.type != "cuda" or wanted <= ON_ACCELERATOR // 8:  # few: asking would cost more time
+        return ON_ACCELERATOR
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # up to eight tensors of float32 are derived from the weights, in half of what is free
+    return max(ON_CPU, min(ON_ACCELERATOR, (torch.cuda.mem_get_info(device)[0] + cached) // 64))
+
+
+def rows_at_once(room: int, before: int) -> int:
+    """Return how many rows, each with `before` keys and these rows' own, have room: rows · (before + rows) = room."""
+    return (math.isqrt(before**2 + 4 * room) - before) // 2
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,15 @@ class ForbiddenKeys:
     pairs: Callable[[slice, slice, torch.device], torch.Tensor]  # (rows, cols, device) → (B|1,H,R,C) bool
     columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): the columns of the keys in complete sequences
     heads: tuple[int, ...]  # query heads from which the keys are hidden
+
+    def hidden(self, heads: int, device: torch.device) -> torch.Tensor:
+        """Return from which of all heads the keys are hidden, (H,1,1) bool."""
+        return _chosen_heads(self.heads, heads, device)
+
+
+@cache
+def _chosen_heads(chosen: tuple[int, ...], heads: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([head in chosen for head in range(heads)], device=device)[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -143,66 +172,219 @@ class AttentionCall:
 def fused_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention by the kernel of F.scaled_dot_product_attention, with its log-sum-exp.
+    """Compute attention by a kernel of F.scaled_dot_product_attention, with its log-sum-exp.
 
     query (B,H,T,d), key and value (B,K,T,d) → mix (B,H,T,d), log-sum-exp of each row of logits (B,H,T) in float32 or
-    better. Calls that no fused kernel supports are computed in chunks: softcap, sink logits, operations other than
-    softmax, dropout, gradients of the mask, other devices, and value heads of another width.
+    better. Values may have another width. Calls that no fused kernel supports are computed in chunks: softcap,
+    operations other than softmax, dropout, gradients of the mask, several dtypes, and other devices.
     """
     causal = call.causal and call.mask is None and query.shape[2] > 1
-    plain = call.is_softmax and call.softcap is None and not call.dropout and value.shape[-1] == query.shape[-1]
+    plain = (call.softcap, call.operation) == (None, None) and not call.dropout
     whole = key.shape[2] == query.shape[2]
     has_gradient = call.mask is not None and call.mask.requires_grad  # for a bias computed from the tokens
-    if not plain or has_gradient or ((causal or call.forbidden) and not whole):
+    one_dtype = query.dtype == key.dtype == value.dtype  # not under autocast
+    if not (plain and one_dtype) or has_gradient or ((causal or call.forbidden) and not whole):
         return chunked_attention(query, key, value, call)
+    inner = value.shape[-1]
     if call.forbidden:
         mix, lse = fused_attention(*_penalized(query, key, value, call), replace(call, forbidden=()))
-        return mix[..., : value.shape[-1]], lse
-    # the kernels assume that the last axis is contiguous, and do not check it
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    fused = FUSED.get(query.device.type)
-    found = None if fused is None else fused(query, key, value, call, causal)
-    return chunked_attention(query, key, value, call) if found is None else found
+        return mix.narrow(-1, 0, inner), lse
+    width = max(query.shape[-1], inner)
+    if query.device.type != "cpu":  # kernels take multiples of 8 in half precision, and of 4 in float32
+        width += -width % 8
+    given = [_of_width(x, width) for x in (query, key, value)]
+    bias, sinks = None if call.mask is None else _bias(call.mask, query), sink_rows(call, slice(None))
+    choose = FUSED.get(query.device.type)
+    found = None if choose is None else choose(*given, bias, causal, sinks is not None)
+    if found is None:
+        return chunked_attention(query, key, value, call)
+    kernel, *given = found
+    if sinks is None:
+        mix, lse, *_ = kernel.forward(*given, bias, causal, call.scaling)
+    else:
+        mix, lse = _WithSinks.apply(*given, sinks.to(upcast(query).dtype), bias, kernel, causal, call.scaling)
+    return mix.narrow(-1, 0, inner), lse
 
 
-def _on_cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = call.mask
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, is_causal=causal, attn_mask=mask, scale=call.scaling
+def _of_width(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Fill the last axis with zeros. The kernels assume that it is contiguous, and do not check it."""
+    if x.shape[-1] < width:
+        return F.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+LOWEST = torch.finfo(torch.float16).min  # in place of -inf: the rows of padding stay finite, also backward
+_biases = WeakTensorKeyDictionary()  # mask → its bias, because all layers get the same mask
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a mask as numbers that a fused kernel adds to the logits."""
+    on_cpu = mask.device.type == "cpu"
+    if on_cpu and mask.dtype != torch.bool:
+        return mask
+    bias: torch.Tensor | None = _biases.get(mask)
+    is_bool = mask.dtype == torch.bool
+    if bias is None or (is_bool and bias.dtype != query.dtype):
+        if is_bool:
+            bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, LOWEST)
+        else:
+            bias = mask.clamp(min=LOWEST)
+        if not on_cpu and bias.shape[-1] % 8:  # the memory-efficient kernel reads 8 numbers at a time
+            bias = F.pad(bias, (0, -bias.shape[-1] % 8))[..., : mask.shape[-1]]
+        _biases[mask] = bias
+    return bias
+
+
+class Fused(NamedTuple):
+    """A fused kernel of equally wide query, key and value."""
+
+    # (query, key, value, bias, causal, scaling) → mix, lse, and numbers that `backward` needs
+    forward: Callable[..., tuple]
+    # (gradient, query, key, value, bias, mix, lse, these numbers, causal, scaling) → gradients of query, key and value
+    backward: Callable[..., tuple]
+
+
+def _cpu_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+) -> tuple:
+    found: tuple = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, is_causal=causal, attn_mask=bias, scale=scale
     )
     return found
 
 
-def _on_cuda(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Use the flash kernel if possible (half precision; heads may be grouped), else the memory-efficient one.
+def _cpu_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
+    mix: torch.Tensor, lse: torch.Tensor, state: tuple, causal: bool, scale: float,
+) -> tuple:  # fmt: skip
+    found: tuple = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, mix, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return found
 
-    Returns None if neither takes these: float64, or bfloat16 on a GPU before Ampere.
+
+def _flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: None, causal: bool, scale: float
+) -> tuple:
+    found: tuple = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    return found
+
+
+def _flash_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: None,
+    mix: torch.Tensor, lse: torch.Tensor, state: tuple, causal: bool, scale: float,
+) -> tuple:  # fmt: skip
+    *lengths, seed, offset, _ = state
+    found: tuple = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        gradient, query, key, value, mix, lse, *lengths, 0.0, causal, seed, offset, scale=scale
+    )
+    return found
+
+
+def _efficient_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+) -> tuple:
+    if bias is not None:
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    mix, lse, *state = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, 0.0, causal, scale=scale
+    )
+    return mix, lse[..., : query.shape[2]], *state  # lse is padded to a multiple of 32
+
+
+def _efficient_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
+    mix: torch.Tensor, lse: torch.Tensor, state: tuple, causal: bool, scale: float,
+) -> tuple:  # fmt: skip
+    if bias is not None:
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    *found, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        gradient, query, key, value, bias, mix, lse, *state, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return tuple(found)
+
+
+CPU = Fused(_cpu_forward, _cpu_backward)
+FLASH = Fused(_flash_forward, _flash_backward)
+EFFICIENT = Fused(_efficient_forward, _efficient_backward)
+Chosen = tuple[Fused, torch.Tensor, torch.Tensor, torch.Tensor]  # a kernel with its query, key and value
+
+
+def _for_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Chosen:
+    return CPU, query, key, value
+
+
+def _for_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, sinks: bool
+) -> Chosen | None:
+    """Choose the flash kernel if possible (half precision, no mask; heads may be grouped), else the efficient one.
+
+    Returns None if neither takes these: float64, bfloat16 on a GPU before Ampere, or a more precise bias.
     """
-    if call.mask is not None:
+    if bias is not None and bias.dtype != query.dtype:
         return None
-    width, how = query.shape[-1], {"is_causal": causal, "scale": call.scaling}
-    if width % 8:  # the kernels take multiples of 8 in half precision, and of 4 in float32
-        query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
     parameters = torch.backends.cuda.SDPAParams
     grouped = key.shape[1] != query.shape[1]
-    if torch.backends.cuda.can_use_flash_attention(parameters(query, key, value, None, 0.0, causal, grouped)):
-        mix, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
-        return mix.narrow(-1, 0, width), lse
+    is_narrow = not sinks or query.shape[-1] + MORE <= 256  # so that `_WithSinks` can widen it
+    if bias is None and is_narrow:
+        asked = parameters(query, key, value, None, 0.0, causal, grouped)
+        if torch.backends.cuda.can_use_flash_attention(asked):
+            return FLASH, query, key, value
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-    if not torch.backends.cuda.can_use_efficient_attention(parameters(query, key, value, None, 0.0, causal, False)):
-        return None
-    mix, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, **how)
-    return mix.narrow(-1, 0, width), lse[..., : query.shape[2]]  # lse is padded to a multiple of 32
+    asked = parameters(query, key, value, bias, 0.0, causal, False)
+    return (EFFICIENT, query, key, value) if torch.backends.cuda.can_use_efficient_attention(asked) else None
 
 
 # by type of device; None if no kernel of the device takes the call
-FUSED: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor] | None]] = {"cpu": _on_cpu, "cuda": _on_cuda}
+FUSED: dict[str, Callable[..., Chosen | None]] = {"cpu": _for_cpu, "cuda": _for_cuda}
+
+MORE = 8  # coordinates by which `_WithSinks` widens the tensors
+
+
+class _WithSinks(torch.autograd.Function):
+    """A fused kernel with one more logit in each row's denominator, which has no value.
+
+        mix = mix of the kernel · exp(lse of the kernel - lse)        lse = logaddexp(lse of the kernel, sink)
+
+    A kernel's backward pass reads only the weights a[t,s] = exp(l[t,s] - lse[t]) and Δ[t] = gradient[t] · mix[t]:
+
+        ∂l[t,s] = a[t,s] (gradient[t] · v[s] - Δ[t])
+
+    which holds for the final mix and lse, too, because the sink's value is 0. The gradient of lse, if any, adds
+    a[t,s] ∂lse[t]: one more coordinate of gradient and mix lowers Δ by it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor,
+        bias: torch.Tensor | None, kernel: Fused, causal: bool, scaling: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        mix, of_keys, *state = kernel.forward(query, key, value, bias, causal, scaling)
+        lse = of_keys.logaddexp(sinks)
+        mix = (mix * (of_keys - lse).exp()[..., None]).to(mix.dtype)
+        ctx.save_for_backward(query, key, value, sinks, bias, mix, lse)
+        ctx.kernel, ctx.state, ctx.causal, ctx.scaling = kernel, state, causal, scaling
+        ctx.set_materialize_grads(False)
+        return mix, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+        query, key, value, sinks, bias, mix, lse = ctx.saved_tensors
+        gradient, of_lse = gradients
+        gradient = torch.zeros_like(mix) if gradient is None else gradient
+        total = torch.linalg.vecdot(upcast(gradient), upcast(mix))
+        width = query.shape[-1]
+        given: tuple[torch.Tensor, ...] = (query, key, value)
+        if of_lse is not None:
+            total = total - of_lse
+            given = tuple(F.pad(x, (0, MORE)) for x in given)
+            lowered = torch.cat([gradient, -of_lse[..., None].to(gradient.dtype)], dim=-1)
+            gradient, mix = F.pad(lowered, (0, MORE - 1)), F.pad(mix, (0, MORE), value=1.0)
+        found = ctx.kernel.backward(gradient, *given, bias, mix, lse, ctx.state, ctx.causal, ctx.scaling)
+        of_sinks = -((sinks - lse).exp() * total).sum_to_size(sinks.shape)
+        return *(x[..., :width] for x in found), of_sinks, None, None, None, None
+
 
 PENALTY = 1e4  # added to a logit: e^-10000 is 0, and half precision can represent its square root
 
@@ -218,8 +400,7 @@ def _penalized(
     queries, keys = [], []
     for forbidden in call.forbidden:
         columns = forbidden.columns(query.device)[:, None, None]  # (B|1,1,1,n)
-        hidden = torch.zeros(query.shape[1], 1, 1, dtype=torch.bool, device=query.device)
-        hidden[list(forbidden.heads)] = True
+        hidden = forbidden.hidden(query.shape[1], query.device)
         queries.append(((token[:, None] != columns) & hidden).expand(len(query), -1, -1, -1))
         keys.append((token[:, None] == columns).expand(len(key), key.shape[1], -1, -1))
     further = [torch.cat(parts, dim=-1).to(query.dtype) * size for parts in (queries, keys)]
@@ -230,10 +411,16 @@ def _penalized(
 
 
 def chunked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int = ROW_CHUNK
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, chunk: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the same as `fused_attention`, for any call, with `chunk` rows of weights at a time, also backward."""
-    length = query.shape[2]
+    """Compute the same as `fused_attention`, for any call, with `chunk` rows of weights at a time, also backward.
+
+    By default there are as many rows as the device computes at a time.
+    """
+    length, device = query.shape[2], query.device
+    if chunk is None:
+        row = query[:, :, 0, 0].numel() * key.shape[2]
+        chunk = ROW_CHUNK if device.type == "cpu" else max(1, numbers_at_once(device, row * length) // row)
     chunks = [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
     if len(chunks) == 1:
         return _attend_rows(query, key, value, call, chunks[0])
@@ -280,7 +467,7 @@ def masked(logits: torch.Tensor, call: AttentionCall, rows: slice, queries: int)
 def raw_logits(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor:
     """Return scaling · q·k with the softcap and no mask: query (B,H,R,d), key (B,K,C,d) → (B,H,R,C), float32+."""
     with without_autocast(query):
-        logits = grouped_matmul(upcast(query), upcast(key).transpose(-1, -2)).mul_(call.scaling)
+        logits = products(query, key.transpose(-1, -2)).mul_(call.scaling)
     return logits if call.softcap is None else call.softcap * (logits / call.softcap).tanh()
 
 
@@ -312,6 +499,40 @@ def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     groups = right.shape[1]
     grouped = left.reshape(batch, groups, heads // groups * rows, inner)
     return (grouped @ right).view(batch, heads, rows, right.shape[-1])
+
+
+# types of devices with a product of half-precision matrices in float32, which PyTorch has since 2.8
+HALF_PRODUCTS = {"cuda"} if hasattr(torch.ops.aten.bmm, "dtype") else set()
+
+
+class _HalfProduct(torch.autograd.Function):
+    """left @ right of half-precision matrices, in float32; the gradient is rounded, as in the fused kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(left, right)
+        return torch.bmm(left, right, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = ctx.saved_tensors
+        gradient = gradients[0].to(left.dtype)
+        return gradient @ right.mT, left.mT @ gradient
+
+
+def factor(x: torch.Tensor) -> torch.Tensor:
+    """Return x in the dtype in which `products` multiplies it."""
+    return x if x.device.type in HALF_PRODUCTS else upcast(x)
+
+
+def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Multiply as `grouped_matmul` does, in float32 or better, which is exact for products of half precision."""
+    is_half = left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16)
+    if not (is_half and left.device.type in HALF_PRODUCTS):
+        return grouped_matmul(upcast(left), upcast(right))
+    groups = right.shape[1]
+    grouped = left.unflatten(1, (groups, -1)).flatten(2, 3).flatten(0, 1)
+    return _HalfProduct.apply(grouped, right.flatten(0, 1)).view(*left.shape[:-1], right.shape[-1])
 
 
 def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

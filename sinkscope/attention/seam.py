@@ -62,7 +62,8 @@ def attend(
         attention_mask = biased_mask(attention_mask, position_bias, causal=causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     sink_logits = s_aux if sinks is None else sinks.squeeze(-1)  # (H,), or for every query (B,H,T,1)
-    if attention_mask is not None:  # older encoders make one row (B,1,1,T) for all queries
+    if attention_mask is not None and attention_mask.shape[2] != query.shape[2]:
+        # older encoders make one row (B,1,1,T) for all queries
         attention_mask = attention_mask.expand(-1, -1, query.shape[2], -1)
     call = AttentionCall(attention_mask, scaling, softcap, sink_logits, dropout=dropout, causal=causal)
     if other is not None:

@@ -27,14 +27,21 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from sinkscope.attention.kernels import AttentionCall, grouped_matmul, raw_logits, row_weights
+from sinkscope.attention.kernels import (
+    AttentionCall,
+    grouped_matmul,
+    numbers_at_once,
+    raw_logits,
+    row_weights,
+    rows_at_once,
+)
 from sinkscope.attention.seam import attend, attention_implementation
 from sinkscope.attention.taps import Seam, denominator_of
 from sinkscope.errors import InputError, SinkscopeError, described
 from sinkscope.models.family import NO_POSITIONS, Family, text_arguments
 
 NAME = "sinkscope-streaming"  # name of the attention implementation
-BLOCK = 128  # queries at a time
+BLOCK = 128  # queries at a time on a CPU
 
 # (sequence, head, query's position, key's position) → bool, broadcasting: transformers makes its masks from it
 Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -72,7 +79,7 @@ def streamed_attention(
     call: AttentionCall,
     cache: Cache,
     sees: Sees,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute mix and log-sum-exp of every token over its cache, as one row over the first tokens and the window.
 
@@ -80,7 +87,11 @@ def streamed_attention(
     tokens. `sees` is the model's own mask.
     """
     mixes, lses = [], []
-    length = query.shape[2]
+    length, device, row = query.shape[2], query.device, query[:, :, 0, 0].numel()
+    if block is None and device.type == "cpu":
+        block = BLOCK
+    elif block is None:
+        block = max(1, rows_at_once(numbers_at_once(device, row * length**2) // row, cache.keep + cache.window))
     for start in range(0, length, block):
         rows = slice(start, min(start + block, length))
         first, band = slice(0, min(cache.keep, rows.stop)), cache.band(rows)

@@ -317,7 +317,7 @@ def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) 
     dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1]))[:, :, cached:])
     found = upcast(scores).diagonal(cached, dim1=-2, dim2=-1)
     seen = found > MASKED  # not padding
-    dots, found = dots[seen].double(), found[seen].double()
-    scaling = dots @ found / dots.square().sum()
+    dots, found = (x.where(seen, 0.0).double() for x in (dots, found))
+    scaling = (dots * found).sum() / dots.square().sum()
     is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # tolerance for half precision
-    return float(scaling) if is_exact else float("nan")
+    return float(scaling.where(is_exact, torch.nan))

@@ -5,20 +5,31 @@
 A few columns cost O(T·d), a diagonal band O(T·W·d), and all columns one more Q·Kᵀ in row chunks.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 import torch.nn.functional as F
 
-from sinkscope.attention.kernels import MASKED, ROW_CHUNK, AttentionCall, causal, raw_logits, sink_rows, upcast
+from sinkscope.attention.kernels import (
+    MASKED,
+    ROW_CHUNK,
+    AttentionCall,
+    causal,
+    factor,
+    numbers_at_once,
+    products,
+    raw_logits,
+    repeat_heads,
+    rows_at_once,
+    sink_rows,
+    upcast,
+)
 from sinkscope.text.batch import Batch
 
 SHORT = 256  # all columns are read up to this length, where this costs little
 SMALLEST = -80.0  # the logarithm of a weight is clamped here, at 2e-35
-AT_ONCE = 400_000  # weights in memory at a time: with their derived tensors they fit into a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -65,24 +76,17 @@ class AttentionRead:
     def allowed(self, rows: slice, cols: slice) -> torch.Tensor | None:
         """Return which keys each real query may attend to, (B|1,H|1,R,C) bool; None: all of them."""
         call, device = self.call, self.query.device
-        sees_all = call.looks_ahead or rows.start >= cols.stop - 1  # except for the mask
-        nothing_else = (call.mask, call.scores, self.batch.valid) == (None, None, None) and not call.forbidden
-        if sees_all and nothing_else:
-            return None
-        size = (rows.stop - rows.start, cols.stop - cols.start)
-        seen = torch.ones(size, dtype=torch.bool, device=device) if sees_all else causal(rows, cols, 0, device)
-        seen = seen[None, None]
-        for forbidden in call.forbidden:
-            seen = seen & ~forbidden.pairs(rows, cols, device)
-        if call.scores is not None:
-            seen = seen & (call.scores[:, :, rows, cols] > MASKED)
-        elif call.mask is not None:
-            mask = call.mask[:, :, rows, cols]
-            seen = seen & (mask if mask.dtype == torch.bool else mask > MASKED)
-        if self.batch.valid is not None:
-            valid = self.batch.valid.to(device)
-            seen = seen & valid[:, None, rows, None] & valid[:, None, None, cols]
-        return seen
+        parts = [~forbidden.pairs(rows, cols, device) for forbidden in call.forbidden]
+        mask = call.mask if call.scores is None else call.scores  # includes causality
+        if mask is not None:
+            mask = mask[:, :, rows, cols]
+            parts.append(mask if mask.dtype == torch.bool else mask > MASKED)
+        elif not call.looks_ahead and rows.start < cols.stop - 1:
+            parts.append(causal(rows, cols, 0, device)[None, None])
+        valid = self.batch.valid_on(device)
+        if valid is not None:
+            parts += [valid[:, None, rows, None], valid[:, None, None, cols]]
+        return reduce(torch.logical_and, parts) if parts else None
 
     def logits(self, rows: slice, cols: slice) -> torch.Tensor:
         """Return pre-softmax logits (B,H,R,C) in float32 or better; undefined but finite where `allowed` is False."""
@@ -99,10 +103,15 @@ class AttentionRead:
     def _all_logits(self) -> torch.Tensor:
         return self._logits(slice(0, self.length), slice(0, self.length))
 
+    @cached_property
+    def _key(self) -> torch.Tensor:
+        return factor(self.key).contiguous()  # for all chunks, each of which would copy it
+
     def _logits(self, rows: slice, cols: slice) -> torch.Tensor:
         if self.call.scores is not None:
             return upcast(self.call.scores[:, :, rows, cols]).clamp(min=MASKED)
-        logits = raw_logits(self.query[:, :, rows], self.key[:, :, cols], self.call)
+        key = self._key if self._is_long else self.key
+        logits = raw_logits(self.query[:, :, rows], key[:, :, cols], self.call)
         mask = self.call.mask
         if mask is None or mask.dtype == torch.bool:
             return logits
@@ -119,11 +128,14 @@ class AttentionRead:
         lse = self.lse[:, :, rows, None]
         log_weights = (log_sim.sub_(lse) if self._is_long else log_sim - lse).clamp_(SMALLEST, 0.0)
         weights = log_weights.exp()
-        # under the plain causal mask all of these queries see all keys before the first query
-        hidden = slice(min(max(cols.start, rows.start), cols.stop), cols.stop) if self.is_plain else cols
-        allowed = self.allowed(rows, hidden)
+        if self.is_plain:
+            hidden = slice(max(cols.start, rows.start), cols.stop)  # all queries see all keys before the first query
+            if hidden.start < hidden.stop - 1:
+                weights[..., hidden.start - cols.start :].mul_(_near(rows, hidden, self.length, 0, weights))
+            return weights, log_weights
+        allowed = self.allowed(rows, cols)
         if allowed is not None:  # mixed types are several times slower
-            weights[..., hidden.start - cols.start :].mul_(allowed.to(weights.dtype))
+            weights.mul_(allowed.to(weights.dtype))
         if self.batch.valid is not None:  # a padding query may see no key, and then has no lse
             weights.nan_to_num_(0.0)
             log_weights.nan_to_num_(0.0)
@@ -158,7 +170,7 @@ class ColumnSums:
 
 
 def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | None = None) -> ColumnSums:
-    """Compute column statistics of a layer's attention weights, in chunks of rows (None: as many as AT_ONCE allows).
+    """Compute column statistics of a layer's attention weights, in chunks of rows (None: by `chunks_at_once`).
 
     `mass` and `second` cover the first `columns` columns, or all if the sequence is SHORT.
     """
@@ -173,24 +185,33 @@ def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | Non
     if plain:
         windows = plain_window_sums(read, window, max(chunk or ROW_CHUNK, window))
         _correct_forbidden(read, windows)
-    most = length if whole or plain else ROW_CHUNK  # each chunk then also has a band
-    for rows in row_chunks(length, chunk) if chunk else chunks_at_once(read, columns, most):
+    # without `whole` and `plain` each chunk also has a band
+    chunks = chunks_at_once(read, columns, None if whole or plain else window)
+    for rows in row_chunks(length, chunk) if chunk else chunks:
         cols = read.keys(rows, columns)
         weights, log_weights = read.weights(rows, cols)
-        mass[..., cols] += weights.sum(2)
+        mass[..., cols].add_(weights.sum(2))
         if entropy is not None:
             entropy[..., rows] = -log_weights.mul_(weights).sum(-1)
-        second[..., cols] += torch.mul(weights, weights, out=log_weights).sum(2)  # square() is several times slower
+        # square() is several times slower
+        second[..., cols].add_(torch.mul(weights, weights, out=log_weights).sum(2))
         if plain:
             continue
         band = slice(max(0, rows.start - window + 1), min(read.keys(rows).stop, rows.stop + window - 1))
         band_weights = weights[..., band] if whole else read.weights(rows, band)[0]
         if max(rows.stop - 1 - band.start, band.stop - 1 - rows.start) >= window:
-            row = torch.arange(rows.start, rows.stop, device=weights.device)[:, None]
-            column = torch.arange(band.start, band.stop, device=weights.device)
-            band_weights = band_weights * ((row - column).abs() < window)
-        windows[..., band] += band_weights.sum(2)
+            band_weights = band_weights * _near(rows, band, window - 1, window - 1, weights)
+        windows[..., band].add_(band_weights.sum(2))
     return ColumnSums(mass, second, windows, entropy)
+
+
+def _near(rows: slice, cols: slice, before: int, after: int, like: torch.Tensor) -> torch.Tensor:
+    """Return 1 for keys from `before` tokens before the query to `after` tokens after it, else 0: (R,C), not bool.
+
+    Products of mixed types are several times slower.
+    """
+    ones, diagonal = like.new_ones(rows.stop - rows.start, cols.stop - cols.start), rows.start - cols.start
+    return ones.tril_(diagonal + after).triu_(diagonal - before)
 
 
 def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Tensor:
@@ -201,42 +222,47 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
     reach = window - 1
     blocks = -(-read.length // block)
     groups = (read.key.shape[1], read.query.shape[1] // read.key.shape[1])  # query heads grouped by their key head
-    keys = F.pad(upcast(read.key) * read.call.scaling, (0, 0, reach, blocks * block - read.length))
+    keys = F.pad(factor(read.key), (0, 0, reach, blocks * block - read.length))
     keys = keys.unfold(2, block + reach, block)  # (B,K,blocks,d,C)
     # query r of a block sees column c = r … r + W-1 of its keys
-    distance = torch.arange(block + reach, device=keys.device) - torch.arange(block, device=keys.device)[:, None]
-    near = ((distance >= 0) & (distance <= reach)).to(keys.dtype)
+    near = _near(slice(reach, reach + block), slice(0, reach + block), reach, 0, read.lse)
     sums = read.lse.new_zeros(*read.lse.shape[:2], blocks * block + reach)  # with `reach` columns before the first key
-    at_once = max(1, AT_ONCE // (read.lse[..., 0].numel() * near.numel()))
+    of_block = read.lse[..., 0].numel() * near.numel()
+    at_once = max(1, numbers_at_once(read.lse.device, of_block * blocks) // of_block)
     for first in range(0, blocks, at_once):
         rows = slice(first * block, min(first + at_once, blocks) * block)
         padding = max(0, rows.stop - read.length)
-        query, lse = upcast(read.query[:, :, rows]), read.lse[:, :, rows]
+        query, lse = read.query[:, :, rows], read.lse[:, :, rows]
         if padding:  # without padding, F.pad would still copy the tensor
             query, lse = F.pad(query, (0, 0, 0, padding)), F.pad(lse, (0, padding), value=torch.inf)
         query, lse = (x.unflatten(2, (-1, block)).unflatten(1, groups).transpose(2, 3) for x in (query, lse))
-        products = query.flatten(3, 4) @ keys[:, :, first : first + at_once]  # (B,K,blocks at once,H/K · block,C)
-        weights = products.unflatten(3, (groups[1], block)).sub_(lse.unsqueeze(-1)).clamp_(SMALLEST, 0.0).exp_()
+        own = keys[:, :, first : first + at_once]
+        logits = products(query.flatten(3, 4).flatten(0, 1), own.flatten(0, 1))  # (B·K,blocks at once,H/K · block,C)
+        logits = logits.unflatten(0, query.shape[:2]).unflatten(3, (groups[1], block))
+        weights = torch.add(-lse.unsqueeze(-1), logits, alpha=read.call.scaling, out=logits)
+        weights.clamp_(SMALLEST, 0.0).exp_()
         columns = weights.mul_(near).sum(4).transpose(2, 3).flatten(1, 2)  # (B,H,blocks at once,C)
-        sums[..., rows].unflatten(2, (-1, block))[..., :reach] += columns[..., :reach]
-        sums[..., reach:][..., rows] += columns[..., reach:].flatten(2)
+        sums[..., rows].unflatten(2, (-1, block))[..., :reach].add_(columns[..., :reach])
+        sums[..., reach:][..., rows].add_(columns[..., reach:].flatten(2))
     return sums[..., reach : reach + read.length]
 
 
 def _correct_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
     """Set the sums of keys that are hidden from all later queries to their own token's weight."""
     for forbidden in read.call.forbidden:
-        for column in forbidden.columns(windows.device)[0].tolist():  # no padding: the same in all sequences
-            if column < read.length:
-                itself = slice(column, column + 1)
-                own, _ = read.weights(itself, itself)
-                windows[:, forbidden.heads, column] = own[:, forbidden.heads, 0, 0]
+        columns = forbidden.columns(windows.device)[0]  # no padding: the same in all sequences
+        own = columns.clamp(max=read.length - 1)
+        query, key = (repeat_heads(x.index_select(2, own), windows.shape[1]) for x in (read.query, read.key))
+        logits = read.call.scaling * torch.linalg.vecdot(upcast(query), upcast(key))
+        weights = (logits - read.lse.index_select(2, own)).clamp(SMALLEST, 0.0).exp()
+        hidden = forbidden.hidden(windows.shape[1], windows.device)[:, 0] & (columns < read.length)
+        windows.scatter_(2, own.expand_as(weights), torch.where(hidden, weights, windows.index_select(2, own)))
 
 
 def keys_seen(read: AttentionRead) -> torch.Tensor:
     """Return how many keys each real query may attend to, (B|1,H|1,T)."""
     counts = []
-    for rows in row_chunks(read.length):
+    for rows in chunks_at_once(read, read.length):
         allowed = read.allowed(rows, read.keys(rows))
         if allowed is None:
             allowed = torch.ones(1, 1, rows.stop - rows.start, read.keys(rows).stop, device=read.lse.device)
@@ -245,17 +271,22 @@ def keys_seen(read: AttentionRead) -> torch.Tensor:
     return torch.cat([count.expand(*shape, -1) for count in counts], dim=-1).to(read.lse.dtype)
 
 
-def chunks_at_once(read: AttentionRead, columns: int, most: int) -> Iterator[slice]:
-    """Yield chunks of at most `most` rows, with AT_ONCE numbers in the weights to `columns` keys and the queries.
+def chunks_at_once(read: AttentionRead, columns: int, window: int | None = None) -> Iterator[slice]:
+    """Yield chunks of as many rows as the device computes at once, of weights to `columns` keys.
 
-    Under a causal mask the first rows see few keys, so that their chunks are larger.
+    Under a causal mask the first rows see few keys, so that their chunks are larger. With `window`, there is also room
+    for the rows' own keys and `window` further ones.
     """
-    room, start = AT_ONCE // read.lse[..., 0].numel(), 0
-    while start < read.length:
-        # solves rows · (start + rows) = room: the rows see start + rows keys
-        causal_rows = 0 if read.call.looks_ahead else (math.isqrt(start**2 + 4 * room) - start) // 2
-        rows = max(1, min(most, max(causal_rows, room // columns), room // read.query.shape[-1]))
-        yield slice(start, min(start + rows, read.length))
+    row, length, on_cpu = read.lse[..., 0].numel(), read.length, read.lse.device.type == "cpu"
+    wanted = row * length * (columns if window is None else length)
+    room, start = numbers_at_once(read.lse.device, wanted) // row, 0
+    most = min(length, room // read.query.shape[-1]) if on_cpu else length  # the queries are in a CPU's cache, too
+    if window is not None:
+        most = min(most, ROW_CHUNK if on_cpu else rows_at_once(room, window))
+    while start < length:
+        causal_rows = 0 if read.call.looks_ahead else rows_at_once(room, start)
+        rows = max(1, min(most, max(causal_rows, room // columns)))
+        yield slice(start, min(start + rows, length))
         start += rows
 
 

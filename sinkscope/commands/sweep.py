@@ -29,7 +29,7 @@ from sinkscope.errors import InputError, SinkscopeError, counted, described, one
 from sinkscope.figures import FIGURES, is_of
 from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.console import print_line
-from sinkscope.measuring.passes import TOKENS_PER_BATCH
+from sinkscope.measuring.passes import TOKENS_ON_CPU, TOKENS_PER_BATCH
 from sinkscope.measuring.processes import team, together
 from sinkscope.models.files import SPARE, evict, find_settings, free_room, gigabytes, is_on_hub, missing_weights, quiet
 from sinkscope.models.loading import count_parameters, read_config, read_once, stays_on_cpu
@@ -79,7 +79,7 @@ class Size:
             return int(MARGIN * (AT_LEAST + 5 * self.parameters * BYTES["float32"] + logits))
         length = getattr(options, "seq_len", QUESTION_TOKENS)
         if options.batch_size == "auto":
-            tokens = TOKENS_PER_BATCH["cpu" if stays_on_cpu(options.device_map) else "cuda"]
+            tokens = TOKENS_ON_CPU[False] if stays_on_cpu(options.device_map) else TOKENS_PER_BATCH
         else:
             tokens = options.batch_size * length
         logits = max(tokens, length) * self.vocabulary * BYTES["float32"]
@@ -378,7 +378,8 @@ def size_of(options: Any) -> Size:
     if files is None:  # `train` creates it
         return Size(parameters, parameters * BYTES["float32"], vocabulary)
     stored = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
-    dtype = options.dtype or ("float32" if files.gguf or stays_on_cpu(options.device_map) else stored)
+    on_gpu = "bfloat16" if files.gguf else stored
+    dtype = options.dtype or ("float32" if stays_on_cpu(options.device_map) else on_gpu)
     download = missing_weights(files.source, files.folder) if files.commit is not None else 0
     return Size(parameters, parameters * BYTES.get(dtype, 4), vocabulary, download)
 

@@ -232,7 +232,7 @@ class TrainingArms:
                 self._save(model, folder / "checkpoints" / "checkpoint-0")
         is_complete, begun = not (folder / "training").exists(), time.perf_counter()
         probed = (self.measuring.epsilon, self.asked.fixed_position or 0, self.asked.probe)
-        probe = probe_of(self.task, self.family, self.blocks.held_out, *probed)
+        probe = probe_of(self.task, self.family, self.blocks.held_out, *probed, self.blocks.masked_by)
         history = train(
             model,
             self.blocks,

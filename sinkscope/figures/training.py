@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS, Metric
 from sinkscope.results.run import RunData
 from sinkscope.training.tables import HELD_OUT, UNTOUCHED, courses, sinking_layer
-from sinkscope.verdict.onsets import QUANTITIES, onset_table
+from sinkscope.verdict.onsets import QUANTITIES, RunsByStep
 from sinkscope.verdict.trained import without_start
 
 # --- Growth of sinks, gradient sinks and massive activations in training: metrics of the model by training step
@@ -124,12 +124,11 @@ CHANCE: Look = {"facecolor": "0.82", "edgecolor": "none"}
 
 
 @needs(
-    lambda runs: len(onset_table(runs)),
+    lambda runs: len(runs.onsets),
     "two of sink rate, norm and value gradient are needed, on the same two or more sequences at two or more steps",
 )
-def draw_training_onsets(runs: Checkpoints) -> Figure:
-    runs = sorted(runs, key=lambda pair: pair[0])
-    table = onset_table(runs)
+def draw_training_onsets(runs: RunsByStep) -> Figure:
+    table = runs.onsets
     found = {(row.number, row.quantity): row for row in table.itertuples()}
     names, leads = [name for number, name in found if number == "onset"], table[table["number"] == "lead"]
     heights = [1.0] * len(names) + [0.1 + 0.36 * len(leads)] * (len(leads) > 0)
@@ -203,6 +202,10 @@ class Arms:
     def all_have(self, *tables: str) -> bool:
         """Return whether every arm's run has these tables."""
         return all(set(tables) <= set(run.tables) for run in self.runs.values())
+
+    @cached_property
+    def courses(self) -> dict[tuple[str, int], pd.DataFrame]:
+        return courses(self.tables["training"], HELD_OUT)
 
     @property
     def seeds(self) -> int:
@@ -374,13 +377,9 @@ def draw_retrofit_training(arms: Arms) -> Figure:
 # loss, because one that learns more slowly also has its sink later.
 
 
-def _courses(arms: Arms) -> dict[tuple[str, int], pd.DataFrame]:
-    return courses(arms.tables["training"], HELD_OUT)
-
-
-@needs(_courses, "no arm has a held-out loss by step: train with --probe attention")
+@needs(lambda arms: arms.courses, "no arm has a held-out loss by step: train with --probe attention")
 def draw_retrofit_equal_loss(arms: Arms) -> Figure:
-    found = _courses(arms)
+    found = arms.courses
     looks = arm_looks(dict.fromkeys(arm for arm, _ in found))
     figure = new_figure(style.TEXT, 3.0)
     ax = figure.subplots()

@@ -179,7 +179,7 @@ class Experiment:
         return {0, *(at for wanted in self.wanted.values() for part in wanted for at in part.watched)}
 
     def _measured_before(self) -> Arm:
-        check = parity_check(self.subject, self.config, self.chosen.costs)
+        check = parity_check(self.subject, self.config, self.chosen.backward)
         asked = sorted({at for stack in self.wanted.values() for part in stack for at in part.reads_means})
 
         def fresh() -> list[Observable]:
@@ -270,7 +270,7 @@ class Experiment:
         subject, (part,) = self.subject, resolved  # such an arm has one part only (see `wanted_arms`)
         caches = part.model_dump()
         model, inputs = subject.loaded.model, subject.inputs
-        size = self.batch_size or first_size(inputs, model, self.config.batch_size, costs=1)
+        size = self.batch_size or first_size(inputs, model, self.config.batch_size)
         tables = measure_streaming(model, subject.family, inputs, caches["window"], caches["keep"], size)
         self._collect(tables, label)
         self.records[label] = self._record(label, resolved, known.target)
@@ -344,9 +344,9 @@ class Experiment:
         return whole_pass(self.subject, self._change(stack, make), step, *self._sizes)
 
     @property
-    def _sizes(self) -> tuple[int | Literal["auto"], int, Console]:
-        """Return the batch size (one that fitted is used again), memory costs and console of a pass."""
-        return self.batch_size or self.config.batch_size, self.chosen.costs, self.console
+    def _sizes(self) -> tuple[int | Literal["auto"], bool, Console]:
+        """Return the batch size (one that fitted is used again), whether there are gradients, and the console."""
+        return self.batch_size or self.config.batch_size, self.chosen.backward, self.console
 
     def _collect(self, raw: Mapping[str, pd.DataFrame], condition: str) -> None:
         for name, table in publish(raw, self.subject.loaded, condition).items():

@@ -100,7 +100,6 @@ def make_manifest(
 
 
 NOT_REPEATED = "the tokens of a sequence are not one and the same (--input repeated --bos never)"
-BACKWARD_COSTS = 4  # approximate memory in forward passes: logits and every layer's activations are kept
 
 
 def measure(
@@ -113,14 +112,14 @@ def measure(
     loaded, family, inputs = subject.loaded, subject.family, subject.inputs
     chosen, settings = choose(subject, config), settings_of(subject, config)
     facts = Facts(not_measured=chosen.left_out)
-    check = parity_check(subject, config, chosen.costs)
+    check = parity_check(subject, config, chosen.backward)
 
     def fresh() -> list[Observable]:
         return [*prepared(chosen.first, settings, subject), *check.fresh()]
 
     with open_tracer(loaded.model, family, config.attn) as tracer:
         step = tracer.forward_backward if chosen.backward else tracer.forward
-        done = pass_over(tracer.model, inputs, fresh, step, config.batch_size, chosen.costs, console)
+        done = pass_over(tracer.model, inputs, fresh, step, config.batch_size, chosen.backward, console)
         facts.batch_size, facts.parity = done.batch_size, check.error
         facts.loss = done.loss / inputs.num_predicted if chosen.backward else None
         if facts.loss is not None and not math.isfinite(facts.loss):
@@ -175,11 +174,6 @@ class Chosen:
     @property
     def backward(self) -> bool:
         return any(OBSERVABLES[name].backward for name in self.first)
-
-    @property
-    def costs(self) -> int:
-        """Memory of the pass in units of a forward pass."""
-        return BACKWARD_COSTS if self.backward else 1
 
 
 def choose(subject: Subject, config: RunConfig) -> Chosen:

@@ -277,14 +277,14 @@ def largest_difference(found: torch.Tensor, expected: torch.Tensor, mask: torch.
     return float(((found - expected).norm(dim=-1) / sizes)[mask.bool().to(found.device)].max())
 
 
-def parity_check(subject: Subject, config: RunConfig, costs: int = 1) -> Parity:
+def parity_check(subject: Subject, config: RunConfig, backward: bool = False) -> Parity:
     """Run the bare model on the first batch, compare its attention and determine the tolerance.
 
     A padded batch is run one sequence at a time, because padding changes the output of some models. Raises
     SinkscopeError if a layer's attention is a different function.
     """
     model, family = subject.loaded.model, subject.family
-    layer, size = family.last_layer(model), first_size(subject.inputs, model, config.batch_size, costs)
+    layer, size = family.last_layer(model), first_size(subject.inputs, model, config.batch_size, backward)
     if config.skip_parity or not team().is_first:  # only the first process reads the first batch
         return Parity(layer, None)
 

@@ -10,7 +10,6 @@ numbers. Only the first process prints and writes.
 """
 
 import atexit
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,16 +23,11 @@ from accelerate import PartialState
 from rich.console import Console
 
 from sinkscope.errors import InputError, SinkscopeError, described
-from sinkscope.models.loading import stays_on_cpu
+from sinkscope.models.loading import stays_on_cpu, was_launched
 from sinkscope.options.measuring import POLICIES
 
 TIMEOUT = timedelta(days=1)  # for waiting on the others: the first process may write or measure without them
 Found = TypeVar("Found")
-
-
-def was_launched() -> bool:
-    """Return whether `accelerate launch` or torchrun has started this process together with others."""
-    return "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def joined(cpu: bool = False) -> PartialState:

@@ -250,9 +250,9 @@ class Bench:
         return [Measured(done[index].loss / inputs.num_predicted) for index in range(len(settings))]
 
     @property
-    def _sizes(self) -> tuple[int | Literal["auto"], int, Console | None]:
+    def _sizes(self) -> tuple[int | Literal["auto"], bool, Console | None]:
         """Return the last arguments of passes. A batch size that fitted is used again."""
-        return self.used_batch_size or self.batch_size, 1, self.console
+        return self.used_batch_size or self.batch_size, False, self.console
 
     @contextmanager
     def _quantized(self, ranges: Mapping[Site, Range], beginning: Beginning | None = None) -> Iterator[Tracer]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import check_applies, streaming
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.losses import CHUNK, cross_entropies, perplexity
+from sinkscope.measuring.losses import cross_entropies, perplexity
 from sinkscope.models.family import Family, input_device
 from sinkscope.results.tables import SEQUENCE, Column, Columns
 from sinkscope.text.inputs import TokenInputs
@@ -101,12 +101,8 @@ def _methods(windows: tuple[int, ...], keep: tuple[int, ...], length: int) -> li
 
 def token_losses(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the cross-entropy (B,T-1), in nats, of tokens given the earlier ones: logits (B,T,V), token_ids (B,T)."""
-    # for a few tokens at a time, because the log-softmax of all tokens would be as large as the logits
     sequences = zip(logits[:, :-1], token_ids[:, 1:], strict=True)
-    return torch.stack([
-        torch.cat([cross_entropies(*part) for part in zip(own.split(CHUNK), labels.split(CHUNK), strict=True)])
-        for own, labels in sequences
-    ])  # fmt: skip
+    return torch.stack([cross_entropies(*sequence) for sequence in sequences])
 
 
 def _rows(method: Method, losses: torch.Tensor, sequences: int) -> Iterator[dict[str, Any]]:

@@ -2,33 +2,52 @@
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import compress, count
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import upcast, without_autocast
+from sinkscope.attention.kernels import upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
+from sinkscope.measuring.memory import tokens_that_fit
 from sinkscope.measuring.nnsight import NNsight, OutOfOrderError, save
 from sinkscope.measuring.observables.activation import token_norms
-from sinkscope.measuring.observables.observable import ATTENTION_SITES, Observable, Reading
+from sinkscope.measuring.observables.observable import (
+    ATTENTION_SITES,
+    COPIED,
+    Accumulator,
+    Kept,
+    Observable,
+    Reading,
+    Stack,
+    deliver,
+)
+from sinkscope.measuring.observables.reductions import filled
 from sinkscope.models.edits import Beginning, begun
 from sinkscope.models.family import Block, Family, embedding_path, first_tensor, input_device
-from sinkscope.models.in_memory import one_thread, unchanged_after
+from sinkscope.models.in_memory import one_thread, outside_autocast, unchanged_after
 from sinkscope.retrofits.retrofit import RETROFIT, ValuePart, registers_before
 from sinkscope.text.batch import Batch
 
+STATISTICS = 8  # statistics by head and token that observables keep of a layer
+# numbers that observables may keep before they reduce them
+KEPT, KEPT_ELSEWHERE = {"cpu": 2**22}, 2**26
+
 
 class Tracer:
-    """A model with its seams in place, wrapped by nnsight. Created by `open_tracer`."""
+    """A model with its seams in place, wrapped by nnsight. Created by `open_tracer`. It computes outside autocast."""
 
     def __init__(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam], first: int = 0) -> None:
         self.model = model
@@ -42,12 +61,13 @@ class Tracer:
         self.registers = registers_before(model)
         self.values_are_gated = any(isinstance(module, ValuePart) for module in model.modules())
         self._attended: list[torch.Tensor] = []  # values and mix of the current layer, for its gate
-        self._finite: list[tuple[int, torch.Tensor]] = []  # layer and whether it is finite, of the current pass
+        self._finite = _Finite()
+        self._kept = 0  # numbers that observables keep of the current batch's layers
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized."""
         inputs = self._inputs(batch, with_logits=False)
-        with torch.no_grad(), self.traced.trace(**inputs):
+        with outside_autocast(), torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables)
         self._check_finite()
 
@@ -59,7 +79,7 @@ class Tracer:
         if batch.masked is not None:
             self.forward(batch, observables)
             batch, observables = batch.masked, ()
-        with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
+        with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             self._read_layers(batch, observables)
             losses = save(loss_in_chunks(self.traced.output.logits, batch))
         self._check_finite()
@@ -68,13 +88,16 @@ class Tracer:
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         """Run one forward and backward pass and return the summed cross-entropy of each sequence, (B,).
 
-        Gradients flow to the embeddings, so no weight gradient is ever allocated. For an encoder, only the backward
-        observables see the masked text, which defines the loss.
+        Gradients flow to the embeddings, so no weight gradient is ever allocated. If the activations of all layers do
+        not fit into memory, each layer is computed once more in the backward pass instead. For an encoder, only the
+        backward observables see the masked text, which defines the loss.
         """
         if batch.masked is not None:
             self.forward(batch, [observable for observable in observables if not observable.backward])
             batch, observables = batch.masked, [observable for observable in observables if observable.backward]
-        with torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
+        fits = batch.token_ids.numel() <= tokens_that_fit(self.model, backward=True)
+        recomputing = nullcontext() if fits else self._recomputing()
+        with recomputing, outside_autocast(), torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
             embedding = _part(self.traced, embedding_path(self.model))
             given = embedding.output
             embeddings = first_tensor(given).requires_grad_(True)
@@ -85,27 +108,62 @@ class Tracer:
             found, gradient = loss_and_gradient(logits.detach(), batch)
             torch.autograd.grad(logits, embeddings, gradient)
             losses = save(found)
+        self._finish(observables, batch.with_registers(self.registers))
         self._check_finite()
         return losses.cpu()
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return `logits_of` the model's output in a trace with the seams in place, for checks of parity."""
-        with torch.no_grad(), self.traced.trace(**self._inputs(batch)):
+        with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             logits = save(logits_of(self.traced.output))
         return logits
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Within the block, keep no activations of a layer for the backward pass, which computes the layer once more.
+
+        The observables' hooks are on the tensors of the first computation, and see the same gradients.
+        """
+        with ExitStack() as stack:
+            for layer, module in enumerate(self.family.layer_modules(self.model)):
+                forward = module.forward  # nnsight's
+                stack.callback(setattr, module, "forward", forward)
+                module.forward = partial(self._checkpointed, layer, forward)
+            yield
+
+    def _checkpointed(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        times = count()
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            if next(times) == 0:
+                return forward(*args, **kwargs)
+            seam, interleaver = self.seams.get(layer), self.traced.interleaver
+            call = None if seam is None else seam.call
+            interleaver.interleaving = False  # nothing is read this time
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                interleaver.interleaving = True
+                if seam is not None:
+                    seam.call = call
+
+        return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def _inputs(self, batch: Batch, with_logits: bool = True) -> dict[str, Any]:
         return model_inputs(self.model, batch, with_logits, self.family.first_position)
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Read every site in the order in which the forward pass reaches it, register tokens first."""
-        self._finite.clear()
         batch = batch.with_registers(self.registers)
         wanted = {site for observable in observables for site in observable.sites}
         if not self.values_are_gated:
             wanted.discard("raw_value")
+        stacking = [observable for observable in observables if observable.stacks]
+        stacked = {"layer_out", *(site for observable in stacking for site in observable.sites)}
+        stacks = _Stacks(batch, self.depth * len(stacked), partial(self._see_stack, stacking, batch))
         last_tensor: torch.Tensor | None = None
         added: torch.Tensor | None = None  # the sum of a site's terms so far
+        self._finite, self._kept = _Finite(), 0
         for layer in range(self.first, self.depth):
             block = self.family.block(layer)
             self._attended = []
@@ -130,13 +188,33 @@ class Tracer:
                     reading, last_tensor = Reading(added, batch), tensor
                 if at < len(terms) - 1:
                     continue
-                if site == "layer_out":
-                    self._finite.append((layer, _all_finite(reading.once(token_norms)[:, None], batch)))
+                if site in stacked:
+                    stacks.add(layer, site, reading)
                 for observable in watching:
                     if observable.backward:
                         observable.watch(layer, site, tensor, batch, terms[at].scale)
-                    else:
+                    elif not observable.stacks:
                         observable.see(layer, site, reading, batch)
+            if layer == self.depth - 1 or self._kept > KEPT.get(self.model.device.type, KEPT_ELSEWHERE):
+                stacks.see_all()
+                self._finish(observables, batch)
+
+    def _finish(self, observables: Sequence[Observable], batch: Batch) -> None:
+        """Reduce what observables keep of the batch."""
+        for observable in observables:
+            observable.finish(batch)
+        self._finite.finish(batch)
+        deliver([*observables, self])
+        self._kept = 0
+
+    def _see_stack(self, observables: Sequence[Observable], batch: Batch, stack: Stack) -> None:
+        for layer, site, at in stack.sites:
+            if site == "layer_out":
+                self._finite.add(layer, stack.reading.once(token_norms)[:, at])
+        for observable in observables:
+            own = [each for each in stack.sites if each[1] in observable.sites]
+            if own:
+                observable.see_stack(Stack(own, stack.reading), batch)
 
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         """Pass values and gates to observables: a retrofit's, or the share of each head that the model's own leaves."""
@@ -156,11 +234,11 @@ class Tracer:
     def _see_attention(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
         read = self._attention(layer, batch)
         plain = read.detached()
-        self._finite.append((layer, _all_finite(plain.lse, batch)))
-        with without_autocast(plain.query):
-            for observable in watching:
-                if not observable.backward:
-                    observable.see_attention(layer, plain, batch)
+        self._finite.add(layer, plain.lse.sum(1, dtype=torch.float64))
+        self._kept += STATISTICS * plain.lse.numel()
+        for observable in watching:
+            if not observable.backward:
+                observable.see_attention(layer, plain, batch)
         backward = [observable for observable in watching if observable.backward]
         if backward or self.family.gated:
             mix = self._inside(layer).mix.output
@@ -174,11 +252,11 @@ class Tracer:
 
     def _check_finite(self) -> None:
         """Raise SinkscopeError for NaN or infinity, which in the tables would look like a head without a sink."""
-        for layer, finite in self._finite:  # only after the pass, because on a GPU each check synchronizes
-            if not finite:
-                halves = self.model.dtype in (torch.float16, torch.bfloat16)
-                advice = "try --dtype float32" if halves else "check its weights"
-                raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
+        if self._finite.without:
+            layer = min(self._finite.without)
+            halves = self.model.dtype in (torch.float16, torch.bfloat16)
+            advice = "try --dtype float32" if halves else "check its weights"
+            raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
 
     def _envoy(self, layer: int) -> Any:
         return _part(self.traced, self.family.layers)[layer]
@@ -272,11 +350,69 @@ def model_inputs(
     return inputs
 
 
-def _all_finite(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return whether x (B,H,T) is finite at every real token, as a tensor on its device: one sum, without waiting."""
-    if batch.valid is not None:
-        x = x.masked_fill(~batch.valid[:, None].to(x.device), 0.0)
-    return x.sum(dtype=torch.float64).isfinite()
+class _Finite(Accumulator):
+    """Finds layers with NaN or infinite numbers."""
+
+    def __init__(self) -> None:
+        self.kept = Kept()
+        self.without: list[int] = []  # such layers
+
+    def add(self, layer: int, sums: torch.Tensor) -> None:
+        """Add sums (B,T) that are finite where the layer is."""
+        self.kept.add({"sums": sums}, layer=layer)
+
+    def finish(self, batch: Batch) -> None:
+        for _, rows, kept in self.kept.take():
+            finite = filled(kept["sums"], batch.valid).sum((0, 2), dtype=torch.float64).isfinite()
+            layers = [row["layer"] for row in rows]
+            self.receive(
+                lambda finite, layers=layers: self.without.extend(compress(layers, (~finite).tolist())), finite
+            )
+
+
+class _Stacks:
+    """Collects copies of sites in one tensor until it is full: a kernel then reduces many of them in one launch.
+
+    Where copies do not pay, on a CPU or for large tensors, each site is seen at once. Models may change a tensor in
+    place after it has been read, so that it cannot be kept without a copy.
+    """
+
+    def __init__(self, batch: Batch, most: int, see: Callable[[Stack], None]) -> None:
+        self.batch = batch
+        self.most = most  # the number of tensors to come
+        self.see = see
+        self.last: tuple[Reading | None, Reading] = (None, Reading(torch.empty(0), batch))
+        self.copies: dict[tuple, torch.Tensor] = {}  # by shape, dtype and device
+        self.sites: dict[tuple, list[tuple[int, str, int]]] = defaultdict(list)
+
+    def add(self, layer: int, site: str, reading: Reading) -> None:
+        x, is_new = reading.tensor, reading is not self.last[0]
+        kind = x.shape, x.dtype, x.device
+        if is_new:
+            self.last = reading, Reading(x.unsqueeze(1), self.batch)
+        room = min(self.most, 0 if x.device.type == "cpu" else COPIED // x.numel())
+        if room < 2:
+            self.see(Stack([(layer, site, 0)], self.last[1]))
+            return
+        if kind not in self.copies:
+            self.copies[kind] = x.new_empty(len(x), room, *x.shape[1:])
+        at = self.sites[kind][-1][2] if self.sites[kind] else -1
+        if is_new:
+            if at == room - 1:
+                self._see(kind)
+            at = (at + 1) % room
+            self.copies[kind][:, at] = x
+        self.sites[kind].append((layer, site, at))
+
+    def see_all(self) -> None:
+        for kind in self.copies:
+            if self.sites[kind]:
+                self._see(kind)
+        self.last = (None, self.last[1])  # its copy has been seen
+
+    def _see(self, kind: tuple) -> None:
+        sites = self.sites.pop(kind)
+        self.see(Stack(sites, Reading(self.copies[kind][:, : sites[-1][2] + 1], self.batch)))
 
 
 class _Traced(NNsight):

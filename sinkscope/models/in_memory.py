@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinkscope.errors import InputError
@@ -44,6 +46,11 @@ def text_of(name: Any) -> str:
 def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
     """Return the transformers model in an object of the caller; InputError if it cannot be measured or `changed`."""
     kind = _kind(model)
+    if isinstance(model, nn.Module) and _is_sharded(model):
+        raise InputError(
+            "the weights of this model are sharded over several processes (tp_plan or FSDP), so that each has only "
+            "parts of them: save the model and name its folder, or load it with device_map, on the GPUs of one process"
+        )
     while not isinstance(model, PreTrainedModel):
         if changed and isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise InputError(
@@ -65,6 +72,12 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise InputError(f"the weights of {type(model).__name__} were made in torch.inference_mode: load it outside")
     return model
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Return whether the processes of a group hold parts of the model's weights."""
+    is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _kind(thing: Any) -> str:
@@ -109,8 +122,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 network.config.return_dict = True
         stack.enter_context(reading_text(model))
         stack.enter_context(torch.inference_mode(False))
-        for device in {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}:
-            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(outside_autocast())
+        yield
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Turn the caller's autocast off within the block, on the CPU and on the accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for kind in ("cpu", *([] if accelerator is None else [accelerator.type])):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

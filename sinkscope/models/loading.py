@@ -6,6 +6,7 @@ one point only and transformers never falls back to pickled weights.
 """
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import psutil
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,12 +27,21 @@ from sinkscope.models import files as model_files
 from sinkscope.models.adapters import find_adapter, with_adapter
 from sinkscope.models.files import ADAPTER_CONFIG, ModelFiles, check_settings, is_path, quiet, read_settings
 from sinkscope.models.in_memory import on_cpu_by_default, text_of
-from sinkscope.models.quantized import is_ordinary, unpacking
+from sinkscope.models.quantized import (
+    DEQUANTIZED,
+    UNPACKED,
+    is_ordinary,
+    is_quantized,
+    method_of,
+    runs_packed,
+    unpacking,
+)
 from sinkscope.options.files import kind_of, names_in, user_path
 from sinkscope.options.measuring import POLICIES, check_device_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = 100_000_000  # a number of parameters that fits into any memory
+FILLED = 0.9  # share of a GPU's free memory that weights may take; accelerate's device_map="auto" fills as much
 GENERATION = "generation_config.json"
 
 TOKENIZER_FILES = (
@@ -80,10 +91,10 @@ def load(
         adapter: a folder or hub id of an adapter that PEFT reads (LoRA, …). It is merged into the weights unless they
             are quantized. Text is read with the model's own tokenizer.
         dtype: "float32", "bfloat16" or "float16"; None: float32 on the CPU, and the checkpoint's own on an
-            accelerator.
+            accelerator, which is bfloat16 for a GGUF file.
         device_map: a device ("cpu", "cuda:1", …), or how accelerate spreads the model over several ("auto", …); None:
-            cuda if available.
-        trust_remote_code: run code that comes with the model.
+            cuda if available, and auto if the weights are too large for one GPU.
+        trust_remote_code: run code that comes with the model, and kernels for packed weights from the hub.
         allow_pickle: read pickled weights, which can run code.
 
     Raises:
@@ -116,7 +127,8 @@ def load(
             name, notices = f"{name}+{change.name}", (*notices, *about)
     network.eval().requires_grad_(False)
     origin = (name, files.source, files.revision, files.commit)
-    return LoadedModel(network, tokenizer, *origin, notices, files.stored, record)
+    stored = files.stored.removesuffix(DEQUANTIZED) if is_quantized(network) else files.stored
+    return LoadedModel(network, tokenizer, *origin, notices, stored, record)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
@@ -208,7 +220,10 @@ def _build(
     """Let transformers build the model, and return it with notices; missing weights, which it makes up, are errors."""
     on_cpu = stays_on_cpu(device_map)
     if dtype is None:
-        dtype = "float32" if on_cpu or files.gguf else "auto"  # a GGUF file is unpacked to float32 anyway
+        dtype = "float32" if on_cpu else "bfloat16" if files.gguf else "auto"
+    place, too_large = device_map or (None if on_cpu else "cuda"), ""
+    if device_map is None and not on_cpu:
+        place, too_large = _placed(files, config, dtype, trust_remote_code)
     options: dict[str, Any] = {"use_safetensors": files.weights[0].endswith(".safetensors")}
     if files.gguf:
         # dequantized: otherwise the model would count as quantized and could not be cast or saved
@@ -218,7 +233,7 @@ def _build(
             files.folder,
             config=config,
             dtype=DTYPES.get(dtype, dtype),
-            device_map=device_map or (None if on_cpu else "cuda"),
+            device_map=place,
             trust_remote_code=trust_remote_code,
             # always the default: another name in the config may be a hub repository whose code would be run
             attn_implementation=None,
@@ -236,6 +251,10 @@ def _build(
         raise SinkscopeError(f"{files.source} does not fit into memory here: part of it would stay on disk")
     surplus, missing, mismatched = (sorted(report[f"{kind}_keys"]) for kind in ("unexpected", "missing", "mismatched"))
     notices = [f"ignored weights that the model does not have: {_some(surplus)}"] if surplus else []
+    if too_large:
+        places = getattr(model, "hf_device_map", {"": model.device}).values()
+        devices = dict.fromkeys(f"cuda:{at}" if isinstance(at, int) else str(at) for at in places)
+        notices.append(f"too large for one GPU: {too_large} on {', '.join(devices)}")
     is_encoder = AutoModelForMaskedLM._model_mapping.get(type(model.config), None) is type(model)
     # sentence encoders, classifiers and ELECTRA's discriminators lack only the head that predicts masked tokens
     if is_encoder and missing and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
@@ -256,6 +275,50 @@ def _build(
     if not files.gguf and kind_of(files.folder / ADAPTER_CONFIG) is not None:
         notices.append(f"ignored the adapter next to the weights: --adapter {files.source} applies it")
     return model, notices
+
+
+def _placed(files: ModelFiles, config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> tuple[str, str]:
+    """Return the device map of a model for which the user named none, and how it is measured if one GPU is too small.
+
+    Weights that fit only as they are packed stay so, if transformers can compute with them, by kernels from the hub.
+    """
+    room, stored = (
+        FILLED * free_memory(torch.device("cuda")),
+        sum((files.folder / name).stat().st_size for name in files.weights),
+    )
+    if _bytes_in_memory(files, config, dtype, stored) <= room:
+        return "cuda", ""
+    fits_packed = stored <= room and runs_packed(config)
+    if fits_packed and trust_remote_code:
+        config.quantization_config |= {"dequantize": False}
+        return "cuda", "its weights are measured as they are packed,"
+    if was_launched():  # each process has one GPU
+        return "cuda", ""
+    hint = " (as they are packed on one, with --trust-remote-code for kernels from the hub)" if fits_packed else ""
+    return "auto", f"its weights are{hint}"
+
+
+def _bytes_in_memory(files: ModelFiles, config: PreTrainedConfig, dtype: str, stored: int) -> int:
+    method = method_of(config.to_dict())
+    if not files.gguf and (method not in UNPACKED if method else dtype == "auto"):
+        return stored
+    try:
+        return count_parameters(config) * DTYPES.get(dtype, torch.bfloat16).itemsize
+    except Exception:  # code that comes with the model
+        return stored
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device for this process, with those that PyTorch keeps for later tensors."""
+    if device.type in ("cpu", "meta"):
+        return psutil.virtual_memory().available
+    own: Any = torch.get_device_module(device)
+    return own.mem_get_info(device)[0] + own.memory_reserved(device) - own.memory_allocated(device)
+
+
+def was_launched() -> bool:
+    """Return whether `accelerate launch` or torchrun has started this process together with others."""
+    return "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:

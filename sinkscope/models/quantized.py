@@ -3,10 +3,12 @@
 If transformers can dequantize the weights while it loads them, they are dequantized, as for a GGUF file: the layers are
 then ordinary ones, with correct gradients and editable weights, and no kernel is downloaded. A checkpoint's settings
 for rounding activations then have no effect. The other methods compute on packed weights: such a model can be measured,
-but its weights cannot be edited or trained.
+but its weights cannot be edited or trained. So do fp8 and MXFP4 where a GPU is too small for the dequantized weights,
+if the user permits kernels from the hub (`_placed` in loading.py).
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import distributions
 from itertools import chain
 from typing import Any
@@ -14,10 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel, __version__
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
+from transformers.utils import is_kernels_available
 
 from sinkscope.errors import InputError, SinkscopeError, unknown
 
+DEQUANTIZED = ", dequantized"  # the end of `stored_as`
+BY_KERNELS = ("fp8", "mxfp8", "mxfp4")  # methods that can also compute on packed weights, by kernels from the hub
 UNPACKED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4", "metal")  # methods that are dequantized while loading
 ALIKE = ("bitsandbytes", "compressed-tensors", "torchao", "hqq", "auto-round", "aqlm", "vptq")  # named like the package
 PACKAGES = {  # method → the packages that transformers needs to load it
@@ -77,7 +82,7 @@ def stored_as(settings: Mapping[str, Any]) -> str | None:
         groups = given.get("config_groups")
         parts = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else [given]
         bits = next((found for part in parts if (found := part.get("num_bits") or part.get("bits"))), None)
-    return f"{f'{bits}-bit ' if bits else ''}{method}{', dequantized' if method in UNPACKED else ''}"
+    return f"{f'{bits}-bit ' if bits else ''}{method}{DEQUANTIZED if method in UNPACKED else ''}"
 
 
 def unpacking(config: Any) -> None:
@@ -85,6 +90,18 @@ def unpacking(config: Any) -> None:
     given = getattr(config, "quantization_config", None)
     if isinstance(given, dict) and method_of({"quantization_config": given}) in UNPACKED:
         config.quantization_config = given | {"dequantize": True}
+
+
+def runs_packed(config: Any) -> bool:
+    """Return whether transformers can compute on a checkpoint's packed weights on this machine's GPU."""
+    given = getattr(config, "quantization_config", None)
+    if not isinstance(given, dict) or given.get("quant_method") not in BY_KERNELS or not is_kernels_available():
+        return False
+    quantizer: Any = AutoHfQuantizer.from_config(given | {"dequantize": False}, pre_quantized=True)
+    with suppress(Exception):  # it raises, or decides to dequantize, where the GPU or a package is missing
+        quantizer.validate_environment(device_map="cuda")
+        return not quantizer.quantization_config.dequantize
+    return False
 
 
 def is_ordinary(weight: Any) -> bool:
@@ -120,6 +137,8 @@ def without_gradients(model: PreTrainedModel) -> str | None:
         return None
     seen: set[tuple[type, type]] = set()
     for path, module in model.named_modules():
+        if type(module).__module__.startswith("transformers.integrations.") and "Experts" in type(module).__name__:
+            return f"its quantized experts ({path}) are no linear layers, whose gradient could be checked"
         kind = (type(module), type(getattr(module, "weight", None)))
         tensor = next(chain(module.parameters(), module.buffers()), None)
         if kind in seen or not isinstance(getattr(module, "in_features", None), int):

@@ -65,7 +65,9 @@ class ModelOptions(Options):
         "An adapter for MODEL, such as LoRA, that PEFT reads: a folder or a hub id. Merged into the weights.",
         metavar="A",
     )
-    trust_remote_code: bool = option(False, "Model", "Run Python code that comes with the model.")
+    trust_remote_code: bool = option(
+        False, "Model", "Run code that comes with the model, and kernels for packed weights."
+    )
     allow_pickle: bool = option(False, "Model", "Read weights from pickles, which can run code.")
 
     @property
@@ -87,14 +89,14 @@ class DeviceOptions(Options):
         "Model",
         "float32, bfloat16 or float16.",
         metavar="D",
-        shown="float32 on the CPU, the checkpoint's on a GPU; float32 to train",
+        shown="float32 on the CPU, the checkpoint's on a GPU (bfloat16 for GGUF); float32 to train",
     )
     device_map: Annotated[str, AfterValidator(check_device_map)] | None = option(
         None,
         "Model",
         "cpu, cuda, cuda:1, xpu, …, or auto: over all available devices (also balanced, balanced_low_0, sequential).",
         metavar="MAP",
-        shown="cuda if available",
+        shown="cuda if available; auto if one GPU is too small",
     )
     attn: Literal["sdpa", "eager"] = option(
         "sdpa", "Model", "sdpa (fused) or eager (the slow reference).", metavar="KERNEL"
@@ -178,7 +180,10 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     """All options that affect the results of a measuring run."""
 
     batch_size: Annotated[int | Literal["auto"], from_one("at least 1 sequence is needed in a batch")] = option(
-        "auto", "Measuring", "Sequences at once; halved where memory runs out.", metavar="N"
+        "auto",
+        "Measuring",
+        "Sequences at once, by default as many as are fast and fit; halved where memory runs out.",
+        metavar="N",
     )
     skip_parity: bool = option(
         False, "Measuring", "Measure even if the first batch differs from the output of the unpatched model."

@@ -32,8 +32,8 @@ from sinkscope.results.manifest import folder_of, format_of, make_manifest, read
 from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, names_of, read_table
 from sinkscope.verdict.onsets import COLUMNS as ONSET_COLUMNS
 from sinkscope.verdict.onsets import TABLE as ONSET
+from sinkscope.verdict.onsets import RunsByStep, onset_table, verdict
 from sinkscope.verdict.onsets import findings as onset_findings
-from sinkscope.verdict.onsets import onset_table, verdict
 
 COMMAND = "analyze_steps"  # in the manifest
 TABLE = "series"
@@ -114,7 +114,7 @@ class Series(Result):
 
     @property
     def drawings(self) -> Drawings:
-        return drawings_of(OF_STEPS, list(self.runs.items()))
+        return drawings_of(OF_STEPS, RunsByStep(self.runs.items(), self.tables.get(ONSET)))
 
     @property
     def findings(self) -> Sequence[Finding]:

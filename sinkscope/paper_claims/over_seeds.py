@@ -20,7 +20,7 @@ from sinkscope.results.judgment import NotDefined
 from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, largest_of, mean_of_rates, mean_of_runs, range_of
 from sinkscope.training import tables as training_tables
-from sinkscope.training.tables import HELD_OUT, LOGGED, courses
+from sinkscope.training.tables import HELD_OUT, LOGGED
 
 Measure = Callable[[Evidence], Estimate]
 OfArm = Callable[[Arm], float]
@@ -147,8 +147,7 @@ def at_equal_loss(role: Need, method: str, against: str = PLAIN) -> Measure:
         study = evidence.studies[role]
         pairs = [[arms[method], arms[against]] for arms in study.by_seed]
         for names in (HELD_OUT, LOGGED):
-            found = [[courses(arm.training.tables["training"], names).get((arm.label, arm.seed)) for arm in pair]
-                     for pair in pairs]  # fmt: skip
+            found = [[arm.training.courses[names].get((arm.label, arm.seed)) for arm in pair] for pair in pairs]
             if all(course is not None for pair in found for course in pair):
                 break
         else:

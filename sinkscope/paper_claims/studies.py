@@ -26,7 +26,7 @@ from sinkscope.results.run import RunData
 from sinkscope.results.scores import TABLE as SCORES
 from sinkscope.results.scores import main_scores
 from sinkscope.retrofits import make_retrofit
-from sinkscope.training.tables import UNTOUCHED, sinking_layer
+from sinkscope.training.tables import HELD_OUT, LOGGED, UNTOUCHED, courses, sinking_layer
 
 # --- needs of claims: a run of the model, or a study
 
@@ -95,6 +95,11 @@ class Training:
         options = {name: value for name, value in self.manifest["config"].items() if name not in IGNORED_OPTIONS}
         shape = {name: value for name, value in self.manifest.get("architecture", {}).items() if "version" not in name}
         return {"command": self.command, "processes": self.manifest.get("processes", 1), **options, **shape}
+
+    @cached_property
+    def courses(self) -> dict[tuple[str, str], dict[tuple[str, int], pd.DataFrame]]:
+        """The loss and the sink rate by step of each arm and seed, for both pairs of their metrics."""
+        return {names: courses(self.tables["training"], names) for names in (HELD_OUT, LOGGED)}
 
     @cached_property
     def arms(self) -> tuple["Arm", ...]:

@@ -39,6 +39,18 @@ class Batch:
         return None if bool(mask.all()) else mask
 
     @cached_property
+    def _valid_on(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+    def valid_on(self, device: torch.device) -> torch.Tensor | None:
+        """Return `valid` on a device, to which it is copied once for all layers."""
+        if self.valid is None:
+            return None
+        if device not in self._valid_on:
+            self._valid_on[device] = self.valid.to(device)
+        return self._valid_on[device]
+
+    @cached_property
     def registers(self) -> torch.Tensor | None:
         """(B,T) bool: register tokens; None if there are none."""
         registers = self.token_ids == REGISTER

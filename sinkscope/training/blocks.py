@@ -23,6 +23,7 @@ from sinkscope.options.measuring import make_config
 from sinkscope.options.training import ArmOptions
 from sinkscope.text.sources import check_source, documents
 from sinkscope.text.tokens import check_ids, encode, own_frame, special_token_ids
+from sinkscope.training.sharding import is_sharded
 
 PIECE = 1 << 20  # characters that are tokenized in one call
 DOCUMENTS = (".txt", ".jsonl", ".json")
@@ -60,6 +61,8 @@ class Blocks:
 def check_options(options: ArmOptions, task: str | None) -> None:
     """Raise InputError for a text that cannot be trained on, or contradicting options, before a model is loaded."""
     text, length = options.text, options.block_length
+    if options.probe and is_sharded():
+        raise InputError("--probe needs the whole model, and FSDP shards it: leave it out, or launch without FSDP")
     if task is None and text in NO_TEXT:
         raise InputError(f"--text {text}: nothing can be learned from it; name a text file or a --dataset")
     if task is None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from transformers import PreTrainedModel, ProgressCallback, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
@@ -18,7 +18,7 @@ from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.family import Family
+from sinkscope.models.family import Family, vocabulary
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.results.findings import FEWEST_QUERIES
@@ -26,7 +26,7 @@ from sinkscope.results.metrics import is_sink
 from sinkscope.retrofits import gate_displacement
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
-from sinkscope.text.inputs import TokenInputs
+from sinkscope.text.inputs import TokenInputs, masked
 from sinkscope.training.sharding import is_sharded
 from sinkscope.training.tasks import Task
 
@@ -121,6 +121,7 @@ def probe_of(
     epsilon: float,
     position: int = 0,
     observables: tuple[str, ...] = (),
+    masked_by: PreTrainedTokenizerBase | None = None,
 ) -> Probe | None:
     """Make the probe of a training, which runs at step 0 and at every log: sink rates at a position of held-out blocks,
     the measurements of a task, and the metrics of observables. A model that FSDP has sharded has no probe, and cannot
@@ -134,29 +135,41 @@ def probe_of(
         if task is not None:
             parts.insert(0, task.probe(model, family, held_out))
         if observables:
-            parts.append(metrics_of(model, family, held_out, epsilon, observables))
+            parts.append(metrics_of(model, family, held_out, epsilon, observables, masked_by))
         return pd.concat(parts, ignore_index=True).drop_duplicates(["layer", "metric"])
 
     return probe
 
 
 def metrics_of(
-    model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float, observables: tuple[str, ...]
+    model: PreTrainedModel,
+    family: Family,
+    held_out: np.ndarray,
+    epsilon: float,
+    observables: tuple[str, ...],
+    masked_by: PreTrainedTokenizerBase | None = None,
 ) -> pd.DataFrame:
     """Measure a model as `analyze` does, on the beginnings of held-out blocks (N,T): layer, metric, value.
 
-    The loss, which the tables of a training have of the training batches, is `held_out_loss` here.
+    The loss, which the tables of a training have of the training batches, is `held_out_loss` here; an encoder's is of
+    tokens that are masked by its tokenizer.
     """
     sequences = tuple(held_out[:SEQUENCES, :LENGTH])
-    loaded = LoadedModel(model, None, "", "", None, None, ())
+    hidden = masked(sequences, masked_by, vocabulary(model), 0) if masked_by else None
+    loaded = LoadedModel(model, masked_by, "", "", None, None, ())
     config = make_config(observables=observables, epsilon=epsilon, num_seqs=len(sequences), seq_len=len(sequences[0]))
     with torch.enable_grad():  # for observables of the backward pass
-        tables, _ = measure(Subject(loaded, family, TokenInputs("held-out", sequences, "", "")), config)
+        tables, _ = measure(Subject(loaded, family, TokenInputs("held-out", sequences, "", "", masked=hidden)), config)
     found = tables["summary"][["layer", "metric", "value"]].replace({"metric": {"loss": "held_out_loss"}})
     if not (found["metric"] == "held_out_loss").any():  # only a backward pass has computed it
-        ids = torch.from_numpy(np.stack(sequences)).to(model.device)
+        pairs = hidden or zip(sequences, sequences, strict=True)
+        ids, labels = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs, strict=True))
         with torch.no_grad():
-            found.loc[len(found)] = (WHOLE_MODEL, "held_out_loss", float(model(ids, labels=ids, use_cache=False).loss))
+            found.loc[len(found)] = (
+                WHOLE_MODEL,
+                "held_out_loss",
+                float(model(ids, labels=labels, use_cache=False).loss),
+            )
     return found[found["metric"] != "perplexity"]
 
 

@@ -28,7 +28,7 @@ for all quantities and steps; all that the steps share, such as a difficult sequ
 The intervals do not contain the spread over seeds of the training.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations, permutations
@@ -218,6 +218,18 @@ def lead_of(first: np.ndarray, second: np.ndarray) -> Estimate:
 # --- the table, from runs by step
 
 
+class RunsByStep(list[tuple[int, RunData]]):
+    """Runs in the order of their steps, and the table of their onsets, which is computed at most once."""
+
+    def __init__(self, runs: Iterable[tuple[int, RunData]], onsets: pd.DataFrame | None = None) -> None:
+        super().__init__(sorted(runs, key=lambda pair: pair[0]))
+        self._onsets = onsets
+
+    @cached_property
+    def onsets(self) -> pd.DataFrame:
+        return onset_table(self) if self._onsets is None else self._onsets
+
+
 def measured(runs: Sequence[tuple[int, RunData]]) -> dict[str, np.ndarray]:
     """Return quantity → (S, 1 + groups), see `left_out`, for the quantities of all runs.
 
@@ -328,7 +340,8 @@ def _order(called: Mapping[str, str], row: Any) -> Finding:
         sentence += ": one of them has no onset."
     else:
         sentence += (
-            f": log₁₀(step + 1) of the {second} is {found.value:.2f} larger [{found.low:.2f}, {found.high:.2f}]."
+            f": log₁₀(step + 1) of the {second} minus that of the {first} is {found.value:.2f} "
+            f"[{found.low:.2f}, {found.high:.2f}]."
         )
     return Finding(
         f"order-{row.quantity}-{row.other}", SECTION, Outcome.PRESENT if is_resolved else Outcome.UNDECIDED, row.value,

@@ -1,16 +1,19 @@
-"""The fused kernels: on a GPU compared with chunks in float64, and without one checked by their signatures."""
+"""The fused kernels, forward and backward, compared with chunks in float64; tests of GPUs check without one, too."""
 
-import itertools
+from typing import Any
 
 import pytest
 import torch
+from support.attention_reads import causal_mask
 from support.naming import naming
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sinkscope.attention.kernels import AttentionCall, chunked_attention, fused_attention, upcast
+from sinkscope.attention import kernels
+from sinkscope.attention.kernels import EFFICIENT, FLASH, AttentionCall, chunked_attention, fused_attention, upcast
 
 HEADS, CALL = 6, AttentionCall(mask=None, scaling=0.3)
-WIDTHS, LENGTHS = (64, 36), (1, 33, 200)  # 36 is not a multiple of 8, which the flash kernel needs
+WIDTHS, LENGTHS = {64: 2, 36: HEADS}, (1, 33, 200)  # by width, of which 36 is no multiple of 8, the key heads
+CALLS = ("causal", "padded", "window", "bias", "sinks", "sinks by query", "narrow values", "wide values", "softcap")
 ERRORS = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -33,43 +36,117 @@ def test_the_flash_kernel_takes_grouped_heads(kv_heads: int, monkeypatch: pytest
     assert (lse.shape, lse.dtype) == ((2, HEADS, 33), torch.float32)
 
 
-def drawn(length: int, width: int, kv_heads: int, dtype: torch.dtype, device: str = "cuda") -> list[torch.Tensor]:
-    """Return query, key and value on the GPU."""
+def drawn(case: str, length: int, width: int, dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], dict]:
+    """Return query, key and value, and the options of a call; of sequence 0 the first third is padding, if any is."""
     generator = torch.Generator().manual_seed(length + width)
-    shapes = ((2, heads, length, width) for heads in (HEADS, kv_heads, kv_heads))
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    inner = {"narrow values": width - 12, "wide values": width + 20}.get(case, width)
+    shapes = ((2, HEADS, length, width), (2, WIDTHS[width], length, width), (2, WIDTHS[width], length, inner))
+    given = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    seen = causal_mask(length).expand(2, 1, length, length).clone()
+    seen[0, :, :, : length // 3] = False
+    logits = torch.randn(HEADS, generator=generator, dtype=torch.float64)
+    options: dict[str, Any] = {
+        "padded": {"mask": seen},
+        "window": {"mask": seen & causal_mask(length, window=5)},
+        "bias": {"mask": torch.randn(length, generator=generator).to(dtype).where(seen, torch.finfo(dtype).min)},
+        "sinks": {"sink_logits": logits},
+        "sinks by query": {
+            "mask": seen & causal_mask(length, window=5),
+            "sink_logits": logits[:, None] + torch.randn(2, 1, length, generator=generator),
+        },
+        "softcap": {"softcap": 1.5},
+    }.get(case, {})
+    return given, {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+
+def outcome(attention: Any, given: list[torch.Tensor], options: dict) -> dict[str, torch.Tensor]:
+    """Return the mix and log-sum-exp of queries that see a key, and gradients that depend on both."""
+    options = {"mask": None, "scaling": 0.3} | options
+    leaves = {name: x.detach().requires_grad_() for name, x in zip(("query", "key", "value"), given, strict=True)}
+    if "sink_logits" in options:
+        leaves["sinks"] = options["sink_logits"] = options["sink_logits"].detach().requires_grad_()
+    mix, lse = attention(*list(leaves.values())[:3], AttentionCall(**options))
+    mask = options["mask"]
+    real = torch.ones_like(lse, dtype=torch.bool)
+    if mask is not None:
+        real = (mask if mask.dtype == torch.bool else mask > kernels.MASKED).any(-1).expand_as(lse)
+    mix, lse = mix.masked_fill(~real[..., None], 0.0), lse.masked_fill(~real, 0.0)
+    loss = upcast(mix).square().sum()
+    if "sinks" in leaves:  # a key bias with a value reads the log-sum-exp
+        loss = loss + lse.sin().sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return {"mix": mix.detach(), "lse": lse.detach()} | dict(zip(leaves, gradients, strict=True))
 
 
 def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest difference ÷ the largest entry."""
-    return float((found.double().cpu() - exact).abs().max() / exact.abs().max())
+    """Return the largest difference ÷ the largest entry, or 1."""
+    return float((found.double().cpu() - exact).abs().max() / exact.abs().max().clamp(min=1))
 
 
-@pytest.mark.cuda
-def test_mix_and_log_sum_exp_on_cuda() -> None:
-    check_mix_and_log_sum_exp("cuda")
-
-
-def check_mix_and_log_sum_exp(device: str) -> None:
-    for length, width, kv_heads, dtype in itertools.product(LENGTHS, WIDTHS, (HEADS, 2), ERRORS):
-        with naming(length, width, kv_heads, dtype):
-            given = drawn(length, width, kv_heads, dtype, device)
-            exact = chunked_attention(*(x.double().cpu() for x in given), CALL)
-            for found, wanted in zip(fused_attention(*given, CALL), exact, strict=True):
-                assert furthest(found, wanted) < ERRORS[dtype]
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dtype", ERRORS)
-def test_gradients_on_cuda(dtype: torch.dtype, width: int) -> None:
-    check_gradients("cuda", dtype, width)
+@pytest.mark.parametrize("case", CALLS)
+def test_mix_log_sum_exp_and_gradients(case: str, dtype: torch.dtype, device: str) -> None:
+    check_outcome(case, dtype, device)
 
 
-def check_gradients(device: str, dtype: torch.dtype, width: int) -> None:
-    given = [x.requires_grad_() for x in drawn(33, width, 2, dtype, device)]
-    copies = [x.detach().double().cpu().requires_grad_() for x in given]
-    found = torch.autograd.grad(upcast(fused_attention(*given, CALL)[0]).square().sum(), given)
-    exact = torch.autograd.grad(chunked_attention(*copies, CALL)[0].square().sum(), copies)
-    for own, wanted in zip(found, exact, strict=True):
-        assert furthest(own, wanted) < 4 * ERRORS[dtype]
+def check_outcome(case: str, dtype: torch.dtype, device: str) -> None:
+    for width in WIDTHS:
+        for length in LENGTHS:
+            given, options = drawn(case, length, width, dtype, device)
+            found = outcome(fused_attention, given, options)
+            copies = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+            exact = outcome(chunked_attention, [x.double().cpu() for x in given], copies)
+            for name, wanted in exact.items():
+                with naming(width, length, name):
+                    assert furthest(found[name], wanted) < ERRORS[dtype] * (1 if name in ("mix", "lse") else 4)
+
+
+@pytest.mark.cuda
+def test_which_kernel_serves_which_case() -> None:
+    check_kernels("cuda")
+
+
+def check_kernels(device: str) -> None:
+    """Only a softcap and float64 are left to chunks."""
+    masked = ("padded", "window", "bias", "sinks by query")
+    for case in CALLS:
+        for dtype in ERRORS:
+            kind = EFFICIENT if case in masked or dtype == torch.float32 else FLASH
+            with naming(case, dtype):
+                expected = None if case == "softcap" or dtype == torch.float64 else kind
+                assert kernel_of(case, dtype, device) == expected
+
+
+def kernel_of(case: str, dtype: torch.dtype, device: str) -> kernels.Fused | None:
+    """Return the fused kernel that computes this case; None if it is computed in chunks."""
+    served = []
+    with pytest.MonkeyPatch.context() as patch:
+        own, chunks = kernels.FUSED[device.partition(":")[0]], kernels.chunked_attention
+        patch.setitem(kernels.FUSED, device.partition(":")[0], lambda *asked: served.append(own(*asked)) or served[-1])
+        patch.setattr(kernels, "chunked_attention", lambda *given: served.append(None) or chunks(*given))
+        given, options = drawn(case, 33, 64, dtype, device)
+        fused_attention(*given, AttentionCall(**{"mask": None, "scaling": 0.3} | options))
+    return None if served[-1] is None else served[-1][0]
+
+
+def test_a_mask_becomes_a_bias_once_for_all_layers() -> None:
+    given, options = drawn("padded", 33, 64, torch.float32, "cpu")
+    call = AttentionCall(scaling=0.3, **options)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(3):
+            fused_attention(*given, call)
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::masked_fill_") == 1
+    assert names.count("aten::_scaled_dot_product_flash_attention_for_cpu") == 3
+
+
+@pytest.mark.parametrize(("free", "most"), [(80 * 2**30, kernels.ON_ACCELERATOR), (2**30, 2**24)])
+def test_fewer_weights_at_once_on_a_gpu_with_little_memory(
+    free: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight tensors of float32 take at most half of the free memory, in which PyTorch's cache is included."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free // 2, free))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: free)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: free // 2)
+    assert kernels.numbers_at_once(torch.device("cuda"), 10**10) == most

@@ -1,5 +1,6 @@
 """Rectangles of attention weights and their column sums, compared with complete matrices in float64."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,10 @@ from support.attention_reads import (
     scored,
 )
 from support.naming import naming
+from tiny import padded, tiny_tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sinkscope.attention import kernels
 from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.weights import AttentionRead, ColumnSums, chunks_at_once, column_sums
@@ -128,11 +132,59 @@ def test_chunks_at_once_cover_every_row_once_and_have_room(monkeypatch: pytest.M
     read = make_read("causal")
     heads = SEQUENCES * HEADS
     for room in (1, 40, 100, 10_000):
-        monkeypatch.setattr(attention_weights, "AT_ONCE", heads * room)
+        monkeypatch.setattr(kernels, "ON_CPU", heads * room)
         for columns in (4, 23):
-            chunks = list(chunks_at_once(read, columns, 9))
+            chunks = list(chunks_at_once(read, columns))
             assert [chunk.start for chunk in chunks] == [0] + [chunk.stop for chunk in chunks[:-1]]
             assert chunks[-1].stop == read.length
             for chunk in chunks:
                 rows = chunk.stop - chunk.start
-                assert rows == 1 or (rows <= 9 and rows * min(columns, chunk.stop) <= room)
+                assert rows == 1 or rows * min(columns, chunk.stop) <= room
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that would each launch a kernel on a GPU, and keeps the size of their largest result."""
+
+    count, largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = func(*args, **kwargs or {})
+        name, returned = func._schema.name, func._schema.returns[0].alias_info
+        is_view = name == "aten::_unsafe_view" or (returned is not None and not returned.is_write)
+        if isinstance(found, torch.Tensor) and found.device.type == "meta" and not is_view:
+            self.count += 1
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launches]:
+    """Return a function that counts the launches of `column_sums` of 8 sequences and 32 heads in half precision."""
+    monkeypatch.setattr(kernels, "HALF_PRODUCTS", {"meta"})
+
+    def counted(length: int, columns: int, is_padded: bool = False, width: int = 128) -> Launches:
+        batch = padded([*tiny_tokens(7, length).numpy(), tiny_tokens(1, length - is_padded).numpy()[0]])
+        query = torch.empty(8, length, 32, width, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        seen = torch.ones(8, 1, length, length, dtype=torch.bool, device="meta") if is_padded else None
+        call = AttentionCall(seen, width**-0.5)
+        read = AttentionRead(query, query, query, torch.empty(8, 32, length, device="meta"), call, batch)
+        with Launches() as counts:
+            column_sums(read, columns, 64)
+        return counts
+
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_padded", "budget"), [(2048, False, 255), (2048, True, 276), (16, False, 48), (16, True, 180)]
+)
+def test_budget_of_launches_at_8_by_2048(
+    columns: int, is_padded: bool, budget: int, launches: Callable[..., Launches]
+) -> None:
+    """With a CPU's chunks there would be more than 3,000 at 16 columns, and 34,000 at all: lower it with a saving."""
+    assert launches(2048, columns, is_padded).count <= budget
+
+
+def test_memory_does_not_grow_with_the_square_of_the_length(launches: Callable[..., Launches]) -> None:
+    for length in (2048, 8192):
+        assert launches(length, length, width=16).largest <= 1.1 * kernels.ON_ACCELERATOR

@@ -1,13 +1,9 @@
 """Time of measuring by observable and by operation: `python tests/benchmarks/breakdown.py [MODEL]`.
 
-Everything is CPU time of one process with one torch thread, because other work on the machine hardly affects it, and is
-given as a share of the bare pass of the same round: the fused forward without logits, because measuring computes none,
-or with `--backward` the frozen forward and backward. Printed are the lowest time over rounds ÷ the lowest of the bare
-pass, and the median of the rounds' ratios; the passes of a round run one after the other.
-
-"seams and trace" is a pass in which nothing is read; the rows of observables are the time inside their own calls during
-one pass with all of them, so that shared work is part of the first observable that needs it. Run it also as
-`ATEN_CPU_CAPABILITY=avx2 python tests/benchmarks/breakdown.py`. README.md has the results.
+It is CPU time of one process with one torch thread, which other work on the machine hardly affects, ÷ that of the bare
+pass of the same round: the fused forward without logits, or with `--backward` the frozen forward and backward. Printed
+are the lowest time over rounds ÷ the lowest of the bare pass, and the median of the rounds' ratios. In "seams and
+trace" nothing is read; shared work is part of the first observable that needs it. README.md has the results.
 """
 
 import argparse
@@ -24,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import sinkscope.models.loading
 from sinkscope.measuring.observables.observable import Observable
 
-CALLS = ("see", "see_attention", "watch", "watch_attention")
+CALLS = ("see", "see_stack", "see_attention", "finish", "watch", "watch_attention")
 OPERATIONS = 12  # number of operations shown, the most expensive ones
 # the bare pass, and the pass with all observables
 ROWS = {
@@ -34,8 +30,6 @@ ROWS = {
 
 
 class Clock:
-    """CPU time inside the calls of each observable, during one pass."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 

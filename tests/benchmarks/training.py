@@ -3,10 +3,8 @@
     python tests/benchmarks/training.py [MODEL]        # retrofits of a pretrained model, in seconds
     python tests/benchmarks/training.py --operations   # operations and schemes of a new model, by one thread's CPU time
 
-A step is the Trainer's: forward, loss, backward, clipping of gradients, AdamW with our groups. The plain model and the
-other one run steps in turn in one process, so that a change of the machine's speed affects both equally; the ratio is
-the median over rounds. In seconds it is the cost of a method only if nothing else is running. The operation `softmax`
-is the cost of the chunked path alone: the same without the fused kernel.
+A step is the Trainer's, with our groups of parameters. Both models run steps in turn in one process; the ratio is the
+median over rounds. The operation `softmax` is the cost of the chunked path alone: the same without the fused kernel.
 """
 
 import argparse

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from support.figures import rough_figures
 from support.retrofit_command import command_line
+from support.tables import assert_same_tables
 from tiny import tiny_model
 from typer.testing import Result
 
@@ -22,10 +22,9 @@ from sinkscope.measuring.tracer import Tracer
 from sinkscope.output.run import Run
 from sinkscope.results.tables import LEADING, names_of, write_table
 
+pytestmark = pytest.mark.usefixtures("here")
+
 SMALL = ("--num-seqs", "4", "--seq-len", "24")
-
-
-# --- fixtures and helpers ---
 
 
 @pytest.fixture(scope="session")
@@ -45,15 +44,6 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Resu
         return command_line("analyze", tiny, *SMALL, "--out", out), out
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of every test: an empty folder."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
 def refused(status: int, *args: object) -> str:
     """Return the one or two lines of a command that ends with this status and changes no file."""
     before = tree(Path.cwd().parent)
@@ -71,9 +61,6 @@ def refused(status: int, *args: object) -> str:
 def tree(folder: Path) -> dict[str, bytes | None]:
     """Return every path in a folder, including temporary ones, with the content of files."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
-
-
-# --- analyze ---
 
 
 def test_a_finished_run(finished: tuple[Result, Path], tiny: Path) -> None:
@@ -107,9 +94,7 @@ def test_from_repeats_a_run(finished: tuple[Result, Path]) -> None:
     assert "unlike" not in result.stderr
     first, second = Run.open(finished[1]), Run.open("again")
     assert first.manifest["config"] == second.manifest["config"]
-    assert set(first.tables) == set(second.tables)
-    for name, table in first.tables.items():
-        pd.testing.assert_frame_equal(second.tables[name], table, check_exact=True)
+    assert_same_tables(second.tables, first.tables, check_exact=True)
     result = command_line("analyze", "--from", "again", "--out", "again", "--overwrite", "--quiet")
     assert (result.exit_code, result.output) == (0, "")
     manifest = json.loads(Path("again/run.json").read_text(encoding="utf-8"))
@@ -118,9 +103,6 @@ def test_from_repeats_a_run(finished: tuple[Result, Path]) -> None:
     result = command_line("analyze", "--from", "again")
     assert "note: unlike in the original run, input tokens was" in result.stderr
     assert Run.open("runs/tiny-natural-repeated").condition == "natural"
-
-
-# --- wrong options: refused before the model is even loaded ---
 
 
 def test_wrong_options(tiny: Path) -> None:
@@ -163,9 +145,6 @@ def test_wrong_commands(tiny: Path, bare: Path) -> None:
         assert message in refused(2, *args)
 
 
-# --- steps of training, and recipes ---
-
-
 @pytest.fixture
 def steps(bare: Path) -> Path:
     for step in (5, 40):
@@ -181,7 +160,9 @@ def test_analyze_a_folder_of_checkpoints(steps: Path) -> None:
     result = command_line("analyze", steps, *SERIES)
     assert result.exit_code == 0, result.output
     assert [line.split("│")[1].strip() for line in result.stdout.splitlines() if "│" in line] == ["5", "40"]
-    assert result.stderr == "step 5 (1 of 2)\nstep 40 (2 of 2)\nwritten to runs/trained-steps-random\n"
+    batches = "4 sequences in batches of 4 × 24\n"
+    parts = f"step 5 (1 of 2)\n{batches}step 40 (2 of 2)\n{batches}"
+    assert result.stderr == f"{parts}written to runs/trained-steps-random\n"
     assert Run.open("runs/trained-steps-random/step40").model == "checkpoint-40"
     assert "already holds a run: --overwrite replaces it" in refused(2, "analyze", steps, *SERIES)
     message = refused(2, "analyze", "--from", "runs/trained-steps-random")
@@ -209,9 +190,6 @@ def test_run(bare: Path) -> None:
     assert result.stderr.endswith("run first (1 of 2)\nrun second (2 of 2)\nwritten to both\n")
 
 
-# --- streams and folders that cannot be written ---
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
 @pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("command", [["list", "metrics"], ["analyze", "--help"], ["analyze"]])
@@ -231,9 +209,6 @@ def test_standard_output_that_is_full(
     assert Path("run/run.json").exists() == measured
 
 
-# --- --from ---
-
-
 @pytest.mark.usefixtures("no_figures")
 def test_from_takes_no_permission_out_of_a_file(finished: tuple[Result, Path]) -> None:
     """Code that comes with a model runs only if the user permits it, never because run.json says so."""
@@ -249,9 +224,6 @@ def test_from_takes_no_permission_out_of_a_file(finished: tuple[Result, Path]) -
     config = Run.open("again").manifest["config"]
     assert config["trust_remote_code"]
     assert config["allow_pickle"]
-
-
-# --- runs that fail, or are ended ---
 
 
 @pytest.fixture
@@ -280,7 +252,6 @@ def _raising(error: BaseException, after: int = 0, plain: Any = None) -> Any:
 
 
 def hidden_interrupt() -> TypeError:
-    """An interrupted library may raise an error of its own."""
     error = TypeError("own")
     error.__context__ = KeyboardInterrupt()
     return error
@@ -318,9 +289,6 @@ def test_series_and_recipes_that_are_interrupted(bare: Path, steps: Path, failin
     failing("measuring", KeyboardInterrupt())
     for command in (("analyze", steps, *SERIES), ("run", "small.yaml", "--model", bare, "--out", "deep/down")):
         assert refused(1, *command, "--quiet") == "sinkscope: interrupted: nothing was written"
-
-
-# --- doctor, list, compare, help ---
 
 
 def test_list() -> None:

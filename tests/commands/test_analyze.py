@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import reference
 import torch
+from support.tables import assert_same_tables
 from tiny import ragged_tokens, tiny_model, written
 from transformers import PreTrainedModel
 
@@ -44,15 +44,6 @@ def forward_of(model: PreTrainedModel, source: Any = "random", **options: Any) -
     return run_of(model, source, observables=("activation", "attention", "geometry", "massive", "outlier"), **options)
 
 
-def assert_equal_tables(mine: Run, other: Run, tolerance: float = 0.0) -> None:
-    assert mine.tables.keys() == other.tables.keys()
-    for name, table in mine.tables.items():
-        pd.testing.assert_frame_equal(table, other.tables[name], rtol=tolerance, atol=tolerance)
-
-
-# ------------------------------------------------------------------------------------------- the numbers
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "falcon-alibi"])
 def test_the_tables_are_the_references(name: str, lines: Path) -> None:
     """Ragged sequences are padded in batches of two."""
@@ -67,14 +58,11 @@ def test_the_tables_are_the_references(name: str, lines: Path) -> None:
 def test_neither_kernel_nor_repetition_changes_a_table(model: PreTrainedModel, lines: Path) -> None:
     fused, again, eager = (run_of(model, lines, attn=kernel) for kernel in ("sdpa", "sdpa", "eager"))
     assert eager.manifest["kernel"] == "eager"
-    assert_equal_tables(fused, again)  # bit for bit
-    assert_equal_tables(fused, eager, tolerance=1e-5)
+    assert_same_tables(fused.tables, again.tables, check_exact=True)  # bit for bit
+    assert_same_tables(fused.tables, eager.tables, rtol=1e-5, atol=1e-5)
     assert fused.manifest["input"] == again.manifest["input"]
     hashes = {forward_of(model, seed=seed).manifest["input"]["sha256"] for seed in (0, 1)}
     assert len(hashes) == 2
-
-
-# ------------------------------------------------------------------------------- tables and sites
 
 
 def test_only_the_chosen_observables_are_measured(model: PreTrainedModel) -> None:
@@ -89,9 +77,6 @@ def test_positions_and_window_are_cut_to_the_longest_sequence(model: PreTrainedM
     assert sorted(attention["position"].unique()) == list(range(6))
     assert attention.notna().all(axis=None)
     np.testing.assert_allclose(attention["window_mass"], attention["sink_mass"], rtol=1e-5)
-
-
-# ------------------------------------------------------------------------------------------ a close look
 
 
 def test_maps_are_those_of_the_first_sequence(model: PreTrainedModel, lines: Path) -> None:
@@ -115,8 +100,6 @@ def test_maps_are_those_of_the_first_sequence(model: PreTrainedModel, lines: Pat
     longer = run_of(model, seq_len=100, observables=("attention",)).tables["attention_maps"]
     assert longer["query"].max() == longer["key"].max() == 63
 
-
-# ------------------------------------------------------------------------------------------ out of memory
 
 OUT_OF_MEMORY = {
     "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -143,12 +126,12 @@ def test_out_of_memory_halves_the_batch(kind: str, where: str, lines: Path, monk
     elif where == "model":
         model.model.layers[2].register_forward_pre_hook(lambda module, args: check(len(args[0])))
     else:
-        monkeypatch.setattr(Outlier, "see", checked(Outlier.see, 4))
+        monkeypatch.setattr(Outlier, "see_stack", checked(Outlier.see_stack, 2))
     run = forward_of(model, lines, batch_size=5)
     batches = [size for size in tried if size > 1]  # the parity check reads single sequences
     assert batches[:2] == [5, 2]  # 5 // 2
     assert run.manifest["batch_size"] == 2
-    assert_equal_tables(run, expected)
+    assert_same_tables(run.tables, expected.tables, check_exact=True)
 
 
 def test_the_manifest_says_how_to_read_the_numbers(model: PreTrainedModel) -> None:

@@ -76,9 +76,6 @@ def test_the_table_has_every_score_of_the_harness() -> None:
     ]  # fmt: skip
 
 
-# --- with the harness
-
-
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")

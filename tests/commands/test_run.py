@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from support.figures import skip_figures
 from support.naming import naming
+from support.tables import assert_same_tables
 from tiny import VOCAB, tiny_model
 
 import sinkscope
-from sinkscope import InputError, Run
-from sinkscope.commands.run import run_recipe
+from sinkscope import InputError, Run, run_recipe
 from sinkscope.figures import FIGURES
 from sinkscope.options import COMMANDS
 from sinkscope.options import recipe as recipes
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.recipe import find_recipe, known_recipes, read_recipe, shipped_recipes
+
+pytestmark = pytest.mark.usefixtures("here")
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 TRAINING = [path for path in SHIPPED if not COMMANDS[read_recipe(path).content.command].in_memory]
@@ -56,13 +57,6 @@ def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory for every test."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def written(content: str | bytes, name: str = "mine.yaml") -> Path:
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,9 +74,6 @@ def refused(content: str | bytes, model: str | None = "no/such-model", **given: 
     assert "\n" not in message
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
     return message
-
-
-# --- the recipes of sinkscope
 
 
 def test_recipes_that_come_with_sinkscope() -> None:
@@ -147,9 +138,6 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
             run_recipe(path.stem, tiny, out="other", **given)
 
 
-# --- results
-
-
 def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
     done = run_recipe(written(ONE, "recipes/small.yaml"), tiny)
     assert done.folder == Path("runs/small-tiny")
@@ -164,9 +152,8 @@ def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
     assert {path.name for path in (done.folder / "figures").iterdir()} == {"sink-map.png", "sink-map.pdf"}
     assert (done.folder / "verdict.md").is_file()
     plain = sinkscope.analyze(tiny, **{name.replace("-", "_"): value for name, value in options.items()})
-    assert set(run.tables) == set(plain.tables) == set(done.runs[""].tables)
-    for name, table in plain.tables.items():
-        pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+    assert set(run.tables) == set(done.runs[""].tables)
+    assert_same_tables(run.tables, plain.tables, check_exact=True)
     with pytest.raises(InputError, match="already holds a run: --overwrite replaces it"):
         run_recipe("small", tiny)
     with pytest.raises(InputError, match="holds what `analyze` wrote, and is not replaced"):
@@ -215,9 +202,6 @@ def test_a_recipe_names_only_folders_below_the_working_directory(
     assert run_recipe(written(ONE + "out: there\n"), tiny).folder == Path("there")
 
 
-# --- faulty ones
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -252,9 +236,6 @@ def test_a_recipe_names_only_folders_below_the_working_directory(
 def test_a_faulty_recipe_is_refused_in_one_line(content: str | bytes, message: str) -> None:
     is_own = isinstance(content, str) and ("command: train" in content or "model: a/b" in content)
     assert message in refused(content, None if is_own else "no/such-model")
-
-
-# --- finding them
 
 
 def test_a_recipe_goes_by_its_name() -> None:

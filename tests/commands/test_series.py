@@ -14,11 +14,11 @@ from hub import Hub, Repo
 from PIL import Image
 from support.figures import skip_figures
 from support.retrofit_command import command_line
+from support.tables import assert_same_tables
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope import InputError, Run, Series
-from sinkscope.commands.run import run_recipe
+from sinkscope import InputError, Run, Series, run_recipe
 from sinkscope.figures.style import COLUMN
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
@@ -65,16 +65,11 @@ def refused(*args: Any, error: type[Exception] = InputError, **options: Any) -> 
     return str(caught.value)
 
 
-# --- results
-
-
 def test_each_step_is_the_run_that_it_would_be_alone(series: Series, trained: Path) -> None:
     assert list(series.runs) == list(STEPS)
     for step, run in series.runs.items():
         alone = sinkscope.analyze(trained / f"checkpoint-{step}", **OPTIONS)
-        assert set(run.tables) == set(alone.tables)
-        for name, table in alone.tables.items():
-            pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+        assert_same_tables(run.tables, alone.tables, check_exact=True)
         rows = series.table[series.table["step"] == step].reset_index(drop=True)
         columns = ["condition", "layer", "metric", "value"]
         pd.testing.assert_frame_equal(rows[columns], run.tables["summary"][columns])
@@ -124,8 +119,7 @@ def test_a_recipe_measures_the_steps(trained: Path, series: Series, tmp_path: Pa
     (tmp_path / "steps.yaml").write_text(json.dumps(content))
     done = run_recipe(tmp_path / "steps.yaml", trained, out=tmp_path / "out")
     again = Series.open(done.folder)
-    for name, table in series.tables.items():
-        pd.testing.assert_frame_equal(again.tables[name], table)
+    assert_same_tables(again.tables, series.tables)
     assert done.result is not None
     assert done.result.markdown == again.verdict
     for result in (again, *again.runs.values()):
@@ -153,6 +147,8 @@ def test_the_checkpoints_of_a_training_give_the_order_of_events(
     assert list(found.runs) == list(range(0, 21, 2))
     assert found.verdict in result.stdout
     assert (out / "verdict.md").read_text(encoding="utf-8") == found.verdict + "\n"
+    monkeypatch.setattr("sinkscope.verdict.onsets.onset_table", lambda runs: pytest.fail("computed again"))
+    assert "training-onsets" in found.figures()
     assert "order-norm-sink_rate" in {finding.name for finding in found.contents.findings}
     table = found.tables["onset"]
     course = table[table["number"] == "course"].pivot(index="step", columns="quantity", values="value")
@@ -162,9 +158,6 @@ def test_the_checkpoints_of_a_training_give_the_order_of_events(
     assert set(table["number"]) >= {"onset", "delay", "lag", "lead"}
     with Image.open(out / "figures" / "training-onsets.png") as picture:
         assert picture.width / picture.info["dpi"][0] == pytest.approx(COLUMN, abs=0.02)
-
-
-# --- which steps
 
 
 def test_step_of() -> None:

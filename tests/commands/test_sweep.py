@@ -19,6 +19,7 @@ from support.figures import quick_sweeps
 from support.forked import forked
 from support.naming import naming
 from support.ranks import on_two_ranks
+from support.tables import assert_same_tables, tables_in
 from typer.testing import CliRunner
 
 import sinkscope
@@ -71,15 +72,9 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> SweepRun:
 
 def assert_same(out: Path, whole: SweepRun, **close: Any) -> None:
     """Compare the tables of all cells and of the comparison, and check that no temporary file is left."""
-    expected = {path.relative_to(whole.folder) for path in whole.folder.rglob("*.parquet")}
-    assert {path.relative_to(out) for path in out.rglob("*.parquet")} == expected
-    for path in expected:
-        pd.testing.assert_frame_equal(pd.read_parquet(out / path), pd.read_parquet(whole.folder / path), **close)
+    assert_same_tables(tables_in(out), tables_in(whole.folder), **close)
     assert not list(out.parent.rglob(".sinkscope-*"))
     assert not list(strangers(out))
-
-
-# --- results
 
 
 def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:
@@ -88,8 +83,7 @@ def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:
         assert each.state == State.DONE
         alone = sinkscope.analyze(each.cell.options.model, config=each.cell.options)
         run = sinkscope.Run.open(whole.folder / "cells" / each.cell.name)
-        for name, table in alone.tables.items():
-            pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+        assert_same_tables(run.tables, alone.tables, check_exact=True)
         assert {key: run.manifest[key] for key in ("model", "input", "config")} == {
             key: alone.manifest[key] for key in ("model", "input", "config")
         }
@@ -166,11 +160,7 @@ def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> Non
             assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
 
 
-# --- failures
-
-
 def replay(whole: SweepRun, task: Task) -> None:
-    """Write a cell from its earlier run, without measuring it again."""
     run = sinkscope.Run.open(whole.folder / "cells" / task.name)
     with own_folder(task.folder, True) as folder:
         finished(sinkscope.Run(run.manifest, dict(run.tables), folder), Console(quiet=True), ())
@@ -233,9 +223,6 @@ def test_killed_or_on_a_full_disk_it_is_resumed(
     assert_same(out, whole)
 
 
-# --- inputs that have changed
-
-
 def measured_again(before: SweepRun, told: str) -> set[str]:
     """Return the models whose cells the same sweep measures again, after checking its message."""
     manifests = [each_folder(before, each) / "run.json" for each in before.plan]
@@ -294,9 +281,6 @@ def test_an_interrupted_training_is_resumed_only_on_the_same_text(models: Path, 
     text.write_text('{"text": "the of and drains"}\n')
     assert not worker._can_resume(replace(task, read=Reads().of(task.options)))
     assert "an older sinkscope, which did not record what it read" in worker.changes(None, task.read)
-
-
-# --- before anything runs
 
 
 def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from support.figures import quick_sweeps
 from support.retrofit_command import words_tokenizer
+from support.tables import assert_same_tables, tables_in
 from support.training import random_blocks
 from tiny import tiny_model
 
@@ -82,16 +82,9 @@ def done(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SweepRun:
         return swept(folder, tmp_path_factory.mktemp("done"))
 
 
-def tables_of(folder: Path) -> dict[str, pd.DataFrame]:
-    return {path.relative_to(folder).as_posix(): pd.read_parquet(path) for path in folder.rglob("*.parquet")}
-
-
 def assert_same(ours: Path, expected: Path) -> None:
-    tables, others = tables_of(ours), tables_of(expected)
-    assert tables.keys() == others.keys()
-    for name, table in others.items():
-        if not name.endswith("training.parquet"):  # it has the seconds that a step took
-            pd.testing.assert_frame_equal(tables[name], table)
+    timed = [name for name in tables_in(expected) if name.endswith("training.parquet")]  # seconds of each step
+    assert_same_tables(*({n: t for n, t in tables_in(path).items() if n not in timed} for path in (ours, expected)))
     assert not list(ours.rglob(".sinkscope-*"))
 
 
@@ -121,7 +114,7 @@ def test_every_command_has_its_cells(done: SweepRun) -> None:
 
 
 def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
-    tables = tables_of(done.folder / "comparison")
+    tables = tables_in(done.folder / "comparison")
     names = {"sweep", "sweep_epsilon", "sweep_effect", "sweep_quantization", "claim", "route"}
     assert names | {"sweep_retrofit", "sweep_training"} == {Path(name).stem for name in tables}
     trained = tables["tables/sweep_retrofit.parquet"]

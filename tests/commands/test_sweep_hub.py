@@ -10,7 +10,6 @@ import pytest
 from hub import CUT, Hub, Repo
 from huggingface_hub import constants
 from support.figures import quick_sweeps
-from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.sweep import SweepRun
@@ -29,18 +28,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one model. Tests must not change it."""
-    path = tmp_path_factory.mktemp("models") / "llama"
-    tiny_model("llama").save_pretrained(path)
-    return path
-
-
 @pytest.fixture
-def models(hub: Hub, folder: Path) -> Iterator[Hub]:
+def stocked(hub: Hub, tiny: Path) -> Iterator[Hub]:
     """A hub with two models, one of which has two revisions."""
-    hub.repos |= {"org/one": Repo({"main": folder}), "org/two": Repo({"main": folder, "step1": folder})}
+    hub.repos |= {"org/one": Repo({"main": tiny}), "org/two": Repo({"main": tiny, "step1": tiny})}
     yield hub
     hub.faults.clear()
 
@@ -55,10 +46,10 @@ def fetched(hub: Hub, name: str = WEIGHTS) -> int:
     return sum(request.startswith("GET ") and request.endswith(name) for request in hub.requests)
 
 
-def assert_right(done: SweepRun, folder: Path) -> None:
+def assert_right(done: SweepRun, tiny: Path) -> None:
     """Check that all cells equal the run of the model, and that the cache has no incomplete file."""
     assert (done.failure, {each.state for each in done.plan}) == ("", {State.DONE})
-    alone = sinkscope.analyze(folder, input="random", num_seqs=2, seq_len=12, observables=("attention",), figures=())
+    alone = sinkscope.analyze(tiny, input="random", num_seqs=2, seq_len=12, observables=("attention",), figures=())
     for each in done.plan:
         table = pd.read_parquet(done.folder / "cells" / each.cell.name / "tables" / "attention.parquet")
         columns = [column for column in table if column != "model"]
@@ -67,51 +58,48 @@ def assert_right(done: SweepRun, folder: Path) -> None:
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
 
 
-def test_two_workers_that_need_the_same_files_fetch_them_once(models: Hub, folder: Path, tmp_path: Path) -> None:
+def test_two_workers_that_need_the_same_files_fetch_them_once(stocked: Hub, tiny: Path, tmp_path: Path) -> None:
     """The model has two groups, since its second dtype needs another load."""
     asked = "models: [org/one, {model: org/one, name: half, options: {dtype: bfloat16}}]"
-    assert_right(swept(tmp_path, asked, workers=2), folder)
-    assert fetched(models) == 1
+    assert_right(swept(tmp_path, asked, workers=2), tiny)
+    assert fetched(stocked) == 1
 
 
 @pytest.mark.parametrize("faults", [[503, 500], [CUT, CUT, CUT], [503, CUT]])
-def test_a_hub_that_fails_for_a_while(faults: list[int], models: Hub, folder: Path, tmp_path: Path) -> None:
-    models.faults[WEIGHTS] = list(faults)
-    assert_right(swept(tmp_path, "models: [org/one]", workers=1), folder)
-    assert models.faults[WEIGHTS] == []
+def test_a_hub_that_fails_for_a_while(faults: list[int], stocked: Hub, tiny: Path, tmp_path: Path) -> None:
+    stocked.faults[WEIGHTS] = list(faults)
+    assert_right(swept(tmp_path, "models: [org/one]", workers=1), tiny)
+    assert stocked.faults[WEIGHTS] == []
 
 
 @pytest.mark.parametrize("fault", [503, CUT])
 def test_a_hub_that_goes_on_failing(
-    fault: int, models: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: int, stocked: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other model is measured; the failure is reported, and the cell is measured when the hub works again."""
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    asked = f"models: [{{model: org/one, name: here}}, {folder}]"
-    models.faults[WEIGHTS] = [fault] * 100
+    asked = f"models: [{{model: org/one, name: here}}, {tiny}]"
+    stocked.faults[WEIGHTS] = [fault] * 100
     done = swept(tmp_path, asked, workers=1)
     assert [each.state for each in done.plan] == [State.FAILED, State.DONE]
     assert done.failure.startswith("1 of 2 cells failed (--retry tries them again): here-random-")
     assert "downloading org/one failed" in done.failure
     (recorded,) = (done.folder / "failed").iterdir()
     assert json.loads(recorded.read_text())["error"] in done.failure
-    models.faults.clear()
-    assert_right(swept(tmp_path, asked, workers=1, retry=True), folder)
+    stocked.faults.clear()
+    assert_right(swept(tmp_path, asked, workers=1, retry=True), tiny)
 
 
-# --- the disk
-
-
-def test_a_disk_without_room_for_all_models(models: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_for_all_models(stocked: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before any download; with --evict only the models of the workers need room."""
-    (content,) = models.repos["org/one"].commits.values()
+    (content,) = stocked.repos["org/one"].commits.values()
     size = len(content[WEIGHTS]) + files.SPARE
     monkeypatch.setattr("sinkscope.commands.sweep.free_room", lambda: size + 10)
     monkeypatch.setattr(files, "free_room", lambda: size + 100_000)
     asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]"
     with pytest.raises(InputError, match=r"are still on the hub take 0.0 GB, and the disk .* --evict removes each"):
         swept(tmp_path, asked, workers=1)
-    assert fetched(models) == 0
+    assert fetched(stocked) == 0
     with pytest.raises(InputError, match=r"GB left: make room"):
         swept(tmp_path, asked, workers=2, evict=True)
     assert swept(tmp_path, asked, workers=1, evict=True).failure == ""
@@ -122,9 +110,9 @@ def snapshots() -> set[str]:
     return {path.relative_to(root).parts[0] for path in root.glob("*/snapshots/*/*.safetensors")}
 
 
-def test_models_leave_when_their_cells_are_done(models: Hub, folder: Path, tmp_path: Path) -> None:
+def test_models_leave_when_their_cells_are_done(stocked: Hub, tiny: Path, tmp_path: Path) -> None:
     """A model with two cells is removed after the last one, also across shards; models that no cell uses stay."""
-    models.repos["org/kept"] = Repo({"main": folder})
+    stocked.repos["org/kept"] = Repo({"main": tiny})
     sinkscope.load("org/kept")
     asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]\nsettings: {seed: [0, 1]}"
     first = swept(tmp_path, asked, workers=1, evict=True, shard="1/2")  # org/one, and half of org/two
@@ -133,6 +121,6 @@ def test_models_leave_when_their_cells_are_done(models: Hub, folder: Path, tmp_p
     done = swept(tmp_path, asked, workers=1, evict=True, shard="2/2")
     assert done.failure == ""
     assert snapshots() == {"models--org--kept"}
-    assert fetched(models) == 4
+    assert fetched(stocked) == 4
     assert swept(tmp_path, asked, workers=1, evict=True).failure == ""  # nothing is left to do or to fetch
-    assert fetched(models) == 4
+    assert fetched(stocked) == 4

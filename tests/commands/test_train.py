@@ -15,13 +15,14 @@ from support.retrofit_command import command_line
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, T5Config
 from typer.testing import Result
 
-from sinkscope.commands.train import train
+from sinkscope import Run, train
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import FAMILIES, find_family
-from sinkscope.output.run import Run
 from sinkscope.text.inputs import masked
 from sinkscope.text.tokens import own_frame
 from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
+
+pytestmark = pytest.mark.usefixtures("here", "no_figures")
 
 SHAPE = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -40,12 +41,6 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    skip_figures(monkeypatch)
-
-
 @pytest.fixture(scope="session")
 def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """A training with two methods and two seeds from the command line. Tests must not change it."""
@@ -56,9 +51,6 @@ def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Res
             "train", "--config", shape, "--method", "none,vga", "--seeds", "2", *TYPED, "--num-seqs", "4",
             "--observables", "attention,gradient", "--out", out,
         ), out  # fmt: skip
-
-
-# --- results
 
 
 def test_its_folder(finished: tuple[Result, Path]) -> None:
@@ -96,9 +88,6 @@ def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tup
     assert torch.equal(plain["lm_head.weight"], AutoModelForCausalLM.from_config(config).lm_head.weight)
 
 
-# --- tokenizers
-
-
 def test_a_tokenizer_of_the_text() -> None:
     text = "the sink drains, the sink attends; " * 50
     tokenizer = tokenizer_of([text], 280)
@@ -110,9 +99,6 @@ def test_a_tokenizer_of_the_text() -> None:
     assert len(ids) < len(text) / 3  # it has learned words
     assert tokenizer("Ἐν ἀρχῇ")["input_ids"][1:]  # byte-level: no text is unknown
     assert tokenizer_of([text], 280).get_vocab() == tokenizer.get_vocab()
-
-
-# --- a task
 
 
 def test_a_task(tmp_path: Path) -> None:
@@ -137,9 +123,6 @@ def test_a_task(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(done.model("VGA-seed1")).decode([0]) == "<s>"
 
 
-# --- architectures
-
-
 def test_named_architectures_can_be_measured() -> None:
     for name in ARCHITECTURES:
         with naming(name):
@@ -153,9 +136,6 @@ def test_named_architectures_can_be_measured() -> None:
             dropout = {field: value for field, value in config.to_dict().items() if "drop" in field}
             dropout.pop("summary_first_dropout", None)  # of another head
             assert not any(dropout.values()), dropout  # trainings are repeated bit by bit
-
-
-# --- an encoder
 
 
 def test_an_encoder_predicts_masked_tokens() -> None:
@@ -181,9 +161,6 @@ def test_an_encoder_predicts_masked_tokens() -> None:
         assert of_arm["perplexity_quantized"] != of_arm["perplexity"]
         predicted.add(run.manifest["input"]["masked"])
     assert len(predicted) == 1
-
-
-# --- refused options
 
 
 @pytest.mark.parametrize(

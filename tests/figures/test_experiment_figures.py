@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from support.drawn_figures import ELSEWHERE, MANY, SINGLE, experiment
-from support.figure_tables import make_run
 from support.figures import check_all_draw, edges_at, legend_of, said
+from support.made_up_runs import make_run
 
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run
 from sinkscope.figures import applicable, draw
 from sinkscope.figures.interventions import FAINTEST
 from sinkscope.figures.style import Figure
-from sinkscope.output.run import Run
 
 OURS = {"arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer"}
 
@@ -55,8 +54,6 @@ def test_an_experiment_has_its_own_figures_and_an_analysis_has_others(run: Run) 
     assert set(applicable(Run(run.manifest, {"effect": run.tables["effect"]}))) == EFFECTS
 
 
-# --- unusual tables
-
 MAPS, EFFECTS = {"arm-maps", "arm-maps-by-layer"}, {"effects", "effects-by-layer"}
 # unusual data → the figures that read them, and the data
 ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
@@ -77,9 +74,6 @@ ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
 def test_odd_experiments_are_drawn_without_a_warning(odd: str) -> None:
     names, given = ODD[odd]
     check_all_draw(experiment(**given), sorted(names))
-
-
-# --- what is drawn
 
 
 def test_arm_maps_shows_the_layer_where_the_sink_changes_most() -> None:

@@ -7,15 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
-from support.figure_tables import make_run
 from support.figures import check_all_draw, edges_at, legend_of, rough_figures
+from support.made_up_runs import make_run
 
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run
 from sinkscope.figures import COMMAND, OF_RUNS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures.style import SETTINGS
 from sinkscope.output.drawing import save_figures
-from sinkscope.output.run import Run
 
 # figures of `analyze`; figures of other commands are tested in other files
 FIGURES = {name: spec for name, spec in ALL_FIGURES.items() if not COMMAND.keys() & set(spec.tables)}
@@ -30,9 +29,6 @@ def run() -> Run:
 def ydata(ax: Axes, label: str) -> np.ndarray:
     (line,) = [line for line in ax.lines if line.get_label().startswith(label)]
     return np.asarray(line.get_ydata(), float)
-
-
-# --- the data that are drawn
 
 
 def test_sinks_by_layer_draws_token_0_the_mean_and_the_maximum(run: Run) -> None:
@@ -131,9 +127,6 @@ def test_sink_positions_counts_sinks_with_enough_queries_after_them(run: Run) ->
     np.testing.assert_allclose(left.lines[1].get_ydata(), [1 / 48] * 3)
 
 
-# --- missing and unusual data
-
-
 @pytest.mark.parametrize("value", [None, np.nan, 0.0, np.inf, 1.0])
 def test_small_runs_and_columns_without_information_are_drawn(value: float | None) -> None:
     if value is None:
@@ -146,9 +139,6 @@ def test_small_runs_and_columns_without_information_are_drawn(value: float | Non
         drawn = applicable(run)
         assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates", "gamma"}
         check_all_draw(run, drawn, layout=not value)
-
-
-# --- names, files and settings
 
 
 def test_figures_that_cannot_be_drawn_are_refused_with_the_reason(run: Run) -> None:
@@ -180,9 +170,6 @@ def test_figures_are_saved_as_png_and_pdf_with_truetype_fonts_and_no_date(
         assert b"CreationDate" not in pdf
     assert sorted(path.stem for path in tmp_path.iterdir()) == sorted([*FIGURES] * 2)
     assert dict(dict.items(mpl.rcParams)) == before
-
-
-# --- several runs
 
 
 def test_a_comparison_draws_each_runs_summary() -> None:

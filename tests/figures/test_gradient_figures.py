@@ -1,18 +1,20 @@
-"""Figures of the backward pass show the data of the tables, and allow missing data."""
+"""Figures of gradients and of steps show the data of the tables, and allow missing data."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from support.drawn_figures import STEP_METRICS, checkpoint
-from support.figure_tables import make_run
+from support.drawn_figures import DOUBLED, STEP_METRICS, checkpoint
 from support.figures import edges_at, legend_of, said
+from support.made_up_runs import make_run
+from support.made_up_steps import made_up_steps, sigmoid
 
 from sinkscope.figures import OF_STEPS, draw
 from sinkscope.figures.gradients import LOOKS
 from sinkscope.measuring.summary import compress_fits
 from sinkscope.output.run import Run
+from sinkscope.verdict.onsets import FEWEST_STEPS, RunsByStep, onset_table
 
 PATHWAYS = ("query", "key", "value")
 
@@ -27,12 +29,8 @@ def of_width(ax: Axes, width: float) -> list[Any]:
 
 
 def points_of(ax: Axes) -> np.ndarray:
-    """Return all points, sorted by x."""
     drawn = [line.get_xydata() for line in ax.lines if line.get_linestyle() == "None"]
     return np.array(sorted(map(tuple, np.concatenate(drawn))))
-
-
-# --- gradient-norms
 
 
 def test_gradient_norms_draws_every_layer_and_their_mean(run: Run) -> None:
@@ -48,9 +46,6 @@ def test_gradient_norms_draws_every_layer_and_their_mean(run: Run) -> None:
         assert ax.get_yscale() == "log"
         assert ax.get_title() == pathway
     assert [ax.get_ylim() for ax in axes[1:3]] == [axes[0].get_ylim()] * 2  # one scale, so that panels can be compared
-
-
-# --- gradient-reshaping
 
 
 def test_reshaping_draws_a_point_for_each_layer_and_position_by_the_papers_token_groups(run: Run) -> None:
@@ -87,9 +82,6 @@ def test_the_fitted_line_is_the_summarys(run: Run) -> None:
     assert said(ax) == [expected.replace("-", "−")]
 
 
-# --- gradient-bounds
-
-
 def test_bounds_draws_theorem_1_at_position_0(run: Run) -> None:
     axes = {ax.get_title(): ax for ax in draw("gradient-bounds", run).axes}
     left, holds, identity = (axes[name] for name in ("theorem 1 at position 0", "theorem 1 holds", "identity"))
@@ -113,9 +105,6 @@ def test_bounds_draws_theorem_1_at_position_0(run: Run) -> None:
         np.testing.assert_allclose(first.get_ydata(), rows[0])
         np.testing.assert_allclose(others.get_ydata(), rows.loc[:, 1:].mean(axis=1))
         assert limit.get_ydata() == [1, 1]
-
-
-# --- training
 
 
 def test_training_draws_each_steps_numbers_in_their_order() -> None:
@@ -155,3 +144,43 @@ def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
             np.testing.assert_allclose(line.get_ydata(), means)
         assert said(ax) == (["0"] if pathway == "query" else [])
     assert [label.get_text() for label in bar.get_yticklabels()] == ["1k", "10", "0"]
+
+
+RISE = sigmoid(DOUBLED, 50)
+RUNS = made_up_steps(DOUBLED, {"value_gradient": np.ones(len(DOUBLED)), "norm": 1 + 9 * RISE, "sink_rate": RISE}, 0.4)
+
+
+def test_it_draws_its_table() -> None:
+    table = onset_table(RUNS)
+    *axes, below = OF_STEPS["training-onsets"](RunsByStep(RUNS[::-1])).axes
+    onsets = table[table["number"] == "onset"].set_index("quantity")
+    for ax, (name, onset) in zip(axes, onsets.iterrows(), strict=True):
+        course = table[(table["number"] == "course") & (table["quantity"] == name)]
+        np.testing.assert_array_equal(ax.lines[0].get_xydata(), course[["step", "value"]])
+        for row in course.itertuples():
+            np.testing.assert_allclose(edges_at(ax, row.step), (row.low, row.high))
+        if np.isnan(onset["value"]):
+            assert ax.get_title("right") == "no onset"
+            assert len(ax.lines) == 2
+        else:
+            assert set(ax.lines[2].get_xdata()) == {onset["value"]}
+            (span,) = ax.patches
+            assert (span.get_x(), span.get_x() + span.get_width()) == (onset["low"], onset["high"])
+            assert ax.get_title("right") == "{value:g} [{low:g}, {high:g}]".format(**onset)
+    assert list(onsets["value"].isna()) == [True, False, False]
+    leads = table[table["number"] == "lead"]
+    bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in below.patches]
+    np.testing.assert_allclose(bars, leads[["null_low", "null_high"]])
+    np.testing.assert_allclose(below.lines[0].get_xdata(), leads["value"])
+    np.testing.assert_allclose([part[:, 0] for part in below.collections[0].get_segments()], leads[["low", "high"]])
+
+
+def test_few_steps_have_no_leads() -> None:
+    assert len(OF_STEPS["training-onsets"](RunsByStep(RUNS[: FEWEST_STEPS - 1])).axes) == 3
+    assert len(OF_STEPS["training-onsets"](RunsByStep(RUNS[:FEWEST_STEPS])).axes) == 4
+
+
+def test_it_applies_only_to_steps_with_two_quantities() -> None:
+    spec = OF_STEPS["training-onsets"]
+    assert spec.applies(RunsByStep(RUNS))
+    assert not spec.applies(RunsByStep(RUNS[:1]))

@@ -35,7 +35,6 @@ def page_of_kind(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def page(page_of_kind: Callable[[str], Any]) -> Any:
-    """The page of an analysis."""
     return page_of_kind("analysis")
 
 

@@ -13,22 +13,21 @@ import pytest
 import reference
 import torch
 from support.attention_rows import Rows
-from support.everything import differences, state_of
+from support.everything import assert_as_before, state_of
 from support.naming import naming
 from tiny import REPRESENTATIVE, TINY, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from sinkscope import InputError, intervening
 from sinkscope.attention.seam import open_seam
-from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, parse
-from sinkscope.measuring.intervening import intervening
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.models.projections import projections
+from sinkscope.models.projections import effective_positions, projections
 from sinkscope.text.batch import Batch
 
 # One of each; a query bias is perturbed before it is zeroed, because a zero bias cannot be perturbed.
@@ -208,16 +207,6 @@ def test_an_intervention_is_the_model_edited_by_hand(name: str) -> None:
                 assert_same(name, under(model, text), logits(edited(model)))
 
 
-class Before:
-    """The state of a model, to be compared with its later state."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.state = model, state_of(model)
-
-    def check(self, label: str) -> None:
-        assert differences(self.state, state_of(self.model)) == [], label
-
-
 def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
     loss = model(IDS, labels=IDS, use_cache=False).loss
     learning = [x for x in model.parameters() if x.requires_grad]
@@ -229,12 +218,13 @@ def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
 def test_a_model_is_bit_for_bit_what_it_was_when_an_intervention_ends(name: str) -> None:
     assert {text.partition(":")[0] for text in EACH.values()} == EACH.keys() == INTERVENTIONS.keys()
     model = tiny_model(name).requires_grad_(True)
-    before, slopes = Before(model), gradients(model)
+    before, slopes = state_of(model), gradients(model)
     for intervention, text in applicable(model).items():
         with intervening(model, text):
             changed = logits(model)
-        assert not torch.equal(changed, before.state["logits"]), f"{intervention} did nothing"
-        before.check(intervention)
+        assert not torch.equal(changed, before["logits"]), f"{intervention} did nothing"
+        with naming(intervention):
+            assert_as_before(model, before)
     loss, learning = model(IDS, labels=IDS, use_cache=False).loss, list(model.parameters())
     with intervening(model, *applicable(model, combined=True).values()):
         logits(model)
@@ -253,7 +243,7 @@ def test_what_does_not_apply_says_why_and_is_refused() -> None:
     for name in TINY:
         with naming(name):
             model = tiny_model(name)
-            before = Before(model)
+            before = state_of(model)
             refused = EACH.keys() - applicable(model).keys() - {"streaming-window"}  # tested in test_streaming.py
             biased = {"nullify-query-bias", "perturb-query-bias"} if name not in BIASED else set()
             learned = {"replace-epe", "transplant-epe"} if name not in LEARNED else set()
@@ -262,7 +252,7 @@ def test_what_does_not_apply_says_why_and_is_refused() -> None:
             for intervention in refused:
                 with pytest.raises(InputError, match=f"{intervention} does not apply to this model: .+"):
                     under(model, EACH[intervention])
-            before.check("refused")
+            assert_as_before(model, before)
 
 
 def biases(model: PreTrainedModel) -> torch.Tensor:
@@ -301,30 +291,18 @@ def test_positions_are_exchanged_as_position_ids_do(name: str, text: str) -> Non
     assert_close(under(model, text), expected, 1e-6)
 
 
-@torch.no_grad()
-def effective_position(name: str, model: PreTrainedModel, position: int) -> torch.Tensor:
-    """Return p + MLP⁽¹⁾(p), written out."""
-    p = position_table(model)[LEARNED[name] + position]
-    if name == "opt":
-        first = model.model.decoder.layers[0]
-        return p + first.fc2(torch.relu(first.fc1(p)))
-    mlp = model.transformer.h[0].mlp
-    return p + mlp.c_proj(torch.nn.functional.gelu(mlp.c_fc(p[None]), approximate="tanh"))[0]
-
-
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, text in zip(LEARNED, EXCHANGES, strict=True)][:3])
 def test_epe_is_exchanged_in_what_the_first_layer_gives(name: str, text: str) -> None:
     model = tiny_model(name, dtype=torch.float64, spread=4.0)
     ours = under(model, f"{text},at=epe")
-    epe = torch.stack([effective_position(name, model, position) for position in range(9)])
-    layers = model.model.decoder.layers if name == "opt" else model.transformer.h
+    epe = effective_positions(model, find_family(model), 9)
 
     def exchanged(module: Any, args: tuple, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
         hidden = hidden + epe[EXCHANGES[text]] - epe
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    with layers[0].register_forward_hook(exchanged):
+    with layers_of(model)[0].register_forward_hook(exchanged):
         assert_close(ours, logits(model), 1e-10)
     assert (ours - under(model, text)).abs().max() > 1e-3  # the vectors also reach the first layer's attention
 
@@ -440,7 +418,6 @@ def test_mask_sink_is_an_eager_model_with_the_pairs_masked(name: str) -> None:
 
 
 def traced(model: PreTrainedModel, batch: Batch, *do: str) -> tuple[Rows, torch.Tensor]:
-    """Return the rows that an observable reads, and the logits."""
     rows = Rows(Settings(positions=4, window=4))
     with open_tracer(model, find_family(model), interventions=[parse(text) for text in do]) as tracer:
         tracer.forward(batch, [rows])
@@ -562,7 +539,7 @@ def test_observables_see_the_edited_stream_and_the_tracers_logits_are_the_edited
 
 def test_each_edit_is_done_to_the_model_that_those_before_it_have_left() -> None:
     model = tiny_model("gpt2")
-    before = Before(model)
+    before = state_of(model)
     ours = under(model, "nullify-query-bias:layers=0", "zero-key-columns:layers=0-1,coordinates=3,17")
     assert torch.equal(ours, logits(without_key_columns(without_query_bias(model, (0,)), [3, 17], (0, 1))))
     ours = under(model, "nullify-query-bias:heads=0", "nullify-query-bias:layers=1,heads=2")  # of one parameter
@@ -572,7 +549,7 @@ def test_each_edit_is_done_to_the_model_that_those_before_it_have_left() -> None
     edited = copy.deepcopy(model)
     position_table(edited)[:3] = position_table(model)[[2, 1, 1]]  # via 1, 1, 2
     assert torch.equal(under(model, "replace-epe", "transplant-epe:target=2"), logits(edited))
-    before.check("stacked")
+    assert_as_before(model, before)
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
@@ -617,10 +594,10 @@ def test_what_cannot_be_done_is_refused_and_leaves_the_model_alone() -> None:
     for name, text, message in WRONG:
         with naming(name, text, message):
             model = tiny_model(name)
-            before = Before(model)
+            before = state_of(model)
             with pytest.raises(InputError, match=re.escape(message)), intervening(model, "mask-sink", text):
                 pytest.fail("entered")
-            before.check(text)
+            assert_as_before(model, before)
 
 
 def test_weights_that_cannot_be_edited_are_refused() -> None:

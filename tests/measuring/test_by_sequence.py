@@ -71,11 +71,7 @@ def test_every_sequence_has_the_values_of_plain_transformers(name: str, side: st
     reference.assert_same(measured(model, batched(ragged_tokens(LENGTHS), 2, side), settings, FORWARD), tables, FLOAT32)
 
 
-# ------------------------------------------------------------------------------------------ means, in runs
-
-
 def plain_losses(model: PreTrainedModel, lengths: tuple[int, ...]) -> list[float]:
-    """Return the loss per predicted token of each sequence."""
     losses = []
     for ids in ragged_tokens(lengths):
         tokens = torch.as_tensor(ids)[None]

@@ -2,27 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
-from reference import assert_same, errors
-from support.encoders import ENCODERS, SPECIAL, encoder, recorded, word_tokenizer
-from support.plain import only_float64, run_plainly
-from support.retrofitted import each_pair
-from tiny import VOCAB, batched, ragged_tokens, written
-from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
+from reference import errors
+from support.agreement import is_equal, padded_differences
+from support.encoders import ENCODERS, SPECIAL, encoder, word_tokenizer
+from tiny import VOCAB, batched, measured, ragged_tokens, written
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
 
 import sinkscope
 from sinkscope.errors import InputError
 from sinkscope.interventions import parse
-from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of, inputs_for
 from sinkscope.measuring.tracer import open_tracer
@@ -32,36 +28,11 @@ from sinkscope.models.family import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.options.measuring import make_config
-from sinkscope.text.batch import IGNORED, Batch
+from sinkscope.text.batch import IGNORED
 from sinkscope.text.inputs import masked
 
 LENGTHS = (20, 13, 17)
-SETTINGS = Settings(positions=20, window=6, epsilon=0.17)
 ROUND_OFF = 1e-10
-
-
-@cache
-def known(name: str) -> tuple[PreTrainedModel, Family, list[reference.Sequence]]:
-    """Return an encoder, its family, and the record of each sequence by plain transformers."""
-    model = encoder(name)
-    family, _ = family_of(model)
-    return model, family, [recorded(model, ids) for ids in ragged_tokens(LENGTHS)]
-
-
-def tables_of(model: PreTrainedModel, family: Family, batches: Sequence[Batch], *names: str) -> dict[str, pd.DataFrame]:
-    with open_tracer(model, family) as tracer:
-        observables = [OBSERVABLES[name](SETTINGS) for name in names]
-        for batch in batches:
-            tracer.forward(batch, observables)
-    return {name: table for observable in observables for name, table in observable.tables().items()}
-
-
-def expected(sequences: list[reference.Sequence]) -> dict[str, pd.DataFrame]:
-    window, epsilon = SETTINGS.window, SETTINGS.epsilon
-    return {
-        "attention": reference.attention(sequences, SETTINGS.positions, window, epsilon, causal=False),
-        "sink_positions": reference.sink_positions(sequences, window, epsilon, causal=False),
-    }
 
 
 @pytest.mark.parametrize("headless", [False, True])
@@ -78,23 +49,20 @@ def test_the_row_of_bert_is_what_is_found_numerically(headless: bool) -> None:
     assert check_wiring(wrong.block(0), read_sites(model, wrong, torch.arange(3, 14)[None])[0]) > 1e-2
 
 
-# ------------------------------------------------------------------------------------------- forward
-
-
-@each_pair(list(ENCODERS), ["left", "right"], ("name", "side"))
-def test_attention_is_that_of_plain_transformers(name: str, side: str) -> None:
-    """The window is shorter than the sequences; ModernBERT's own windows extend to both sides."""
-    model, family, sequences = known(name)
-    tables = tables_of(model, family, batched(ragged_tokens(LENGTHS), 2, side), "attention")
-    wanted = expected(sequences) | {"attention_heads": reference.attention_heads(sequences)}
-    assert len(wanted["sink_positions"])
-    assert_same(tables, wanted, ROUND_OFF)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_every_table_is_that_of_plain_transformers_and_autograd(name: str) -> None:
+    """Ragged, on either side; the window is shorter than the sequences, as are ModernBERT's own on both sides."""
+    model = encoder(name)
+    for side, columns in padded_differences(model, family_of(model)[0], whole=True).items():
+        assert "attention.window_mass" in columns
+        assert "gradient.grad_norm" in columns
+        assert is_equal(name, columns), (side, columns)
 
 
 def test_geometry_is_over_the_queries_of_both_sides() -> None:
-    model, family, _ = known("bert")
-    sequences = ragged_tokens(LENGTHS)
-    table = tables_of(model, family, batched(sequences, 3, "left"), "geometry")["geometry"].query("layer == 0")
+    model, sequences = encoder("bert"), ragged_tokens(LENGTHS)
+    tables = measured(model, batched(sequences, 3, "left"), Settings(positions=20), ("geometry",))
+    table = tables["geometry"].query("layer == 0")
     attention = model.bert.encoder.layer[0].attention.self
     seen: dict[tuple[int, int], list[tuple[float, ...]]] = {}
     for ids in sequences:
@@ -120,19 +88,15 @@ def test_an_encoder_that_is_a_decoder_is_causal_and_an_encoder_decoder_is_refuse
 
 
 def test_mask_sink_hides_a_key_from_the_tokens_before_it_too() -> None:
-    model, family, _ = known("bert")
-    hidden = 5
+    model, hidden = encoder("bert"), 5
     (batch,) = batched(ragged_tokens((12,)), 1)
     allowed = torch.ones(12, 12, dtype=torch.bool)
     allowed[:, hidden] = False
     allowed[hidden, hidden] = True
     with torch.no_grad():
         bare = model(input_ids=batch.token_ids, attention_mask=allowed[None, None]).logits
-    with open_tracer(model, family, interventions=[parse(f"mask-sink:positions={hidden}")]) as tracer:
+    with open_tracer(model, find_family(model), interventions=[parse(f"mask-sink:positions={hidden}")]) as tracer:
         torch.testing.assert_close(tracer.logits(batch), bare, rtol=0, atol=1e-9)
-
-
-# ------------------------------------------------------------------------------------------ backward
 
 
 def loaded_encoder(name: str = "bert", dtype: torch.dtype = torch.float64) -> LoadedModel:
@@ -144,33 +108,6 @@ def write_lines(path: Path, lengths: Sequence[int] = LENGTHS) -> str:
     """Write sequences [CLS] … [SEP] as JSON lines of token ids."""
     words = [[1, *(int(word) % (VOCAB - 5) + 5 for word in ids), 2] for ids in ragged_tokens(lengths)]
     return str(written(path, words))
-
-
-@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "electra"])
-def test_gradients_are_those_of_the_masked_tokens_loss(name: str, tmp_path: Path) -> None:
-    """Ragged sequences in one batch are compared with autograd on each alone."""
-    loaded = loaded_encoder(name)
-    options = {"input": write_lines(tmp_path / "ids.jsonl"), "seq_len": 24, "num_seqs": 3, "positions": 22}
-    tables = sinkscope.analyze(loaded, **options, observables="gradient,attention").tables
-    family, _ = family_of(loaded.model)
-    inputs = inputs_for(loaded, make_config(**options), family)
-    sums: dict[tuple[int, str], torch.Tensor] = {}
-    for ids, labels in inputs.masked or ():
-        batch, wanted = torch.tensor(ids)[None], torch.tensor(labels)[None]
-        with only_float64():
-            plain = run_plainly(loaded.model, family.layers, batch, torch.ones_like(batch), labels=wanted)
-        share = float((wanted != IGNORED).sum()) / inputs.num_predicted  # of the run's loss, a mean over all sequences
-        for layer, attended in enumerate(plain.attended):
-            for pathway, x in zip(("query", "key", "value"), attended.gradients, strict=True):
-                gradient = share * x[0].transpose(0, 1).flatten(1)
-                gradient = F.pad(gradient, (0, 0, 0, 22 - len(gradient)))
-                sums[layer, pathway] = sums.get((layer, pathway), torch.zeros(())) + gradient
-    table = tables["gradient"].query("head == -1")
-    for (layer, pathway), total in sums.items():
-        found = table.query(f"layer == {layer} and pathway == '{pathway}'")["grad_norm"].to_numpy()
-        assert np.abs(found - total.norm(dim=-1).numpy()).max() < 1e-9  # rotary angles are of float32
-        assert total[0].norm() > 0 or layer == 2  # also for query 0, which sees all keys
-    assert tables["gradient_check"]["identity_residual"].max() < 1e-9
 
 
 def test_what_is_measured_forward_is_of_the_text_as_it_is(tmp_path: Path) -> None:
@@ -220,9 +157,6 @@ def test_tokens_are_masked_as_the_librarys_collator_does() -> None:
     assert not np.array_equal(np.stack([one.ids for one in masked(rows, word_tokenizer(), VOCAB, 1)]), ids)
 
 
-# -------------------------------------------------------------------------------------------- inputs
-
-
 TEXT = " ".join(f"w{number % 80} ." for number in range(400))
 
 
@@ -242,9 +176,6 @@ def test_a_text_or_prompt_stands_between_cls_and_sep(tmp_path: Path) -> None:
         sequences = inputs_for(loaded, make_config(**given), family).sequences
         assert [len(ids) for ids in sequences] == lengths
         assert all((ids[0], ids[-1]) == (1, 2) and not np.isin(ids[1:-1], (1, 2)).any() for ids in sequences)
-
-
-# ------------------------------------------------------------------------------------------ commands
 
 
 @pytest.fixture(scope="module")

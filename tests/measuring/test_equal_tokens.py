@@ -33,7 +33,6 @@ def table_of(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> pd.Data
 
 
 def plain(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> dict[tuple[int, int], reference.Layer]:
-    """Return the layers of plain transformers by layer and sequence."""
     twin = reference.eager_twin(model)
     with in_double(twin):
         recorded = [reference.record(twin, ids) for ids in sequences]

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from support.every_model import tiny_of
-from support.retrofitted import METHODS, SETTINGS, each_pair, in_double, plain_model, retrofitted, shared
+from support.retrofitted import METHODS, SETTINGS, each_pair, in_double, retrofitted, shared
 from tiny import TINY, batched, measured, ragged_tokens, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,7 +23,6 @@ from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
-from sinkscope.retrofits import retrofit_model
 
 GATED = [label for label in METHODS if label.startswith(("vga", "iga", "vscale"))]
 SEQUENCES = ragged_tokens([10, 7, 10])  # 7: shorter than the positions reported
@@ -102,16 +101,6 @@ def test_gates_and_raw_values_are_those_of_a_plain_forward(name: str, label: str
     assert (found["kv_head"] == found["head"] // (found["head"].nunique() // groups)).all()
 
 
-def test_a_gate_starts_at_one_where_raw_values_are_those_attended_to() -> None:
-    model = retrofit_model(plain_model("qwen2"), None, "vga")
-    with in_double(model):
-        tables = measured(model, batched(SEQUENCES, 2), SETTINGS, ("gate", "geometry"))
-    assert (tables["gate"]["gate"] == 1.0).all()
-    attended = tables["geometry"].groupby(["layer", "kv_head", "position"])["value_norm"].mean()
-    raw = tables["gate"].set_index(["layer", "kv_head", "position"])["raw_value_norm"]
-    pd.testing.assert_series_equal(raw, attended, check_names=False)
-
-
 def test_analyze_measures_gates_where_there_are_any() -> None:
     options: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 12}
     model = retrofitted("llama", "vga", torch.float32)
@@ -123,9 +112,6 @@ def test_analyze_measures_gates_where_there_are_any() -> None:
     assert run.metric("gate_later", 1) == pytest.approx(gate[~first & (gate["layer"] == 1)]["gate"].mean())
     assert "mean gate at position 0" in run.verdict
     assert "gate" in doctor(model).facts["observables"]
-
-
-# --- the model's own gates
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "afmoe"])

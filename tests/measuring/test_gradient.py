@@ -1,8 +1,4 @@
-"""Gradient observables against autograd's own gradients (gradient_reference.py), and in small exact cases.
-
-The reference runs each sequence alone and as in training, so padding, batches and frozen parameters are tested, too.
-Everything is computed in float64, including norms and softmax, which a model's own code computes in float32.
-"""
+"""Gradient observables in float64 against autograd's own (gradient_reference.py), and in small exact cases."""
 
 import gc
 import weakref
@@ -53,8 +49,6 @@ TOLERANCE = 1e-10
 
 @dataclass
 class Backward:
-    """The result of one pass."""
-
     tables: dict[str, pd.DataFrame]
     gradient: Gradient
     loss: float  # per predicted token
@@ -104,9 +98,6 @@ def ours(
     with in_double(model):
         settings, batches = Settings(positions=positions, window=8), batched(ragged_tokens(lengths), size, side)
         return measured(model, batches, settings, ("gradient",), kernel, backward=True)
-
-
-# ---------------------------------------------------------------------------------------------- parity
 
 
 BATCHES = {"1": (1, "right"), "2 right": (2, "right"), "2 left": (2, "left"), "5 left": (5, "left")}
@@ -162,8 +153,6 @@ def test_a_branch_times_a_multiplier_has_the_gradients_of_one_with_larger_weight
         pd.testing.assert_frame_equal(tables[0][name], tables[1][name], rtol=TOLERANCE)
 
 
-# ------------------------------------------------------------------------------------------- definitions
-
 # family → the ratios that its wiring leaves undefined; the reference's tables have NaN or no rows there
 UNDEFINED = {
     "llama": set(),
@@ -187,13 +176,10 @@ def test_what_a_wiring_does_not_define_has_a_reason(name: str) -> None:
     assert {*undefined[undefined].index} == named - {"the MLP's ratios"}
 
 
-# ------------------------------------------------------------------------------------------- theorem 1
-
 HEADS, KV_HEADS, TOKENS, WIDTH = 4, 2, 20, 6
 
 
 def fixed_attention(sequences: int) -> AttentionRead:
-    """Return the same random attention for each sequence."""
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(1, HEADS, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
     key = torch.randn(1, KV_HEADS, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
@@ -205,7 +191,6 @@ def fixed_attention(sequences: int) -> AttentionRead:
 
 
 def theorem_table(read: AttentionRead, upstream: torch.Tensor) -> pd.DataFrame:
-    """Return the theorem's table of one layer whose ∇v follows from g."""
     theorem = TheoremOne(POSITIONS)
     routed = theorem.add_upstream(0, read, upstream)
     theorem.add_value_gradient(0, routed.unflatten(1, (KV_HEADS, -1)).sum(2), routed, read.batch)
@@ -224,9 +209,6 @@ def test_theorem_1_has_equal_bounds_if_g_is_the_same_for_all_queries_in_float32_
         assert table["holds"].all()
         for bound in ("lower_bound", "upper_bound"):
             np.testing.assert_allclose(table["measured"], table[bound], rtol=1e-5)
-
-
-# ------------------------------------------------------------------------------------------- theorem 2
 
 
 def random_norm(kind: str, width: int, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -276,9 +258,6 @@ def test_a_norm_amplifies_no_gradient_beyond_its_bound(kind: str) -> None:
     operator_norms = torch.linalg.matrix_norm(jacobians, ord=2)
     assert (operator_norms <= bound * (1 + 1e-9)).all()
     assert (operator_norms >= 0.8 * bound).all()  # the bound is no larger than necessary
-
-
-# ------------------------------------------------------------------------------------ memory and graph
 
 
 class Watching(Observable):
@@ -331,8 +310,6 @@ def test_forward_observables_are_the_same_with_a_backward_pass(name: str) -> Non
             assert rows.equals(together[table_name]), table_name
 
 
-# -------------------------------------------------------------------------------------- half precision
-
 HALF = {  # columns that are compared, except for entries below a hundredth of the largest
     "gradient": ("grad_norm",),
     "gradient_ratio": ("input_norm", "bloat", "compress", "change"),
@@ -368,9 +345,6 @@ def test_half_precision_gives_the_figures_of_float32(name: str, dtype: torch.dty
     assert (half.tables["norm_bound"]["holds"] == 1).all()
 
 
-# --------------------------------------------------------------------------------------------- analyze
-
-
 @pytest.mark.parametrize(("name", "size"), [("llama", 2), ("bloom", "auto")])
 def test_analyze_gives_the_references_tables(name: str, size: Any, tmp_path: Path) -> None:
     path, model = written(tmp_path / "ragged.jsonl", ragged_tokens(RAGGED)), double_model(name)
@@ -383,9 +357,6 @@ def test_analyze_gives_the_references_tables(name: str, size: Any, tmp_path: Pat
     assert run.metric("loss") == pytest.approx(truth, rel=1e-12)
     assert run.metric("identity_residual") < 1e-5
     assert run.manifest["notices"] == []
-
-
-# ------------------------------------------------------------------------------------------- the summary
 
 
 def summary_tables() -> dict[str, pd.DataFrame]:

@@ -20,8 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import sinkscope
-from sinkscope.errors import InputError
-from sinkscope.measuring.intervening import intervening
+from sinkscope import InputError, intervening
 
 IDS = tiny_tokens(2, 9)
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}
@@ -36,9 +35,6 @@ def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
 def under(model: Any, *do: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
     with intervening(model, *do):
         return logits(model, ids)
-
-
-# ------------------------------------------------------------------------------------------- several blocks at once
 
 
 def test_blocks_that_end_in_any_order_change_their_own_models() -> None:
@@ -95,9 +91,6 @@ def test_threads_that_change_their_own_models_or_call_one_or_analyze_do_not_meet
         assert all(run.tables[name].equals(table) for name, table in expected.tables.items())
 
 
-# ------------------------------------------------------------------------------------------- hooks of the user
-
-
 def lora(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * 1.5
 
@@ -139,9 +132,6 @@ def test_a_projection_that_is_more_than_its_weight_is_not_edited(how: str) -> No
     assert ("query_bias" in run.tables) == (message == "its weight is not a")  # read from the weights
     computed = {"model.layers.1.self_attn.k_proj: attributes"} if how == "prune" else set()  # at each forward
     assert set(differences(before, snapshot(model))) <= computed
-
-
-# ------------------------------------------------------------------------------------------- wrapped models
 
 
 def with_adapter(model: PreTrainedModel) -> Any:
@@ -195,9 +185,6 @@ def test_copies_on_several_devices_are_refused() -> None:
         under(copies, "mask-sink")
 
 
-# ------------------------------------------------------------------------------------------- generating and gradients
-
-
 def test_a_block_leaves_the_gradient_mode_to_its_user() -> None:
     model = tiny_model("llama").requires_grad_(True)
     with torch.inference_mode():
@@ -209,9 +196,6 @@ def test_a_block_leaves_the_gradient_mode_to_its_user() -> None:
         found.sum().backward()
     assert torch.equal(found.detach(), inferred)
     assert model.model.layers[0].self_attn.v_proj.weight.grad is not None
-
-
-# ------------------------------------------------------------------------------------------- the process
 
 
 def imported_again(script: str) -> None:

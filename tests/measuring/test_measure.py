@@ -15,8 +15,6 @@ from sinkscope.text.batch import Batch
 
 
 class LastToken(Observable):
-    """Records the last token of every sequence: table `last_token`."""
-
     name = "last-token"
     about = "the last token of every sequence"
     sites = ("layer_out",)

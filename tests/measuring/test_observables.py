@@ -1,7 +1,5 @@
 """Observables, batches and running means in small exact cases; test_tracer.py tests complete models."""
 
-from functools import partial
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,23 +7,26 @@ import torch
 from support.attention_reads import EACH_KIND, make_read, scored
 from tiny import batched, measured, padded, ragged_tokens, tiny_model
 
-from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables import OBSERVABLES, geometry
-from sinkscope.measuring.observables.activation import kurtosis, token_norms, value_norms
-from sinkscope.measuring.observables.geometry import causal_pair_means, masked_pair_means, pair_means
-from sinkscope.measuring.observables.massive import SAMPLED, Massive, is_massive, median_magnitude, selected
-from sinkscope.measuring.observables.observable import Means, Reading, Settings
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.activation import kurtosis, powers, token_norms, value_norms
+from sinkscope.measuring.observables.geometry import causal_pair_means, causal_pair_sums, masked_pair_means
+from sinkscope.measuring.observables.massive import (
+    SAMPLED,
+    Massive,
+    is_massive,
+    median_magnitude,
+    selected,
+    selected_by_digits,
+)
+from sinkscope.measuring.observables.observable import Means, Reading, Settings, Stack
 from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
 LEFT = padded(ragged_tokens((3, 5)), "left")  # columns 2 … 4 and 0 … 4 are real
 ALIKE = ragged_tokens((9, 9, 9))
-
-
-# --------------------------------------------------------------------------------------------- batches
 
 
 def test_a_batch_knows_where_its_sequences_begin_and_end() -> None:
@@ -46,9 +47,6 @@ def test_a_batch_knows_where_its_sequences_begin_and_end() -> None:
     assert padded(ragged_tokens((3, 5))).at_positions(columns, 3)[:, 0].tolist() == [[0.0, 1, 2], [5.0, 6, 7]]
 
 
-# ----------------------------------------------------------------------------------------------- means
-
-
 def test_a_running_mean_ignores_absent_values_and_is_in_float64() -> None:
     means, nan, inf = Means("position"), torch.nan, torch.inf
     parts = (([[1e8, 5.0, nan]], [[1, 1, 0]]), ([[1.0, nan, inf], [-1e8, 7.0, nan]], [[1, 0, 0], [1, 1, 0]]))
@@ -61,9 +59,6 @@ def test_a_long_table_has_one_row_per_entry() -> None:
     table = long_table([({"layer": 7, "head": range(2), "position": range(3)}, {"x": np.arange(6).reshape(2, 3)})])
     assert table.columns.tolist() == ["layer", "head", "position", "x"]
     assert table.to_numpy().tolist() == [[7, h, p, 3 * h + p] for h in range(2) for p in range(3)]
-
-
-# ------------------------------------------------------------------------------------------- attention
 
 
 def uniform_read(length: int) -> AttentionRead:
@@ -80,12 +75,10 @@ def test_the_sink_indicator_is_strict() -> None:
     for epsilon, expected in ((0.75, 0.0), (np.nextafter(0.75, 0), 1.0)):
         observable = OBSERVABLES["attention"](Settings(positions=1, window=2, epsilon=epsilon))
         observable.see_attention(0, read, read.batch)
+        observable.finish(read.batch)
         tables = observable.tables()
         assert tables["attention"]["sink_rate"].tolist() == [expected] * 2
         assert tables["sink_positions"]["position"].tolist() == [0, 0][: int(2 * expected)]
-
-
-# -------------------------------------------------------------------------------------------- geometry
 
 
 def dense_pairs(read: AttentionRead) -> dict[str, torch.Tensor]:
@@ -111,35 +104,32 @@ def norms_of(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
     return read.query.norm(dim=-1), read.key.norm(dim=-1).repeat_interleave(heads // read.key.shape[1], dim=1)
 
 
+def pair_means(read: AttentionRead, columns: int) -> dict[str, torch.Tensor]:
+    query_norm, key_norm = norms_of(read)
+    if not read.is_plain:
+        return masked_pair_means(read, query_norm, key_norm, columns)
+    sums = causal_pair_sums(read, query_norm, key_norm, columns)
+    return causal_pair_means(**sums, norms={"query_norm": query_norm, "key_norm": key_norm}, scaling=read.call.scaling)
+
+
 @EACH_KIND
 def test_pair_means_are_those_of_the_loops(kind: str, lengths: tuple | None, side: str) -> None:
     read = make_read(kind, length=23, lengths=lengths, side=side)
     expected = dense_pairs(read)
     for each in (read, scored(read)) if kind == "bool mask" else (read,):
-        for name, mean in pair_means(each, *norms_of(each), 23).items():
+        for name, mean in pair_means(each, 23).items():
             real = ~expected[name].isnan()
             torch.testing.assert_close(mean[real], expected[name][real], rtol=1e-9, atol=1e-11)
 
 
-def test_the_row_chunk_changes_no_pair_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = make_read("softcap")
-    whole = masked_pair_means(read, *norms_of(read), 23)
-    monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)  # so that no logits are kept
-    for rows in (1, 7):
-        chunks = partial(attention_weights.row_chunks, chunk=rows)
-        monkeypatch.setattr(geometry, "row_chunks", chunks)
-        for name, mean in masked_pair_means(make_read("softcap"), *norms_of(read), 23).items():
-            torch.testing.assert_close(mean, whole[name], rtol=1e-11, atol=1e-13)
-
-
 def test_a_key_that_no_query_compares_has_no_gap_and_a_zero_query_no_nan() -> None:
     read = uniform_read(1)  # one token sees only itself
-    means = pair_means(read, *norms_of(read), 1)
+    means = pair_means(read, 1)
     assert means["sink_logit_gap"].isnan().all()
     assert means["qk_norm_product"].isfinite().all()
     read = uniform_read(6)
-    for pairs in (causal_pair_means, masked_pair_means):
-        assert (pairs(read, *norms_of(read), 6)["qk_cosine"] == 0).all()
+    assert (pair_means(read, 6)["qk_cosine"] == 0).all()
+    assert (masked_pair_means(read, *norms_of(read), 6)["qk_cosine"] == 0).all()
 
 
 def test_means_over_pairs_lose_nothing_at_the_last_positions() -> None:
@@ -151,12 +141,9 @@ def test_means_over_pairs_lose_nothing_at_the_last_positions() -> None:
     for dtype in (torch.float32, torch.float64):
         query, key, value = (x.to(dtype) for x in tensors)
         read = AttentionRead(query, key, value, torch.zeros(1, 2, 2000, dtype=dtype), AttentionCall(None, 0.35), batch)
-        found[dtype] = causal_pair_means(read, query.norm(dim=-1), key.norm(dim=-1).expand(1, 2, -1), 2000)
+        found[dtype] = pair_means(read, 2000)
     for name, exact in found[torch.float64].items():
         torch.testing.assert_close(found[torch.float32][name].double(), exact, rtol=1e-5, atol=2e-6, equal_nan=True)
-
-
-# ------------------------------------------------------------------------------------------ activation
 
 
 def test_norms_whose_squares_overflow_are_computed_in_float32() -> None:
@@ -164,10 +151,7 @@ def test_norms_whose_squares_overflow_are_computed_in_float32() -> None:
     batch = Batch(torch.zeros(1, 1), torch.ones(1, 1))
     assert token_norms(half, batch).item() == pytest.approx(5e4, rel=1e-3)
     assert value_norms(half[:, None]).item() == pytest.approx(5e4, rel=1e-3)
-    assert kurtosis(half, batch).isfinite().all()
-
-
-# --------------------------------------------------------------------------------------------- massive
+    assert kurtosis(powers(half[:, None], batch), 2, batch).isfinite().all()
 
 
 def hidden_state(median: float, *others: float) -> torch.Tensor:
@@ -181,7 +165,8 @@ def hidden_state(median: float, *others: float) -> torch.Tensor:
 def massive_table(hidden: torch.Tensor) -> pd.DataFrame:
     batch = Batch(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))
     observable = Massive(Settings())
-    observable.see(0, "layer_out", Reading(hidden[None], batch), batch)
+    observable.see_stack(Stack([(0, "layer_out", 0)], Reading(hidden[None, None], batch)), batch)
+    observable.finish(batch)
     return observable.tables()["massive"]
 
 
@@ -222,6 +207,21 @@ def test_selection_is_exact_for_any_sample() -> None:
             assert np.array_equal(each, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_selection_by_digits_is_exact(dtype: torch.dtype) -> None:
+    """Numbers that differ only in their last bits, equal numbers, zeros, the smallest and the largest of the dtype."""
+    drawn = torch.randn(4, 3, 501, generator=torch.Generator().manual_seed(0), dtype=torch.float64).abs()
+    near = torch.ones((), dtype=dtype).nextafter(torch.tensor(2.0, dtype=dtype)) - 1  # the last bit of numbers near 1
+    numbers = torch.stack([drawn[0], 1 + drawn[1].round() * near, drawn[2].round(), 1e-8 * drawn[3]]).to(dtype)
+    numbers[0, 0, :2] = torch.tensor([torch.finfo(dtype).max, torch.inf], dtype=dtype)
+    for place in (0, 250, 400, 500):
+        expected = numbers.sort(-1).values[..., place]
+        assert torch.equal(selected_by_digits(numbers, torch.tensor([place])).to(dtype), expected)
+    places = torch.tensor([3, 70, 444, 500]).view(4, 1, 1)  # by row
+    expected = numbers.sort(-1).values.gather(-1, places.expand(4, 3, 1))[..., 0]
+    assert torch.equal(selected_by_digits(numbers, places).to(dtype), expected)
+
+
 @pytest.mark.parametrize(("side", "size"), [("right", 1), ("left", 3)])
 def test_other_tokens_at_the_coordinate_of_the_largest_entry_are_those_of_plain_states(side: str, size: int) -> None:
     model, sequences = tiny_model("llama", spread=1.0), ragged_tokens((9, 6, 2))
@@ -241,9 +241,6 @@ def test_other_tokens_at_the_coordinate_of_the_largest_entry_are_those_of_plain_
         assert row.elsewhere == pytest.approx(np.median(others), rel=1e-4)
 
 
-# --------------------------------------------------------------------------------------------- outlier
-
-
 def test_kurtosis_of_few_numbers_and_of_known_distributions() -> None:
     """It is not the excess kurtosis, and neither shift nor scale changes it; n-1 zeros and a one have n-2+1/(n-1)."""
     quantiles = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
@@ -256,7 +253,8 @@ def test_kurtosis_of_few_numbers_and_of_known_distributions() -> None:
     ):
         x = torch.as_tensor(entries, dtype=torch.float64)
         for shifted in (x, 3 - 2 * x, x + 100):
-            assert kurtosis(shifted.view(1, 1, -1), batch).item() == pytest.approx(expected, rel=tolerance)
+            found = kurtosis(powers(shifted.view(1, 1, 1, -1), batch), len(x), batch)
+            assert found.item() == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi"])

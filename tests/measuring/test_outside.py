@@ -9,9 +9,8 @@ from support.plain import only_float64
 from support.retrofitted import plain_model, retrofitted
 from tiny import written
 
-from sinkscope.commands.analyze import analyze
+from sinkscope import analyze, new_parameters
 from sinkscope.results.run import RunData
-from sinkscope.retrofits import new_parameters
 
 LENGTHS = (12, 9)  # lengths of the two sequences
 TEXTS = [torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]

@@ -17,8 +17,7 @@ from tiny import ragged_tokens, tiny_model, written
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope import Run
-from sinkscope.errors import SinkscopeError
+from sinkscope import Run, SinkscopeError
 from sinkscope.measuring import processes
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import Team
@@ -109,9 +108,6 @@ def test_two_halves_of_repeated_tokens_or_of_one_sequence_are_the_whole(tmp_path
         model = tiny_model(name)
         whole = sinkscope.analyze(model, **{"batch_size": 2} | options)
         assert_same(by_halves(model, **options).tables, whole.tables)
-
-
-# --- two processes
 
 
 def outcome(work: Callable[[], Any]) -> str:

@@ -1,6 +1,4 @@
-"""Δ, γ and alignment of the query bias, the four terms of logits, and EPE against products by hand in float64; models
-to which they do not apply; NU's table.
-"""
+"""The query bias (Δ, γ, alignment), the terms of logits, and EPE against products by hand; where they do not apply."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,18 +11,18 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
+from support.tables import assert_same_tables
 from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.observables.query_bias import BINS, Moments, effective_bias
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.projections import massive_coordinates, projections
+from sinkscope.models.projections import effective_positions, massive_coordinates, projections
 from sinkscope.models.wiring import read_sites
-from sinkscope.output.run import Run
 from sinkscope.results.papers import paper_tables
 
 BIASED = ("gpt2", "opt", "opt-post-norm", "qwen2", "phi", "gpt_neox", "gpt_neox-sequential", "bloom", "gpt_oss")
@@ -58,17 +56,11 @@ def tables_of(
         return measured(model, batched(ragged_tokens(lengths), size, side), Settings(positions=POSITIONS), names)
 
 
-def by_hand(name: str, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return W_k (H,d,D) and b_Q (H,d) from a layer's weights, each query head with the key head that it reads."""
-    if name == "gpt2":  # (in, out), all queries, then all keys
-        weight, bias = attention.c_attn.weight, attention.c_attn.bias
-        return weight[:, 32:64].T.reshape(4, 8, 32), bias[:32].view(4, 8)
-    if hasattr(attention, "query_key_value"):  # head by head: query, key, value
-        fused = attention.query_key_value
-        return fused.weight.view(4, 3, 8, 32)[:, 1], fused.bias.view(4, 3, 8)[:, 0]
-    bias = attention.q_proj.bias.view(4, -1)
-    weight = attention.k_proj.weight.view(-1, bias.shape[1], 32)
-    return torch.stack([weight[head * len(weight) // 4] for head in range(4)]), bias
+def factors(model: PreTrainedModel, layer: int) -> tuple[torch.Tensor, ...]:
+    """Return W_q, W_k (H,d,D), b_Q and b_K (H,d) of a layer, each query head with the key head that it reads."""
+    query, key = (projections(model, find_family(model), layer)[role] for role in ("query", "key"))
+    w_k, b_k = (x.repeat_interleave(len(query.weight) // len(x), dim=0) for x in (key.weight, key.bias))
+    return query.weight, w_k, query.bias, b_k
 
 
 @cache
@@ -78,8 +70,8 @@ def found_and_expected(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFra
     family = find_family(model)
     sequences = ragged_tokens(LENGTHS)
     layers: list[dict[str, Any]] = []
-    for module in family.layer_modules(model):
-        weight, bias = by_hand(name, module.get_submodule(family.attention))
+    for layer in range(3):
+        _, weight, bias, _ = factors(model, layer)
         layers.append({"weight": weight, "bias": bias, "deltas": []})
     with exactly(model):
         for ids in sequences:
@@ -94,9 +86,6 @@ def rows(table: pd.DataFrame, **where: Any) -> pd.DataFrame:
     for column, value in where.items():
         table = table[table[column] == value]
     return table
-
-
-# ---------------------------------------------------------------------------------------------------- Δ
 
 
 @pytest.mark.parametrize("name", BIASED)
@@ -138,12 +127,10 @@ def test_delta_and_gamma_are_products_of_weights_and_tokens(name: str) -> None:
 @pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 3, "left"), ("qwen2", 5, "right"), ("opt", 2, "left")])
 def test_padding_and_batch_size_change_nothing(name: str, size: int, side: str) -> None:
     model, tables, _ = found_and_expected(name)
-    for table, found in tables_of(model, LENGTHS, size, side).items():
-        pd.testing.assert_frame_equal(found, tables[table], rtol=1e-9, atol=1e-9)
+    assert_same_tables(tables_of(model, LENGTHS, size, side), tables, rtol=1e-9, atol=1e-9)
     if name in LEARNED:
         model, tables, _ = terms_of(name)
-        for table, found in tables_of(model, PAIRS, size, side, TERMS).items():
-            pd.testing.assert_frame_equal(found, tables[table], rtol=1e-5, atol=1e-6)
+        assert_same_tables(tables_of(model, PAIRS, size, side, TERMS), tables, rtol=1e-5, atol=1e-6)
 
 
 def test_a_small_spread_with_a_large_mean_is_kept() -> None:
@@ -155,23 +142,11 @@ def test_a_small_spread_with_a_large_mean_is_kept() -> None:
     assert float(moments.variance) == pytest.approx(35 / 12, rel=1e-12)
 
 
-# ------------------------------------------------------------------------------------------- alignment
-
-
-def epe_of(name: str, model: PreTrainedModel, positions: int = POSITIONS) -> torch.Tensor:
-    if name.startswith("gpt2"):
-        p, mlp = model.transformer.wpe.weight[:positions], model.transformer.h[0].mlp
-        hidden = torch.nn.functional.gelu(p @ mlp.c_fc.weight + mlp.c_fc.bias, approximate="tanh")
-        return p + hidden @ mlp.c_proj.weight + mlp.c_proj.bias
-    p, first = model.model.decoder.embed_positions.weight[2 : 2 + positions], model.model.decoder.layers[0]
-    return p + torch.relu(p @ first.fc1.weight.T + first.fc1.bias) @ first.fc2.weight.T + first.fc2.bias
-
-
 @pytest.mark.parametrize("name", LEARNED)
 def test_alignment_and_epe_of_learned_positions(name: str) -> None:
     """EPE is the first MLP's output for the bare positional vector, plus that vector."""
     model, tables, layers = found_and_expected(name)
-    epe = epe_of(name, model, 12)
+    epe = effective_positions(model, find_family(model), 12)
     for layer, record in enumerate(layers):
         gamma = rows(tables["gamma"], layer=layer)
         np.testing.assert_allclose(gamma["epe_0"], epe[0], rtol=1e-12)
@@ -206,20 +181,6 @@ def test_massive_coordinates_are_set_apart_by_a_gap() -> None:
         assert massive_coordinates(vector.flip(0)) == sorted(len(vector) - 1 - index for index in expected)
 
 
-# ------------------------------------------------------------------------------------ the terms of logits
-
-
-def halves(attention: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the weights (H,d,D) and biases (H,d) of queries and keys."""
-    if hasattr(attention, "c_attn"):  # (in, out), all queries, then all keys
-        weight, bias = attention.c_attn.weight.T[:64], attention.c_attn.bias[:64]
-    else:
-        weight, bias = (
-            torch.cat([getattr(attention.q_proj, part), getattr(attention.k_proj, part)]) for part in ("weight", "bias")
-        )
-    return list(weight.view(2, HEADS, WIDTH, 32)), list(bias.view(2, HEADS, WIDTH))
-
-
 @cache
 def terms_of(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[list[dict[str, torch.Tensor]]]]:
     """Return the model, its tables, and for each sequence alone the sites (1,T,D) of each layer."""
@@ -230,10 +191,12 @@ def terms_of(name: str) -> tuple[PreTrainedModel, dict[str, pd.DataFrame], list[
     return model, tables_of(model, PAIRS, names=TERMS), sites
 
 
-def terms_by_hand(name: str, layer: int, attention: Any, sites: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+def terms_by_hand(
+    name: str, model: PreTrainedModel, layer: int, sites: dict[str, torch.Tensor]
+) -> dict[str, list[float]]:
     """Return by term the means over heads and later queries of its value at position 0 and its mean at other keys."""
     x = sites["layer_in" if name == "opt-post-norm" else "attn_norm"][0]
-    (w_q, w_k), (b_q, b_k) = halves(attention)
+    w_q, w_k, b_q, b_k = factors(model, layer)
     scaling = WIDTH**-0.5 / (layer + 1 if name == "gpt2-by-layer" else 1)
     query, key = (torch.einsum("hdc,tc->htd", weight, x) for weight in (w_q, w_k))
     pairs = {
@@ -255,10 +218,9 @@ def test_each_term_is_the_product_of_its_factors(name: str) -> None:
     """Their gaps add up to that of the logits."""
     model, tables, sites_of = terms_of(name)
     found = tables["logit_terms_by_sequence"].set_index(["layer", "sequence", "term"])
-    attentions = find_family(model).attentions(model)
     for sequence, layers in enumerate(sites_of):
         for layer, sites in enumerate(layers):
-            for term, values in terms_by_hand(name, layer, attentions[layer], sites).items():
+            for term, values in terms_by_hand(name, model, layer, sites).items():
                 row = found.loc[layer, sequence, term]
                 np.testing.assert_allclose(row[["at_first", "at_others"]].astype(float), values, rtol=1e-6)
     gaps = (found["at_first"] - found["at_others"]).groupby(["layer", "sequence"]).sum()
@@ -281,7 +243,7 @@ def test_a_rotated_query_has_no_effective_bias() -> None:
 def test_epe_and_the_states_of_the_first_layer(name: str) -> None:
     """The cosine of EPE with the first layer's mean output, and of b_Q with the key without EPE."""
     model, tables, sites_of = terms_of(name)
-    epe = epe_of(name, model)
+    epe = effective_positions(model, find_family(model), POSITIONS)
     states = [layers[0]["layer_out"][0] for layers in sites_of]
     found = tables["epe_by_group"].set_index(["group", "position"])["cosine"]
     assert sorted({group for group, _ in found.index}) == [-1, *range(len(PAIRS))]
@@ -291,17 +253,13 @@ def test_epe_and_the_states_of_the_first_layer(name: str) -> None:
         assert cosine == pytest.approx(float(expected), rel=1e-9)
 
     rest = tables["epe_rest_by_sequence"].set_index(["layer", "sequence"])
-    attentions = find_family(model).attentions(model)
     for sequence, layers in enumerate(sites_of):
         for layer, sites in enumerate(layers):
-            (_, w_k), (b_q, _) = halves(attentions[layer])
+            _, w_k, b_q, _ = factors(model, layer)
             first = sites["layer_in"][0, 0]
             for column, x in (("cosine", first - epe[0]), ("cosine_whole", first)):
                 expected = torch.cosine_similarity((w_k @ x).flatten(), b_q.flatten(), dim=0)
                 assert rest.loc[layer, sequence][column] == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
-
-
-# ------------------------------------------------------------------------------------------ which models
 
 
 def run_of(model: PreTrainedModel, **options: Any) -> Run:
@@ -321,9 +279,6 @@ def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejec
         run_of(model, observables=("attention", "query-bias"))
     with pytest.raises(InputError, match=f"figure 'gamma': query-bias does not apply to .*: {NO_BIAS}"):
         run.figure("gamma")
-
-
-# -------------------------------------------------------------------------------- summary, verdict, table
 
 
 def with_massive_position() -> PreTrainedModel:
@@ -362,9 +317,6 @@ def test_the_summary_says_how_far_position_0_is_apart(massive_run: Run) -> None:
     assert run.metric("delta_outlier_share") == np.mean(np.array(gaps) > 2) > 0
     assert "The query bias lifts the logits of position 0" in run.verdict
     assert "EPE₀ is massive at coordinate 7, where |γ| is" in run.verdict
-
-
-# ------------------------------------------------------------------------------------------- a real model
 
 
 @pytest.mark.real_model

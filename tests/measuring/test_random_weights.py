@@ -13,13 +13,12 @@ from tiny import tiny_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.errors import InputError
+from sinkscope import InputError, gate_displacement
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.random_weights import random_weights, redrawn
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.summary import gradient_summary
 from sinkscope.options.measuring import make_config
-from sinkscope.retrofits import gate_displacement
 
 QUIET = Console(quiet=True)
 OPTIONS = {"input": "random", "num_seqs": 4, "seq_len": 16, "bos": "never"}

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 from support.every_model import tiny_of
+from support.tables import assert_same_tables
 from tiny import ragged_tokens, tiny_model, tiny_tokens, written
 from transformers import PreTrainedModel
 
@@ -123,9 +124,7 @@ def test_an_experiment_has_the_same_tables_wherever_its_arms_are_said_to_begin(
     monkeypatch.setattr(Tracer, "forward_with_loss", noting)
     run = intervene(model, do, **options)
     assert firsts[-4:] == [1 if is_resumed else 0] * 4  # the arm and its control, on two batches
-    assert run.tables.keys() == whole.tables.keys()
-    for name, table in whole.tables.items():
-        pd.testing.assert_frame_equal(run.tables[name], table, check_exact=True)
+    assert_same_tables(run.tables, whole.tables, check_exact=True)
 
 
 def test_a_model_whose_layers_share_something_is_measured_whole(ragged: dict[str, Any]) -> None:

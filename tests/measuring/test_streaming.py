@@ -53,9 +53,6 @@ def assert_close(mine: torch.Tensor, expected: torch.Tensor, tolerance: float = 
     assert float((mine - expected).abs().max() / expected.abs().max()) < tolerance
 
 
-# --------------------------------------------------- every rotary family: keys are rotated again for every query
-
-
 class Reread:
     """Attention of one query after the other over a cache of unrotated keys, with the family's own rotation.
 
@@ -149,9 +146,6 @@ def test_what_is_outside_the_text_is_read_as_from_a_cache(name: str, label: str,
         assert (mine - bare)[:, 12:].abs().max() > 1e-4 * mine.abs().max()
 
 
-# ------------------------------------------------------------- learned positions: transformers' own cache
-
-
 @torch.no_grad()
 def token_by_token(model: PreTrainedModel, ids: torch.Tensor, keep: int, window: int) -> torch.Tensor:
     cache, registers = DynamicCache(config=model.config), registers_before(model)
@@ -174,9 +168,6 @@ def test_a_family_with_learned_positions_reads_as_with_transformers_cache(name: 
     assert_close(streamed(model, ids, keep, window), token_by_token(model, ids, keep, window), 1e-12)
 
 
-# ------------------------------------------------------------------------------------------ invariance
-
-
 @each_pair([*ROTARY, *LEARNED], [(0, 24), (4, 20), (24, 1), (30, 100)], ("name", "cache"))
 def test_a_cache_that_holds_the_whole_text_is_dense_attention(name: str, cache: tuple[int, int]) -> None:
     model, ids, (keep, window) = smooth(name), tiny_tokens(2, 24), cache
@@ -189,9 +180,6 @@ def test_the_block_of_queries_changes_nothing(name: str, block: int, monkeypatch
     whole = streamed(model, ids, 2, 4)
     monkeypatch.setattr(streamed_attention, "__defaults__", (block,))
     assert_close(streamed(model, ids, 2, 4), whole, 1e-7)
-
-
-# ---------------------------------------------------------------------------------------------------- memory
 
 
 class Largest(TorchDispatchMode):
@@ -219,9 +207,6 @@ def test_nothing_grows_with_the_square_of_the_length(name: str) -> None:
     assert largest[2048] <= 2 * largest[1024]
 
 
-# ------------------------------------------------------------------------------------------------- restoring
-
-
 @contextmanager
 def opened(model: PreTrainedModel, keep: int = 2, window: int = 3) -> Iterator[None]:
     """Stream in a block; afterwards the model is as before."""
@@ -236,9 +221,6 @@ def opened(model: PreTrainedModel, keep: int = 2, window: int = 3) -> Iterator[N
                 assert [seam.kernel for seam in seams.values()] == kernels
     finally:
         assert_as_before(model, before)
-
-
-# -------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -259,9 +241,6 @@ def test_frequencies_that_go_with_the_length_are_refused_past_it() -> None:
         plain(model, tiny_tokens(1, 16))
         with pytest.raises(InputError, match="past 16 the rotary frequencies of this phi3"):
             plain(model, tiny_tokens(1, 17))
-
-
-# --------------------------------------------------------------------------------------------------- the table
 
 
 def given(sequences: list[np.ndarray]) -> TokenInputs:

@@ -1,26 +1,26 @@
-"""The traced model against plain transformers: every table of every family, and the model's own logits.
-
-The reference (reference.py) takes each sequence alone, so that these comparisons also cover padding on either side.
-"""
+"""The traced model against plain transformers (reference.py): every table of every family, logits and losses."""
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 from support.retrofitted import each_pair
-from tiny import TINY, batched, measured, padded, ragged_tokens, tiny_model
+from support.tables import assert_same_tables
+from tiny import FORWARD, TINY, measured, padded, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 from sinkscope.attention import weights as attention_weights
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.tracer import model_inputs, open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.text.batch import Batch
+from sinkscope.text.batch import IGNORED, Batch
 
 POSITIONS, WINDOW, LENGTH = 12, 8, 24
 RAGGED = (LENGTH, 17, 5, 11)  # one shorter than WINDOW and POSITIONS
@@ -42,8 +42,6 @@ def expected(name: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> tuple[S
     settings = Settings(positions=POSITIONS, window=WINDOW, epsilon=reference.clear_threshold(recorded, WINDOW))
     return settings, reference.tables(recorded, POSITIONS, WINDOW, settings.epsilon)
 
-
-# ---------------------------------------------------------------------------------------------- parity
 
 PADDINGS: dict[str, tuple[tuple[int, ...], str]] = {
     "unpadded": ((LENGTH,) * 3, "right"),
@@ -73,7 +71,15 @@ def test_the_eager_kernel_gives_the_references_tables_too(name: str) -> None:
         reference.assert_same(ours, tables, 1e-5)
 
 
-# ---------------------------------------------------------------------------------------------- logits
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_autocast_around_the_tracer_changes_nothing(name: str) -> None:
+    model, batches = tiny_model(name), [padded(ragged_tokens(RAGGED))]
+    names = (*FORWARD, "gradient")
+    plain = measured(model, batches, Settings(positions=POSITIONS, window=WINDOW), names, backward=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = measured(model, batches, Settings(positions=POSITIONS, window=WINDOW), names, backward=True)
+    assert_same_tables(ours, plain, check_exact=True)
+
 
 # The fused kernel has no softcap and no sink logit: ours goes in row chunks, the bare model's is eager. Falcon's
 # one key head is repeated by the bare model's kernel and not by ours.
@@ -94,18 +100,6 @@ def test_traced_logits_are_the_bare_models(name: str, padding: str) -> None:
         torch.testing.assert_close(traced[real], bare[real], rtol=0, atol=ROUNDED[name] * float(bare.abs().max()))
     else:
         assert torch.equal(traced[real], bare[real])
-
-
-# -------------------------------------------------------------------------------------------- invariance
-
-
-@each_pair(["llama", "mistral", "gpt_oss", "bloom", "falcon-alibi"], [1, 2, 3], ("name", "size"))
-def test_the_batch_size_changes_nothing(name: str, size: int) -> None:
-    """This includes batches of one sequence shorter than `positions`, which have no padding."""
-    settings, tables = expected(name, torch.float32, RAGGED)
-    model, _ = models(name, torch.float32)
-    for side in ("right", "left"):
-        reference.assert_same(measured(model, batched(ragged_tokens(RAGGED), size, side), settings), tables, 1e-5)
 
 
 LONG = 300  # more than one row chunk, and more than is always read whole
@@ -148,12 +142,7 @@ def test_long_sequences_have_the_same_geometry(name: str) -> None:
     assert max(reference.errors(few, first).values()) < 1e-9
 
 
-# ------------------------------------------------------------------------------------------ wanted sites
-
-
 class Seen(Observable):
-    """Records the tensors that it receives."""
-
     name = "seen"
     about = "a test's own"
     sites = ()
@@ -196,9 +185,6 @@ def test_positions_are_given_to_a_padded_model_and_only_to_one_that_takes_them()
         assert model_inputs(tracer.model, batch).keys() == {"input_ids", "use_cache", "attention_mask"}
 
 
-# -------------------------------------------------------------------------------------- a model gone wrong
-
-
 @each_pair(["llama", "bloom", "falcon"], ["attention", "massive", "activation"], ("family", "name"))
 def test_a_model_that_gives_nan_is_refused(family: str, name: str) -> None:
     """NaN > ε is false, so without an error the head would be counted as a head without a sink."""
@@ -232,19 +218,30 @@ def test_what_padding_gives_does_not_matter(side: str) -> None:
         return output
 
     model.model.layers[2].register_forward_hook(spoil)
-    after = measured(model, [batch], Settings(positions=4, window=4))
-    for table, rows in before.items():
-        pd.testing.assert_frame_equal(after[table], rows)
+    assert_same_tables(measured(model, [batch], Settings(positions=4, window=4)), before)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_the_loss_beside_the_forward_observables_is_plain_cross_entropy(name: str) -> None:
-    model = tiny_model(name, spread=3.0)
+def losses_at_once(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), batch.targets, ignore_index=IGNORED, reduction="none").sum(1)
+
+
+def test_the_loss_in_chunks_is_the_loss_at_once() -> None:
     batch = padded(ragged_tokens((20, 7, 13)))
-    expected = []
-    for ids in ragged_tokens((20, 7, 13)):
-        ids = torch.as_tensor(ids)[None]
-        logits = model(ids).logits[0, :-1]
-        expected.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")))
-    with open_tracer(model, find_family(model)) as tracer:
-        assert tracer.forward_with_loss(batch, []).tolist() == pytest.approx(expected, rel=1e-5)
+    logits = torch.randn(3, 20, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for chunk in (1, 3, 8, 1000):
+        torch.testing.assert_close(loss_in_chunks(logits, batch, chunk), losses_at_once(logits, batch))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_gradient_by_the_logits_is_that_of_autograd(side: Literal["left", "right"]) -> None:
+    batch = padded(ragged_tokens((20, 7, 13)), side)
+    drawn = 30 * torch.randn(3, 20, 96, generator=torch.Generator().manual_seed(0))
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2)):
+        logits = drawn.to(dtype)
+        exact = logits.double().requires_grad_()
+        losses = losses_at_once(exact, batch)
+        (expected,) = torch.autograd.grad(losses.sum(), exact)
+        for chunk in (1, 8, 1000):
+            found, gradient = loss_and_gradient(logits, batch, chunk)
+            torch.testing.assert_close(found, losses.detach(), rtol=1e-6, atol=0)
+            torch.testing.assert_close(gradient, expected.to(dtype), rtol=tolerance, atol=tolerance)

@@ -12,15 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import sinkscope
+from sinkscope import InputError, retrofit_model
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import streaming
-from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.family import Copies, Family, Term, find_copies
 from sinkscope.models.wiring import check_wiring, read_sites
-from sinkscope.retrofits import retrofit_model
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -30,13 +29,9 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def calibrated(change: Callable[[nn.ModuleList], object]) -> Family:
-    """Return the row found for a tiny Llama whose layers are changed."""
     model = tiny_model("llama")
     change(layers_of(model))
     return calibrate(model, tiny_tokens(2, 9))
-
-
-# --- sums
 
 
 def test_broken_layers_are_named() -> None:
@@ -139,9 +134,6 @@ def test_the_stack_is_the_chain_with_most_weights() -> None:
         calibrate(model, tiny_tokens(2, 9))
 
 
-# --- attention
-
-
 def test_attention_in_other_places_is_refused() -> None:
     with pytest.raises(InputError, match="layer 0 attends 2 times"):
         calibrated(rebuilt(attends_twice))
@@ -154,9 +146,6 @@ def test_a_model_without_attention_has_the_other_tables() -> None:
     assert {"activation", "gradient_ratio", "massive", "outlier", "summary"} <= set(run.tables)
     assert not {"attention", "sink_positions", "geometry", "gradient", "gradient_check"} & set(run.tables)
     assert "attention (no layer attends by a softmax)" in str(run.verdict)
-
-
-# --- streams
 
 
 def test_copies() -> None:

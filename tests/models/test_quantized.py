@@ -11,18 +11,17 @@ from safetensors.torch import load_file, save_file
 from support.plain import run_plainly
 from tiny import TINY, tiny_model
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 import sinkscope
-from sinkscope.commands.doctor import doctor
-from sinkscope.errors import InputError
+from sinkscope import InputError, Run, doctor, retrofit_model
 from sinkscope.measuring.subject import inputs_for
-from sinkscope.models import quantized
+from sinkscope.models import loading, quantized
 from sinkscope.models.families import find_family
+from sinkscope.models.files import find_files
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.options.measuring import make_config
-from sinkscope.output.run import Run
-from sinkscope.retrofits import retrofit_model
 from sinkscope.training.trainer import check_trainable
 from sinkscope.verdict.analysis import quantized_source
 
@@ -31,21 +30,15 @@ SMALL: dict[str, Any] = {"input": "random", "num_seqs": 1, "seq_len": LENGTH}
 EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
 SETTINGS: dict[str, dict[str, Any]] = {  # for the checkpoints written by hand
     "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
+        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "format": "int-quantized",
-                "targets": ["Linear"],
-                "weights": EIGHT_BITS | {"strategy": "channel"},
-                "input_activations": EIGHT_BITS | {"strategy": "token", "dynamic": True},
-            }
-        },
+        "config_groups": {"group_0": {
+            "format": "int-quantized", "targets": ["Linear"], "weights": EIGHT_BITS | {"strategy": "channel"},
+            "input_activations": EIGHT_BITS | {"strategy": "token", "dynamic": True},
+        }},
     },
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-}
+}  # fmt: skip
 STORED = {"compressed-tensors": "8-bit compressed-tensors, dequantized", "fp8": "8-bit fp8, dequantized"}
 
 
@@ -155,6 +148,41 @@ def test_unpacked_weights_are_those_of_the_checkpoint(method: str, plain: Path, 
     assert quantized.without_gradients(loaded.model) is None
     run = sinkscope.intervene(loaded, "zero-key-columns:coordinates=3", draws=0, **SMALL)
     assert [(found.value, found.numbers["kind"]) for found in quantized_source(run)] == [(8, STORED[method][6:])]
+
+
+def test_weights_that_fit_only_packed_stay_packed(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that transformers' kernels for fp8 run on, and with the user's permission to download them."""
+    folder, _ = by_hand(plain, tmp_path / "fp8", "fp8")
+    stored = (folder / "model.safetensors").stat().st_size
+    monkeypatch.setattr(loading, "stays_on_cpu", lambda device_map: False)
+    monkeypatch.setattr(quantized, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+    def placed(room: float, trust: bool = False, dtype: str = "auto") -> tuple[str, bool, str]:
+        monkeypatch.setattr(loading, "free_memory", lambda device: int(room / loading.FILLED) + 1)
+        config = AutoConfig.from_pretrained(folder)
+        quantized.unpacking(config)
+        place, said = loading._placed(find_files(str(folder), None, None, False), config, dtype, trust)
+        return place, config.quantization_config["dequantize"], said
+
+    capability = (9, 0)
+    whole = 2 * sum(weight.numel() for weight in load_file(plain / "model.safetensors").values())
+    assert placed(whole) == placed(whole, trust=True) == ("cuda", True, "")
+    assert placed(whole, dtype="float32")[0] == "auto"
+    assert placed(whole - 1, trust=True) == ("cuda", False, "its weights are measured as they are packed,")
+    assert placed(whole - 1)[:2] == placed(stored - 1, trust=True)[:2] == ("auto", True)
+    assert "--trust-remote-code" in placed(whole - 1)[2]
+    capability = (8, 0)  # has no products of fp8
+    assert placed(whole - 1, trust=True) == ("auto", True, "its weights are")
+
+
+def test_gradients_through_packed_experts_are_not_measured() -> None:
+    model: Any = tiny_model("gpt_oss")
+    model.is_quantized = True
+    assert quantized.without_gradients(model) is None
+    model.model.layers[1].mlp.experts = Mxfp4GptOssExperts(model.config)
+    assert "model.layers.1.mlp.experts" in str(quantized.without_gradients(model))
 
 
 def test_weights_that_are_still_packed_are_refused() -> None:

@@ -12,7 +12,7 @@ from tiny import tiny_model
 from transformers import AutoConfig, PreTrainedModel
 
 import sinkscope
-from sinkscope.errors import InputError
+from sinkscope import InputError, retrofit_model
 from sinkscope.measuring.subject import family_of
 from sinkscope.models import families
 from sinkscope.models.calibrate import calibrate
@@ -21,7 +21,6 @@ from sinkscope.models.family import check_reads_text, placeholders, read_a_token
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import class_for, load
 from sinkscope.quantization.sites import sites_of
-from sinkscope.retrofits import retrofit_model
 
 LENGTH = 12
 IDS = torch.arange(3, 3 + LENGTH)
@@ -34,9 +33,6 @@ def _original(kind: str) -> PreTrainedModel:
 
 def tiny(kind: str) -> PreTrainedModel:
     return copy.deepcopy(_original(kind))
-
-
-# --- which tower
 
 
 def test_the_tower_for_pictures_is_not_taken_for_the_one_for_text() -> None:
@@ -64,9 +60,6 @@ def test_the_row_of_a_tower_is_what_is_found_numerically(kind: str, monkeypatch:
         assert getattr(row, name) == getattr(found, name)
 
 
-# --- peculiarities of some models
-
-
 def test_paligemma_reads_text_as_what_follows_its_prompt() -> None:
     """Without token_type_ids a token would see later tokens if there is no padding, and otherwise not."""
     model: Any = tiny("paligemma")
@@ -90,9 +83,6 @@ def test_ids_without_a_logit_and_placeholders_are_no_text() -> None:
     assert model.config.image_token_id in placeholders(model)
     plain = tiny_model("gpt2")
     assert (text_tower(plain), placeholders(plain)) == (("", plain), ())
-
-
-# --- changes
 
 
 def test_only_what_text_passes_is_changed() -> None:
@@ -135,9 +125,6 @@ def test_a_retrofitted_tower_is_saved_and_loaded_by_its_own_class(kind: str, met
     run = sinkscope.analyze(loaded, input="random", num_seqs=1, seq_len=8)
     assert run.tables["attention"]["layer"].nunique() == 4
     assert run.manifest["model"]["text_tower"]["path"] == "model.language_model"
-
-
-# --- the class of a model
 
 
 def test_a_configuration_is_loaded_by_the_class_that_it_names() -> None:

@@ -56,11 +56,8 @@ def made(label: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 @cache
 def shared(label: str) -> PreTrainedModel:
-    """Return a model that must not be changed."""
     return made(label)
 
-
-# --- the formulas
 
 ACTIVATIONS: dict[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] = {  # whether it is gated, and by what
     "swiglu": (True, silu := lambda x: x / (1 + torch.exp(-x))),
@@ -168,9 +165,6 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "torch", of_norms)
 
 
-# --- the model
-
-
 @EACH
 def test_logits_and_gradients_are_the_formulas(label: str) -> None:
     model = made(label).requires_grad_(True)
@@ -224,9 +218,6 @@ def test_at_its_defaults_it_is_llama() -> None:
     assert_close(model(IDS).logits, llama(IDS).logits)
 
 
-# --- as a family
-
-
 @EACH
 def test_its_row_holds(label: str) -> None:
     """The kinds of positions equal those of the row, and so does the wiring, by its equation and by calibration."""
@@ -271,9 +262,6 @@ def test_saved_with_a_retrofit_or_without_it_is_the_same(label: str, method: str
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)  # with a gradient another kernel runs
     assert torch.equal(again(IDS).logits, model(IDS).logits)
-
-
-# --- single formulas
 
 
 def test_slopes_and_buckets() -> None:

@@ -1,7 +1,4 @@
-"""Readers give a right result or one InputError of one or two lines for any input, and no other error.
-
-This is a short form with the same inputs in every run; tests/torture/inputs.py does the same with complete commands.
-"""
+"""Readers give a right result or one InputError of one or two lines for any input; tests/torture/ tries more."""
 
 import json
 from collections.abc import Callable
@@ -33,13 +30,8 @@ few = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 VOCABULARY, TOKENIZER = 50, words_tokenizer()
-CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "text_config": {"n_layer": 1},
-}
+CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
+CONFIG |= {"text_config": {"n_layer": 1}}
 
 
 def ends_well(reader: Callable[[], Any]) -> Any:

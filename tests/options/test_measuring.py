@@ -1,13 +1,19 @@
-"""RunConfig: its defaults, the options that it refuses, and its round trip through run.json."""
+"""Every option is declared once, for the command line, recipes and run.json; defaults, and what is refused."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from sinkscope.cli.app import app
 from sinkscope.errors import InputError
+from sinkscope.options import COMMANDS
 from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.options.option import checked, flag
+from sinkscope.options.training import RetrofitOptions, TrainOptions
 
 
 def refusal(**options: Any) -> str:
@@ -51,3 +57,53 @@ def test_refusals() -> None:
         assert message in refusal(**options)
     assert make_config(observables="attention, massive,attention").observables == ("attention", "massive")
     assert make_config(input=Path("here") / "text.txt").input == str(Path("here") / "text.txt")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_every_option(name: str) -> None:
+    kind = COMMANDS[name]
+    text = " ".join(CliRunner(env={"COLUMNS": "200"}).invoke(app, [name, "--help"]).stdout.split())
+    for field, info in kind.model_fields.items():
+        is_shown = field not in (*kind.arguments, *kind.refused, *kind.hidden)
+        assert (f"{flag(field)} " in text) == is_shown, field
+        if is_shown:
+            assert str(info.description)[:30] in text
+    assert ("--out " in text) == bool(kind.writes)
+    assert ("--from " in text) == (kind.repeatable or "from_" in kind.model_fields)
+
+
+def test_run_json_gives_the_options_back() -> None:
+    given: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("analyze", {"seq_len": 20, "window": 5, "observables": "massive,outlier", "batch_size": 4, "revision": "r"}),
+        ("intervene", {"do": ["mask-sink", "replace-epe:source=1"], "draws": 2}),
+        ("intervene", {"arms": {"one": "mask-sink", "two": ["mask-sink", "zero-massive"]}}),
+        ("quantize", {"bits_weights": 4, "seq_len": 8}),
+        ("retrofit", {"method": {"VGA": "vga:placement=output"}, "steps": 3}),
+        ("train", {"method": "none,vscale", "seeds": 2, "learning_rate": 0.1}),
+    )
+    for command, options in given:
+        asked = checked(COMMANDS[command], options)
+        assert checked(COMMANDS[command], json.loads(asked.model_dump_json())) == asked
+
+
+def test_defaults_of_a_training_from_random_weights() -> None:
+    assert (TrainOptions().steps, RetrofitOptions().steps) == (2000, 6000)
+    assert TrainOptions().training.new_learning_rate == TrainOptions().learning_rate == 1e-3
+    assert TrainOptions(learning_rate=0.5).training.new_learning_rate == 0.5
+    assert TrainOptions(learning_rate=0.5, new_learning_rate=0.1).training.new_learning_rate == 0.1
+
+
+def test_arms_are_measured_on_blocks() -> None:
+    measuring = RetrofitOptions(
+        block_length=32, batch_size=2, dataset="org/text", num_seqs=5, model="org/name"
+    ).measuring
+    assert (measuring.seq_len, measuring.window, measuring.num_seqs, measuring.model) == (32, 32, 5, "org/name")
+    assert (measuring.batch_size, measuring.dataset, measuring.dtype) == ("auto", None, "float32")
+    for command, wrong, reason in (
+        ("retrofit", {"dtype": "float16"}, "gradients overflow in it"),
+        ("retrofit", {"device_map": "auto"}, "stays on one GPU"),
+        ("quantize", {"observables": ["massive"]}, "always measures perplexity and outliers"),
+        ("train", {"only_new": True}, "begins with random weights"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            checked(COMMANDS[command], wrong)

@@ -1,20 +1,119 @@
-"""Claims on models with a known truth: random weights, and a planted sink."""
+"""Claims on models with a known truth, as a planted sink, and their nulls: random weights, controls, plain arms."""
 
 from collections.abc import Iterable
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from support.hand_made_runs import HOLDS, analysis, by_sequence, experiment
+from support.hand_made_trainings import gradients, training
+from support.hand_made_trainings import judged as judged_trainings
 from tiny import VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.output.run import Run
-from sinkscope.paper_claims.claim import judge
+from sinkscope.paper_claims.claim import Judgment, Null, judge
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.table import evidence_of, judged
-from sinkscope.results.judgment import Outcome
+from sinkscope.paper_claims.table import judged as judged_table
+from sinkscope.results.judgment import Outcome, above, below, between
+from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Sequences
+from sinkscope.results.statistics import Estimate
+from sinkscope.verdict.scorecard import Scorecard, headline, scorecard_markdown
+
+
+def as_draw(run: RunData, draw: int) -> RunData:
+    model = run.manifest["model"] | {"weights": WEIGHTS_AT_RANDOM}
+    return RunData(run.manifest | {"model": model, "draw": draw}, run.tables)
+
+
+def of_text(rate: float, draw: int | None = None) -> RunData:
+    """Return a run with this sink rate at position 0; with a draw, a run on random weights."""
+    run = analysis({"attention_by_sequence": by_sequence({"sink_rate": [rate, 0.0]}, noise=0.01, position=[0, 1])})
+    run.manifest["config"] |= {"seq_len": 64, "window": 64}
+    return run if draw is None else as_draw(run, draw)
+
+
+def sink(*of_random_weights: float) -> Judgment:
+    runs = [of_text(0.5), *(of_text(rate, draw) for draw, rate in enumerate(of_random_weights))]
+    return judge(CLAIMS["W-1"], evidence_of(runs, "made"))
+
+
+def test_a_claim_distinguishes_a_model_from_random_weights_if_none_of_them_passes() -> None:
+    found = sink(0.0, 0.01, 0.02)
+    assert (found.outcome, found.null_passes, found.tells) == (HOLDS, 0.0, "yes")
+    assert found.estimates[0].null_low < found.estimates[0].null < found.estimates[0].null_high < 3
+    assert (sink(0.0, 0.4).null_passes, sink(0.0, 0.4).tells) == (0.5, "no")
+    assert sink().tells == ""
+
+
+def test_a_null_with_a_larger_value_that_fails_by_its_interval_is_not_separated() -> None:
+    draws = {"null": 0.9, "null_low": 0.85, "null_high": 0.97}
+    assert not above(0.0).separates(Estimate(0.79, 0.1, 0.9, **draws))
+    assert above(0.0).separates(Estimate(0.98, 0.1, 1.0, **draws))
+    assert above(0.98).separates(Estimate(0.99, 0.985, 1.0, **draws))
+    assert not below(1.0).separates(Estimate(0.9, 0.8, 0.95, **draws))
+    assert below(1.0).separates(Estimate(0.8, 0.7, 0.9, **draws))
+    assert [between(*ends).separates(Estimate(0.5, **draws)) for ends in ((0.4, 0.6), (0.4, 0.9))] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("null", "value", "words"),
+    [(2.0, 2.0, "8.0 against 2.0 on random weights and 4.0 of uniform attention"), (5.0, 1.6, "8.0 against 5.0 on")],
+)
+def test_a_gradient_spike_is_compared_with_the_larger_null(null: float, value: float, words: str) -> None:
+    def run(ratio: float) -> RunData:
+        uniform = pd.DataFrame({"layer": [-1], "metric": "uniform_gradient_ratio", "value": 4.0})
+        made = analysis({**gradients(ratio), "summary": uniform})
+        made.manifest["input"] |= {"longest": 64}
+        made.manifest["config"] |= {"seq_len": 64, "window": 64}
+        return made
+
+    draws = [as_draw(run(null), draw) for draw in range(3)]
+    (estimate,) = judge(CLAIMS["GS-6"], evidence_of([run(8.0), *draws], "made")).estimates
+    assert estimate.value == pytest.approx(value)
+    assert estimate.note.startswith(words)
+
+
+def test_the_first_line_counts_the_claims_that_hold_and_whose_null_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.paper_claims.table.CLAIMS", {"W-1": CLAIMS["W-1"]})
+    for null, count in ((0.0, "1 claim holds, and its"), (0.4, "0 claims hold, and their")):
+        table = judged_table(evidence_of([of_text(0.5), of_text(null, 0)], "made"))
+        card = Scorecard({}, table, pd.DataFrame({"effect": [], "model": []}))
+        assert headline(card).startswith(count)
+        assert scorecard_markdown(card).splitlines()[0] == f"## made: {headline(card)}"
+
+
+def test_an_intervention_is_compared_with_its_random_controls() -> None:
+    """A sink that stays without an embedding is no evidence if it stays under any change."""
+    for under_controls, tells in (((0.5, 0.48), "no"), ((0.01, 0.01), "yes")):
+        rates = {"before": (0.5, 0.0), "after": (0.45, 0.0)}
+        rates |= {f"control {draw}": (rate, 0.0) for draw, rate in enumerate(under_controls)}
+        evidence = evidence_of([of_text(0.5), experiment(rates, "nullify-first-embedding")], "made")
+        stays = judge(CLAIMS["N-9"], evidence)
+        assert (stays.claim.null, stays.outcome, stays.tells) == (Null.CONTROLS, HOLDS, tells)
+
+
+def test_a_method_is_compared_with_plain_training_of_another_seed() -> None:
+    numbers = {"none": {"sink_rate": (0.5, 0.51, 0.49)}, "vscale": {"sink_rate": (0.5, 0.5, 0.5)}}
+    norms = {"none": {"max_inf_norm": (5.0, 5.2, 4.8)}, "vga": {"max_inf_norm": (1.0, 1.1, 0.9)}}
+    keeps, falls = (judged_trainings(claim, training(arms)) for claim, arms in (("GS-21", numbers), ("V-15", norms)))
+    assert (keeps.claim.null, keeps.outcome, keeps.tells) == (Null.PLAIN, HOLDS, "no")
+    assert (falls.outcome, falls.tells) == (HOLDS, "yes")
+
+
+def test_losses_are_compared_without_each_passage() -> None:
+    """Leaving out single sequences is not sufficient, because sequences of one passage are similar."""
+    loss = np.repeat([2.0, 3.0, 5.0], 4)
+    table = pd.DataFrame({"layer": -1, "sequence": range(12), "predicted": 10, "loss": loss})
+    run = analysis({"loss_by_sequence": table})
+    run.manifest["input"] |= {"sequences": 12, "per_passage": 4}
+    assert Sequences(run).losses == pytest.approx([10 / 3, 4.0, 3.5, 2.5])
+
 
 BOS = 1
 # claims that there is a sink, a drain or a gradient sink, except V-2, because the largest norm ratio of many layers is

@@ -120,8 +120,6 @@ def test_the_interval_decides_the_outcome(test, low: float, high: float, outcome
     assert test.outcome(Estimate(1.0 if low == -np.inf else low, low, high)) == outcome
 
 
-# --- levels
-
 STUDIES = 1200  # the standard error of 5 % is 0.6 %
 Draw = np.random.Generator
 
@@ -186,9 +184,6 @@ def test_correlations_of_unrelated_heads(layers: int, heads: int, within: float,
     more, less = rates_of(lambda: rank_correlation(values(), values(), place), 0.0, studies=800)
     assert 2 <= more + less <= 8
     assert max(more, less) <= 5
-
-
-# --- extremes of levels
 
 
 def smallest(drawn: Draw, *means: float) -> Estimate:

@@ -32,8 +32,6 @@ from sinkscope.results.run import RunData
 LAYERS, WIDTH = 4, 300
 TERMS = ["biases", "content", "delta", "key bias"]
 
-# --- runs
-
 
 def gamma(massive: dict[int, float]) -> pd.DataFrame:
     """Make γ with these entries where EPE_0 is massive, and other entries of magnitude 1 at most."""
@@ -217,9 +215,6 @@ def streams(otherwise: Mapping[int | None, float], registers: int = 0) -> list[R
     streamed.manifest["input"]["longest"] = 512
     tables = {"streaming": pd.DataFrame(), "streaming_by_sequence": pd.DataFrame(rows)}
     return [run, RunData(streamed.manifest | {"command": "intervene", "arms": {}}, tables)]
-
-
-# --- cases
 
 
 LIKE_GEMMA = of_both(natural=(0.80, 0.0), random=(0.79, 0.0), repeated=(0.61, 0.0))

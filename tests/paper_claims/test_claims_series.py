@@ -138,9 +138,6 @@ def test_sigmoid_attention_has_no_sink_at_any_rate_decay_and_size() -> None:
         assert judged("W-59", billion).outcome == expected
 
 
-# --- steps
-
-
 def by_step(ratios: Mapping[int, float], sinks: Mapping[int, float], noise: float = 0.0) -> dict[int, Tables]:
     return {step: {"attention_by_sequence": rates(sinks[step], noise), **gradients(ratios[step])} for step in sinks}
 
@@ -178,8 +175,6 @@ def test_of_several_settings_it_is_judged_in_the_one_with_most_sinks() -> None:
     words = "learning_rate=0.0002, of 2 settings the one with most plain sinks: 2.0, 50.0 %; 3 seeds, Student's t"
     assert found.estimates[0].note == f"first above 10 % at step 1; {words}"
 
-
-# --- related models
 
 COUNTS = (14, 70, 160, 410, 1000)
 

@@ -98,9 +98,6 @@ def test_seeds_and_arms_are_pooled_over_folders_that_differ_in_nothing_else() ->
     assert judged("V-14", other, training({**plain, **own})).estimates == together.estimates  # both in one folder
 
 
-# --- trainings in which a claim is known to hold or to fail
-
-
 def costing(seconds: float | None, share: float) -> Training:
     """Make gates with this time of a step, where plain training takes 0.5, and with this share of new parameters."""
     made = training({"none": {"loss": LOW}, "vga": {"loss": LOW}})
@@ -235,7 +232,6 @@ ALL_OPEN = f"--method none,{','.join(f'operation:kind={kind}' for kind in OPEN)}
 
 
 def course(attention: Sequence[float], value: Sequence[float], risk: float = 0.01) -> dict[str, Sequence[float]]:
-    """Make metric → its values by step."""
     risks = {"backcopy_risk": (1.0, risk), "bigram_risk": (1.0, risk)}
     values = {"start_value_norm": value, "other_value_norm": (1.0,) * len(value)}
     return risks | values | dict.fromkeys(("early_attention_to_start", "delta_logit"), attention) | {
@@ -348,9 +344,6 @@ def test_arms_are_compared_at_the_loss_that_both_reach() -> None:
             f"operation:kind=sigmoid 50.0, none 50.0 % at {names[0]} 3.000; 2000 steps, 5 seeds"
         )
     assert "no sink rates by step" in judged("W-54", slow("held_out_loss", "sink_rate")).reason
-
-
-# --- what is missing
 
 
 SIZES = "with runs of 4 or more sizes of its family"

@@ -76,9 +76,6 @@ def test_each_edit_is_its_own_route() -> None:
     assert found[["position vector", "effective position"]].tolist() == pytest.approx([30, 50], abs=0.5)
 
 
-# --- several models
-
-
 def both() -> tuple[Run, Run]:
     rotary = {"skipped": {NAME: "its queries have no bias: none at all"}}
     return named(cut(0.4), "org/learned"), named(cut(0.0, name="zero-massive"), "rotary", **rotary)

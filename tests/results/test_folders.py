@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.faults import kill
 from support.forked import forked
-from support.manifests import run_manifest
+from support.made_up_runs import run_manifest
 
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.results.folders import (
@@ -27,15 +27,10 @@ from sinkscope.results.folders import (
 from sinkscope.results.manifest import MANIFEST, make_manifest, read_manifest, write_manifest
 from sinkscope.results.swap import LOCK, NEW, OLD, beside, locked, new_file
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def run_in(folder: Path, **changes: Any) -> Path:
-    """Make a run with two files."""
     with new_folder(folder) as fresh:
         (fresh / "tables").mkdir()
         (fresh / "tables" / "summary.parquet").write_text("")
@@ -53,9 +48,6 @@ def refused(folder: Path, *reads: Path, overwrite: bool = True) -> str:
     return str(caught.value)
 
 
-# --- files that are added while a command computes
-
-
 def test_two_files_of_one_name_are_not_exchanged(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
     (run / "verdict.md").unlink()
@@ -71,9 +63,6 @@ def test_two_files_of_one_name_are_not_exchanged(tmp_path: Path) -> None:
         write_both()
     assert (run / "verdict.md").read_text() == "mine"
     assert not beside(run, NEW).exists()
-
-
-# --- replacing
 
 
 def test_only_what_a_run_wrote_is_replaced(tmp_path: Path) -> None:
@@ -113,9 +102,6 @@ def test_runs_in_a_run_are_looked_into(tmp_path: Path) -> None:
     shutil.rmtree(series / "mine")
     (series / "step1" / "run.json").write_text("{")
     assert "step1/run.json is not readable JSON" in refused(series)
-
-
-# --- one process at a time
 
 
 def holding(folder: Path, work: Callable[[], Any]) -> Any:
@@ -182,9 +168,6 @@ def test_many_at_once_never_have_it_together(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "()" * 150
 
 
-# --- after kills
-
-
 def test_what_a_kill_left_is_put_right(tmp_path: Path) -> None:
     folder = run_in(tmp_path / "run")
     beside(folder, NEW).mkdir()
@@ -197,9 +180,6 @@ def test_what_a_kill_left_is_put_right(tmp_path: Path) -> None:
     os.replace(folder, beside(folder, OLD))
     assert read_manifest(folder)["command"] == "analyze"  # a reader also repairs it
     assert not list(tmp_path.glob(".sinkscope-*"))
-
-
-# --- links in a folder from elsewhere
 
 
 @pytest.fixture
@@ -253,13 +233,10 @@ def test_a_folder_with_links_is_not_resumed(tmp_path: Path, foreign: Path) -> No
             check_output(folder, overwrite=True, commands=("claims",))
 
 
-# --- resuming
-
 OPTIONS: dict[str, Any] = {"config": {"steps": 3, "names": ("a", "b")}, "text": "natural"}
 
 
 def begun(folder: Path, command: str = "retrofit") -> None:
-    """Claim a folder for a command with these options."""
     claim(folder, make_manifest(command, start=time.time(), arms={}, tables=[], **OPTIONS))
 
 

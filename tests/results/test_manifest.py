@@ -13,11 +13,9 @@ from tiny import FORWARD, tiny_model
 
 import sinkscope
 import sinkscope.results.run
+from sinkscope import InputError, Run, compare
 from sinkscope.commands.measured import differences, options_of_run
-from sinkscope.errors import InputError
 from sinkscope.options import COMMANDS
-from sinkscope.output.run import Run
-from sinkscope.output.side_by_side import compare
 from sinkscope.results.folders import check_output
 from sinkscope.results.manifest import read_manifest
 from sinkscope.results.schema import RunManifest

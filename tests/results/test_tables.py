@@ -1,13 +1,17 @@
-"""Tables are read by their declared columns."""
+"""Tables are read by their declared columns; NU tables 1 and 2 for GPT-2, computed from weights by plain torch."""
 
 import json
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from sinkscope.errors import InputError
+import sinkscope
+from sinkscope import InputError, Run
 from sinkscope.results.manifest import MANIFEST, format_of
+from sinkscope.results.papers import GPT2_MASSIVE, paper_tables, printed_gamma
 from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, read_table
 from sinkscope.verdict.register import written_tables
 
@@ -50,3 +54,37 @@ def test_tables_are_read_by_their_columns(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
         with pytest.raises(InputError, match=r"summary.parquet is damaged"):
             read_table(path, (Column("layer", "", kind="whole"),))
+
+
+def gpt2_shaped() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=16, n_positions=16, n_inner=32, bos_token_id=1, eos_token_id=1)
+    ).eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight[0, list(GPT2_MASSIVE)] = torch.tensor([40.0, -60.0])
+        for block in model.transformer.h:
+            block.attn.c_attn.bias.normal_()
+    return model
+
+
+@pytest.fixture(scope="module")
+def random_gpt2() -> tuple[GPT2LMHeadModel, Run]:
+    model = gpt2_shaped()
+    asked = {"input": "random", "num_seqs": 1, "seq_len": 16, "bos": "never", "skip_parity": True}
+    return model, sinkscope.analyze(model, observables=("query-bias",), **asked)
+
+
+def test_a_gpt2_of_random_weights_against_plain_torch(random_gpt2: tuple[GPT2LMHeadModel, Run]) -> None:
+    """|W_k b_Q| uses W_k as GPT-2 stores it, (in, out), without a norm; mean ± 2 deviations are over all entries."""
+    model, run = random_gpt2
+    table = paper_tables(run)["gamma"]
+    for block, row in zip(model.transformer.h, table.to_dict("records"), strict=True):
+        weight, bias = block.attn.c_attn.weight.detach().double(), block.attn.c_attn.bias.detach().double()
+        gamma = (weight[:, 768:1536] @ bias[:768]).abs()
+        assert row["baseline"] == f"{round(float(gamma.mean()), 3)} ± {round(2 * float(gamma.std(correction=0)), 3)}"
+        assert [row["d=138"], row["d=447"]] == [round(float(gamma[at]), 3) for at in GPT2_MASSIVE]
+    assert table["d=447, NU prints"].tolist() == printed_gamma()["d=447, NU prints"].tolist()
+    assert table.loc[6, ["layer", "baseline, NU prints", "d=138, NU prints"]].tolist() == [
+        "layer 7", "1.12 ± 2.701", "12.453"
+    ]  # fmt: skip

@@ -53,7 +53,6 @@ def retrofit(model: PreTrainedModel, label: str) -> PreTrainedModel:
 
 
 def adapted(model: PreTrainedModel, config: peft.PeftConfig) -> Any:
-    """Return the model with an adapter, random but the same each time."""
     torch.manual_seed(2)
     wrapped = peft.get_peft_model(model, config).eval()
     return wrapped.double() if model.dtype == torch.float64 else wrapped

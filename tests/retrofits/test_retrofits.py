@@ -35,13 +35,11 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+from sinkscope import InputError, SinkscopeError, intervening, new_parameters, retrofit_model
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
-from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.intervening import intervening
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.retrofits.gates import ValueScale, shrink
 from sinkscope.retrofits.retrofit import gated
 from sinkscope.text.batch import REGISTER, Batch
@@ -420,7 +418,6 @@ LENGTHS = (10, 10, 7)
 
 @cache
 def backward_tables(name: str, label: str) -> dict[str, pd.DataFrame]:
-    """Return tables that must not be changed."""
     return gradient_tables(shared(name, label), ragged_tokens(LENGTHS))
 
 

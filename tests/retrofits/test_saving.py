@@ -19,10 +19,9 @@ from tiny import TINY, tiny_model, tiny_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sinkscope
+from sinkscope import InputError, gate_displacement, new_parameters, retrofit_model
 from sinkscope.attention.taps import NAME
-from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
-from sinkscope.retrofits import gate_displacement, new_parameters, retrofit_model
 
 # with parameters that are not at their defaults
 METHODS = (

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sinkscope import analyze
-from sinkscope.errors import SinkscopeError
+from sinkscope import SinkscopeError, analyze
 from sinkscope.measuring import subject
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.activation import Activation
@@ -80,7 +79,6 @@ def row_of(model_type: str, auto: Any = AutoModelForCausalLM) -> Row:
 
 
 def padding(model_type: str, by_side: Mapping[str, Mapping[str, float]]) -> str:
-    """Describe the differences of a padded batch."""
     if not all(is_equal(model_type, found) for found in by_side.values()):
         return "NO"
     changed = [side for side, found in by_side.items() if found[ALONE] > ROUND_OFF]
@@ -184,8 +182,6 @@ def _batch(lengths: Iterable[int], side: str, causal: bool) -> Batch:
 
 
 class Inputs(Activation):
-    """The activation table of layers' inputs only."""
-
     sites = ("layer_in",)
 
 

@@ -1,7 +1,4 @@
-"""Wrong input of users, as hypothesis strategies: files by their content, options by their text.
-
-The fast tests draw a few of each for the readers; tests/torture/inputs.py draws thousands for the complete commands.
-"""
+"""Wrong input of users, as hypothesis strategies: few for readers, thousands in tests/torture/attacks.py."""
 
 import io
 import json
@@ -101,13 +98,9 @@ json_lines = st.lists(records.map(written) | some_json | text_files, max_size=4)
 # --- recipes
 
 RECIPE = {
-    "title": "x",
-    "command": "analyze",
-    "options": {"num-seqs": 2, "seq-len": 8, "observables": ["activation"]},
-    "runs": {"a": {"seed": 1}, "b": {}},
-    "figures": ["sink-map"],
-    "out": "runs/x",
-}
+    "title": "x", "command": "analyze", "options": {"num-seqs": 2, "seq-len": 8, "observables": ["activation"]},
+    "runs": {"a": {"seed": 1}, "b": {}}, "figures": ["sink-map"], "out": "runs/x",
+}  # fmt: skip
 YAMLS = [
     "a: &a [*a]",
     "\n".join(["a0: &a0 {x: 1, y: 2}", *(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60))]),

@@ -33,7 +33,6 @@ USE_EVERY_CONTROL = """async () => {
 
 
 def chromium() -> str | None:
-    """Return the path of a browser that Playwright can drive, or None."""
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 

@@ -12,8 +12,9 @@ from sinkscope.figures.training import Arms
 from sinkscope.output.run import Run
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED
+from sinkscope.verdict.onsets import RunsByStep
 from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
-from support.figure_tables import gradient_tables, grid, make_run
+from support.made_up_runs import gradient_tables, grid, make_run
 from support.made_up_steps import made_up_steps, sigmoid
 
 SEEDS, STEPS = range(3), range(0, 101, 10)
@@ -37,13 +38,12 @@ TEXTS = {"scorecard", "scorecard-by-model", "routes"}
 
 
 def drawn(name: str) -> Figure:
-    """Return the figure of this name."""
     if name in OF_RUNS:
         return OF_RUNS[name]([make_run(model="org/One_1"), make_run(model="org/Two_2")])
     if name == "training-onsets":
         rise = sigmoid(DOUBLED, 50)
         courses = {"value_gradient": 1 + 40 * rise, "norm": 1 + 200 * rise, "sink_rate": 0.4 * rise}
-        return OF_STEPS[name](made_up_steps(DOUBLED, courses))
+        return OF_STEPS[name](RunsByStep(made_up_steps(DOUBLED, courses)))
     if name in OF_STEPS:
         return OF_STEPS[name]([checkpoint(step) for step in (0, 100, 1000)])
     if name in OF_ARMS:
@@ -124,7 +124,6 @@ def experiment(
 
 
 def checkpoint(step: int, layers: int = 3, positions: int = 16, **names: str) -> tuple[int, Run]:
-    """Return the step and a run with random tables."""
     random = np.random.default_rng(step)
     summary = grid(layer=range(-1, layers), metric=STEP_METRICS)
     activation = grid(layer=range(layers), site=["mlp_out", "layer_out"], position=range(positions))

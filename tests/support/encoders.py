@@ -1,16 +1,8 @@
-"""Tiny random encoders, a tokenizer for them, and their attention by plain transformers.
-
-Every sequence is read by the model alone and unpadded, with eager attention in float64 and `output_attentions=True`,
-without code of sinkscope.
-"""
+"""Tiny random encoders, and a tokenizer for them."""
 
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
-import reference
 import torch
-import torch.nn.functional as F
 from tiny import VOCAB, spread_weights
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -41,7 +33,6 @@ def encoder(name: str, dtype: torch.dtype = torch.float64, spread: float = 8.0, 
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word, and [CLS] … [SEP] around a text."""
     words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.post_processor = processors.TemplateProcessing(
@@ -49,20 +40,3 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     )
     names = dict(zip(("pad_token", "cls_token", "sep_token", "mask_token", "unk_token"), SPECIAL, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=words, **names)
-
-
-def recorded(model: PreTrainedModel, ids: np.ndarray) -> reference.Sequence:
-    """Return one sequence's attention weights in every layer."""
-    kind, softmax = type(model), F.softmax
-    eager = kind._from_config(
-        model.config.__class__(**model.config.to_dict()), attn_implementation="eager", dtype=model.dtype
-    )
-    eager.load_state_dict(model.state_dict())
-
-    def in_float64(x: torch.Tensor, dim: int, dtype: Any = None, **_: Any) -> torch.Tensor:
-        return softmax(x, dim=dim)
-
-    with patch.object(F, "softmax", in_float64), torch.no_grad():
-        output = eager.eval()(torch.as_tensor(ids)[None], output_attentions=True)
-    layers = [reference.Layer.of_weights(weights[0].numpy()) for weights in output.attentions]
-    return reference.Sequence(ids, output.logits, layers)

@@ -74,5 +74,4 @@ def state_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def assert_as_before(model: PreTrainedModel, before: dict[str, Any]) -> None:
-    """Assert that nothing is left in a model of what was put into it."""
     assert differences(before, state_of(model)) == []

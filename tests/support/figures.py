@@ -59,7 +59,6 @@ def legend_of(figure: Figure) -> list[str]:
 
 
 def edges_at(ax: Axes, x: float, band: int = 0) -> tuple[float, float]:
-    """Return the lowest and the highest edge of a band at x."""
     vertices = ax.collections[band].get_paths()[0].vertices
     edges = np.asarray(vertices)[vertices[:, 0] == x, 1]
     return edges.min(), edges.max()

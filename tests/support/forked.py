@@ -12,8 +12,6 @@ import torch
 
 
 class Process:
-    """A forked process, which ends when its work is done."""
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None  # -signal if a signal ended it

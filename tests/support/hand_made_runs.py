@@ -22,21 +22,15 @@ NO_BOS = {"sequences": SEQUENCES, "token_zero": "first text token"}
 
 
 def judged(claim: str, *runs: RunData) -> Judgment:
-    """Judge a claim by runs of one model."""
     return judge(CLAIMS[claim], Evidence.of(runs, [MAIN, *CLAIMS[claim].reads]))
 
 
 def manifest(condition: str = "natural", command: str = "analyze", **given: Any) -> dict[str, Any]:
     return {
-        "command": command,
-        "condition": condition,
-        "config": {"epsilon": 0.3},
-        "dtype": "float32",
-        "not_measured": {},
-        "model": {"name": "made", "weights": "trained"},
+        "command": command, "condition": condition, "config": {"epsilon": 0.3}, "dtype": "float32", "not_measured": {},
+        "model": {"name": "made", "weights": "trained"}, "family": family("learned"),
         "input": {"sequences": SEQUENCES, "token_zero": TOKEN_ZERO.get(condition, "bos <s> (id 1)")},
-        "family": {"positions": "learned", "causal": True, "layer_positions": None, "kinds": None},
-    } | given
+    } | given  # fmt: skip
 
 
 def family(positions: str, **given: Any) -> dict[str, Any]:

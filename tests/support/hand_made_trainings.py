@@ -23,7 +23,6 @@ Tables = Mapping[str, pd.DataFrame]
 
 
 def judged(claim: str, *parts: Training | Steps, name: str = "made") -> Judgment:
-    """Judge a claim by the folders of trainings, including measured steps."""
     trainings = tuple(part for part in parts if isinstance(part, Training))
     series = tuple(part for part in parts if isinstance(part, Steps))
     return judge(CLAIMS[claim], Collection((), trainings, series).evidence({})[name])

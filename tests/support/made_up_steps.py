@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.results.run import RunData
-from support.figure_tables import grid
+from support.made_up_runs import grid
 
 UNIFORM = 4.0  # the null of the value gradient
 GROUPS, SEQUENCES = 20, 40

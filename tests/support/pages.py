@@ -12,7 +12,7 @@ from sinkscope.html_page import Contents
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.tables import LEADING
-from support.figure_tables import grid, make_run
+from support.made_up_runs import grid, make_run
 
 Table = dict[str, list[Any]]
 
@@ -121,13 +121,11 @@ def data_of(html: str) -> dict[str, Any]:
 
 
 def table_of(data: Mapping[str, Any], name: str) -> Table:
-    """Return the columns of a table in a page."""
     table = next(table for table in data["tables"] if table["name"] == name)
     return {column["name"]: expanded(column["values"]) for column in table["columns"]}
 
 
 def expanded(values: Any) -> list[Any]:
-    """Return the values of a compact column."""
     if isinstance(values, dict) and "of" in values:
         return [None if at < 0 else values["of"][at] for at in expanded(values["at"])]
     if isinstance(values, dict):

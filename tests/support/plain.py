@@ -38,8 +38,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from support.dense_attention import dense_attention
-
 # --- the residual stream
 
 ADDED_TO = (torch.Tensor.add_, torch.Tensor.__iadd__)  # these write the sum into their first argument
@@ -202,7 +200,6 @@ class OwnAttention(TorchFunctionMode):
         self.begin()
 
     def begin(self) -> None:
-        """Start a layer."""
         self.attended: Attended | None = None
         self.query: torch.Tensor | None = None
         self.key: torch.Tensor | None = None
@@ -248,7 +245,7 @@ class OwnAttention(TorchFunctionMode):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         key, value = self._one_of_each(key), self._one_of_each(value)
-        attended = dense_attention(query, key, value, *args, **kwargs)
+        attended = reference.dense_attention(query, key, value, *args, **kwargs)
         self.attended = Attended(query, key, value, attended.weights.detach())
         return attended.mix
 
@@ -306,7 +303,6 @@ class Plain:
 
     @property
     def attended(self) -> list[Attended]:
-        """The attention of the layers with a softmax."""
         return [layer.attended for layer in self.layers if layer.attended is not None]
 
     def masses_and_norms(self) -> dict[str, pd.DataFrame]:

@@ -114,7 +114,6 @@ def shared(name: str, label: str) -> PreTrainedModel:
 
 @cache
 def shared_plain(name: str) -> PreTrainedModel:
-    """Return a model of `plain_model` that tests share and must not change."""
     return plain_model(name)
 
 

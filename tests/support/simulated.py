@@ -9,7 +9,7 @@ error on its thread ends the process. So the tensors are of another type in C++,
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -46,7 +46,11 @@ class Device:
 
     is_available = False
     capability: ClassVar = (8, 0)  # Ampere
+    free = 2**36  # bytes
+    holds = torch.device("cpu")  # where its tensors lie: "meta" for sizes without data
     counts: Counter[str] | None = None
+    # is called with each operation and its result
+    watch: Callable[[Any, tuple, dict[str, Any], Any], None] | None = None
 
 
 class _Hook(_DummyPrivateUse1Hook):
@@ -60,6 +64,14 @@ class _Module(_DummyBackendModule):
 
     def device_count(self) -> int:
         return 2 * Device.is_available
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return Device.free, 2**37
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 0
+
+    memory_allocated = memory_reserved
 
     def get_rng_state(self, device: int) -> torch.Tensor:
         """Return the state of the CPU's random numbers, from which these devices draw theirs."""
@@ -134,13 +146,17 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     place = _common_place(name, tensors, asked)
     given, named = pytree.tree_map(lambda x: x.inner if isinstance(x, Simulated) else x, (args, kwargs))
     if "device" in named:
-        named["device"] = torch.device("cpu")
+        named["device"] = Device.holds if place.type == NAME else torch.device("cpu")
     if "pin_memory" in named:
         named["pin_memory"] = False
     _count_of(func, name, tensors, place)
     if name in PRODUCTS and torch.get_float32_matmul_precision() != "highest":
         given = tuple(_to_tf32(x) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in given)
-    found = KERNELS.get(name, func)(*given, **named)
+    found = _without_data(func, name, given, named, place) if Device.holds.type == "meta" else NotImplemented
+    if found is NotImplemented:
+        found = KERNELS.get(name, func)(*given, **named)
+    if Device.watch is not None:
+        Device.watch(func, given, named, found)
     if func._schema.is_mutable and tensors:  # the same object: the caller may hold it
         written = [
             (args[at] if at < len(args) else kwargs.get(argument.name))
@@ -152,6 +168,19 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if place.type == "cpu":
         return found
     return pytree.tree_map(lambda x: Simulated(x, place) if isinstance(x, torch.Tensor) else x, found)
+
+
+def _without_data(func: Any, name: str, given: tuple, named: dict[str, Any], place: torch.device) -> Any:
+    """Return ones where the CPU reads data that are not there, or NotImplemented."""
+    if name in ("_local_scalar_dense", "equal"):
+        return name == "_local_scalar_dense" and torch.ones((), dtype=given[0].dtype).item()
+    if name == "nonzero":
+        return torch.empty(0, given[0].dim(), dtype=torch.int64, device="meta")
+    if place.type == "cpu" and any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in given):
+        if name == "copy_":
+            return given[0].fill_(1)
+        return torch.ones(given[0].shape, dtype=named.get("dtype") or given[0].dtype)
+    return NotImplemented
 
 
 def _common_place(name: str, tensors: list[torch.Tensor], asked: torch.device | None) -> torch.device:
@@ -170,6 +199,13 @@ def _common_place(name: str, tensors: list[torch.Tensor], asked: torch.device | 
     return own if asked is None else _seen_place(torch.device(asked))
 
 
+def is_launch(func: Any) -> bool:
+    """Return whether an operation launches a kernel: views and allocations do not."""
+    name, returns = func._schema.name.removeprefix("aten::"), func._schema.returns
+    is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    return not (is_view or name in FREE or name == "_local_scalar_dense")
+
+
 def _count_of(func: Any, name: str, tensors: list[torch.Tensor], place: torch.device) -> None:
     """Count the operation as a kernel, a copy between devices or a wait for the device."""
     if name in ("_to_copy", "copy_", "copy") or (name in TAKES_CPU_INDICES):
@@ -182,34 +218,47 @@ def _count_of(func: Any, name: str, tensors: list[torch.Tensor], place: torch.de
     is_masked = name in TAKES_CPU_INDICES and any(x.dtype == torch.bool for x in tensors[1:])
     if name in SYNCHRONIZING or is_masked:
         _count("synchronizations")
-    returns = func._schema.returns
-    is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-    if not (is_view or name in FREE or name == "_local_scalar_dense"):
+    if is_launch(func):
         _count("launches")
 
 
 # --- CUDA's attention kernels, which refuse what CUDA refuses
 
 
-def _is_flash(query: torch.Tensor, key: torch.Tensor) -> bool:
+def _is_flash(query: Any, key: Any, value: Any, bias: Any = None, *_: Any) -> bool:
     """Return whether CUDA's flash kernel takes these (sdp_utils.cpp: check_flash_attention_hardware_support, …)."""
     halves = (torch.float16, torch.bfloat16) if Device.capability >= (8, 0) else ()
     width = query.shape[-1]
-    return query.dtype in halves and width <= 256 and width % 8 == 0 and query.shape[1] % key.shape[1] == 0
+    is_narrow = width == key.shape[-1] == value.shape[-1] <= 256 and width % 8 == 0
+    return bias is None and query.dtype in halves and is_narrow and query.shape[1] % key.shape[1] == 0
 
 
-def _is_efficient(query: torch.Tensor, key: torch.Tensor) -> bool:
+def _is_efficient(query: Any, key: Any, value: Any, *_: Any) -> bool:
     """Return whether CUDA's memory-efficient kernel takes these (sdp_utils.cpp: check_head_dim_size_mem_efficient)."""
     aligned = {torch.float32: 4, torch.float16: 8} | ({torch.bfloat16: 8} if Device.capability >= (8, 0) else {})
-    is_aligned = query.dtype in aligned and query.shape[-1] % aligned[query.dtype] == 0
-    return is_aligned and query.shape[1] == key.shape[1]
+    widths = [x.shape[-1] for x in (query, key, value)]
+    is_aligned = query.dtype in aligned and all(width % aligned[query.dtype] == 0 for width in widths)
+    return is_aligned and widths[0] == widths[1] and query.shape[1] == key.shape[1]
+
+
+def _check_bias(query: Any, key: Any, bias: Any) -> None:
+    """Raise RuntimeError for a bias that the memory-efficient kernel does not read (attention_forward.cu)."""
+    if bias is None:
+        return
+    if bias.dtype != query.dtype:
+        raise RuntimeError("invalid dtype for bias - should match query's dtype")
+    if bias.shape != (*query.shape[:3], key.shape[2]):
+        raise RuntimeError(f"bias of shape {tuple(bias.shape)}")
+    aligned = 4 if query.dtype == torch.float32 else 8
+    if bias.stride(-1) != 1 or any(stride % aligned for stride in bias.stride()[:-1]):
+        raise RuntimeError(f"attn_bias is not correctly aligned: its strides are {bias.stride()}")
 
 
 def _flash(
     query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, *_: Any, **named: Any
 ) -> tuple:
     causal, scale = named.get("is_causal", causal), named.get("scale")
-    if not _is_flash(query, key):
+    if not _is_flash(query, key, value):
         raise RuntimeError(f"FlashAttention does not take {query.dtype} with a head width of {query.shape[-1]}")
     mix, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, is_causal=causal, scale=scale)
     empty = torch.zeros(0, dtype=torch.int64)
@@ -220,6 +269,8 @@ def _flash_backward(
     gradient: Any, query: Any, key: Any, value: Any, mix: Any, lse: Any, *rest: Any, scale: Any = None
 ) -> tuple:
     causal = rest[5]
+    if not _is_flash(query, key, value):
+        raise RuntimeError(f"FlashAttention does not take {query.dtype} with a head width of {query.shape[-1]}")
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, mix, lse, 0.0, causal, scale=scale
     )
@@ -227,10 +278,9 @@ def _flash_backward(
 
 def _efficient(query: Any, key: Any, value: Any, bias: Any, with_lse: bool, *rest: Any, **named: Any) -> tuple:
     causal, scale = named.get("is_causal", rest[1] if len(rest) > 1 else False), named.get("scale")
-    if not _is_efficient(query, key):
+    if not _is_efficient(query, key, value):
         raise RuntimeError(f"cutlassF: no kernel found to launch! ({query.dtype}, width {query.shape[-1]})")
-    if bias is not None:
-        bias = bias.expand(*query.shape[:3], key.shape[2])
+    _check_bias(query, key, bias)
     mix, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, is_causal=causal, attn_mask=bias, scale=scale
     )
@@ -243,6 +293,9 @@ def _efficient_backward(
     gradient: Any, query: Any, key: Any, value: Any, bias: Any, mix: Any, lse: Any, *rest: Any, scale: Any = None
 ) -> tuple:
     causal = rest[4] if len(rest) > 4 else False
+    _check_bias(query, key, bias)
+    if lse.shape[-1] % 32 or not (lse.is_meta or lse[..., query.shape[2] :].eq(torch.inf).all()):
+        raise RuntimeError("the log-sum-exp is not padded as the forward pass pads it")
     lse = lse[..., : query.shape[2]].contiguous()
     found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, mix, lse, 0.0, causal, attn_mask=bias, scale=scale
@@ -260,7 +313,13 @@ def _histogram(x: Any, *given: Any, **named: Any) -> Any:
     return aten.histc(x.float(), *given, **named).to(x.dtype)
 
 
+def _product(left: Any, right: Any, out_dtype: torch.dtype | None = None) -> Any:
+    """Multiply half precision with a result in float32, which PyTorch does on CUDA only."""
+    return aten.bmm(left.to(out_dtype or left.dtype), right.to(out_dtype or right.dtype))
+
+
 KERNELS = {
+    "bmm": _product,
     "histc": _histogram,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
@@ -312,9 +371,10 @@ def simulated(capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(quantized, "PLAIN", (*quantized.PLAIN, Simulated))
         patch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
-        patch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda given: _is_flash(*given[:2]))
-        patch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda given: _is_efficient(*given[:2]))
+        patch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda given: _is_flash(*given))
+        patch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda given: _is_efficient(*given))
         patch.setitem(kernels.FUSED, NAME, kernels.FUSED["cuda"])
+        patch.setattr(kernels, "HALF_PRODUCTS", {NAME})
         yield
 
 

@@ -13,15 +13,9 @@ from sinkscope.training.blocks import Blocks
 LENGTH = 16
 
 SHORT: dict[str, Any] = {
-    "steps": 12,
-    "block_length": LENGTH,
-    "batch_size": 2,
-    "learning_rate": 1e-3,
-    "new_learning_rate": 1e-2,
-    "log_every": 2,
-    "save_every": 4,
-    "warmup": 0.0,
-}
+    "steps": 12, "block_length": LENGTH, "batch_size": 2, "learning_rate": 1e-3, "new_learning_rate": 1e-2,
+    "log_every": 2, "save_every": 4, "warmup": 0.0,
+}  # fmt: skip
 
 
 def repetitive(count: int = 10) -> Blocks:

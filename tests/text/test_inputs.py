@@ -77,9 +77,6 @@ def refused(match: str, source: str | Path = "natural", **options) -> None:
     assert len(str(caught.value).splitlines()) <= 2
 
 
-# --- text
-
-
 def test_texts_are_cut_into_windows(byte_level, tmp_path):
     inputs = made(tokenizer=byte_level, vocab_size=256, num_seqs=100, seq_len=64)
     assert (inputs.condition, inputs.token_zero, inputs.notices) == ("natural", "first text token", ())
@@ -109,9 +106,6 @@ def test_texts_that_cannot_be_used(tmp_path):
     tokenizer = word_tokenizer()
     tokenizer.model_max_length = "x"
     refused("tokenizer fails on text: repair its files", path, tokenizer=tokenizer)
-
-
-# --- position 0
 
 
 def sampler(first, count, length, seed):
@@ -173,9 +167,6 @@ def test_bos_of_other_tokenizers(byte_level, tmp_path):
     assert lists(made(path, tokenizer=tokenizer, vocab_size=5, num_seqs=1, seq_len=5)) == [[0, 1, 2, 3, 4]]
 
 
-# --- random, repeated
-
-
 def test_drawn_tokens_are_uniform_over_ordinary_tokens():
     """χ² of 25 600 draws over 36 tokens; special tokens and ids that no text can give are never drawn."""
     inputs = made("random", num_seqs=400, seq_len=64)
@@ -198,9 +189,6 @@ def test_drawn_tokens_are_uniform_over_ordinary_tokens():
     tokenizer = word_tokenizer()
     tokenizer.add_tokens([AddedToken("<image>", special=True), AddedToken("ordinary")])
     assert special_token_ids(tokenizer) == {UNK, BOS, EOS, PAD, len(WORDS)}  # also one that only the added tokens name
-
-
-# --- JSON lines
 
 
 def test_documents_may_be_short_and_keep_their_order(tmp_path):
@@ -232,9 +220,6 @@ def test_given_ids_are_taken_as_they_are(tmp_path):
     assert inputs.token_zero == "bos <s> (id 1)"
     refused("--bos always does not apply", path, bos="always")
     assert lists(made(path, bos="never")) == [[5, 6], [1, 8, 9]]
-
-
-# --- arrays
 
 
 def save_array(path: Path, array: np.ndarray) -> Path:
@@ -298,12 +283,8 @@ def test_files_that_cannot_be_used(name, content, match, tmp_path):
     refused(match, save_array(path, content) if isinstance(content, np.ndarray) else write(path, content))
 
 
-# --- datasets
-
-
 @pytest.fixture(scope="module")
 def dataset_folder(tmp_path_factory):
-    """Write a local dataset: documents of 4, 12, 30 and 9 tokens, and a missing one."""
     folder = tmp_path_factory.mktemp("stories") / "stories"
     folder.mkdir()
     texts = [words(4), words(12), None, words(30, 5), words(9, 7)]
@@ -357,9 +338,6 @@ def test_datasets_that_cannot_be_used(dataset_folder, monkeypatch):
         refused(f"--dataset some/where cannot be read: .*{match}", dataset="some/where")
 
 
-# --- documents for training
-
-
 def test_documents_to_train_on_come_from_the_same_readers(dataset_folder, tmp_path):
     name, found = documents(str(write(tmp_path / "notes.txt", b"\xef\xbb\xbfw1\r\nw2\n")))
     assert (name, list(found)) == ("notes", ["w1\r\nw2\n"])
@@ -377,9 +355,6 @@ def test_documents_to_train_on_come_from_the_same_readers(dataset_folder, tmp_pa
         documents("a.txt", "some/where")
 
 
-# --- wrong arguments
-
-
 def test_sources_and_lengths_that_do_not_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "shakespeare.txt", words(20))
@@ -395,9 +370,6 @@ def test_sources_and_lengths_that_do_not_exist(tmp_path, monkeypatch):
     refused("--seq-len 257 is beyond the model's 256 positions", "random", seq_len=257, max_positions=256)
     assert made("random", seq_len=256, max_positions=256).longest == 256
     refused("beginning-of-sequence token: token id 99", "sampled", tokenizer=None, bos_token_id=99, sampler=print)
-
-
-# --- TokenInputs
 
 
 def test_batches(tmp_path):
@@ -426,9 +398,6 @@ def test_the_hash_depends_on_ids_lengths_and_order(tmp_path):
     several = ((one, other), ([5, 6, 7, 9], other), ([5, 6], [7, 8, 9, 10]), (other, one), (one,))
     assert len({digest(*rows) for rows in several}) == 5
     assert digest(one, other) == digest(one, other)
-
-
-# --- a prompt, and chats
 
 
 def test_a_prompt_is_one_sequence():

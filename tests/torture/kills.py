@@ -74,7 +74,6 @@ def commands(model: Path, text: Path) -> dict[str, Command]:
 
 
 def sweep_of(model: Path) -> Path:
-    """Write a sweep with two cells of a model."""
     path = model.with_name("sweep.yaml")
     options = "{num-seqs: 2, seq-len: 12, observables: [attention]}"
     path.write_text(f"title: Tiny\nmodels: [{model}]\ninputs: [random, repeated]\noptions: {options}\n")
@@ -134,7 +133,6 @@ def finished(command: Command, out: Path, errors: Path, overwrite: bool) -> int:
 
 
 def trial(command: Command, old: Path, new: Path, folder: Path, unbroken: tuple[float, int]) -> Counter[str]:
-    """Kill the command in one folder, then let it finish. Return the counts of events."""
     out, errors = folder / "parent" / "run", folder / "errors"
     out.parent.mkdir(parents=True)
     found: Counter[str] = Counter()
@@ -168,7 +166,6 @@ def run_unbroken(command: Command, out: Path, *more: str) -> tuple[float, int]:
 
 
 def torture(kills: int, folder: Path, names: Collection[str] = NAMES) -> tuple[dict[str, Counter[str]], list[str]]:
-    """Return the counts of events by command, and the errors that were found."""
     model, text = folder / "tiny", folder / "ids.npy"
     tiny_model("llama").save_pretrained(model)
     np.save(text, tiny_tokens(24, 16).numpy())

@@ -10,18 +10,12 @@ from sinkscope.training.tasks.backcopy import NAME, BigramBackcopy, Opening, big
 # <s>, two triggers, three other characters
 SMALL = BigramBackcopy(
     ("<s>", "e", "t", "a", "b", "c"),
-    np.array(
-        [
-            [0, 0, 0, 0.5, 0.3, 0.2],
-            [0, 0, 0, 0, 0, 0],
-            [0, 0, 0, 0, 0, 0],
-            [0, 0.2, 0.1, 0.3, 0.4, 0],
-            [0, 0.5, 0, 0, 0.25, 0.25],
-            [0, 0, 0.4, 0.6, 0, 0],
-        ]
-    ),
+    np.array([
+        [0, 0, 0, 0.5, 0.3, 0.2], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0],
+        [0, 0.2, 0.1, 0.3, 0.4, 0], [0, 0.5, 0, 0, 0.25, 0.25], [0, 0, 0.4, 0.6, 0, 0],
+    ]),
     triggers=(1, 2),
-)
+)  # fmt: skip
 
 
 def test_samples_follow_the_rules_with_the_frequencies_of_the_chain() -> None:

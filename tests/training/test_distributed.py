@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope.figures
 import sinkscope.training.sharding
-from sinkscope.commands.retrofit import retrofit
-from sinkscope.errors import InputError
+from sinkscope import InputError, retrofit
 from sinkscope.results.tables import read_table
 from sinkscope.training.sharding import NEEDED, launched
 from sinkscope.training.trainer import shuffled, train
@@ -153,4 +152,6 @@ def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sinkscope.training.sharding, "check_sharding", lambda: None)
     with pytest.raises(InputError, match="a probe needs the whole model"):
         train(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
+    with pytest.raises(InputError, match="--probe needs the whole model"):
+        retrofit("no/such-model", "vga", out=tmp_path / "out", probe="attention")
     assert not (tmp_path / "out").exists()

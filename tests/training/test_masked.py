@@ -15,10 +15,9 @@ from tiny import VOCAB
 from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel, Trainer
 
-from sinkscope.errors import InputError
+from sinkscope import InputError, new_parameters, retrofit_model
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.text.batch import IGNORED, Batch
 from sinkscope.text.inputs import masked
 from sinkscope.training.architectures import architecture, fresh_model, tokenizer_of
@@ -42,9 +41,6 @@ def bert(method: str, dtype: torch.dtype = torch.float64, moved: bool = True, **
 def blocks() -> Blocks:
     found = random_blocks(10)
     return Blocks(found.train, found.held_out, found.name, word_tokenizer())
-
-
-# --- the loss
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, folder: Path, **options: Any) -> list[dict[str, Any]]:
@@ -84,9 +80,6 @@ def test_a_step_of_several_batches_is_one_of_a_large_batch(tmp_path: Path, monke
     ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
     expected = float(start(input_ids=ids, labels=labels).loss)
     assert history.query("metric == 'loss'")["value"].tolist() == pytest.approx([expected], rel=1e-6)
-
-
-# --- the masks
 
 
 def test_all_methods_see_equal_masks_and_every_reading_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +127,6 @@ def test_a_resumed_training_ends_with_the_weights_of_an_unbroken_one(method: str
     assert any(not torch.equal(x, fresh().state_dict()[name]) for name, x in unbroken.state_dict().items())
     again = AutoModelForMaskedLM.from_pretrained(tmp_path / "resumed" / "checkpoint-12")
     assert torch.equal(again(input_ids=IDS).logits, resumed(input_ids=IDS).logits)
-
-
-# --- methods in BERT
 
 
 def by_formula(model: Any, method: str) -> torch.Tensor:
@@ -203,9 +193,6 @@ def test_a_method_at_the_output_projection_is_refused(method: str) -> None:
     parameters = {"placement": "output"} if method == "vga" else {}
     with pytest.raises(InputError, match="'bert' has no projection of its heads' outputs in its attention module"):
         bert(method, **parameters)
-
-
-# --- the tokenizer
 
 
 def test_a_tokenizer_for_an_encoder() -> None:

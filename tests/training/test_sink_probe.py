@@ -9,11 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.encoders import encoder, word_tokenizer
 from support.retrofitted import plain_model
 from support.training import config as training_config
 from support.training import model as training_model
 from support.training import repetitive
-from tiny import tiny_tokens
+from tiny import VOCAB, tiny_tokens
 from torch.nn.functional import layer_norm
 from transformers import PreTrainedModel
 
@@ -24,6 +25,7 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.retrofits import retrofit_model
 from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import masked
 from sinkscope.training import history
 from sinkscope.training.history import probe_of, sinks
 from sinkscope.training.trainer import train
@@ -156,3 +158,13 @@ def test_a_block_of_autocast_around_a_training_keeps_no_weights_of_earlier_steps
         trained.append(model)
     for one, other in zip(*(model.state_dict().values() for model in trained), strict=True):
         assert torch.equal(one, other)
+
+
+def test_an_encoders_held_out_loss_is_of_masked_tokens() -> None:
+    model, rows = encoder("bert"), repetitive().held_out
+    ids, labels = (torch.tensor(np.stack(part)) for part in zip(*masked(rows, word_tokenizer(), VOCAB, 0), strict=True))
+    expected = float(model(input_ids=ids, labels=labels).loss)
+    for names in (("attention",), ("gradient",)):
+        probe = probe_of(None, find_family(model), rows, EPSILON, observables=names, masked_by=word_tokenizer())
+        found = probe(model).set_index(["layer", "metric"])["value"]
+        assert found[-1, "held_out_loss"] == pytest.approx(expected, rel=1e-6)

@@ -1,27 +1,31 @@
-"""Training: the learning rates of parameters, and equal weights after a training that was killed and resumed."""
+"""Training: architectures, rates, blocks of text, and equal weights after a training that was killed and resumed."""
 
 import json
 import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from support.forked import forked
-from support.training import config, model, repetitive
-from tiny import tiny_model
+from support.training import config, model, random_blocks, repetitive
+from tiny import VOCAB, tiny_model
 from transformers import AutoModelForCausalLM, Trainer
 
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope import InputError, SinkscopeError, gate_displacement, new_parameters
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
+from sinkscope.models.loading import LoadedModel, count_parameters
 from sinkscope.options.option import checked
-from sinkscope.options.training import TrainingConfig
-from sinkscope.retrofits import gate_displacement, new_parameters
+from sinkscope.options.training import TrainingConfig, TrainOptions
 from sinkscope.text.batch import Batch
+from sinkscope.training.architectures import architecture
+from sinkscope.training.blocks import begun, check_options, limited
 from sinkscope.training.trainer import _arguments, _TrainingBlocks, parameter_groups, train
 
 
@@ -191,3 +195,82 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_ends_it(tmp_path: Path) -> None:
     with pytest.raises(SinkscopeError, match=r"the loss is nan at step .*: take smaller learning rates"):
         train(model(), repetitive(), config(learning_rate=1e30), tmp_path)
+
+
+BLOCKS = random_blocks(200)
+LENGTH = BLOCKS.train.shape[1]
+
+
+def options(**given: Any) -> TrainOptions:
+    return checked(TrainOptions, {"block_length": LENGTH} | given)
+
+
+def changed(**given: Any) -> Any:
+    tokenizer: Any = SimpleNamespace(all_special_ids=[0, 1, 2], bos_token_id=1, pad_token_id=0)
+    loaded = LoadedModel(tiny_model("llama"), tokenizer, "tiny", "tiny", None, None, ())
+    return limited(begun(BLOCKS, loaded, options(**given)), options(**given))
+
+
+def test_tokens_limit_what_is_trained_on_and_not_what_is_measured() -> None:
+    assert changed().sha256 == BLOCKS.sha256
+    few = changed(tokens=5 * LENGTH + 3)
+    assert np.array_equal(few.train, BLOCKS.train[:5])
+    assert np.array_equal(few.held_out, BLOCKS.held_out)
+    assert np.array_equal(changed(random_tokens=2, tokens=5 * LENGTH).held_out, changed(random_tokens=2).held_out)
+
+
+def test_random_tokens_are_ordinary_ones_and_the_seeds() -> None:
+    two = changed(random_tokens=2)
+    for part, before in ((two.train, BLOCKS.train), (two.held_out, BLOCKS.held_out)):
+        assert np.array_equal(part[:, 2:], before[:, 2:])
+    drawn = two.train[:, :2]
+    assert (drawn.min(), drawn.max()) == (3, VOCAB - 1)
+    assert len(np.unique(drawn)) > 0.9 * (VOCAB - 3)  # from 400 draws
+    assert (drawn[:, 0] != drawn[:, 1]).any()
+    assert changed(random_tokens=2).sha256 == two.sha256 != changed(random_tokens=2, seed=1).sha256
+
+
+def test_one_token_stands_at_the_fixed_position_of_every_block() -> None:
+    fixed = changed(fixed_position=3)
+    for part, before in ((fixed.train, BLOCKS.train), (fixed.held_out, BLOCKS.held_out)):
+        assert (part[:, 3] == 1).all()  # the BOS
+        assert np.array_equal(np.delete(part, 3, axis=1), np.delete(before, 3, axis=1))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for given, task, message in (
+        ({"random_tokens": LENGTH}, None, "within the --block-length"),
+        ({"fixed_position": LENGTH}, None, "within the --block-length"),
+        ({"tokens": LENGTH - 1}, None, "less than one block"),
+        ({"text": "random"}, None, "nothing can be learned from it"),
+        ({"fixed_position": 0, "random_tokens": 1}, "bigram-backcopy", "give one of --random-tokens and"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check_options(options(**given), task)
+
+
+def test_llama_60m_has_its_number_of_parameters() -> None:
+    config = architecture("llama-60m")
+    assert count_parameters(config) - 2 * 768 * config.vocab_size == pytest.approx(60e6, rel=0.02)
+
+
+def test_fields_behind_the_name_take_the_place_of_its_own() -> None:
+    config = architecture("llama-1m:position_scheme=alibi,num_attention_heads=4,tie_word_embeddings=true")
+    assert (config.position_scheme, config.num_attention_heads, config.tie_word_embeddings) == ("alibi", 4, True)
+    assert (config.num_key_value_heads, config.head_dim, config.hidden_size) == (4, 64, 256)
+    assert architecture("tiny-llama:num_attention_heads=8").num_key_value_heads == 8
+    folders = {str(checked(TrainOptions, {"config": f"llama-1m:rms_norm_eps={eps}"}).folder()) for eps in (0.5, 0.25)}
+    assert len(folders) == 2
+    assert all(folder.startswith("runs/llama-1m-rms_norm_eps=0.") for folder in folders)
+
+
+def test_wrong_fields_are_refused() -> None:
+    for text, message in (
+        ("llama-1m:position_shceme=alibi", "field 'position_shceme' is unknown; did you mean 'position_scheme'"),
+        ("llama-1m:position_scheme", "write fields as key=value"),
+        ("llama-1m:position_scheme=albi", "position_scheme 'albi' is unknown; did you mean 'alibi'"),
+        ("llama-1m:num_attention_heads=7", "not a multiple"),
+        ("llama-2m:num_hidden_layers=2", "'llama-2m:num_hidden_layers=2' is unknown"),
+    ):
+        with pytest.raises(InputError, match=message):
+            architecture(text)

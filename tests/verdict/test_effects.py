@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from support.figure_tables import grid, make_run
+from support.made_up_runs import grid, make_run
 
 from sinkscope.measuring.summary import arm_metrics
 from sinkscope.output.run import Run
@@ -47,9 +47,6 @@ def run_of(
     return Run(manifest, {"effect": table})
 
 
-# --- one effect
-
-
 @pytest.mark.parametrize(
     ("before", "after", "controls", "outcome"),
     [
@@ -71,9 +68,6 @@ def test_a_change_counts_only_beyond_random_changes(
     before: float, after: float, controls: tuple[float, ...], outcome: Outcome
 ) -> None:
     assert Effect(before, after, controls).outcome == outcome
-
-
-# --- in words
 
 
 def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:
@@ -127,9 +121,6 @@ def test_perplexity(expects: str, after: float, words: str) -> None:
     assert words in finding(run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, after, ()), expects=expects), "x")
 
 
-# --- the table
-
-
 def test_the_metrics_of_an_arm() -> None:
     attention = grid(layer=range(2), head=range(2), position=range(2))
     attention["window_mass"] = [0.8, 0.1, 0.4, 0.2, 0.2, 0.0, 0.0, 0.0]
@@ -158,8 +149,6 @@ def test_each_streaming_arm_has_its_own_windows() -> None:
     assert "The last 32 tokens" in finding(run, "far")
     assert "The last 8 tokens" not in finding(run, "far")
 
-
-# --- intervals: a bootstrap over pairs of sequences, computed explicitly
 
 SEQUENCES, LAYERS = 20, 3
 

@@ -1,4 +1,4 @@
-"""The table `retrofit` and its Markdown, from hand-made runs with known numbers."""
+"""The table `retrofit` and its Markdown, from hand-made runs with known numbers; tables as text, Markdown and LaTeX."""
 
 import math
 
@@ -6,10 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from sinkscope import InputError, Run
 from sinkscope.measuring.tables import column_names
-from sinkscope.output.run import Run
 from sinkscope.results.tables import LEADING
 from sinkscope.training.tables import ROWS, UNTOUCHED, retrofit_table
+from sinkscope.verdict.table_formats import formatted
 from sinkscope.verdict.trained import equal_loss_markdown, retrofit_markdown
 
 GATES = pd.DataFrame(
@@ -91,3 +92,30 @@ def test_arms_side_by_side_at_equal_loss() -> None:
     assert not equal_loss_markdown(table[table["metric"] == "held_out_loss"])
     apart = (table["condition"] == "slow") & (table["metric"] == "held_out_loss")
     assert not equal_loss_markdown(table.assign(value=table["value"] + 9 * apart))  # no loss in common
+
+
+TABLE = pd.DataFrame({"model_name": ["my_org/a&b", "{x} 50%"], "‖v‖ ε": [0.123456, float("nan")], "n": ["1", "12"]})
+
+
+def test_text_and_markdown() -> None:
+    assert formatted(TABLE) == "model_name  ‖v‖ ε   n\nmy_org/a&b  0.1235  1\n{x} 50%     –       12"
+    expected = "| model_name | ‖v‖ ε | n |\n| --- | --- | --- |\n| my_org/a&b | 0.1235 | 1 |\n| {x} 50% | – | 12 |"
+    assert formatted(TABLE, "markdown") == expected
+    assert formatted(TABLE, "markdown", "Title").startswith("### Title\n\n| model")
+    with pytest.raises(InputError, match="'latec' is unknown; did you mean 'latex'"):
+        formatted(TABLE, "latec")  # type: ignore[arg-type]
+
+
+def test_latex_is_escaped_and_has_rules() -> None:
+    assert formatted(TABLE, "latex", "A\ntitle").splitlines() == [
+        "% A title",
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"model\_name & $\|$v$\|$ $\varepsilon$ & n \\",
+        r"\midrule",
+        r"my\_org/a\&b & 0.1235 & 1 \\",
+        r"\{x\} 50\% & -- & 12 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    assert r"\begin{tabular}{lp{6cm}}" in formatted(pd.DataFrame({"a": ["b"], "c": ["word " * 20]}), "latex")

@@ -13,11 +13,10 @@ from support.printed_numbers import FIXED, all_numbers, numbers_of, stands_in
 from tiny import VOCAB, tiny_model
 
 import sinkscope
+from sinkscope import Run, retrofit_model
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
-from sinkscope.output.run import Run
 from sinkscope.paper_claims.table import evidence_of, judged
 from sinkscope.results import findings
-from sinkscope.retrofits import retrofit_model
 from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import TABLE
 

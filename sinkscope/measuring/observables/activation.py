@@ -1,6 +1,8 @@
 """Norms of tokens at each site of the residual stream, and of the value states (GS §2), and outliers of the sites."""
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.observable import BySequence, Maxima, Means, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import BySequence, Kept, Maxima, Means, Observable, Settings, Stack
 from sinkscope.measuring.observables.reductions import LATER, filled, later_mean
 from sinkscope.results.tables import POSITION, SEQUENCE, SITE, Column
 from sinkscope.text.batch import Batch
@@ -34,6 +36,7 @@ class Activation(Observable):
     name = "activation"
     about = "L2 norm of the residual stream, branch outputs and value states by position"
     sites = (*SITES, "attention")
+    stacks = True
     columns: ClassVar = {
         "activation": (
             SITE_OR_VALUE,
@@ -55,26 +58,35 @@ class Activation(Observable):
         self.means = Means("position")
         self.by_sequence = BySequence()
         self.maximum: Maxima[tuple[int, str]] = Maxima()
+        self.kept = Kept()
 
-    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        self._add(layer, site, reading.once(token_norms), batch)
+    def see_stack(self, stack: Stack, batch: Batch) -> None:
+        norms = stack.reading.once(token_norms)
+        for layer, site, at in stack.sites:
+            self.kept.add({"norm": norms[:, at]}, layer=layer, site=site)
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        self._add(layer, "value", value_norms(read.value), batch)
+        self.kept.add({"norm": value_norms(read.value)}, layer=layer, site="value")
 
-    def _add(self, layer: int, site: str, norms: torch.Tensor, batch: Batch) -> None:
+    def finish(self, batch: Batch) -> None:
         positions = self.settings.positions
-        at_positions = batch.at_positions(norms, LATER.stop)
-        statistics = {
-            "norm": at_positions[:, 0],
-            "norm_later": later_mean(at_positions, batch.present(LATER.stop)),
-            "norm_smallest": filled(norms, batch.valid, torch.inf).amin(1),
-        }
-        self.by_sequence.add(batch, statistics, layer=layer, site=site)
-        norms = batch.at_positions(norms, positions)
         present = batch.present(positions)
-        self.means.add({"norm_mean": norms}, present, layer=layer, site=site)
-        self.maximum.add((layer, site), filled(norms, present, -torch.inf).amax(0))
+        for _, rows, kept in self.kept.take():
+            norms = kept["norm"]  # (B,L,T)
+            at_positions = batch.at_positions(norms, LATER.stop)
+            statistics = {
+                "norm": at_positions[..., 0],
+                "norm_later": later_mean(at_positions, batch.present(LATER.stop)),
+                "norm_smallest": filled(norms, batch.valid, torch.inf).amin(-1),
+            }
+            self.by_sequence.add_layers(batch, rows, statistics)
+            norms = batch.at_positions(norms, positions)
+            self.means.add_layers(rows, {"norm_mean": norms}, present)
+            self.maximum.receive(partial(self._add_maxima, rows), filled(norms, present, -torch.inf).amax(0))
+
+    def _add_maxima(self, rows: Sequence[Mapping[str, Any]], largest: torch.Tensor) -> None:
+        for row, own in zip(rows, largest, strict=True):
+            self.maximum.add((row["layer"], row["site"]), own)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         largest = np.concatenate([norms.cpu().numpy() for _, norms in sorted(self.maximum.items())])
@@ -90,6 +102,7 @@ class Outlier(Observable):
     name = "outlier"
     about = "largest absolute entry and kurtosis of each site, by layer"
     sites = (*SITES, *NORMS)
+    stacks = True
     columns: ClassVar = {
         "outlier": (SITE, *OUTLIERS),
         "outlier_norms": (
@@ -101,10 +114,18 @@ class Outlier(Observable):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.means = Means()
+        self.kept = Kept()
 
-    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        largest = filled(reading.once(token_peaks), batch.valid).amax(1)
-        self.means.add({"max_inf_norm": largest, "kurtosis": reading.once(kurtosis)}, layer=layer, site=site)
+    def see_stack(self, stack: Stack, batch: Batch) -> None:
+        of_tokens = stack.reading.once(powers) | {"peak": stack.reading.once(token_peaks)}
+        for layer, site, at in stack.sites:
+            own = {name: x[:, at] for name, x in of_tokens.items()}
+            self.kept.add(own, stack.reading.tensor.shape[-1], layer=layer, site=site)
+
+    def finish(self, batch: Batch) -> None:
+        for (width,), rows, kept in self.kept.take():
+            largest = filled(kept.pop("peak"), batch.valid).amax(-1)
+            self.means.add_layers(rows, {"max_inf_norm": largest, "kurtosis": kurtosis(kept, width, batch)})
 
     def tables(self) -> dict[str, pd.DataFrame]:
         table = self.means.table()
@@ -114,12 +135,12 @@ class Outlier(Observable):
 
 
 def token_norms(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the L2 norm of each token, (B,T,D) → (B,T), in float32 or better."""
+    """Return the L2 norm of each token, (…,D) → (…), in float32 or better."""
     return torch.linalg.vector_norm(upcast(x), dim=-1)
 
 
 def token_peaks(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return each token's largest absolute entry, (B,T,D) → (B,T), in float32 or better."""
+    """Return each token's largest absolute entry, (…,D) → (…), in float32 or better."""
     return upcast(torch.maximum(x.amax(-1), -x.amin(-1)))  # faster than a copy of all absolute entries
 
 
@@ -128,16 +149,25 @@ def value_norms(value: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(upcast(value), dim=(1, 3))
 
 
-def kurtosis(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return mean((x-μ)⁴) ÷ σ⁴ over the T·D entries of each sequence, (B,T,D) → (B,); not the excess kurtosis.
+def powers(x: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return Σ(x-μ)² and √Σ(x-μ)⁴ of each token, (B,S,T,D) → (B,S,T); μ is the mean over the sequence's entries."""
+    x = upcast(x)
+    mean = filled(x.sum(-1), batch.valid).sum(-1, dtype=torch.float64) / entries_of(x.shape[-1], batch, x.device)
+    # (x-μ)² in one operation, without a copy of x-μ
+    squares = F.mse_loss(x, mean.to(x.dtype)[..., None, None].expand_as(x), reduction="none")
+    return {"second": squares.sum(-1), "root_of_fourth": torch.linalg.vector_norm(squares, dim=-1)}
+
+
+def kurtosis(powers: Mapping[str, torch.Tensor], width: int, batch: Batch) -> torch.Tensor:
+    """Return mean((x-μ)⁴) ÷ σ⁴ over the T·D entries of each sequence, (B,S,T) → (B,S); not the excess kurtosis.
 
     Sums of single tokens are added in float64, so that no long sum is in single precision.
     """
-    x = upcast(x)
-    entries = (batch.lengths * x.shape[2]).to(x.device)
-    mean = filled(x.sum(-1), batch.valid).sum(1, dtype=torch.float64) / entries
-    # (x-μ)² in one operation, without a copy of x-μ
-    squares = F.mse_loss(x, mean.to(x.dtype)[:, None, None].expand_as(x), reduction="none")
-    second = filled(squares.sum(-1), batch.valid).sum(1, dtype=torch.float64)
-    fourth = filled(torch.linalg.vector_norm(squares, dim=-1), batch.valid).double().square().sum(1)
-    return entries * fourth / second.square()
+    second = filled(powers["second"], batch.valid).sum(-1, dtype=torch.float64)
+    fourth = filled(powers["root_of_fourth"], batch.valid).double().square().sum(-1)
+    return entries_of(width, batch, second.device) * fourth / second.square()
+
+
+def entries_of(width: int, batch: Batch, device: torch.device) -> torch.Tensor:
+    """Return how many entries the states of each sequence have, (B,1)."""
+    return (batch.lengths[:, None] * width).to(device)

@@ -1,13 +1,15 @@
 """Attention sinks: how much attention each key position receives (GS eq. 1 and 2; WSE §3)."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
-from sinkscope.measuring.observables.observable import BySequence, Means, Observable, Rows, Settings
+from sinkscope.measuring.observables.observable import BySequence, Kept, Means, Observable, Rows, Settings
 from sinkscope.measuring.observables.reductions import mean_over, with_kv_head
 from sinkscope.models.family import Family
 from sinkscope.results.metrics import is_sink
@@ -70,54 +72,75 @@ class Attention(Observable):
         self.by_position, self.by_head, self.outside = Means("head", "position"), Means("head"), Means("head")
         self.by_sequence, self.heads_by_sequence = BySequence("position"), BySequence("head")
         self.sinks = Rows(list)
+        self.kept = Kept()
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        positions, window = self.settings.positions, self.settings.window
+        sums = column_sums(read, batch.columns(self.settings.positions), self.settings.window)
+        statistics = {"mass": sums.mass, "second": sums.second, "window": sums.window}
+        if sums.entropy is not None:
+            statistics["entropy"] = sums.entropy
+        if read.call.sink_logits is not None:
+            statistics["missing"] = read.missing_mass
+        if (outside := outside_mass(read, batch)) is not None:
+            statistics["outside"] = outside
         group = read.query.shape[1] // read.key.shape[1]
-        seen = read.call.causal, read.call.prefix
-        sums = column_sums(read, batch.columns(positions), window)
+        self.kept.add(statistics, read.call.causal, read.call.prefix, layer=layer, group=group)
 
-        window_mass = window_means(sums.window, batch, window, positions, *seen)
-        queries = batch.queries(positions, None, *seen)[:, None].to(read.lse.device)
-        statistics = {
-            "window_mass": window_mass,
-            "sink_rate": is_sink(window_mass, self.settings.epsilon),
-            "sink_mass": batch.at_positions(sums.mass, positions) / queries,
-            "sink_second_moment": batch.at_positions(sums.second, positions) / queries,
-        }
+    def finish(self, batch: Batch) -> None:
+        positions, window = self.settings.positions, self.settings.window
         present = batch.present(positions)
-        self.by_position.add(statistics, present, layer=layer, group=group)
-        over_heads = {name: statistics[name].mean(1, dtype=torch.float64) for name in BY_SEQUENCE}
-        self.by_sequence.add(batch, over_heads, present, layer=layer)
-        at_first = {name: statistics[name][..., 0] for name in ("window_mass", "sink_mass")}
-        self.heads_by_sequence.add(batch, at_first, layer=layer, group=group)
-        # NaN if a sequence is too long to read all columns, and then for the mean over sequences
-        entropy = torch.full_like(read.lse, torch.nan) if sums.entropy is None else sums.entropy
-        by_head = {"attention_entropy": entropy, "missing_mass": read.missing_mass}
-        means = {name: mean_over(rows, batch.valid) for name, rows in by_head.items()}
-        self.by_head.add(means, layer=layer, group=group)
-        outside = outside_mass(read, batch)
-        if outside is not None:
-            mass = mean_over(outside, batch.of_text)
-            rates = is_sink(mass, self.settings.epsilon)
-            self.outside.add({"outside_mass": mass, "sink_rate_outside": rates}, layer=layer, group=group)
-        self._list_sinks(layer, window_means(sums.window, batch, window, read.length, *seen), batch, seen)
+        for (causal, prefix), rows, kept in self.kept.take():
+            every = window_means(kept["window"], batch, window, kept["window"].shape[-1], causal, prefix)
+            self._list_sinks([row["layer"] for row in rows], every, batch, (causal, prefix))
+            queries = batch.queries(positions, None, causal, prefix)[:, None, None].to(every.device)
+            window_mass = window_means(kept["window"], batch, window, positions, causal, prefix)  # (B,L,H,P)
+            statistics = {
+                "window_mass": window_mass,
+                "sink_rate": is_sink(window_mass, self.settings.epsilon),
+                "sink_mass": batch.at_positions(kept["mass"], positions) / queries,
+                "sink_second_moment": batch.at_positions(kept["second"], positions) / queries,
+            }
+            self.by_position.add_layers(rows, statistics, present)
+            over_heads = {name: statistics[name].mean(2, dtype=torch.float64) for name in BY_SEQUENCE}
+            self.by_sequence.add_layers(batch, [{"layer": row["layer"]} for row in rows], over_heads, present)
+            at_first = {name: statistics[name][..., 0] for name in ("window_mass", "sink_mass")}
+            self.heads_by_sequence.add_layers(batch, rows, at_first)
+            # NaN if a sequence is too long to read all columns, and then for the mean over sequences
+            without = {"entropy": torch.nan, "missing": 0.0}
+            entropy, missing = (
+                mean_over(kept[name], batch.valid) if name in kept else torch.full_like(window_mass[..., 0], number)
+                for name, number in without.items()
+            )
+            self.by_head.add_layers(rows, {"attention_entropy": entropy, "missing_mass": missing})
+            if "outside" in kept:
+                mass = mean_over(kept["outside"], batch.of_text)
+                rates = is_sink(mass, self.settings.epsilon)
+                self.outside.add_layers(rows, {"outside_mass": mass, "sink_rate_outside": rates})
 
-    def _list_sinks(self, layer: int, window_mass: torch.Tensor, batch: Batch, seen: tuple[bool, int]) -> None:
+    def _list_sinks(
+        self, layers: Sequence[int], window_mass: torch.Tensor, batch: Batch, seen: tuple[bool, int]
+    ) -> None:
+        """List the sinks among the window masses (B,L,H,T) of some layers."""
         sinks = is_sink(window_mass, self.settings.epsilon)
         present = batch.present(window_mass.shape[-1])
         if present is not None:
-            sinks &= present[:, None].to(sinks.device)
-        sequence, head, position = sinks.nonzero(as_tuple=True)
-        self.sinks.add({
-            "layer": torch.full_like(head, layer),
-            "head": head,
-            "sequence": sequence + batch.first,
-            "position": position,
-            "token_id": batch.token_ids[sequence.cpu(), position.cpu() + batch.start[sequence.cpu()]],
-            "queries": batch.queries(window_mass.shape[-1], None, *seen)[sequence.cpu(), position.cpu()],
-            "window_mass": window_mass[sequence, head, position],
-        })  # fmt: skip
+            sinks &= present[:, None, None].to(sinks.device)
+        queries = batch.queries(window_mass.shape[-1], None, *seen)
+        where = sinks.nonzero()
+
+        def add(where: torch.Tensor, window_mass: torch.Tensor) -> None:
+            sequence, layer, head, position = where.unbind(1)
+            self.sinks.add({
+                "layer": np.array(layers)[layer.numpy()],
+                "head": head,
+                "sequence": sequence + batch.first,
+                "position": position,
+                "token_id": batch.token_ids[sequence, position + batch.start[sequence]],
+                "queries": queries[sequence, position],
+                "window_mass": window_mass,
+            })  # fmt: skip
+
+        self.sinks.receive(add, where, window_mass[where.unbind(1)])
 
     def tables(self) -> dict[str, pd.DataFrame]:
         outside = {"attention_outside": with_kv_head(self.outside.table())} if self.outside else {}
@@ -134,21 +157,20 @@ class Attention(Observable):
 def window_means(
     window_sums: torch.Tensor, batch: Batch, window: int, positions: int, causal: bool = True, prefix: int = 0
 ) -> torch.Tensor:
-    """Turn sums over the queries in the window, by column (B,H,T), into means by position (B,H,P): α_s of GS eq. 1."""
+    """Turn sums over the queries in the window, by column (B,L,H,T), into means by position, (B,L,H,P): GS eq. 1."""
     queries = batch.queries(positions, window, causal, prefix)
-    return batch.at_positions(window_sums, positions) / queries[:, None].to(window_sums.device)
+    return batch.at_positions(window_sums, positions) / queries[:, None, None].to(window_sums.device)
 
 
 def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
     """Return each query's weight (B,H,T) on sink logits and register tokens (WSE §7, table 4); None without any."""
     registers = batch.registers
-    mass = read.missing_mass
     if registers is None:
-        return None if read.call.sink_logits is None else mass
+        return None if read.call.sink_logits is None else read.missing_mass
     keys = slice(0, int(registers.nonzero()[:, 1].max()) + 1)
-    is_register = registers[:, None, None, keys].to(mass)
+    is_register = registers[:, None, None, keys].to(read.lse)
     to_registers = [(read.weights(rows, keys)[0] * is_register).sum(-1) for rows in row_chunks(read.length)]
-    return mass + torch.cat(to_registers, dim=-1)
+    return read.missing_mass + torch.cat(to_registers, dim=-1)
 
 
 class WindowEdge(Observable):

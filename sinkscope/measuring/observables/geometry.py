@@ -1,5 +1,8 @@
 """Reasons why a key is a sink: norms and angles of q, k, v (WSE fig. 2), the logit gap (VGA §4.1), and gates."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import ClassVar
 
 import pandas as pd
@@ -8,7 +11,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import BySequence, Means, Observable, Settings
+from sinkscope.measuring.observables.observable import BySequence, Kept, Means, Observable, Settings
 from sinkscope.measuring.observables.reductions import LATER, later_mean, with_kv_head
 from sinkscope.models.family import Family
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, Column
@@ -50,28 +53,36 @@ class Geometry(Observable):
         super().__init__(settings)
         self.means = Means("head", "position")
         self.by_sequence = BySequence("head")
+        self.kept = Kept()
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        positions = self.settings.positions
         heads = read.query.shape[1]
         group = heads // read.key.shape[1]
-        query_norm, key_norm, value_norm = (
-            repeat_heads(torch.linalg.vector_norm(upcast(x), dim=-1, keepdim=True), heads).squeeze(-1)
-            for x in (read.query, read.key, read.value)
-        )
+        norms = {
+            f"{name}_norm": repeat_heads(torch.linalg.vector_norm(upcast(x), dim=-1, keepdim=True), heads).squeeze(-1)
+            for name, x in (("query", read.query), ("key", read.key), ("value", read.value))
+        }
+        columns = batch.columns(max(self.settings.positions, LATER.stop))
+        sums_of = causal_pair_sums if read.is_plain else masked_pair_means
+        pairs = sums_of(read, norms["query_norm"], norms["key_norm"], columns)
+        self.kept.add(norms | pairs, read.call.scaling, layer=layer, group=group)
+
+    def finish(self, batch: Batch) -> None:
+        positions = self.settings.positions
         columns = max(positions, LATER.stop)
-        pairs = pair_means(read, query_norm, key_norm, batch.columns(columns))
-        by_column = {"query_norm": query_norm, "key_norm": key_norm, "value_norm": value_norm} | pairs
-        at_positions = {name: batch.at_positions(statistic, columns) for name, statistic in by_column.items()}
-        first = {name: statistic[..., :positions] for name, statistic in at_positions.items()}
-        self.means.add(first, batch.present(positions), layer=layer, group=group)
         present = batch.present(columns)
-        by_sequence = {}
-        for name in ("key_norm", "value_norm", "qk_cosine", "qk_norm_product"):
-            by_sequence[name] = at_positions[name][..., 0]
-            by_sequence[f"{name}_later"] = later_mean(at_positions[name], present)
-        by_sequence["sink_logit_gap"] = at_positions["sink_logit_gap"][..., 0]
-        self.by_sequence.add(batch, by_sequence, layer=layer, group=group)
+        for (scaling,), rows, kept in self.kept.take():
+            if "dots" in kept:
+                kept |= causal_pair_means(kept.pop("dots"), kept.pop("row_sum"), kept, scaling)
+            at_positions = {name: batch.at_positions(statistic, columns) for name, statistic in kept.items()}
+            first = {name: statistic[..., :positions] for name, statistic in at_positions.items()}
+            self.means.add_layers(rows, first, batch.present(positions))
+            by_sequence = {}
+            for name in ("key_norm", "value_norm", "qk_cosine", "qk_norm_product"):
+                by_sequence[name] = at_positions[name][..., 0]
+                by_sequence[f"{name}_later"] = later_mean(at_positions[name], present)
+            by_sequence["sink_logit_gap"] = at_positions["sink_logit_gap"][..., 0]
+            self.by_sequence.add_layers(batch, rows, by_sequence)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         tables = {"geometry": self.means.table(), "geometry_by_sequence": self.by_sequence.table()}
@@ -119,55 +130,66 @@ class Gate(Observable):
         return {"gate": with_kv_head(self.means.table())}
 
 
-def pair_means(
+def causal_pair_sums(
     read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
 ) -> dict[str, torch.Tensor]:
-    """Return means over queries of qk_cosine, qk_norm_product and sink_logit_gap, (B,H,C), for the first C keys.
+    """Return the sums from which `causal_pair_means` is computed, in O(T·d): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t.
+
+    `dots` (B,H,2,C) has Σ_{t≥s} w_t q_t·k_s for the weights of the cosine and of the gap, `row_sum` (B,H,T) the sum of
+    each query's logits before their scaling.
+    """
+    read = replace(read, query=upcast(read.query), key=upcast(read.key))
+    tiny = torch.finfo(query_norm.dtype).tiny
+    seen, per_other = keys_seen_by(read.length, query_norm.device, query_norm.dtype)
+    # the weights of q_t·k_s in the cosine and in the gap:
+    # logit - (row sum - logit) / others = logit · seen / others - row sum / others
+    weights = torch.stack([1 / query_norm.clamp(min=tiny), (seen * per_other).expand_as(query_norm)], dim=2)
+    key_sum = read.key.cumsum(2)[:, :, None]  # (B,K,1,T,d)
+    row_sum = (read.query.unflatten(1, (read.key.shape[1], -1)) * key_sum).sum(-1).flatten(1, 2)
+    return {"dots": weighted_dots_from(weights, read, columns), "row_sum": row_sum}
+
+
+def causal_pair_means(
+    dots: torch.Tensor, row_sum: torch.Tensor, norms: Mapping[str, torch.Tensor], scaling: float
+) -> dict[str, torch.Tensor]:
+    """Return means over queries of qk_cosine, qk_norm_product and sink_logit_gap, (…,C), under the plain causal mask.
 
     The mean for key s is over the queries that see it. The gap is the logit of s minus the mean logit of the query's
     other keys. A query that sees only s has no gap and is left out; without any gap, the mean is NaN.
     """
-    if read.is_plain:
-        return causal_pair_means(read, query_norm, key_norm, columns)
-    return masked_pair_means(read, query_norm, key_norm, columns)
-
-
-def causal_pair_means(
-    read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
-) -> dict[str, torch.Tensor]:
-    """Compute `pair_means` under the plain causal mask in O(T·d): Σ_{t≥s} q_t·k_s = k_s · Σ_{t≥s} q_t."""
-    query, length, tiny = upcast(read.query), read.length, torch.finfo(query_norm.dtype).tiny
-    seen = torch.arange(1, length + 1, device=query.device, dtype=query.dtype)  # keys that query t sees
-    others = (seen - 1).clamp(min=1)
-    has_others = (seen > 1).to(query.dtype)
-
-    # the weights of q_t·k_s in the cosine and in the gap:
-    # logit - (row sum - logit) / others = logit · seen / others - row sum / others
-    weights = torch.stack([1 / query_norm.clamp(min=tiny), (has_others * seen / others).expand_as(query_norm)], dim=2)
-    cosine, gap = weighted_dots_from(weights, read, columns).unbind(2)
-    cosine = cosine / key_norm[:, :, :columns].clamp(min=tiny)
-    product = key_norm[:, :, :columns] * sum_from(query_norm, columns)
-    key_sum = upcast(read.key).cumsum(2)[:, :, None]  # (B,K,1,T,d)
-    row_sum = (query.unflatten(1, (read.key.shape[1], -1)) * key_sum).sum(-1).flatten(1, 2)
-    gap = (gap - sum_from(row_sum * has_others / others, columns)) * read.call.scaling
+    columns, tiny = dots.shape[-1], torch.finfo(dots.dtype).tiny
+    seen, per_other = keys_seen_by(row_sum.shape[-1], dots.device, dots.dtype)
+    cosine, gap = dots.unbind(-2)
+    key_norm = norms["key_norm"][..., :columns]
+    cosine = cosine / key_norm.clamp(min=tiny)
+    product = key_norm * sum_from(norms["query_norm"], columns)
+    gap = (gap - sum_from(row_sum * per_other, columns)) * scaling
     pairs = seen.flip(0)[:columns]
     return {
         "qk_cosine": cosine / pairs,
         "qk_norm_product": product / pairs,
-        "sink_logit_gap": gap / sum_from(has_others, columns),
+        "sink_logit_gap": gap / sum_from((per_other > 0).to(gap.dtype), columns),
     }
+
+
+@lru_cache(maxsize=4)  # the same for all layers
+def keys_seen_by(length: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number n of keys that each query sees under the causal mask, and 1 ÷ (n - 1), 0 for n = 1; (T,)."""
+    seen = torch.arange(1, length + 1, device=device, dtype=dtype)
+    return seen, torch.where(seen > 1, 1 / (seen - 1).clamp(min=1), 0.0)
 
 
 def weighted_dots_from(weights: torch.Tensor, read: AttentionRead, columns: int) -> torch.Tensor:
     """Return Σ_{t≥s} w_t q_t·k_s, (B,H,n,C), for weights (B,H,n,T) and the first `columns` keys s."""
     # from the last chunk of keys to the first, so that no sum is a small difference of large numbers
     sums = []
-    later = weights[..., columns:] @ upcast(read.query[:, :, columns:])  # (B,H,n,d): Σ w_t q_t after the chunk
+    later = weights[..., columns:] @ read.query[:, :, columns:]  # (B,H,n,d): Σ w_t q_t after the chunk
     for rows in reversed(list(row_chunks(columns))):
         own = query_dot_key(read, rows, rows).tril_()
-        sums.append(weights[..., rows] @ own + grouped_matmul(later, upcast(read.key[:, :, rows]).transpose(-1, -2)))
-        later = later + weights[..., rows] @ upcast(read.query[:, :, rows])
-    return torch.cat(sums[::-1], dim=-1)
+        sums.append(weights[..., rows] @ own + grouped_matmul(later, read.key[:, :, rows].transpose(-1, -2)))
+        if rows.start:
+            later = later + weights[..., rows] @ read.query[:, :, rows]
+    return torch.cat(sums[::-1], dim=-1) if len(sums) > 1 else sums[0]
 
 
 def sum_from(x: torch.Tensor, columns: int) -> torch.Tensor:
@@ -180,7 +202,7 @@ def sum_from(x: torch.Tensor, columns: int) -> torch.Tensor:
 def masked_pair_means(
     read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
 ) -> dict[str, torch.Tensor]:
-    """Compute `pair_means` under any mask, softcap or bias, in row chunks."""
+    """Compute `causal_pair_means` under any mask, softcap or bias, in row chunks."""
     row_sum, row_count = row_logits(read)
     shape = (*read.lse.shape[:2], columns)
     cosine, product, gap = (read.lse.new_zeros(shape) for _ in range(3))

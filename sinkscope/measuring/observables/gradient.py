@@ -10,7 +10,7 @@ noise four times, while the delete-a-group jackknife counts each sequence once.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.observable import Accumulator, BySequence, Means, Observable, Settings, Sums
+from sinkscope.measuring.observables.observable import Accumulator, BySequence, Kept, Means, Observable, Settings, Sums
 from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, filled, long_table
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.quantized import without_gradients
@@ -342,6 +342,7 @@ class Gradient(Observable):
         # overflowed gradients of any token
         self.counts: Sums[str] = Sums({"vanished": 0, "all": 0, "overflowed": 0})
         self.theorem = TheoremOne(settings.positions)
+        self.kept = Kept()
         # of this batch, until they have been used
         self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients by layer and site
         self._norms: dict[tuple[int, str], torch.Tensor] = {}  # ‖x‖ of the branches' inputs, (B,T)
@@ -436,37 +437,48 @@ class Gradient(Observable):
             "compress": compress,
             "change": undefined if z is None else norm(x) / norm(z),
         }
-        finite = self._add_means(self.ratios, ratios, batch, layer=layer, branch=name)
-        present = batch.present(self.settings.positions)
-        self.by_sequence.add(batch, finite, present, layer=layer, branch=name)
         if (layer, name) in self.gains:
-            bound = self._bounds.pop((layer, name)).to(r.device)
+            ratios["bound"] = self._bounds.pop((layer, name)).to(r.device)
+        self.kept.add(ratios, layer=layer, branch=name)
+
+    def finish(self, batch: Batch) -> None:
+        for _, rows, kept in self.kept.take():
+            ratios = {name: kept[name] for name in ("input_norm", "bloat", "compress", "change")}
+            finite = self._add_means(self.ratios, rows, ratios, batch)
+            self.by_sequence.add_layers(batch, rows, finite, batch.present(self.settings.positions))
+            if "bound" not in kept:
+                continue
+            bound, compress = kept["bound"], kept["compress"]
             # half a percent for the round-off of the two gradients' difference
             within = (compress <= 1.005 * bound).to(bound.dtype)
             holds = torch.where(compress.isfinite(), within, torch.nan)
             checks = {"measured": compress, "bound": bound, "holds": holds, "tightness": compress / bound}
-            self._add_means(self.bounds, checks, batch, layer=layer, branch=name)
+            self._add_means(self.bounds, rows, checks, batch)
 
     def _add_means(
-        self, means: Means, statistics: dict[str, torch.Tensor], batch: Batch, **labels: Any
+        self, means: Means, rows: Sequence[Mapping[str, Any]], statistics: dict[str, torch.Tensor], batch: Batch
     ) -> dict[str, torch.Tensor]:
-        """Add statistics (B,T) where they are finite, and return them by position, (B,P), NaN where they are not."""
+        """Add statistics (B,L,T) where they are finite; return them by position, (B,L,P), NaN where they are not."""
         present = batch.present(self.settings.positions)
         finite = {}
         for name, statistic in statistics.items():
             at_positions = batch.at_positions(statistic, self.settings.positions)
             defined = at_positions.isfinite()
             finite[name] = at_positions.masked_fill(~defined, torch.nan)
-            counted = defined if present is None else defined & present.to(defined.device)
-            means.add({name: at_positions}, counted, **labels)
+            counted = defined if present is None else defined & present[:, None].to(defined.device)
+            means.add_layers(rows, {name: at_positions}, counted)
         return finite
 
     def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
         norms = torch.linalg.vector_norm(gradient, dim=-1)
-        in_loss = batch.in_loss.to(norms.device)
-        self.counts.add("all", int(in_loss.sum()))
-        self.counts.add("vanished", int(((norms == 0) & in_loss).sum()))
-        self.counts.add("overflowed", int((~norms.isfinite()).sum()))
+        vanished = (norms == 0) & batch.in_loss.to(norms.device)
+        sums = torch.stack([vanished, ~norms.isfinite()]).sum((1, 2))
+        self.counts.receive(lambda sums: self._count(int(batch.in_loss.sum()), *sums.tolist()), sums)
+
+    def _count(self, tokens: int, vanished: int, overflowed: int) -> None:
+        self.counts.add("all", tokens)
+        self.counts.add("vanished", vanished)
+        self.counts.add("overflowed", overflowed)
 
     def notices(self) -> list[str]:
         if self.counts["overflowed"]:

@@ -1,7 +1,8 @@
 """Massive activations (Sun et al. 2024): a few entries of the residual stream thousands of times the median."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -9,7 +10,7 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import token_peaks
-from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
+from sinkscope.measuring.observables.observable import COPIED, Kept, Observable, Rows, Settings, Stack
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
@@ -17,6 +18,8 @@ from sinkscope.text.batch import Batch
 THRESHOLD = 100.0  # a massive entry is above this …
 RATIO = 1000.0  # … and at least this many times the median
 TOP = 3  # entries listed for every sequence and layer, massive or not
+AT_ONCE = 2**24  # entries whose histogram is made at once on an accelerator
+DIGITS = 2**16  # values of the 16 bits by which a number is selected at a time
 SAMPLED = 61  # every 61st entry is sampled to locate the median; 61 divides no usual width
 
 
@@ -26,6 +29,7 @@ class Massive(Observable):
     name = "massive"
     about = "massive activations: layer, token, coordinate, value, and the ratio to the median"
     sites = ("layer_out",)
+    stacks = True
     columns: ClassVar = {
         "massive": (
             SEQUENCE, POSITION, TOKEN_ID, TOKEN, COORDINATE,
@@ -44,30 +48,92 @@ class Massive(Observable):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.rows, self.others = Rows(list), Rows(list)
+        self.kept = Kept()
+        self.states: list[tuple[Sequence[int], torch.Tensor, torch.Tensor]] = []  # layers, (B,L,T,D), peaks (B,L,T)
 
-    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
-        hidden = reading.tensor
-        columns = zip(batch.start.tolist(), (batch.start + batch.lengths).tolist(), strict=True)
-        own = [row[start:stop] for row, (start, stop) in zip(hidden, columns, strict=True)]  # without padding
-        medians = torch.stack([median_magnitude(entries) for entries in own])
-        entries = largest_entries(hidden, reading.once(token_peaks), medians, batch)
-        values = upcast(hidden[entries]).double().cpu()
-        sequence, column, coordinate = (index.cpu() for index in entries)
-        found = {
-            "layer": torch.full_like(sequence, layer),
+    def see_stack(self, stack: Stack, batch: Batch) -> None:
+        layers, _, places = zip(*stack.sites, strict=True)
+        hidden, peaks = stack.reading.tensor, stack.reading.once(token_peaks)
+        is_copy = hidden.shape[1] > len(places)  # of the stack, which also has other sites
+        if is_copy:
+            hidden, peaks = (torch.stack([x[:, at] for at in places], dim=1) for x in (hidden, peaks))
+        if self.states and self.states[-1][1].device != hidden.device:  # the model is on several
+            self._reduce(batch)
+        self.states.append((layers, hidden, peaks))
+        if not is_copy or sum(states.numel() for _, states, _ in self.states) > COPIED:
+            self._reduce(batch)
+
+    def _reduce(self, batch: Batch) -> None:
+        """Reduce the states that have been kept."""
+        if not self.states:
+            return
+        of_layers, states, of_tokens = zip(*self.states, strict=True)
+        self.states.clear()
+        layers = [layer for some in of_layers for layer in some]
+        hidden, peaks = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in (states, of_tokens))
+        peaks = filled(peaks, batch.valid, -1.0)
+        medians = median_magnitudes(hidden, batch)
+        entries, values = largest_entries(hidden, peaks, medians)
+        self.rows.receive(partial(self._list_entries, layers, batch), entries, values, medians)
+        # magnitudes at the coordinate of each sequence's largest entry, which is on its token with the largest peak
+        largest, token = peaks.max(-1)  # (B,L)
+        row = hidden.gather(2, token[..., None, None].expand(-1, -1, 1, hidden.shape[-1])).abs()
+        coordinate = row.argmax(-1)  # (B,L,1)
+        column = hidden.gather(3, coordinate[..., None].expand(-1, -1, hidden.shape[2], 1))[..., 0]
+        found = {"largest": largest, "token": token, "coordinate": coordinate[..., 0], "column": upcast(column).abs()}
+        for at, layer in enumerate(layers):
+            self.kept.add({name: x[:, at] for name, x in found.items()}, layer=layer)
+
+    def _list_entries(
+        self, layers: Sequence[int], batch: Batch, entries: torch.Tensor, values: torch.Tensor, medians: torch.Tensor
+    ) -> None:
+        """List the TOP largest and all massive entries of each layer and sequence, largest first.
+
+        `entries` (N,4) are candidates in ascending order of sequence, layer, column and coordinate.
+        """
+        sequence, layer, column, coordinate = entries.numpy().T
+        value, median = values.double().numpy(), medians.double().numpy()[sequence, layer]
+        place = sequence * len(layers) + layer
+        order = np.lexsort((-np.abs(value), place))  # stable: earlier entries come first on ties
+        rank = np.arange(len(order)) - np.searchsorted(place, place)
+        listed = order[(rank < TOP) | is_massive(np.abs(value), median)[order]]
+        sequence, column = sequence[listed], column[listed]
+        self.rows.add({
+            "layer": np.array(layers)[layer[listed]],
             "sequence": sequence + batch.first,
-            "position": column - batch.start[sequence],
-            "token_id": batch.token_ids[sequence, column],
-            "coordinate": coordinate,
-            "value": values,
-            "median": medians.double().cpu()[sequence],
+            "position": column - batch.start.numpy()[sequence],
+            "token_id": batch.token_ids.numpy()[sequence, column],
+            "coordinate": coordinate[listed],
+            "value": value[listed],
+            "median": median[listed],
+        })  # fmt: skip
+
+    def finish(self, batch: Batch) -> None:
+        self._reduce(batch)
+        for _, rows, kept in self.kept.take():
+            layers = np.array([row["layer"] for row in rows])
+            kept["column"] = medians_elsewhere(kept["column"], kept["token"], batch)
+            self.others.receive(partial(self._list_others, layers, batch), *kept.values())
+
+    def _list_others(
+        self,
+        layers: np.ndarray,
+        batch: Batch,
+        largest: torch.Tensor,
+        token: torch.Tensor,
+        coordinate: torch.Tensor,
+        elsewhere: torch.Tensor,
+    ) -> None:
+        sequence, layer = np.indices(largest.shape)
+        columns = {
+            "layer": layers[layer],
+            "sequence": sequence + batch.first,
+            "position": (token - batch.start[:, None]).numpy(),
+            "coordinate": coordinate.numpy(),
+            "largest": largest.double().numpy(),
+            "elsewhere": elsewhere.numpy(),
         }
-        self.rows.add(found)
-        first = np.unique(sequence.numpy(), return_index=True)[1]  # the row of each sequence's largest entry
-        peaks = {name: found[name][first].numpy() for name in ("layer", "sequence", "position", "coordinate")}
-        with_entries = [own[row] for row in sequence[first].tolist()]  # a sequence of NaN has no entry
-        elsewhere = medians_elsewhere(with_entries, peaks["position"].tolist(), peaks["coordinate"].tolist())
-        self.others.add(peaks | {"largest": found["value"][first].abs().numpy(), "elsewhere": elsewhere})
+        self.others.add({name: column.ravel() for name, column in columns.items()})
 
     def tables(self) -> dict[str, pd.DataFrame]:
         table = self.rows.table("layer", "sequence")  # within a sequence, the largest entry stays first
@@ -76,46 +142,54 @@ class Massive(Observable):
         return {"massive": table, "massive_elsewhere": self.others.table("layer", "sequence")}
 
 
-def medians_elsewhere(
-    sequences: Sequence[torch.Tensor], positions: Sequence[int], coordinates: Sequence[int]
-) -> np.ndarray:
-    """Return the median magnitude of each state (length,D) at a coordinate, without one position; NaN for one token."""
-    found = []
-    for entries, position, coordinate in zip(sequences, positions, coordinates, strict=True):
-        column = upcast(entries[:, coordinate]).abs().double().cpu().numpy()
-        found.append(np.median(np.delete(column, position)) if len(column) > 1 else np.nan)
-    return np.array(found)
+def medians_elsewhere(magnitudes: torch.Tensor, token: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the median of magnitudes (B,L,T) of each sequence without one token (B,L), in float64; NaN for one token.
+
+    The median of an even number is the mean of the middle two.
+    """
+    others = filled(magnitudes.scatter(-1, token[..., None], torch.inf), batch.valid, torch.inf).sort(-1).values
+    count = (batch.lengths - 1)[:, None, None]
+    middle = torch.cat([(count - 1).clamp(min=0) // 2, count // 2], dim=-1).to(others.device)  # (B,1,2)
+    median = others.gather(-1, middle.expand(*token.shape, 2)).mean(-1, dtype=torch.float64)
+    return median.where(median.isfinite(), torch.nan)
 
 
 def largest_entries(
-    hidden: torch.Tensor, peaks: torch.Tensor, medians: torch.Tensor, batch: Batch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return sequence, column and coordinate (N,) of the TOP largest and all massive entries, largest first.
+    hidden: torch.Tensor, peaks: torch.Tensor, medians: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return places (N,4) and values (N,) of entries, among them the TOP largest of each state and all massive ones.
 
-    Earlier entries come first on ties. `hidden` is (B,T,D), `peaks` (B,T), `medians` (B,). Only the tokens with the
-    largest peaks are searched, because no entry is above its token's peak.
+    `hidden` is (B,L,T,D), `peaks` (B,L,T), negative for padding, `medians` (B,L). Only the tokens with the largest
+    peaks are searched, because no entry is above its token's peak.
     """
-    peaks = filled(peaks, batch.valid, -1.0)
-    highest = peaks.topk(min(TOP, peaks.shape[1]))
-    entries = hidden.gather(1, highest.indices[..., None].expand(-1, -1, hidden.shape[-1])).abs()
-    entries = entries.masked_fill(highest.values[..., None] < 0, 0.0).flatten(1)  # zeros for padding
-    least = upcast(entries.topk(min(TOP, entries.shape[1])).values[:, -1])
-    sequence, column = ((peaks >= least[:, None]) | is_massive(peaks, medians[:, None])).nonzero(as_tuple=True)
-    magnitude = upcast(hidden[sequence, column].abs())
-    massive = is_massive(magnitude, medians[sequence, None])
-    token, coordinate = ((magnitude >= least[sequence, None]) | massive).nonzero(as_tuple=True)
-    # largest first within each sequence: two stable sorts, the more significant key last
-    order = magnitude[token, coordinate].argsort(descending=True, stable=True)
-    order = order[sequence[token[order]].argsort(stable=True)]
-    token, coordinate = token[order], coordinate[order]
-    sequence, column = sequence[token], column[token]
-    rank = torch.arange(len(sequence), device=sequence.device) - torch.searchsorted(sequence, sequence)
-    listed = (rank < TOP) | massive[token, coordinate]
-    return sequence[listed], column[listed], coordinate[listed]
+    highest = peaks.topk(min(TOP, peaks.shape[-1]))
+    entries = hidden.gather(2, highest.indices[..., None].expand(-1, -1, -1, hidden.shape[-1])).abs()
+    entries = entries.masked_fill(highest.values[..., None] < 0, 0.0).flatten(2)  # zeros for padding
+    least = upcast(entries.topk(min(TOP, entries.shape[-1])).values[..., -1])
+    least = torch.minimum(least, (RATIO * medians).clamp(min=THRESHOLD))  # (B,L)
+    tokens = (peaks >= least[..., None]).nonzero()
+    places = tokens.unbind(1)
+    rows = hidden[places]
+    token, coordinate = (upcast(rows.abs()) >= least[places[:2]][:, None]).nonzero().unbind(1)
+    return torch.cat([tokens[token], coordinate[:, None]], dim=1), rows[token, coordinate]
 
 
-def is_massive(magnitude: torch.Tensor, median: torch.Tensor) -> torch.Tensor:
+def is_massive(magnitude: Any, median: Any) -> Any:
     return (magnitude > THRESHOLD) & (magnitude >= RATIO * median)
+
+
+def median_magnitudes(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the (lower) median magnitude of each sequence's states (B,L,T,D), (B,L), in float32 or better."""
+    if hidden.device.type == "cpu":
+        ends = zip(hidden, batch.start.tolist(), (batch.start + batch.lengths).tolist(), strict=True)
+        own = [[median_magnitude(entries) for entries in states[:, start:stop]] for states, start, stop in ends]
+        return torch.tensor(own, dtype=own[0][0].dtype)
+    magnitudes = hidden.abs()
+    if batch.valid is not None:  # above all numbers
+        magnitudes = magnitudes.masked_fill(~batch.valid[:, None, :, None].to(hidden.device), torch.inf)
+    index = (batch.lengths * hidden.shape[-1] - 1)[:, None, None] // 2
+    parts = magnitudes.flatten(2).split(max(1, AT_ONCE // magnitudes[:, 0].numel()), dim=1)
+    return torch.cat([selected_by_digits(part, index.to(part.device)) for part in parts], dim=1)
 
 
 def median_magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -123,12 +197,34 @@ def median_magnitude(x: torch.Tensor) -> torch.Tensor:
 
     The CPU uses numpy's selection on the bits as integers, which is far faster: floats ≥ 0 sort like their bits.
     """
+    if x.device.type != "cpu":
+        return selected_by_digits(x.abs().flatten(), torch.tensor([(x.numel() - 1) // 2], device=x.device))
     magnitude = upcast(x.abs()).flatten()
-    if magnitude.device.type != "cpu":
-        return magnitude.median()
     bits = magnitude.view(torch.int64 if magnitude.dtype == torch.float64 else torch.int32)
     found = selected(bits.numpy(), (len(bits) - 1) // 2)
     return torch.from_numpy(found).view(magnitude.dtype)[0]
+
+
+def selected_by_digits(magnitudes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the number at an index (…,1) in ascending order of magnitudes (…,N), (…), in float32 or better.
+
+    Floats ≥ 0 sort like their bits. Their first 16 bits are found in a histogram of these, the next 16 in a histogram
+    of the numbers with the same first bits.
+    """
+    width = 8 * magnitudes.itemsize
+    bits = magnitudes.contiguous().view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
+    index, found = index.expand(*bits.shape[:-1], 1), index.new_zeros(1)
+    alike = torch.ones(1, dtype=torch.int32, device=bits.device).expand_as(bits)
+    for shift in range(width - 16, -1, -16):
+        digits = (bits >> shift).to(torch.int64) & (DIGITS - 1)
+        counts = torch.zeros(*bits.shape[:-1], DIGITS, dtype=torch.int32, device=bits.device)
+        upto = counts.scatter_add_(-1, digits, alike).cumsum(-1)
+        digit = torch.searchsorted(upto, index + 1)
+        index = index - torch.where(digit > 0, upto.gather(-1, (digit - 1).clamp(min=0)), 0)
+        found = found << 16 | digit
+        if shift:
+            alike = (bits >> shift == found).to(torch.int32)
+    return upcast(found.to(bits.dtype).view(magnitudes.dtype))[..., 0]
 
 
 def selected(numbers: np.ndarray, index: int) -> np.ndarray:

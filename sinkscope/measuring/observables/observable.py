@@ -6,7 +6,9 @@ attribute of an observable that a batch changes permanently is an Accumulator, o
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -27,6 +29,13 @@ Value = TypeVar("Value")
 
 class Accumulator:
     """A running reduction over batches that does not depend on their order."""
+
+    def receive(self, by: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """Call `by` with the tensors on the CPU: at once, or when `deliver` copies them from their device."""
+        if all(x.device.type == "cpu" for x in tensors):
+            by(*tensors)
+        else:
+            vars(self).setdefault("_waiting", []).append((tensors, by))
 
     def merge(self, other: Self) -> None:
         """Add the batches that another accumulator has seen; by default, merge all attributes that accumulate."""
@@ -61,11 +70,11 @@ class Lists(defaultdict[Key, list[Value]], Accumulator):
 
 
 class Rows(Lists[str, Any]):
-    """Rows of a table, to which each batch adds some."""
+    """Rows of a table, to which each batch adds some, on the CPU."""
 
     def add(self, columns: Mapping[str, torch.Tensor | np.ndarray]) -> None:
         for name, column in columns.items():
-            self[name].append(column.cpu().numpy() if isinstance(column, torch.Tensor) else column)
+            self[name].append(np.array(column))  # a copy, so that no larger array stays in memory
 
     def table(self, *by: str) -> pd.DataFrame:
         """Return the table sorted by some columns, so that the order of batches has no effect."""
@@ -82,6 +91,34 @@ def accumulated(holder: object) -> dict[str, Any]:
         if isinstance(value, Accumulator)
         or (isinstance(value, dict) and all(isinstance(part, Accumulator) for part in value.values()))
     }
+
+
+def deliver(holders: Iterable[object]) -> None:
+    """Copy the tensors for which accumulators wait to the CPU, those of a device together, and pass them on."""
+    waiting = [each for holder in holders for each in _waiting_in(holder)]
+    given = [x for tensors, _ in waiting for x in tensors]
+    on_cpu, places = list(given), defaultdict(list)
+    for at, x in enumerate(given):
+        if x.device.type != "cpu":
+            places[x.device].append(at)
+    for device, own in places.items():
+        own.sort(key=lambda at: -given[at].itemsize)  # so that each part is aligned
+        packed = torch.cat([given[at].detach().reshape(-1).view(torch.uint8) for at in own])
+        there = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda").copy_(packed)
+        for at, part in zip(own, there.split([given[at].nbytes for at in own]), strict=True):
+            on_cpu[at] = part.view(given[at].dtype).view(given[at].shape)
+    parts = iter(on_cpu)
+    for tensors, by in waiting:
+        by(*(next(parts) for _ in tensors))
+
+
+def _waiting_in(holder: object) -> list[tuple[tuple[torch.Tensor, ...], Callable[..., None]]]:
+    """Return what the accumulators in a holder wait for, which they then forget."""
+    found = list(vars(holder).pop("_waiting", ()))
+    for part in accumulated(holder).values():
+        for each in [part] if isinstance(part, Accumulator) else part.values():
+            found += _waiting_in(each)
+    return found
 
 
 def merge(mine: Any, other: Any) -> None:
@@ -102,8 +139,11 @@ ATTENTION_SITES = ("raw_value", "gate", "attention")  # in the order in which a 
 NO_ATTENTION = "no layer attends by a softmax"
 
 
+COPIED = 2**26  # numbers in copies of residual-stream sites on an accelerator
+
+
 class Reading:
-    """The tensor (B,T,D) of one site on one batch, with a cache of statistics that observables share."""
+    """The tensor (B,T,D) of a site or (B,S,T,D) of several, with a cache of statistics that observables share."""
 
     def __init__(self, tensor: torch.Tensor, batch: Batch) -> None:
         self.tensor = tensor
@@ -117,6 +157,36 @@ class Reading:
         return self._known[statistic]
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Sites of a batch in one tensor: one site on a CPU, on a GPU as many as are worth one kernel launch."""
+
+    sites: Sequence[tuple[int, str, int]]  # layer, site, and the index of its tensor in `reading`, (B,S,T,D)
+    reading: Reading
+
+
+class Kept:
+    """Statistics (B,…) of single layers, which stay on their device until all layers of a batch are reduced together.
+
+    A reduction of small tensors costs about the same for one layer as for all.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple, list[tuple[dict[str, Any], Mapping[str, torch.Tensor]]]] = defaultdict(list)
+
+    def add(self, statistics: Mapping[str, torch.Tensor], *alike: Any, **labels: Any) -> None:
+        """Keep the statistics of a layer. Layers whose `alike` differ are not reduced together."""
+        shapes = ((name, x.shape, x.dtype, x.device) for name, x in statistics.items())
+        self._rows[alike, *shapes].append((labels, statistics))
+
+    def take(self) -> Iterator[tuple[tuple, list[dict[str, Any]], dict[str, torch.Tensor]]]:
+        """Yield `alike`, the labels of some layers and their statistics (B,L,…), and keep them no longer."""
+        for (alike, *_), rows in self._rows.items():
+            labels, statistics = zip(*rows, strict=True)
+            yield alike, list(labels), {name: torch.stack([x[name] for x in statistics], 1) for name in statistics[0]}
+        self._rows.clear()
+
+
 class Observable:
     """A measurement that reduces tensors to small running sums while the trace runs."""
 
@@ -128,6 +198,7 @@ class Observable:
     by_default: ClassVar[bool] = True  # measured if the user names no observables
     of_equal_tokens: ClassVar[bool] = False  # needs input in which each sequence repeats a single token
     backward: ClassVar[bool] = False  # needs gradients: `watch` and `watch_attention` are called, not `see`
+    stacks: ClassVar[bool] = False  # takes several sites of the residual stream at once: `see_stack`, not `see`
     # A follow-up: after a pass with these observables, it sees the first sequence and is configured by their tables.
     after: ClassVar[tuple[str, ...]] = ()
 
@@ -151,6 +222,9 @@ class Observable:
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         """Reduce the tensor of one residual-stream site, when the forward pass has computed it."""
 
+    def see_stack(self, stack: Stack, batch: Batch) -> None:
+        """Reduce the tensors of some residual-stream sites."""
+
     def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
         """Reduce one layer's gates (B,T,heads) and its values before gating (B,T,K,d)."""
 
@@ -169,6 +243,9 @@ class Observable:
     def watch_raw_value(self, layer: int, value: torch.Tensor, batch: Batch) -> None:
         """Register hooks on one layer's values (B,T,K,d) before a retrofit's gate or scale, with their graph."""
 
+    def finish(self, batch: Batch) -> None:
+        """Reduce what was kept of the batch's layers: after the forward pass, or earlier if that is much."""
+
     def notices(self) -> list[str]:
         """Return notices about the measurement for the user. Raises SinkscopeError if the measurement is not usable."""
         return []
@@ -179,14 +256,14 @@ class Observable:
 
 
 class Means(Accumulator):
-    """Running means over sequences of statistics (B, *axes), summed in float64 on their device.
+    """Running means over sequences of statistics (B, *axes), summed in float64.
 
     Iterating gives each combination of labels, in order, with its means by name; NaN at positions that no sequence has.
     """
 
     def __init__(self, *axes: str) -> None:
         self._axes = axes
-        self._sums: Sums[tuple] = Sums()  # by labels and name
+        self._sums: Sums[tuple] = Sums()  # by labels and names, (names, *axes)
         self._counts: Sums[tuple] = Sums()
 
     def add(self, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any) -> None:
@@ -194,18 +271,36 @@ class Means(Accumulator):
 
         `present` (B,P) is True where a sequence has the position, the last axis; None means everywhere.
         """
-        for name, x in statistics.items():
-            key = tuple(labels.items()), name
-            self._sums.add(key, filled(x, present).sum(0, dtype=torch.float64))
-            self._counts.add(key, len(x) if present is None else present.to(x.device).sum(0))
+        self.add_layers([labels], {name: x.unsqueeze(1) for name, x in statistics.items()}, present)
+
+    def add_layers(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        statistics: Mapping[str, torch.Tensor],
+        present: torch.Tensor | None = None,
+    ) -> None:
+        """Add statistics (B,L,*axes) of several layers, whose labels are `rows`; `present` may be (B,L,P)."""
+        sums = torch.stack([filled(x, present).sum(0, dtype=torch.float64) for x in statistics.values()])
+        size = len(next(iter(statistics.values())))
+        count = torch.tensor(size) if present is None else present.sum(0)
+
+        def add(sums: torch.Tensor, count: torch.Tensor) -> None:
+            counts = count.numpy() if count.dim() > 1 else repeat(count.numpy(), len(rows))
+            for labels, own, number in zip(rows, sums.numpy().swapaxes(0, 1), counts, strict=True):
+                key = tuple(labels.items()), tuple(statistics)
+                self._sums.add(key, own)
+                self._counts.add(key, number)
+
+        self.receive(add, sums, count)
 
     def __bool__(self) -> bool:
         return bool(self._sums)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
         means: dict[tuple, dict[str, np.ndarray]] = defaultdict(dict)
-        for (labels, name), total in self._sums.items():
-            means[labels][name] = (total / self._counts[labels, name]).cpu().numpy()
+        with np.errstate(invalid="ignore"):  # 0 ÷ 0
+            for (labels, names), total in self._sums.items():
+                means[labels] |= zip(names, total / self._counts[labels, names], strict=True)
         return iter([(dict(labels), means[labels]) for labels in sorted(means)])
 
     def table(self) -> pd.DataFrame:
@@ -232,11 +327,26 @@ class BySequence(Accumulator):
         self, batch: Batch, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any
     ) -> None:
         """Add a batch's statistics in float32 or float64, as in `Means.add`; NaN where `present` (B,P) is False."""
-        values = torch.stack([filled(statistic, present, torch.nan) for statistic in statistics.values()])
-        start = len(self._values)
-        self._values.frombytes(values.cpu().numpy().astype(np.float32).tobytes())
-        self._parts[tuple(labels.items())][batch.first] = slice(start, len(self._values)), values.shape
+        self.add_layers(batch, [labels], {name: x.unsqueeze(1) for name, x in statistics.items()}, present)
+
+    def add_layers(
+        self,
+        batch: Batch,
+        rows: Sequence[Mapping[str, Any]],
+        statistics: Mapping[str, torch.Tensor],
+        present: torch.Tensor | None = None,
+    ) -> None:
+        """Add statistics (B,L,*axes) of several layers, whose labels are `rows`."""
         self._names = tuple(statistics)
+        values = torch.stack([filled(statistic, present, torch.nan) for statistic in statistics.values()])
+
+        def add(values: torch.Tensor) -> None:
+            for labels, own in zip(rows, values.unbind(2), strict=True):
+                start = len(self._values)
+                self._values.frombytes(own.numpy().astype(np.float32).tobytes())
+                self._parts[tuple(labels.items())][batch.first] = slice(start, len(self._values)), own.shape
+
+        self.receive(add, values)
 
     def merge(self, other: Self) -> None:
         start = len(self._values)

@@ -14,10 +14,12 @@ LATER = slice(5, 16)  # positions that position 0 is compared with, independent 
 
 
 def filled(x: torch.Tensor, present: torch.Tensor | None, entry: float = 0.0) -> torch.Tensor:
-    """Set x (B,…,P) to `entry` where `present` (B,P) is False; None means True everywhere."""
+    """Set x (B,…,P) to `entry` where `present` (B,P) or (B,…,P) is False; None means True everywhere."""
     if present is None:
         return x
-    return x.masked_fill(~present.to(x.device).view(len(present), *[1] * (x.dim() - 2), -1), entry)
+    if present.dim() < x.dim():
+        present = present.view(len(present), *[1] * (x.dim() - 2), -1)
+    return x.masked_fill(~present.to(x.device), entry)
 
 
 def mean_over(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,89 @@
+"""The memory of a pass: its estimate, and layers that are computed again in the backward pass instead of being kept."""
+
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support.live_memory import LiveMemory
+from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import sinkscope
+from sinkscope.measuring import memory, tracer
+from sinkscope.measuring.memory import bytes_per_token
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.models.families import find_family
+from sinkscope.retrofits import retrofit_model
+
+ALL = (*FORWARD, "gradient")
+SETTINGS = Settings(positions=4, window=8)
+TOKENS = 512
+
+
+@pytest.fixture
+def recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no activations of a layer fit into memory."""
+    monkeypatch.setattr(tracer, "tokens_that_fit", lambda model, backward: 0)
+
+
+def peak(name: str, layers: int, backward: bool, dtype: torch.dtype) -> tuple[int, float]:
+    """Return the largest number of bytes that live in a pass over TOKENS tokens, and its estimate."""
+    kind, sizes = TINY[name]
+    depth = "n_layer" if "n_layer" in sizes else "num_hidden_layers"
+    config = AutoConfig.for_model(kind, **sizes | {depth: layers, "max_position_embeddings": TOKENS})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    names = ALL if backward else FORWARD
+    with tracer.open_tracer(model, find_family(model)) as opened:
+        observables = [OBSERVABLES[each](SETTINGS) for each in names]
+        for observable in observables:
+            observable.prepare(model, opened.family, 1)
+        batch = padded(ragged_tokens((TOKENS,)))
+        with LiveMemory() as live:
+            (opened.forward_backward if backward else opened.forward)(batch, observables)
+    return live.most, TOKENS * bytes_per_token(model, backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_layers_keep_less_than_the_estimate(name: str, dtype: torch.dtype) -> None:
+    few, more = (peak(name, layers, True, dtype) for layers in (3, 6))
+    kept, estimated = (more[at] - few[at] for at in (0, 1))
+    assert 0.3 * estimated < kept < estimated
+
+
+@pytest.mark.usefixtures("recomputed")
+def test_layers_that_are_computed_again_keep_little() -> None:
+    """Only their inputs, what the observables' hooks hold, and statistics until the end of the batch."""
+    few, more = (peak("llama", layers, True, torch.float32) for layers in (3, 6))
+    assert more[0] - few[0] < 0.3 * (more[1] - few[1])
+
+
+@pytest.mark.parametrize("name", [*TINY, "gated"])
+def test_layers_that_are_computed_again_have_the_same_gradients(name: str, request: pytest.FixtureRequest) -> None:
+    def tables() -> dict[str, pd.DataFrame]:
+        model: Any = tiny_model("llama" if name == "gated" else name)
+        if name == "gated":
+            torch.manual_seed(0)
+            model = retrofit_model(model, None, "vga").requires_grad_(False)
+        return measured(model, batched(ragged_tokens((24, 17, 5)), 2), SETTINGS, ALL, backward=True)
+
+    plain = tables()
+    request.getfixturevalue("recomputed")
+    again = tables()
+    for table, rows in plain.items():
+        pd.testing.assert_frame_equal(again[table], rows, check_exact=True, obj=table)
+
+
+def test_the_run_says_what_batch_it_took(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"input": "random", "num_seqs": 6, "seq_len": 10, "observables": ("massive",)}
+    options |= {"quiet": False}
+    model = tiny_model("llama")
+    for room, size in ((100, 6), (35, 3), (1, 1)):
+        free = int(room * bytes_per_token(model, backward=False) / memory.USABLE) + 1
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        assert sinkscope.analyze(model, **options).manifest["batch_size"] == size
+        assert f"6 sequences in batches of {size} × 10" in capsys.readouterr().err
+    sinkscope.analyze(model, batch_size=2, **options)
+    assert "in batches of" not in capsys.readouterr().err
