@@ -198,8 +198,10 @@ def _falls_more(arms: Mapping[str, Arm]) -> float:
 AT_FIRST, AMPLIFIED = "gradient-valve:position=0", "gradient-valve:position=0,factor=2"
 ON_VALUES, FIXED_SCALE = "gradient-valve:acts=values", "vscale:learned=false"
 CONTROL = ",control=true"  # of a valve: changes the gradients of all other positions by as much
-VALVES = Need("arms", ",".join(
-    (PLAIN, AT_FIRST, AT_FIRST + CONTROL, AMPLIFIED, AMPLIFIED + CONTROL, ON_VALUES, FIXED_SCALE)))  # fmt: skip
+LESS, MORE, TAKEN_APART = (
+    Need("arms", f"{PLAIN},{one},{other}")
+    for one, other in ((AT_FIRST, AT_FIRST + CONTROL), (AMPLIFIED, AMPLIFIED + CONTROL), (ON_VALUES, FIXED_SCALE))
+)
 
 
 def _growth(arm: Arm) -> float:
@@ -212,7 +214,6 @@ def _growth(arm: Arm) -> float:
 
 EFFECT = 0.05  # the smallest change of the growth that counts, as stated in the recipe before it was run
 _GROWTH = "largest ‖h_out,0‖, end ÷ start, {}"
-_grows = partial(ratio, VALVES, _growth)
 
 # --- the steps of a training: the gradient spike from the onset of the sink on
 
@@ -326,18 +327,20 @@ CLAIMS = (
         (Part("raw value gradient at 0, V-scale ÷ plain", ratio(ARMS, metric("value_gradient_norm"), VALVE),
             below(1.0)),), (ARMS,), is_ours=False),
     Claim("GS-30", "title", "Less gradient at token 0's values makes its norm grow less.",
-        (Part(_GROWTH.format("valve on the gradient ÷ plain"), _grows(AT_FIRST), below(1 - EFFECT)),
-         Part(_GROWTH.format("the same ÷ its control"), _grows(AT_FIRST, AT_FIRST + CONTROL), below(1 - EFFECT))),
-        (VALVES,)),
-    Claim("GS-31", "title", "More gradient at token 0's values makes its norm grow more.",
-        (Part(_GROWTH.format("doubled gradient ÷ plain"), _grows(AMPLIFIED), above(1 + EFFECT)),
-         Part(_GROWTH.format("the same ÷ its control"), _grows(AMPLIFIED, AMPLIFIED + CONTROL), above(1 + EFFECT))),
-        (VALVES,)),
-    Claim("GS-32", "§5", "V-scale acts by the gradient, more than by the values.",
-        (Part(_GROWTH.format("V-scale ÷ plain"), _grows(FIXED_SCALE), below(1 - EFFECT)),
-         Part(_GROWTH.format("V-scale ÷ a valve on the values alone"), _grows(FIXED_SCALE, ON_VALUES),
+        (Part(_GROWTH.format("valve on the gradient ÷ plain"), ratio(LESS, _growth, AT_FIRST), below(1 - EFFECT)),
+         Part(_GROWTH.format("the same ÷ its control"), ratio(LESS, _growth, AT_FIRST, AT_FIRST + CONTROL),
             below(1 - EFFECT))),
-        (VALVES,)),
+        (LESS,)),
+    Claim("GS-31", "title", "More gradient at token 0's values makes its norm grow more.",
+        (Part(_GROWTH.format("doubled gradient ÷ plain"), ratio(MORE, _growth, AMPLIFIED), above(1 + EFFECT)),
+         Part(_GROWTH.format("the same ÷ its control"), ratio(MORE, _growth, AMPLIFIED, AMPLIFIED + CONTROL),
+            above(1 + EFFECT))),
+        (MORE,)),
+    Claim("GS-32", "§5", "V-scale acts by the gradient, more than by the values.",
+        (Part(_GROWTH.format("V-scale ÷ plain"), ratio(TAKEN_APART, _growth, FIXED_SCALE), below(1 - EFFECT)),
+         Part(_GROWTH.format("V-scale ÷ a valve on the values alone"),
+            ratio(TAKEN_APART, _growth, FIXED_SCALE, ON_VALUES), below(1 - EFFECT))),
+        (TAKEN_APART,)),
     Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
         (Part("value-gradient ratio ÷ null, smallest over steps from the onset on", _least_spike, at_least(SPIKE)),),
         (STEPS,)),
