@@ -310,9 +310,9 @@ def _bytes_in_memory(files: ModelFiles, config: PreTrainedConfig, dtype: str, st
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device for this process, with those that PyTorch keeps for later tensors."""
-    if device.type in ("cpu", "meta"):
+    own: Any = torch.cpu if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if not hasattr(own, "mem_get_info"):  # nor has mps, which shares the CPU's memory
         return psutil.virtual_memory().available
-    own: Any = torch.get_device_module(device)
     return own.mem_get_info(device)[0] + own.memory_reserved(device) - own.memory_allocated(device)
 
 

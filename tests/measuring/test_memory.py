@@ -1,5 +1,6 @@
 """The memory of a pass: its estimate, and layers that are computed again in the backward pass instead of being kept."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -15,6 +16,7 @@ from sinkscope.measuring.memory import bytes_per_token
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.models.families import find_family
+from sinkscope.models.loading import free_memory
 from sinkscope.retrofits import retrofit_model
 
 ALL = (*FORWARD, "gradient")
@@ -87,3 +89,9 @@ def test_the_run_says_what_batch_it_took(monkeypatch: pytest.MonkeyPatch, capsys
         assert f"6 sequences in batches of {size} × 10" in capsys.readouterr().err
     sinkscope.analyze(model, batch_size=2, **options)
     assert "in batches of" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta", "mps"])
+def test_a_device_without_memory_of_its_own_has_the_cpus(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=7))
+    assert free_memory(torch.device(kind)) == 7
