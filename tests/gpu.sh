@@ -29,7 +29,7 @@ times() {
 
 # kernels, tables against the CPU's, interventions, quantization, steps of retrofits, launches, parity at depth 32
 SINKSCOPE_TEST_DEVICE=cuda tests tests/measuring/simulated_devices.py
-tests -m cuda tests/attention tests/measuring
+tests -m cuda tests/attention
 times --only forward --shape 8 64 --at-most 4
 times --only forward --shape 100 64 --at-most 2
 times --only forward --shape 8 2048 --at-most 1.5

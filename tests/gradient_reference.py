@@ -32,9 +32,6 @@ def gain_of(norm: nn.Module) -> np.ndarray:
     return 1 + weight if type(norm).__name__.startswith("Gemma") else weight
 
 
-# ------------------------------------------------------------------------------------------- recording
-
-
 @dataclass
 class Layer:
     """One layer on one sequence, with gradients of the mean loss of the whole run."""
@@ -138,9 +135,6 @@ def in_double(model: PreTrainedModel) -> Iterator[None]:
         patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x)),
     ):
         yield
-
-
-# --------------------------------------------------------------------------------------------- tables
 
 
 def gradient(sequences: list[Sequence], positions: int) -> pd.DataFrame:

@@ -54,9 +54,6 @@ class Sequence:
     layers: list[Layer]
 
 
-# ---------------------------------------------------------------------------------------- modules, by hand
-
-
 @dataclass(frozen=True)
 class Place:
     """The modules of one architecture: the layers, and within a layer its attention, norms and branches."""
@@ -120,9 +117,6 @@ def repeats(config: Any) -> int:
     if config.model_type == "falcon" and config.new_decoder_architecture:
         return config.num_attention_heads // config.num_kv_heads
     return 1
-
-
-# ------------------------------------------------------------------------------------------- recording
 
 
 def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -331,9 +325,6 @@ def _dense_sdpa(
     return calls.mixes[-1]
 
 
-# --------------------------------------------------------------------------------------------- tables
-
-
 def attention(
     sequences: list[Sequence], positions: int, window: int, epsilon: float, causal: bool = True
 ) -> pd.DataFrame:
@@ -479,8 +470,6 @@ def _heads(sequences: list[Sequence]) -> Iterator[tuple[int, int, int]]:
 def long_enough(sequences: list[Sequence], position: int) -> list[Sequence]:
     return [sequence for sequence in sequences if len(sequence.ids) > position]
 
-
-# ------------------------------------------------------------------------------------------- comparison
 
 KEYS = (
     "layer", "pathway", "branch", "head", "kv_head", "site", "sequence", "position", "token_id", "coordinate",

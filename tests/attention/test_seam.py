@@ -43,9 +43,6 @@ def batch() -> Batch:
     return padded(ragged_tokens((9, 9)))
 
 
-# ------------------------------------------------------------------------------------------- restoring
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_the_model_is_as_before(name: str) -> None:
     model = tiny_model(name)
@@ -82,9 +79,6 @@ def test_a_tracer_serves_forward_after_forward_and_another_inside_it_is_refused(
     assert observable.tables()["attention"].equals(alone)
 
 
-# ------------------------------------------------------------------------------- modules without a seam
-
-
 def test_attend_without_a_seam_is_plain_sdpa() -> None:
     query, key, value = torch.randn(3, 1, 2, 5, 4).unbind()
     module = nn.Module()
@@ -92,9 +86,6 @@ def test_attend_without_a_seam_is_plain_sdpa() -> None:
     mix, _ = attend(module, query, key, value, None, scaling=0.3, is_causal=False)
     expected = F.scaled_dot_product_attention(query, key, value, scale=0.3)
     assert torch.equal(mix, expected.transpose(1, 2))
-
-
-# ------------------------------------------------------------------------------------------ kernels
 
 
 def random_qkv(heads: int = 4, kv_heads: int = 2, length: int = 11) -> tuple[torch.Tensor, ...]:
@@ -182,9 +173,6 @@ def test_half_precision_sums_in_float32() -> None:
         assert mix.dtype == torch.bfloat16
         assert lse.dtype == torch.float32
         torch.testing.assert_close(lse, expected, rtol=1e-6, atol=FAST_EXPONENTIAL)
-
-
-# ------------------------------------------------------------------------------------- the interceptor
 
 
 @contextmanager

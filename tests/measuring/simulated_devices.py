@@ -321,3 +321,11 @@ def test_kernels(case: str, capability: tuple[int, int]) -> None:
 def test_which_kernel_serves_which_case() -> None:
     with simulated():
         check_kernels(f"{NAME}:0")
+
+
+@pytest.mark.skipif(not IS_REAL, reason="needs a GPU that accelerate knows")
+def test_a_model_that_is_loaded_onto_a_gpu(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    here, there = (sinkscope.analyze(tmp_path, device_map=where, **OPTIONS) for where in ("cpu", "auto"))
+    assert "cuda" in str(there.manifest["device"])
+    assert far(here.tables, there.tables, 1e-3) == {}
