@@ -12,7 +12,9 @@ from sinkscope.attention import kernels
 from sinkscope.attention.kernels import EFFICIENT, FLASH, AttentionCall, chunked_attention, fused_attention, upcast
 
 HEADS, CALL = 6, AttentionCall(mask=None, scaling=0.3)
-WIDTHS, LENGTHS = {64: 2, 36: HEADS}, (1, 33, 200)  # by width, of which 36 is no multiple of 8, the key heads
+LENGTHS = (1, 33, 200)
+# by width, of which 36 is no multiple of 8, the key heads; a GPU may have another kernel for each
+WIDTHS = {64: 2, 36: HEADS} | ({80: 2, 128: 2, 192: 2, 256: 2} if torch.cuda.is_available() else {})
 CALLS = ("causal", "padded", "window", "bias", "sinks", "sinks by query", "narrow values", "wide values", "softcap")
 ERRORS = {
     torch.float64: 1e-12,
