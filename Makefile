@@ -150,6 +150,7 @@ define trained
 	$(BIN)/sinkscope claims --from runs/report/$(1) $(2:%=--from %) --out runs/report/claims-$(1) --overwrite
 	grep -v '^Not measured' runs/report/claims-$(1)/scorecard.md | cat -s > reports/$(1)/claims.md
 	cp runs/report/$(1)/tables/training.parquet reports/$(1)/tables/
+	cp runs/report/$(1)/run.json reports/$(1)/  # with that table
 	$(SHRINK) reports/$(1)
 endef
 
@@ -162,15 +163,13 @@ report-training: install report-from-scratch  ## of trainings: six hours on two 
 
 SCRATCH := runs/report/gradient-sinks-from-scratch
 SEEDS := 0 1 2 3 4
-STEPS := reports/gradient-sinks-from-scratch/steps-
 
 report-from-scratch: install  ## V-scale and its parts from the first step on: an hour and a half on one core
 	$(BIN)/sinkscope run gradient-sinks-from-scratch --out $(SCRATCH)
 	$(foreach seed,$(SEEDS),$(BIN)/sinkscope analyze $(SCRATCH)/plain-seed$(seed)/checkpoints --input $(SCRATCH)/held-out.npy \
 		--num-seqs 64 --observables attention,activation,gradient --out $(SCRATCH)-steps-$(seed) --overwrite &&) true
 	$(call trained,gradient-sinks-from-scratch,$(SEEDS:%=$(SCRATCH)-steps-%))
-	$(foreach seed,$(SEEDS),mkdir -p $(STEPS)$(seed)/tables && cp $(SCRATCH)-steps-$(seed)/*.json $(SCRATCH)-steps-$(seed)/*.md \
-		$(STEPS)$(seed)/ && cp $(SCRATCH)-steps-$(seed)/tables/onset.parquet $(STEPS)$(seed)/tables/ &&) true
+	$(foreach seed,$(SEEDS),cp $(SCRATCH)-steps-$(seed)/verdict.md reports/gradient-sinks-from-scratch/order-seed$(seed).md &&) true
 	cp $(SCRATCH)-steps-0/figures/training-onsets.png reports/gradient-sinks-from-scratch/figures/
 
 # Run the recipe hybrid-NAME, and keep of it in reports/hybrid-NAME: the small tables of all seeds, how they were trained,
