@@ -211,7 +211,7 @@ MUTATIONS = [
         ("mask-sink: the sink's own weight", f"{INTERVENTIONS}.sink", "MaskSink.applied",
          "(row[:, None] != col)", "(row[:, None] >= col)"),
         ("mask-sink: the key's own weight in sums", WEIGHTS, "_correct_forbidden",
-         "own[:, forbidden.heads, 0, 0]", "0.0"),
+         "torch.where(hidden, weights,", "torch.where(hidden, 0 * weights,"),
     ),
 ]  # fmt: skip
 

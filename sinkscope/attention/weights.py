@@ -251,11 +251,12 @@ def _correct_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
     """Set the sums of keys that are hidden from all later queries to their own token's weight."""
     for forbidden in read.call.forbidden:
         columns = forbidden.columns(windows.device)[0]  # no padding: the same in all sequences
-        own = columns.clamp(max=read.length - 1)
+        first = columns.amin()  # in place of keys past the end, so that equal entries get equal sums
+        own = columns.where(columns < read.length, first).clamp(max=read.length - 1)
         query, key = (repeat_heads(x.index_select(2, own), windows.shape[1]) for x in (read.query, read.key))
         logits = read.call.scaling * torch.linalg.vecdot(upcast(query), upcast(key))
         weights = (logits - read.lse.index_select(2, own)).clamp(SMALLEST, 0.0).exp()
-        hidden = forbidden.hidden(windows.shape[1], windows.device)[:, 0] & (columns < read.length)
+        hidden = forbidden.hidden(windows.shape[1], windows.device)[:, 0] & (first < read.length)
         windows.scatter_(2, own.expand_as(weights), torch.where(hidden, weights, windows.index_select(2, own)))
 
 
