@@ -165,7 +165,7 @@ MUTATIONS = [
         ("geometry: the diagonal of a chunk", f"{OBSERVABLES}.geometry", "weighted_dots_from",
          ".tril_()", ".tril_(-1)"),
         ("massive: median with the token itself", f"{OBSERVABLES}.massive", "medians_elsewhere",
-         "magnitudes.scatter(-1, token[..., None], torch.inf)", "magnitudes"),
+         "(batch.lengths - 1)[", "batch.lengths["),
         ("massive: one more entry", f"{OBSERVABLES}.massive", "Massive._list_entries", "(rank < TOP)", "(rank <= TOP)"),
     ),
     *_mutations(
