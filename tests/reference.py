@@ -299,7 +299,7 @@ def dense_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> DenseAttention:
-    """Compute attention of queries (B,H,T,d) to keys and values (B,K,S,d), each of which H ÷ K heads read."""
+    """Compute attention of queries (B,H,T,d) to keys and values (B,K,S,d); H ÷ K query heads share each key head."""
     heads, width = query.shape[1], query.shape[-1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     logits = query @ key.transpose(2, 3) * (width**-0.5 if scale is None else scale)

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sinkscope.models.loading import free_memory
+
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 Divisor = Literal["none", "sum", "at-least-1", "sizes"]  # Z: 1, Σ sim, max(|Σ sim|, 1), or Σ|e^l − 1| + SOFTPICK
 
@@ -108,9 +110,8 @@ def numbers_at_once(device: torch.device, wanted: int) -> int:
         return ON_CPU
     if device.type != "cuda" or wanted <= ON_ACCELERATOR // 8:  # few: asking would cost more time
         return ON_ACCELERATOR
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     # up to eight tensors of float32 are derived from the weights, in half of what is free
-    return max(ON_CPU, min(ON_ACCELERATOR, (torch.cuda.mem_get_info(device)[0] + cached) // 64))
+    return max(ON_CPU, min(ON_ACCELERATOR, free_memory(device) // 64))
 
 
 def rows_at_once(room: int, before: int) -> int:

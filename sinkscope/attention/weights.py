@@ -105,7 +105,7 @@ class AttentionRead:
 
     @cached_property
     def _key(self) -> torch.Tensor:
-        return factor(self.key).contiguous()  # for all chunks, each of which would copy it
+        return factor(self.key).contiguous()  # once, because every chunk would make its own copy
 
     def _logits(self, rows: slice, cols: slice) -> torch.Tensor:
         if self.call.scores is not None:

@@ -13,7 +13,7 @@ from sinkscope.attention.kernels import EFFICIENT, FLASH, AttentionCall, chunked
 
 HEADS, CALL = 6, AttentionCall(mask=None, scaling=0.3)
 LENGTHS = (1, 33, 200)
-# by width, of which 36 is no multiple of 8, the key heads; a GPU may have another kernel for each
+# head width → number of key heads; 36 is not a multiple of 8, and a GPU may use a different kernel for each width
 WIDTHS = {64: 2, 36: HEADS} | ({80: 2, 128: 2, 192: 2, 256: 2} if torch.cuda.is_available() else {})
 CALLS = ("causal", "padded", "window", "bias", "sinks", "sinks by query", "narrow values", "wide values", "softcap")
 ERRORS = {

@@ -1,4 +1,4 @@
-"""What measuring large models would cost on a GPU, estimated from counts: `python tests/benchmarks/scale.py`.
+"""Estimate what measuring large models costs on a GPU, from counts: `python tests/benchmarks/scale.py`.
 
 No GPU and no weights are needed: the operations of a pass run on tensors without data, on a simulated device that
 chooses CUDA's kernels. It prints, by model, shape and variant:

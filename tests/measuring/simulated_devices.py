@@ -98,7 +98,7 @@ def test_default_analysis(name: str, places: int) -> None:
 @pytest.mark.parametrize("places", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_batches_fit_into_the_free_memory(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where not even one sequence fits with gradients, each layer is computed again in the backward pass."""
+    """If one sequence with gradients does not fit, each layer is computed again in the backward pass."""
     from support.simulated import Device
 
     here = sinkscope.analyze(tiny_model(name), **OPTIONS)

@@ -1,4 +1,4 @@
-"""Models given as objects: wrapped, in train mode, compiled; what is no model; and what commands leave behind."""
+"""Models given as objects: wrapped, in train mode, compiled, or no models at all; and the state that commands leave."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
