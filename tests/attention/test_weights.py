@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkscope.attention import kernels
 from sinkscope.attention import weights as attention_weights
-from sinkscope.attention.kernels import AttentionCall
+from sinkscope.attention.kernels import AttentionCall, ForbiddenKeys
 from sinkscope.attention.weights import AttentionRead, ColumnSums, chunks_at_once, column_sums
 
 
@@ -99,6 +99,23 @@ def test_a_long_sequence_is_read_by_first_columns_and_diagonal_band(
                     assert sums.entropy is None
                     del expected["entropy"]
                 assert_sums(sums, expected)
+
+
+@pytest.mark.parametrize("columns", [[2, 9], [2, 9, 40], [22, 40], [40]], ids=str)
+def test_sums_of_forbidden_keys_are_those_of_a_mask(columns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key hidden from all later queries keeps its own weight; keys past a short sequence's end change nothing."""
+    monkeypatch.setattr(attention_weights, "SHORT", 0)
+    read, heads = make_read("causal"), torch.tensor([True, False, True, True])[:, None, None]
+
+    def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
+        row, col = torch.arange(rows.start, rows.stop)[:, None], torch.arange(cols.start, cols.stop)
+        return (torch.isin(col, torch.tensor(columns)) & (row > col)) & heads[None]
+
+    forbidden = ForbiddenKeys(pairs, lambda device: torch.tensor([columns]), (0, 2, 3))
+    mask = causal_mask(read.length) & ~pairs(ALL, ALL, read.lse.device)
+    weights, _, lse = dense(read.query, read.key, read.value, replace(read.call, mask=mask))
+    found = column_sums(replace(read, lse=lse, call=replace(read.call, forbidden=(forbidden,))), columns=4, window=5)
+    torch.testing.assert_close(found.window, dense_sums(weights, 5)["window"], **CLOSE)
 
 
 @EACH_PADDING
