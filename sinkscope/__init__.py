@@ -5,7 +5,8 @@
     run.tables["attention"]
     run.figure("sink-map")
 
-There is one function per command. Each is imported when first used, so that `import sinkscope` is fast.
+There is one function per command, with its name and options. Each is imported when first used, so that
+`import sinkscope` is fast.
 `import sinkscope.retrofits` registers retrofitted models with transformers' auto classes.
 """
 
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from sinkscope.commands.claims import claims as claims
     from sinkscope.commands.doctor import doctor as doctor
     from sinkscope.commands.intervene import intervene as intervene
+    from sinkscope.commands.list import listing as list  # noqa: F401
     from sinkscope.commands.load import load as load
     from sinkscope.commands.quantize import quantize as quantize
     from sinkscope.commands.retrofit import retrofit as retrofit
+    from sinkscope.commands.run import run_recipe as run  # noqa: F401
     from sinkscope.commands.run import run_recipe as run_recipe
     from sinkscope.commands.show import page as page
     from sinkscope.commands.show import show as show
@@ -40,11 +43,15 @@ if TYPE_CHECKING:
     from sinkscope.retrofits import retrofit_model as retrofit_model
     from sinkscope.verdict.scorecard import Scorecard as Scorecard
 
+    __version__: str
+
+_RENAMED = {"list": "listing", "run": "run_recipe"}  # commands that have another name in their module
 # module → the public names that it defines
 _PUBLIC = {
     "commands.analyze": ("analyze", "analyze_steps"),
     "commands.show": ("page", "show"),
-    "commands.run": ("run_recipe",),
+    "commands.list": ("list",),
+    "commands.run": ("run", "run_recipe"),
     **{f"commands.{name}": (name,) for name in ("benchmark", "claims", "doctor", "intervene", "load", "quantize")},
     **{f"commands.{name}": (name,) for name in ("retrofit", "sweep", "train")},
     "errors": ("InputError", "SinkscopeError"),
@@ -58,14 +65,16 @@ _PUBLIC = {
     "verdict.scorecard": ("Scorecard",),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
-__all__ = sorted(_MODULES)
+__all__ = sorted(_MODULES.keys() - {"list"})  # `from sinkscope import *` leaves Python's own list alone
 
 if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every name
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return import_module("importlib.metadata").version("sinkscope")
         if name not in _MODULES:
             raise AttributeError(f"module 'sinkscope' has no attribute '{name}'")
-        return getattr(import_module(f"sinkscope.{_MODULES[name]}"), name)
+        return getattr(import_module(f"sinkscope.{_MODULES[name]}"), _RENAMED.get(name, name))
 
-    def __dir__() -> list[str]:
-        return __all__
+    def __dir__():
+        return sorted([*_MODULES, "__version__"])

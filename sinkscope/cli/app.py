@@ -32,11 +32,8 @@ _DEBUG = typer.Option(
 
 def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
     """Return a command's parameters: its arguments, its own options, shared options, and options of output."""
-    first = [name for name in kind.arguments if name in kind.model_fields]
-    own = [name for name in kind.model_fields if name in kind.__annotations__ and name not in first]
-    rest = [name for name in kind.model_fields if name not in (*first, *own)]
-    fields = {name: kind.model_fields[name] for name in (*first, *own, *rest) if name not in kind.refused}
-    fields = {name: field for name, field in fields.items() if name not in kind.hidden}
+    offered = kind.offered()
+    fields = {name: offered[name] for name in kind.arguments if name in offered} | offered
     of_output = [*(("out", "overwrite", "no_page") if kind.writes else ()), *(("from_",) if kind.repeatable else ())]
     fields |= {name: OutputOptions.model_fields[name] for name in (*of_output, "quiet")}
     parameters = [_keyword("ctx", typer.Context)]
@@ -135,7 +132,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
         if result.failure:
             raise SinkscopeError(result.failure)
 
-    command.__doc__ = escape(inspect.cleandoc(kind.about))  # brackets are no markup
+    command.__doc__ = escape(inspect.cleandoc(kind.__doc__ or ""))  # brackets are no markup
     command.__signature__ = inspect.Signature(parameters_of(kind))  # type: ignore[attr-defined]
     return command
 

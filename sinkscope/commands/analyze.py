@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,9 +18,11 @@ from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, check_config, options_of
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.steps import find_checkpoints
+from sinkscope.options.keywords import AnalyzeKeywords
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
 from sinkscope.output.outputs import draw_run, finished, write_run
 from sinkscope.output.result import draw, figure_failure, write_data
 from sinkscope.output.run import Run
@@ -46,6 +48,7 @@ def check(options: AnalyzeOptions) -> None:
     check_config(options)
 
 
+@with_options(AnalyzeOptions)
 def analyze(
     model: ModelLike = None,
     *,
@@ -56,7 +59,7 @@ def analyze(
     config: AnalyzeOptions | None = None,
     figures: Iterable[str] | None = None,
     page: bool = True,
-    **options: Any,
+    **options: Unpack[AnalyzeKeywords],
 ) -> Run:
     """Measure one model and return its Run; with `out`, also write the run folder.
 
@@ -71,7 +74,7 @@ def analyze(
         config: all options at once, in place of `options`.
         figures: names of the figures to draw; None: all that apply.
         page: also write index.html.
-        **options: the options of the command line, with underscores: see `AnalyzeOptions`.
+        **options: those of the command line, which are listed below.
 
     Raises:
         InputError: an option or the input is wrong; nothing was written.
@@ -86,6 +89,7 @@ def analyze(
         return finished(Run.of_analysis(manifest, tables, folder), console, figures, page)
 
 
+@with_options(AnalyzeOptions)
 def analyze_steps(
     model: str | os.PathLike[str] | None,
     revisions: str | Iterable[str] | None = None,
@@ -95,7 +99,7 @@ def analyze_steps(
     quiet: bool = True,
     page: bool = True,
     record: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[AnalyzeKeywords],
 ) -> Series:
     """Measure a model at several steps of its training; with `out`, also write a run folder per step and the figures.
 

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import pandas as pd
@@ -23,9 +23,11 @@ from sinkscope.models.files import quiet as silent
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.files import kind_of, user_path
+from sinkscope.options.keywords import BenchmarkKeywords
 from sinkscope.options.measuring import BenchmarkOptions
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
 from sinkscope.output.result import draw, figure_failure, write_data
 from sinkscope.output.scorecard import Scores
 from sinkscope.results.folders import new_folder, own_folder
@@ -54,6 +56,7 @@ def check(options: BenchmarkOptions) -> None:
         raise InputError(f"--task-path {options.task_path}: there is no such folder")
 
 
+@with_options(BenchmarkOptions)
 def benchmark(
     model: ModelLike = None,
     *,
@@ -63,13 +66,13 @@ def benchmark(
     quiet: bool = True,
     config: BenchmarkOptions | None = None,
     page: bool = True,
-    **options: Any,
+    **options: Unpack[BenchmarkKeywords],
 ) -> Scores:
     """Score a model on tasks of lm-evaluation-harness.
 
     Args:
         model, tokenizer, out, overwrite, quiet, config, page: as for `analyze`.
-        **options: `tasks`, `task_path`, `shots`, `limit`, and the options for loading the model.
+        **options: those of the command line, which are listed below.
 
     Raises:
         InputError: an option is wrong, the harness is not installed, or it lacks a task; nothing was written.

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pandas as pd
 from rich.console import Console
@@ -39,8 +39,10 @@ from sinkscope.measuring.subject import (
     position_limit,
 )
 from sinkscope.models.in_memory import fingerprint
+from sinkscope.options.keywords import ClaimsKeywords
 from sinkscope.options.measuring import AnalyzeOptions, ClaimsOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
 from sinkscope.output.outputs import write_run
 from sinkscope.output.result import FIGURES, both, draw, figure_failure
 from sinkscope.output.run import Run
@@ -83,6 +85,7 @@ def command(options: ClaimsOptions, output: OutputOptions) -> Result:
 check = check_config  # checks the options of a sweep before a model is loaded
 
 
+@with_options(ClaimsOptions)
 def claims(
     model: ModelLike = None,
     *,
@@ -93,7 +96,7 @@ def claims(
     quiet: bool = True,
     config: ClaimsOptions | None = None,
     page: bool = True,
-    **options: Any,
+    **options: Unpack[ClaimsKeywords],
 ) -> Scorecard:
     """Test the claims of papers on one model, or on the runs of several models.
 
@@ -105,7 +108,7 @@ def claims(
         overwrite: start again, and replace the content of `out`.
         config: all options at once, in place of `options`.
         page: also write index.html.
-        **options: `from_`, `draws` (random controls of each intervention), and those of `analyze`.
+        **options: those of the command line, which are listed below.
 
     Raises:
         InputError: an option or the input is wrong, or there is nothing to judge; nothing was written.

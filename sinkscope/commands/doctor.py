@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Unpack
 
 import torch
 from transformers import PreTrainedModel
@@ -24,8 +24,10 @@ from sinkscope.models.family import RESIDUAL_SITES, Family, embedding_weight, in
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, layer_output, read_sites
+from sinkscope.options.keywords import DoctorKeywords
 from sinkscope.options.measuring import DoctorOptions, RunConfig
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
 from sinkscope.text.batch import Batch
 from sinkscope.verdict.report import layers_text
 
@@ -59,12 +61,13 @@ def command(options: DoctorOptions, output: OutputOptions) -> Result:
     return Result(report, text=str(report), failure=wrong)
 
 
-def doctor(model: ModelLike = None, **options: Any) -> Report:
+@with_options(DoctorOptions)
+def doctor(model: ModelLike = None, **options: Unpack[DoctorKeywords]) -> Report:
     """Examine one model before it is measured.
 
     Args:
         model: as for `analyze`.
-        **options: the options of `load`.
+        **options: those of the command line, which are listed below.
 
     Returns:
         A Report whose `ok` is True if every check passed.

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,8 +15,10 @@ from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.experiment import BEFORE, Experiment
 from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.subject import ModelLike, check_config, options_of
+from sinkscope.options.keywords import InterveneKeywords
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
 from sinkscope.output.outputs import finished
 from sinkscope.output.run import Run
 
@@ -39,6 +41,7 @@ def check(options: InterveneOptions) -> None:
     check_config(options)
 
 
+@with_options(InterveneOptions)
 def intervene(
     model: ModelLike = None,
     do: Do | None = None,
@@ -51,7 +54,7 @@ def intervene(
     config: InterveneOptions | None = None,
     figures: Iterable[str] | None = None,
     page: bool = True,
-    **options: Any,
+    **options: Unpack[InterveneKeywords],
 ) -> Run:
     """Measure a model before and after interventions, and under random controls of the same kind.
 
@@ -65,7 +68,7 @@ def intervene(
         arms: several experiments by name; "all": every intervention that applies. The manifest's `skipped` has the
             reasons why others do not apply.
         tokenizer, out, overwrite, quiet, config, figures, page: as for `analyze`.
-        **options: `draws`, the number of random controls of each arm, and those of `analyze`.
+        **options: those of the command line, which are listed below.
 
     Returns:
         A Run with the tables `effect`, `attention`, `attention_by_sequence`, `loss_by_sequence`, `massive`, `arm_maps`

@@ -1,11 +1,11 @@
-"""The command `list`: prints all names for the command line. Each kind of names is a table, made from its register.
+"""The command `list`: all names that the commands know. Each kind of names is a table, made from its register.
 
 The registers are imported when they are shown.
 """
 
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, overload
 
 import pandas as pd
 
@@ -17,18 +17,36 @@ Rows = list[tuple[Any, ...]]
 
 
 def command(options: ListOptions, output: OutputOptions) -> Result:
-    return Result(tables=listing(options.kind))
+    return Result(tables=listing() if options.kind is None else {options.kind: listing(options.kind)})
 
 
-def listing(kind: str | None = None) -> dict[str, pd.DataFrame]:
-    """Return the table of a kind, or of every kind, by name. Raises InputError for an unknown kind."""
-    if kind is not None and kind not in KINDS:
+@overload
+def listing(kind: str) -> pd.DataFrame: ...
+
+
+@overload
+def listing(kind: None = None) -> dict[str, pd.DataFrame]: ...
+
+
+def listing(kind: str | None = None) -> pd.DataFrame | dict[str, pd.DataFrame]:
+    """Return all names that the commands know, with what they mean. In Python it is `sinkscope.list`.
+
+    Args:
+        kind: observables, interventions, retrofits, architectures, tasks, figures, families, recipes, sweeps, tables,
+            metrics or claims; None for all.
+
+    Returns:
+        The table of the kind, or of every kind by name.
+
+    Raises:
+        InputError: there is no such kind.
+    """
+    if kind is None:
+        return {name: listing(name) for name in KINDS}
+    if kind not in KINDS:
         raise InputError(unknown(kind, KINDS))
-    return {
-        name: pd.DataFrame(rows(), columns=list(columns))
-        for name, (rows, *columns) in KINDS.items()
-        if kind in (None, name)
-    }
+    rows, *columns = KINDS[kind]
+    return pd.DataFrame(rows(), columns=columns)
 
 
 def _entries(place: str, *attributes: str) -> Rows:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,8 +16,10 @@ from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.quantization_study import Bench, Study
 from sinkscope.measuring.subject import ModelLike, Subject, check_config, options_of
 from sinkscope.measuring.tables import publish
+from sinkscope.options.keywords import QuantizeKeywords
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
 from sinkscope.output.outputs import finished
 from sinkscope.output.run import Run
 from sinkscope.quantization.grids import Precision
@@ -35,6 +37,7 @@ def command(options: QuantizeOptions, output: OutputOptions) -> Result:
 check = check_config  # checks the options of a recipe before a model is loaded
 
 
+@with_options(QuantizeOptions)
 def quantize(
     model: ModelLike = None,
     *,
@@ -45,7 +48,7 @@ def quantize(
     config: QuantizeOptions | None = None,
     figures: Iterable[str] | None = None,
     page: bool = True,
-    **options: Any,
+    **options: Unpack[QuantizeKeywords],
 ) -> Run:
     """Simulate post-training quantization: its cost, and the sites whose outliers cause it.
 
@@ -54,9 +57,7 @@ def quantize(
 
     Args:
         model, tokenizer, out, overwrite, quiet, config, figures, page: as for `analyze`.
-        **options: `scheme` (quantization/sites.py), `bits_weights`, `bits_activations`, `bits_kv_cache`,
-            `weights_per`, `activations_per`, `kv_cache_per` (quantization/grids.py), `calibration` (the number of
-            sequences that the ranges come from, after the evaluated ones in the same input), and those of `analyze`.
+        **options: see below; quantization/sites.py describes `scheme`, and quantization/grids.py the grids.
 
     Returns:
         A Run with the tables `quantization` (the cost of every setting) and `quantization_sites` (the activations at

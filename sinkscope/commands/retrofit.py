@@ -6,7 +6,7 @@ training_arms.py describes the folder.
 import copy
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,9 @@ from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
 from sinkscope.models.in_memory import undisturbed
+from sinkscope.options.keywords import RetrofitKeywords
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.output.trained import Trained
 from sinkscope.training.arms import Methods, arms_of, parse_methods
@@ -38,6 +40,7 @@ def check(options: RetrofitOptions) -> None:
     check_options(options, None)
 
 
+@with_options(RetrofitOptions)
 def retrofit(
     model: ModelLike = None,
     methods: Methods | None = None,
@@ -50,7 +53,7 @@ def retrofit(
     record: Mapping[str, Any] | None = None,
     page: bool = True,
     figures: bool = True,
-    **options: Any,
+    **options: Unpack[RetrofitKeywords],
 ) -> Trained:
     """Retrofit and train a model with each method, and measure the results and the unchanged model on held-out text.
 
@@ -68,7 +71,7 @@ def retrofit(
         record: the content of a recipe, for run.json.
         page: also write index.html.
         figures: also draw figures of each arm and of all arms together.
-        **options: the options of the command line, with underscores: see `RetrofitOptions`.
+        **options: those of the command line, which are listed below.
 
     Returns:
         The runs, their comparison, tables and figures.

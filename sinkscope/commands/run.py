@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from rich.console import Console
 
@@ -22,9 +22,11 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
 from sinkscope.options import COMMANDS
 from sinkscope.options.files import named_file
+from sinkscope.options.keywords import RunKeywords
 from sinkscope.options.option import as_folder_name
 from sinkscope.options.output import OutputOptions, RunOptions
 from sinkscope.options.recipe import COMPARISON, Recipe, find_recipe, read_recipe
+from sinkscope.options.signatures import with_options
 from sinkscope.output.comparison import Comparison, compared
 from sinkscope.output.outputs import draw_run, write_run
 from sinkscope.output.result import both, draw, figure_failure, write_data
@@ -61,6 +63,7 @@ def command(options: RunOptions, output: OutputOptions) -> Result:
     return Result(done, markdown=done.runs[""].verdict, folder=done.folder, failure=done.failure)
 
 
+@with_options(RunOptions)
 def run_recipe(
     recipe: str | os.PathLike[str],
     model: str | os.PathLike[str] | None = None,
@@ -69,7 +72,7 @@ def run_recipe(
     overwrite: bool = False,
     quiet: bool = True,
     page: bool = True,
-    **options: Any,
+    **options: Unpack[RunKeywords],
 ) -> RecipeRun:
     """Run a recipe and write its results.
 

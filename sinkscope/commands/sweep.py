@@ -12,7 +12,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pandas as pd
 from rich.console import Console, RenderableType
@@ -34,8 +34,10 @@ from sinkscope.measuring.processes import team, together
 from sinkscope.models.files import SPARE, evict, find_settings, free_room, gigabytes, is_on_hub, missing_weights, quiet
 from sinkscope.models.loading import count_parameters, read_config, read_once, stays_on_cpu
 from sinkscope.options.files import named_file
+from sinkscope.options.keywords import SweepKeywords
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions, SweepOptions
+from sinkscope.options.signatures import with_options
 from sinkscope.options.sweep_file import TRAINING, Cell, Sweep, read_sweep
 from sinkscope.options.training import ArmOptions, TrainOptions
 from sinkscope.output.result import both, figure_failure, written
@@ -178,6 +180,7 @@ def check(found: Sweep) -> None:
             check_figures(_figures(found, cell.command), cell.command, getattr(cell.options, "observables", None))
 
 
+@with_options(SweepOptions)
 def sweep(
     file: str | os.PathLike[str],
     *,
@@ -185,7 +188,7 @@ def sweep(
     overwrite: bool = False,
     quiet: bool = True,
     page: bool = True,
-    **options: Any,
+    **options: Unpack[SweepKeywords],
 ) -> SweepRun:
     """Measure the cells of a sweep that are not done yet, and compare all cells that are done.
 
@@ -198,7 +201,7 @@ def sweep(
         overwrite: measure everything again.
         quiet: print nothing.
         page: also write index.html of the comparison; `show` makes the page of a cell.
-        **options: the options of the command line, with underscores: see `SweepOptions`.
+        **options: those of the command line, which are listed below.
 
     Raises:
         InputError: the file or an option is wrong, or the folder holds something else; nothing was measured.

@@ -7,7 +7,7 @@ and read the same text.
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -20,8 +20,10 @@ from sinkscope.measuring.observables import check_names
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.loading import LoadedModel, load_tokenizer
+from sinkscope.options.keywords import TrainKeywords
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
 from sinkscope.options.training import TrainOptions
 from sinkscope.output.trained import Trained
 from sinkscope.text.sources import documents
@@ -48,6 +50,7 @@ def check(options: TrainOptions) -> None:
     architecture(options.config)
 
 
+@with_options(TrainOptions)
 def train(
     config: str | os.PathLike[str] | None = None,
     methods: Methods | None = None,
@@ -60,7 +63,7 @@ def train(
     record: Mapping[str, Any] | None = None,
     page: bool = True,
     figures: bool = True,
-    **given: Any,
+    **given: Unpack[TrainKeywords],
 ) -> Trained:
     """Train a model from random weights with each method, and measure all of them on held-out text.
 
@@ -76,7 +79,7 @@ def train(
         record: the content of a recipe, for run.json.
         page: also write index.html.
         figures: also draw figures of each arm and of all arms together.
-        **given: the options of the command line, with underscores: see `TrainOptions`.
+        **given: those of the command line, which are listed below.
 
     Raises:
         InputError: as for `retrofit`, or a configuration or tokenizer does not exist.

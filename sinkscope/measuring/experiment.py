@@ -93,7 +93,7 @@ class Experiment:
     lenient: bool  # skip arms that do not apply and record the reason, instead of raising InputError
     console: Console
     without_controls: Container[str] = ()  # labels
-    without_loss: Container[str] = ()  # labels of arms whose logits are not computed
+    without_loss: Container[str] = ()  # labels of arms, or BEFORE, whose logits are not computed
     # A run of the same subject with the same settings, which replaces measuring the unchanged model if it has all
     # tables. It has no mean maps, and the arms then have none either.
     analyzed: RunData | None = None
@@ -114,10 +114,31 @@ class Experiment:
         if all arms failed (see `failed` for the others). KeyboardInterrupt is raised only before the first arm is
         finished; a later one is stored in `interrupt`.
         """
-        length = min(len(ids) for ids in self.subject.inputs.sequences)
-        known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
-        self._check_arms(known)
         self.subject.need_loss()
+        resolved = self.resolved()
+        for number, (label, stack) in enumerate(resolved.items(), 1):
+            print_part(self.console, label, number, len(resolved))
+            measure = self._by_streaming if stack[0].measured_by == "streaming" else self._by_pass
+            try:
+                with self._isolated_failure(label):
+                    measure(label, stack, self.known)
+            except BaseException as error:
+                if not (self.records and was_interrupted(error)):
+                    raise
+                self.interrupt = error
+                break
+        if self.errors and not self.records:
+            raise next(iter(self.errors.values()))
+        return {name: pd.concat(parts, ignore_index=True) for name, parts in self._parts.items() if parts}
+
+    def resolved(self) -> dict[str, Stack]:
+        """Measure the unchanged model, and decide the open parameters of every arm.
+
+        Raises InputError if an arm does not apply or names something that the model does not have.
+        """
+        length = min(len(ids) for ids in self.subject.inputs.sequences)
+        known = self.known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
+        self._check_arms(known)
         if self.analyzed and not (
             LOSS_TABLES.keys() <= set(self.analyzed.tables) and max(self._watched()) < self.config.positions
         ):
@@ -132,21 +153,7 @@ class Experiment:
             self.before = self._measured_before() if self.analyzed is None else self._taken_from(self.analyzed)
             known.tables, known.hidden_means = self.before.tables, self._mean
             known.value_means = partial(self._mean, of_values=True)
-        resolved = self._resolved(known)
-        for number, (label, stack) in enumerate(resolved.items(), 1):
-            print_part(self.console, label, number, len(resolved))
-            measure = self._by_streaming if stack[0].measured_by == "streaming" else self._by_pass
-            try:
-                with self._isolated_failure(label):
-                    measure(label, stack, known)
-            except BaseException as error:
-                if not (self.records and was_interrupted(error)):
-                    raise
-                self.interrupt = error
-                break
-        if self.errors and not self.records:
-            raise next(iter(self.errors.values()))
-        return {name: pd.concat(parts, ignore_index=True) for name, parts in self._parts.items() if parts}
+        return self._resolved(known)
 
     @property
     def failed(self) -> dict[str, str]:
@@ -185,7 +192,7 @@ class Experiment:
         def fresh() -> list[Observable]:
             return [*self._fresh(-1), *(MeanAt(position, of_values=False) for position in asked), *check.fresh()]
 
-        done = self._pass((), fresh, self._step(True))
+        done = self._pass((), fresh, self._step(BEFORE not in self.without_loss))
         self.parity_error = check.error
         self._means |= {(one.position, False): one.by_layer() for one in done.observables if isinstance(one, MeanAt)}
         return self._arm(BEFORE, -1, done)

@@ -208,7 +208,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
 
 
 class AnalyzeOptions(RunConfig):
-    about: ClassVar[str] = """Measure one model: tables, figures and a verdict.
+    """Measure one model: tables, figures and a verdict.
 
     Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md, index.html) and prints the verdict.
 
@@ -216,6 +216,7 @@ class AnalyzeOptions(RunConfig):
     and the order in which sink, norm and value gradient appear.
 
     `accelerate launch -m sinkscope.cli analyze …` distributes the sequences over several GPUs."""
+
     writes: ClassVar = "runs/MODEL-INPUT"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -248,12 +249,13 @@ class ControlOptions(Options):
 
 
 class InterveneOptions(ControlOptions, RunConfig):
-    about: ClassVar[str] = """Remove, move or replace parts that may cause the sink, and measure before, after, and
+    """Remove, move or replace parts that may cause the sink, and measure before, after, and
     under random controls.
 
     An intervention is NAME or NAME:key=value,… as in zero-massive:layers=11,coordinates=138,447 (lists) or
     nullify-query-bias:layers=1-3 (ranges); several are stacked. --do all tries each by itself.
     `sinkscope list interventions` shows their names and parameters."""
+
     writes: ClassVar = "runs/MODEL-DO"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -300,11 +302,12 @@ PerCache = Literal["tensor", "token", "channel"]
 
 
 class QuantizeOptions(RunConfig):
-    about: ClassVar[str] = """Simulate W8A8: its cost in perplexity, and the sites whose outliers cause it.
+    """Simulate W8A8: its cost in perplexity, and the sites whose outliers cause it.
 
     Quantizes input, weight and output of every linear layer except the LM head: weights symmetric, activations
     asymmetric, by default with one static range per tensor. Also writes the modules to keep in full precision, as JSON
     and as a recipe for llm-compressor. The model itself does not change."""
+
     writes: ClassVar = "runs/MODEL-INPUT-W8A8"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -346,10 +349,11 @@ class QuantizeOptions(RunConfig):
 
 
 class DoctorOptions(DeviceOptions, ModelOptions):
-    about: ClassVar[str] = """Check a model before a long run: family, sites, kernel, parity with eager on 64 tokens,
+    """Check a model before a long run: family, sites, kernel, parity with eager on 64 tokens,
     and the observables that apply.
 
     Exit status 1 if a check fails."""
+
     refused: ClassVar = {"attn": "`doctor` tries both kernels"}
 
 
@@ -359,13 +363,14 @@ def make_config(**options: Any) -> RunConfig:
 
 
 class ClaimsOptions(ControlOptions, RunConfig):
-    about: ClassVar[str] = """Test the claims of papers on a model: a scorecard with intervals.
+    """Test the claims of papers on a model: a scorecard with intervals.
 
     Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
     architecture, interventions), and judges each by its 95 % interval. After an interruption, the same command resumes.
 
     --from alone judges existing runs, of one model or several, and loads none. With a MODEL (the demo by its name), it
     judges those runs and measures what they lack."""
+
     writes: ClassVar = "runs/MODEL-claims"
     in_memory: ClassVar = True
     resumable: ClassVar = True
@@ -408,9 +413,10 @@ HELLASWAG = "hellaswag"  # WSE figure 10
 
 
 class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
-    about: ClassVar[str] = """Score one model on tasks of lm-evaluation-harness: pip install 'sinkscope[lm-eval]'.
+    """Score one model on tasks of lm-evaluation-harness: pip install 'sinkscope[lm-eval]'.
 
     Any of its tasks by name, or your own with --task-path. Sweeps show scores next to sinks."""
+
     writes: ClassVar = "runs/MODEL-benchmark"
     refused: ClassVar = {"attn": "the harness runs the model as it is"}
 

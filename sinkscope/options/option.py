@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from sinkscope.errors import InputError, one_line, unknown
 
@@ -22,11 +23,10 @@ MOST = 10**9  # the largest whole number: a larger one would overflow later
 
 
 class Options(BaseModel):
-    """The options of one command, or a group of them that several commands share."""
+    """The options of one command, whose --help begins with the docstring, or a group of them that several share."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    about: ClassVar[str] = ""  # the text of a command in --help
     arguments: ClassVar[tuple[str, ...]] = ()  # positional options
     writes: ClassVar[str] = ""  # the folder that the command writes by default, for --help; "" if it writes none
     repeatable: ClassVar[bool] = False  # --from repeats a run with all its options
@@ -56,6 +56,12 @@ class Options(BaseModel):
             ):
                 raise ValueError(f"{flag(name)} does not apply: {reason}")
         return options
+
+    @classmethod
+    def offered(cls) -> dict[str, FieldInfo]:
+        """Return the options to show, by name: the command's own, then the shared ones that apply to it."""
+        names = sorted(cls.model_fields, key=lambda name: name not in cls.__annotations__)
+        return {name: cls.model_fields[name] for name in names if name not in (*cls.refused, *cls.hidden)}
 
     def folder(self) -> Path | None:
         """Return the default folder of the command; None if it need not write."""
@@ -99,10 +105,13 @@ def split_all_names(given: Any) -> Any:
     return [name for part in listed for name in split_names(str(part))] if isinstance(listed, list | tuple) else given
 
 
-# parts of the types of options, as in Annotated[str, path_as_text]: each converts or checks a value
-path_as_text = BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
-text_as_tuple = BeforeValidator(lambda text: (text,) if isinstance(text, str) else text)
-split_at_commas = BeforeValidator(split_all_names)
+# parts of the types of options, as in Annotated[str, path_as_text]: each converts or checks a value, and names another
+# type that it accepts
+path_as_text = BeforeValidator(
+    lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path, json_schema_input_type=os.PathLike[str]
+)
+text_as_tuple = BeforeValidator(lambda text: (text,) if isinstance(text, str) else text, json_schema_input_type=str)
+split_at_commas = BeforeValidator(split_all_names, json_schema_input_type=str)
 
 
 def distinct(complaint: str) -> AfterValidator:

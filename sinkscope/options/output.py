@@ -32,11 +32,12 @@ class OutputOptions(Options):
 
 
 class CompareOptions(Options):
-    about: ClassVar[str] = """Compare runs: metrics of the whole model; for two runs also difference and ratio.
+    """Compare runs: metrics of the whole model; for two runs also difference and ratio.
 
     Runs of `intervene` show which route carries the sink in which model, folders of `claims` show claims × models. For
     a single folder of `sweep`, `retrofit`, `train`, `claims` or a training's steps, its own tables are printed.
     Settings that differ are listed. With --out, also writes tables and figures."""
+
     arguments: ClassVar = ("runs",)
     writes: ClassVar = "nothing"
 
@@ -49,10 +50,11 @@ class CompareOptions(Options):
 
 
 class RunOptions(InputOptions, DeviceOptions, ModelOptions):
-    about: ClassVar[str] = """Run a recipe: an experiment or a paper's figure, with all its options, on any model.
+    """Run a recipe: an experiment or a paper's figure, with all its options, on any model.
 
     Options given here replace the recipe's. Writes what the recipe's command writes, with the recipe's
     figures, and prints the verdict, or a comparison of its runs."""
+
     arguments: ClassVar = ("recipe",)
     writes: ClassVar = "runs/RECIPE-MODEL"
     resumable: ClassVar = True
@@ -64,11 +66,10 @@ class RunOptions(InputOptions, DeviceOptions, ModelOptions):
 
 
 class ShowOptions(Options):
-    about: ClassVar[
-        str
-    ] = """Open the page of a folder in the browser: index.html, which commands write into their folders.
+    """Open the page of a folder in the browser: index.html, which commands write into their folders.
 
     If it is missing, it is made from the folder's tables. --print names the file and opens nothing."""
+
     arguments: ClassVar = ("run",)
 
     run: UserPath = option(..., "Input", "The folder of any command, or its run.json.", metavar="RUN")
@@ -77,18 +78,20 @@ class ShowOptions(Options):
 
 
 class ListOptions(Options):
-    about: ClassVar[str] = "List all names, kind by kind: observables, interventions, recipes, metrics, …"
+    """List all names, kind by kind: observables, interventions, recipes, metrics, …"""
+
     arguments: ClassVar = ("kind",)
 
     kind: str | None = option(None, "Input", "One kind of names.", metavar="KIND", shown="all")
 
 
 class SweepOptions(DeviceOptions, ModelOptions):
-    about: ClassVar[str] = """Measure many models × revisions × inputs × settings, as a YAML file lists them.
+    """Measure many models × revisions × inputs × settings, as a YAML file lists them.
 
     Writes a run folder for each combination and a comparison of them all. The same command resumes after an
     interruption; --retry tries failed cells again. --dtype, --device-map, --attn, --trust-remote-code and
     --allow-pickle apply to all models. `accelerate launch -m sinkscope.cli sweep …` measures each on several GPUs."""
+
     arguments: ClassVar = ("file",)
     writes: ClassVar = "runs/FILE"
     resumable: ClassVar = True

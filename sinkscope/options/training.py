@@ -152,7 +152,7 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
 
 
 class RetrofitOptions(ArmOptions, ModelOptions):
-    about: ClassVar[str] = """Build a method into a model, train it, and compare it with a plain fine-tune and with the
+    """Build a method into a model, train it, and compare it with a plain fine-tune and with the
     unchanged model.
 
     Writes ARM/model/ (the trained model) and ARM/run/ (its run folder) of each arm, their comparison in retrofit.md,
@@ -161,6 +161,7 @@ class RetrofitOptions(ArmOptions, ModelOptions):
     resumes an interrupted training. `accelerate launch -m sinkscope.cli retrofit …` trains on several GPUs.
 
     `sinkscope list retrofits` shows the methods and their parameters."""
+
     writes: ClassVar = "runs/MODEL-retrofit"
     defaults: ClassVar = {"method": ("vga", "none")}  # VGA's table 3
 
@@ -169,11 +170,12 @@ class RetrofitOptions(ArmOptions, ModelOptions):
 
 
 class TrainOptions(ArmOptions):
-    about: ClassVar[str] = """Train a small model from random weights, plainly and with each method, and compare. A
+    """Train a small model from random weights, plainly and with each method, and compare. A
     causal model predicts the next token, an encoder masked tokens.
 
     Writes a folder with the trained model, its run and its checkpoints of each arm; `sinkscope analyze
     ARM/checkpoints` shows sinks and gradients by step. The same command resumes an interrupted training."""
+
     # random weights learn faster; the methods are those of GS figure 5
     defaults: ClassVar = {
         "method": ("none", "vscale"),

@@ -7,7 +7,6 @@ import pytest
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope.commands.list import listing
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.results.tables import LEADING, SEQUENCE, TOKEN, TOKEN_ID, Column
@@ -41,7 +40,7 @@ def test_a_new_observable_is_a_class_and_a_line_in_the_register(monkeypatch: pyt
     assert (table["depth"] == table["layer"] + 1).all()
     assert set(table["sequence"]) == {0, 1, 2}
     assert table["token"].tolist() == [f"<id {token}>" for token in table["token_id"]]
-    columns = listing("tables")["tables"].query("table == 'last_token'")
+    columns = sinkscope.list("tables").query("table == 'last_token'")
     assert columns["column"].tolist() == ["sequence", "token_id", "token", "depth"]
     assert columns["unit"].tolist()[-1] == "layers"
-    assert "last-token" in listing("observables")["observables"]["observable"].tolist()
+    assert "last-token" in sinkscope.list("observables")["observable"].tolist()

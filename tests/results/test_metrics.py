@@ -9,7 +9,6 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run
-from sinkscope.commands.list import listing
 from sinkscope.measuring.summary import arm_metrics
 from sinkscope.results.metrics import EFFECT, METRICS, RETROFIT, SUMMARY, Metric
 from sinkscope.training.tables import ROWS
@@ -34,7 +33,7 @@ def test_each_metric_is_distinct_and_defined() -> None:
         if field != "definition":
             assert len(set(texts)) == len(texts)
     assert all(name == metric.name for name, metric in METRICS.items())
-    assert list(listing("metrics")["metrics"]["metric"]) == list(METRICS)
+    assert list(sinkscope.list("metrics")["metric"]) == list(METRICS)
 
 
 def test_values_are_printed_in_the_metrics_format() -> None:

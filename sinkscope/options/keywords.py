@@ -1,0 +1,145 @@
+"""The types of the options of Python functions: written by tests/keywords.py from the pydantic fields."""
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Literal, TypedDict
+
+
+class ModelKeywords(TypedDict, total=False):
+    revision: str | None
+    gguf_file: str | None
+    adapter: str | None
+    trust_remote_code: bool
+    allow_pickle: bool
+
+
+class DeviceKeywords(TypedDict, total=False):
+    dtype: Literal["float32", "bfloat16", "float16"] | None
+    device_map: str | None
+    attn: Literal["sdpa", "eager"]
+
+
+class TextKeywords(TypedDict, total=False):
+    input: PathLike[str] | str
+    seq_len: int
+    bos: Literal["auto", "always", "never"]
+
+
+class SequenceKeywords(TypedDict, total=False):
+    dataset: str | None
+    num_seqs: int
+
+
+class SeedKeywords(TypedDict, total=False):
+    seed: int
+
+
+class InputKeywords(SeedKeywords, SequenceKeywords, TextKeywords, total=False):
+    prompt: str | None
+
+
+class ObservableKeywords(TypedDict, total=False):
+    observables: str | Sequence[str] | None
+    positions: int
+    window: int
+    epsilon: float
+
+
+class RunConfigKeywords(ObservableKeywords, InputKeywords, DeviceKeywords, ModelKeywords, total=False):
+    batch_size: int | Literal["auto"]
+    skip_parity: bool
+
+
+class AnalyzeKeywords(RunConfigKeywords, total=False):
+    pass
+
+
+class ControlKeywords(TypedDict, total=False):
+    draws: int
+
+
+class ClaimsKeywords(ControlKeywords, RunConfigKeywords, total=False):
+    nulls: int
+    from_: Sequence[str | PathLike[str]]
+
+
+class InterveneKeywords(ControlKeywords, RunConfigKeywords, total=False):
+    pass
+
+
+class QuantizeKeywords(RunConfigKeywords, total=False):
+    scheme: Literal["linear", "full"]
+    bits_weights: int
+    bits_activations: int
+    bits_kv_cache: int
+    weights_per: Literal["tensor", "channel"]
+    activations_per: Literal["tensor", "token"]
+    kv_cache_per: Literal["tensor", "token", "channel"] | None
+    calibration: int
+
+
+class BenchmarkKeywords(SeedKeywords, DeviceKeywords, ModelKeywords, total=False):
+    tasks: str | Sequence[str]
+    task_path: str | None
+    shots: int | None
+    limit: int | None
+    batch_size: int
+
+
+class TrainingConfigKeywords(SeedKeywords, total=False):
+    steps: int
+    block_length: int
+    batch_size: int
+    accumulation: int
+    learning_rate: float
+    new_learning_rate: float
+    weight_decay: float
+    decay: Literal["matrices", "all"]
+    beta1: float
+    beta2: float
+    clip: float
+    warmup: float
+    schedule: Literal["linear", "cosine", "constant"]
+    only_new: bool
+    bf16: bool
+    save_every: int
+    log_every: int
+    eval_share: float
+
+
+class ArmKeywords(TrainingConfigKeywords, SequenceKeywords, ObservableKeywords, DeviceKeywords, total=False):
+    seeds: int
+    method: str | Sequence[str] | dict[str, str]
+    text: PathLike[str] | str
+    tokens: int | None
+    bos: Literal["auto", "never"]
+    random_tokens: int
+    fixed_position: int | None
+    probe: str | Sequence[str]
+
+
+class RetrofitKeywords(ArmKeywords, ModelKeywords, total=False):
+    pass
+
+
+class TrainKeywords(ArmKeywords, total=False):
+    pass
+
+
+class RunKeywords(InputKeywords, DeviceKeywords, ModelKeywords, total=False):
+    pass
+
+
+class SweepKeywords(DeviceKeywords, ModelKeywords, total=False):
+    quick: bool
+    dry_run: bool
+    engine: Literal["local", "ray"]
+    address: str | None
+    workers: int | Literal["auto"]
+    shard: str | None
+    retry: bool
+    evict: bool
+
+
+class DoctorKeywords(DeviceKeywords, ModelKeywords, total=False):
+    pass
