@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sinkscope.errors import SinkscopeError as SinkscopeError
     from sinkscope.measuring.intervening import intervening as intervening
     from sinkscope.measuring.quantization_study import calibrate_ranges as calibrate_ranges
+    from sinkscope.measuring.watching import watch as watch
     from sinkscope.output.run import Run as Run
     from sinkscope.output.series import Series as Series
     from sinkscope.output.side_by_side import compare as compare
@@ -57,6 +58,7 @@ _PUBLIC = {
     "errors": ("InputError", "SinkscopeError"),
     "measuring.intervening": ("intervening",),
     "measuring.quantization_study": ("calibrate_ranges",),
+    "measuring.watching": ("watch",),
     "output.run": ("Run",),
     "output.series": ("Series",),
     "output.side_by_side": ("compare",),

@@ -137,10 +137,10 @@ MUTATIONS = [
     *_mutations(
         TRACER_TESTS,
         ("gate: what it is divided by", TRACER, "share_left", "/ before.square()", "/ after.square()"),
-        ("gate: tokens in reverse", TRACER, "Tracer._see_gate", "part.output.detach()", "part.output.detach().flip(1)"),
+        ("gate: tokens in reverse", TRACER, "Reader._see_gate", '"output")).detach()', '"output")).detach().flip(1)'),
         ("positions: their offset", TRACER, "model_inputs", "batch.position_ids.to(device) + first_position",
          "batch.position_ids.to(device) + first_position + 1"),
-        ("registers: counted as text", TRACER, "Tracer._read_layers",
+        ("registers: counted as text", TRACER, "Reader.sought",
          "batch = batch.with_registers(self.registers)", "pass"),
         ("loss: sign of its gradient", LOSSES, "loss_and_gradient", "-torch.ones_like(", "torch.ones_like("),
         ("loss: gradient of the last token", LOSSES, "loss_and_gradient", ".masked_fill_(ignored[part], 0.0)", ""),
@@ -185,7 +185,7 @@ MUTATIONS = [
     ),
     *_mutations(
         BRANCH_TESTS,
-        ("site: only its last term", TRACER, "Tracer._read_layers", "_added(added if at else None", "_added(None"),
+        ("site: only its last term", TRACER, "Reader.sought", "_added(added if at else None", "_added(None"),
         ("site: a branch is not scaled", TRACER, "_added", "else scale * term", "else term"),
     ),
     *_mutations(

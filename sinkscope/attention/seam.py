@@ -27,7 +27,7 @@ from sinkscope.attention.taps import NAME, Interceptor, Seam, attends_by_us, den
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.edits import Attend, attending_by
 from sinkscope.models.family import Family
-from sinkscope.models.in_memory import own_configurations
+from sinkscope.models.in_memory import outside_autocast, own_configurations
 
 KEPT = ("sdpa", "eager")  # attention implementations whose masks this module can read
 _lock = threading.Lock()  # two threads may open seams on one model
@@ -100,10 +100,14 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @contextmanager
-def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> Iterator[dict[int, Seam]]:
+def open_seam(
+    model: PreTrainedModel, family: Family, kernel: str = "sdpa", aside: bool = False
+) -> Iterator[dict[int, Seam]]:
     """Put a seam into every attention layer until the end of the block, and yield the seams by layer.
 
-    `kernel` is "sdpa" (fused) or "eager" (the reference). A model with open seams raises SinkscopeError.
+    `kernel` is "sdpa" (fused) or "eager" (the reference). With `aside`, the model computes what it computes without
+    seams, bit for bit; in this thread, the taps then run on the same tensors, without gradient and dropout. A model
+    with open seams raises SinkscopeError.
     """
     attentions = family.attentions(model)
     seams = {layer: Seam(kernel, family.door, family.causal, family.prefix) for layer in attentions}
@@ -113,6 +117,9 @@ def open_seam(model: PreTrainedModel, family: Family, kernel: str = "sdpa") -> I
                 raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
             for layer, attention in attentions.items():
                 attention.add_module(NAME, seams[layer])
+                # a term computes its attention through the interceptor, with or without taps
+                if aside and (family.door == "interface" or denominator_of(attention) is None):
+                    seams[layer].beside = threading.get_ident()
                 stack.callback(attention._modules.pop, NAME, None)
         for attention in attentions.values() if family.door == "interceptor" else ():
             if denominator_of(attention) is None:  # a module with a term is already watched
@@ -131,8 +138,14 @@ def _interface(model: PreTrainedModel) -> Iterator[None]:
 
     def attend_if_ours(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call `attend` if the module is measured or changed, or else its own function, as for another model."""
-        is_ours = hasattr(module, NAME) or attends_by_us(module)
-        return (attend if is_ours else own)(module, *args, **kwargs)
+        seam: Seam | None = getattr(module, NAME, None)
+        if seam is None or seam.beside is None:
+            return (attend if seam is not None or attends_by_us(module) else own)(module, *args, **kwargs)
+        mix = without_seam(attend if attends_by_us(module) else own, module, args, kwargs)
+        if seam.beside == threading.get_ident():
+            with torch.no_grad(), outside_autocast():
+                attend(module, *args, **kwargs | {"dropout": 0.0})
+        return mix
 
     configs = (vars(module).get("config") for module in model.modules())
     names = {config._attn_implementation for config in configs if isinstance(config, PreTrainedConfig)}
@@ -141,6 +154,16 @@ def _interface(model: PreTrainedModel) -> Iterator[None]:
             stack.enter_context(attention_implementation(model, "sdpa"))
         stack.enter_context(attending_by(model, attend_if_ours))
         yield
+
+
+def without_seam(own: Attend, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call an attention function on a module without its seam."""
+    seam = module._modules.pop(NAME, None)
+    try:
+        return own(module, *args, **kwargs)
+    finally:
+        if seam is not None:  # None if another thread calls without it
+            module._modules[NAME] = seam
 
 
 @contextmanager

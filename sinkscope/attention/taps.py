@@ -8,8 +8,9 @@ import math
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from sinkscope.attention.kernels import (
     upcast,
 )
 from sinkscope.models.edits import MATMULS, SOFTMAXES
+from sinkscope.models.in_memory import outside_autocast
 
 NAME = "sinkscope"  # name of the attention implementation, and of the seam inside each attention module
 
@@ -49,6 +51,7 @@ class Seam(nn.Module):
         self.causal = causal
         self.prefix = prefix
         self.order = self.ORDER[door]
+        self.beside: int | None = None  # the thread whose calls the taps see beside the model's own computation
         self.call: AttentionCall | None = None  # the last one
         self.forbidden: tuple[ForbiddenKeys, ...] = ()
         self.scaling: float | None = None  # found by the interceptor in its first call
@@ -169,17 +172,25 @@ class Interceptor(TorchFunctionMode, threading.local):
             frame = frame.f_back
         if frame is None:  # the module's forward is not running
             return func(*args, **kwargs)
+        part = self._part(func, args, kwargs)
+        if part is None or self.seam.beside is None:
+            return (part or func)(*args, **kwargs)
+        own = func(*args, **kwargs)
+        if self.seam.beside == threading.get_ident():
+            with torch.no_grad(), outside_autocast():
+                part(*args, **kwargs)
+        return own
+
+    def _part(self, func: Any, args: tuple, kwargs: dict) -> Callable[..., torch.Tensor] | None:
+        """Return what computes a part of attention in place of this call; None for any other call."""
         if func is F.scaled_dot_product_attention:
-            return self._fused(*args, **kwargs)
+            return self._fused
         if func in SOFTMAXES and self.awaited == "softmax":
-            return self._softmax(func, args, kwargs)
+            return partial(self._softmax, func)
         # both factors have a batch axis, unlike in a projection written as x @ W.T (Falcon)
         if func in MATMULS and kwargs.get("batch2", args[-1]).dim() >= 3:
-            if self.awaited == "logits":
-                return self._logits(func, args, kwargs)
-            if self.awaited == "mix":
-                return self._mix(func, args, kwargs)
-        return func(*args, **kwargs)
+            return {"logits": partial(self._logits, func), "mix": partial(self._mix, func)}.get(self.awaited)
+        return None
 
     def _fused(
         self,
@@ -198,7 +209,8 @@ class Interceptor(TorchFunctionMode, threading.local):
             return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = seam.query(query), seam.key(self._own_heads(key)), self._own_heads(value)
-        call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout_p, causal=seam.causal)
+        dropout = dropout_p if seam.beside is None else 0.0
+        call = AttentionCall(attn_mask, scaling, forbidden=seam.forbidden, dropout=dropout, causal=seam.causal)
         if self.denominator is not None:
             call = self.denominator.added_to(call, query, self._own_bias(attn_mask))
         seam.call = call  # only for observers: another thread may run the same module
@@ -210,7 +222,7 @@ class Interceptor(TorchFunctionMode, threading.local):
             mix, _ = seam.kernel(query, key, tapped, call)
         return seam.mix(mix.transpose(1, 2)).transpose(1, 2)
 
-    def _logits(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    def _logits(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         # baddbmm has the bias (ALiBi) as first argument, and its factors may be keyword arguments
         named = "batch1" in kwargs and "batch2" in kwargs
         query, key_t = (kwargs["batch1"], kwargs["batch2"]) if named else args[-2:]
@@ -223,7 +235,7 @@ class Interceptor(TorchFunctionMode, threading.local):
             return func(*args, **kwargs | {"batch1": query, "batch2": key_t})
         return func(*args[:-2], query, key_t, **kwargs)
 
-    def _softmax(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    def _softmax(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         scores = self._heads(args[0])
         if self.seam.scaling is None:
             self.seam.scaling = found_scaling(self.query, self.key, scores)
@@ -260,7 +272,7 @@ class Interceptor(TorchFunctionMode, threading.local):
         keys = repeat_heads(self.key, scores.shape[1]).gather(2, own.expand(*own.shape[:3], self.key.shape[-1]))
         return bias - term.scaling * torch.linalg.vecdot(upcast(self.query), upcast(keys))
 
-    def _mix(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    def _mix(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         weights, value = args
         value_heads = self._heads(value)
         value_heads = repeat_heads(self.seam.value(self._own_heads(value_heads)), value_heads.shape[1])

@@ -19,7 +19,7 @@ from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import summarize
 from sinkscope.measuring.tables import publish
-from sinkscope.measuring.tracer import open_tracer
+from sinkscope.measuring.tracer import Reader, open_tracer
 from sinkscope.models.family import text_tower
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results import manifest
@@ -130,22 +130,25 @@ def measure(
         if follow_ups:
             tracer.forward(next(inputs.batches(1)), follow_ups)
         raw |= tables_of(follow_ups)
-        # targets of a layer's attention other than the text
-        outside: dict[str, list[int]] = defaultdict(list)
-        for layer, attention in family.attentions(tracer.model).items():
-            term, call = denominator_of(attention), tracer.seams[layer].call
-            if term is not None:
-                outside[term.called].append(layer)
-            elif call is not None and call.sink_logits is not None:
-                outside["the model's own sink logits"].append(layer)
-            if tracer.registers:
-                outside["register tokens"].append(layer)
-        facts.outside = dict(outside)
-        calls = {layer: seam.call for layer, seam in tracer.seams.items() if seam.call is not None}
-        facts.scaling = tuple(calls[at].scaling if at in calls else math.nan for at in range(tracer.depth))
+        facts.scaling, facts.outside = attended(tracer)
     tables = publish(raw, loaded, inputs.condition)
     summary = summarize(tables, inputs, family, facts.scaling, facts.loss, facts.outside)
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
+
+
+def attended(reader: Reader) -> tuple[tuple[float, ...], dict[str, list[int]]]:
+    """Return the scale of each layer's logits, and targets of attention other than the text with their layers."""
+    outside: dict[str, list[int]] = defaultdict(list)
+    for layer, attention in reader.family.attentions(reader.model).items():
+        term, call = denominator_of(attention), reader.seams[layer].call
+        if term is not None:
+            outside[term.called].append(layer)
+        elif call is not None and call.sink_logits is not None:
+            outside["the model's own sink logits"].append(layer)
+        if reader.registers:
+            outside["register tokens"].append(layer)
+    calls = {layer: seam.call for layer, seam in reader.seams.items() if seam.call is not None}
+    return tuple(calls[at].scaling if at in calls else math.nan for at in range(reader.depth)), dict(outside)
 
 
 def settings_of(subject: Subject, config: RunConfig, positions: int = 0) -> Settings:

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import MASKED, grouped_matmul, repeat_heads, upcast
-from sinkscope.attention.seam import open_seam
+from sinkscope.attention.seam import open_seam, without_seam
 from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError, is_out_of_memory
@@ -79,15 +79,15 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
         if module not in layers:
             return own(module, *args, **kwargs)
         if attends_by_us(module):
-            return _without_seam(own, module, args, kwargs)
+            return without_seam(own, module, args, kwargs)
         try:  # in float32 or better
             given, named = _converted(torch.float32, (args, kwargs))
-            theirs = _without_seam(own, module, given, named)
+            theirs = without_seam(own, module, given, named)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             given, named = args, kwargs  # the function supports half precision only
-            theirs = _without_seam(own, module, given, named)
+            theirs = without_seam(own, module, given, named)
         seam: Any = getattr(module, NAME)
         seen: dict[str, torch.Tensor] = {}
         with ExitStack() as hooks:
@@ -105,15 +105,6 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
     # `own` calls the seam if the module has one, else the model's own function
     with open_seam(model, family), attending_by(model, compared):
         yield found
-
-
-def _without_seam(own: Attend, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    seam = module._modules.pop(NAME)
-    try:
-        given: tuple = own(module, *args, **kwargs)
-        return given
-    finally:
-        module._modules[NAME] = seam
 
 
 def _converted(dtype: torch.dtype, given: Any) -> Any:

@@ -3,14 +3,15 @@
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import compress, count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -46,8 +47,19 @@ STATISTICS = 8  # statistics by head and token that observables keep of a layer
 KEPT, KEPT_ELSEWHERE = {"cpu": 2**22}, 2**26
 
 
-class Tracer:
-    """A model with its seams in place, wrapped by nnsight. Created by `open_tracer`. It computes outside autocast."""
+class Address(NamedTuple):
+    """A value of a forward pass: a module's `output`, its first `input`, or all its `inputs` (args, kwargs)."""
+
+    layer: int
+    path: str  # of the module, relative to the layer
+    end: str
+
+
+Sought = Generator[Address, Any, None]  # yields the addresses that a forward pass reaches, and is sent their values
+
+
+class Reader:
+    """Reads every site of one forward pass into observables, in the order in which the pass reaches them."""
 
     def __init__(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam], first: int = 0) -> None:
         self.model = model
@@ -55,21 +67,176 @@ class Tracer:
         self.seams = seams  # by layer, for the layers that have attention
         self.first = first  # the first layer that is read
         self.depth = len(family.layer_modules(model))
-        with one_thread, warnings.catch_warnings():  # nnsight warns of submodules called `output`: see `_part`
-            warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
-            self.traced = _Traced(model)
         self.registers = registers_before(model)
         self.values_are_gated = any(isinstance(module, ValuePart) for module in model.modules())
         self._attended: list[torch.Tensor] = []  # values and mix of the current layer, for its gate
         self._finite = _Finite()
         self._kept = 0  # numbers that observables keep of the current batch's layers
 
+    def sought(self, batch: Batch, observables: Sequence[Observable]) -> Sought:
+        """Read every site in the order in which the forward pass reaches it, register tokens first.
+
+        OutOfOrderError is to be thrown for an address that the pass does not reach.
+        """
+        batch = batch.with_registers(self.registers)
+        wanted = {site for observable in observables for site in observable.sites}
+        if not self.values_are_gated:
+            wanted.discard("raw_value")
+        stacking = [observable for observable in observables if observable.stacks]
+        stacked = {"layer_out", *(site for observable in stacking for site in observable.sites)}
+        stacks = _Stacks(batch, self.depth * len(stacked), partial(self._see_stack, stacking, batch))
+        last_tensor: torch.Tensor | None = None
+        added: torch.Tensor | None = None  # the sum of a site's terms so far
+        self._finite, self._kept = _Finite(), 0
+        for layer in range(self.first, self.depth):
+            block = self.family.block(layer)
+            self._attended = []
+            for site, at in _reading_order(block, wanted, self.family.gated):
+                watching = [observable for observable in observables if site in observable.sites]
+                if site == "raw_value":
+                    (_, value), _ = yield self._inside(layer, RETROFIT, "inputs")
+                    for observable in watching:
+                        observable.watch_raw_value(layer, value, batch)
+                    continue
+                if site in ("attention", "gate"):
+                    see = self._see_attention if site == "attention" else self._see_gate
+                    yield from see(layer, watching, batch)
+                    continue
+                terms = block.terms(site)
+                path, _, end = terms[at].address.rpartition(".")
+                tensor = first_tensor((yield Address(layer, path, end)))
+                # a layer's input is the previous layer's output: reduce it once
+                if tensor is not last_tensor or len(terms) > 1:
+                    stream = self.family.stream(tensor.detach())
+                    added = _added(added if at else None, stream, terms[at].scale, batch)
+                    reading, last_tensor = Reading(added, batch), tensor
+                if at < len(terms) - 1:
+                    continue
+                if site in stacked:
+                    stacks.add(layer, site, reading)
+                for observable in watching:
+                    if observable.backward:
+                        observable.watch(layer, site, tensor, batch, terms[at].scale)
+                    elif not observable.stacks:
+                        observable.see(layer, site, reading, batch)
+            if layer == self.depth - 1 or self._kept > KEPT.get(self.model.device.type, KEPT_ELSEWHERE):
+                stacks.see_all()
+                self._finish(observables, batch)
+
+    def _finish(self, observables: Sequence[Observable], batch: Batch) -> None:
+        """Reduce what observables keep of the batch."""
+        for observable in observables:
+            observable.finish(batch)
+        self._finite.finish(batch)
+        deliver([*observables, self])
+        self._kept = 0
+
+    def _see_stack(self, observables: Sequence[Observable], batch: Batch, stack: Stack) -> None:
+        for layer, site, at in stack.sites:
+            if site == "layer_out":
+                self._finite.add(layer, stack.reading.once(token_norms)[:, at])
+        for observable in observables:
+            own = [each for each in stack.sites if each[1] in observable.sites]
+            if own:
+                observable.see_stack(Stack(own, stack.reading), batch)
+
+    def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> Sought:
+        """Pass values and gates to observables: a retrofit's, or the share of each head that the model's own leaves."""
+        if self.family.gated:
+            if not self._attended:  # no observable has read this layer's attention
+                for name in ("value", "mix"):
+                    self._attended.append((yield self._tap(layer, name)).detach())
+            value, mix = self._attended
+            gate = share_left(mix, (yield self._inside(layer, self.family.output, "input")).detach())
+            value = value.transpose(1, 2)
+        else:
+            # multiplies values or heads' outputs; its inputs hold raw values
+            (_, value), _ = yield self._inside(layer, RETROFIT, "inputs")
+            value, gate = value.detach(), (yield self._inside(layer, RETROFIT, "output")).detach()
+        for observable in watching:
+            observable.see_gate(layer, gate, value, batch)
+
+    def _see_attention(self, layer: int, watching: Sequence[Observable], batch: Batch) -> Sought:
+        read = yield from self._attention(layer, batch)
+        plain = read.detached()
+        self._finite.add(layer, plain.lse.sum(1, dtype=torch.float64))
+        self._kept += STATISTICS * plain.lse.numel()
+        for observable in watching:
+            if not observable.backward:
+                observable.see_attention(layer, plain, batch)
+        backward = [observable for observable in watching if observable.backward]
+        if backward or self.family.gated:
+            mix = yield self._tap(layer, "mix")
+            self._attended = [plain.value, mix.detach()]
+            for observable in backward:
+                observable.watch_attention(layer, read, mix, batch)
+
+    def _inside(self, layer: int, name: str, end: str) -> Address:
+        """Return the address of a submodule of a layer's attention module."""
+        return Address(layer, f"{self.family.block(layer).attention}.{name}", end)
+
+    def _tap(self, layer: int, name: str) -> Address:
+        return self._inside(layer, f"{NAME}.{name}", "output")
+
+    def reached(self) -> Iterator[nn.Module]:
+        """Yield the modules whose values `sought` may ask for; the seams have to be open."""
+        inside = (RETROFIT, self.family.output, *(f"{NAME}.{tap}" for tap in Seam.ORDER["interface"]))
+        for layer, module in enumerate(self.family.layer_modules(self.model)):
+            block = self.family.block(layer)
+            paths = {term.address.rpartition(".")[0] for site in block.sites for term in block.terms(site)}
+            paths |= {f"{block.attention}.{name}" for name in inside}
+            yield from (part for path, part in module.named_modules() if path in paths)
+
+    def check_finite(self) -> None:
+        """Raise SinkscopeError for NaN or infinity, which in the tables would look like a head without a sink."""
+        if self._finite.without:
+            layer = min(self._finite.without)
+            halves = self.model.dtype in (torch.float16, torch.bfloat16)
+            advice = "try --dtype float32" if halves else "check its weights"
+            raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
+
+    def _attention(self, layer: int, batch: Batch) -> Generator[Address, Any, AttentionRead]:
+        seam, seen = self.seams[layer], dict[str, torch.Tensor]()
+        unrecognized = SinkscopeError(
+            f"layer {layer}: its attention is not one softmax of q·k over the whole sequence, or not in a form that "
+            "sinkscope recognizes; see `sinkscope doctor`"
+        )
+        try:
+            for name in seam.order:
+                if name != "mix":
+                    seen[name] = yield self._tap(layer, name)
+        except OutOfOrderError as error:  # a tap that never ran
+            raise unrecognized from error
+        sequences, length = batch.token_ids.shape
+        keys = seen["key"].shape[2]
+        if seam.call is not None and keys != length:
+            raise SinkscopeError(
+                f"layer {layer} attends to {keys} keys for {length} tokens: keys that belong to no token are not "
+                "measured"
+            )
+        if seam.call is None or seen["lse"].shape != (sequences, seen["query"].shape[1], length) or keys != length:
+            raise unrecognized
+        tensors = {name: getattr(seam.call, name) for name in ("mask", "sink_logits", "scores")}
+        call = replace(seam.call, **{name: x.detach() for name, x in tensors.items() if x is not None})
+        seam.call = replace(call, scores=None)  # T × T with its graph: freed as soon as it is read
+        return AttentionRead(**seen, call=call, batch=batch)
+
+
+class Tracer(Reader):
+    """A model with its seams in place, wrapped by nnsight. Created by `open_tracer`. It computes outside autocast."""
+
+    def __init__(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam], first: int = 0) -> None:
+        super().__init__(model, family, seams, first)
+        with one_thread, warnings.catch_warnings():  # nnsight warns of submodules called `output`: see `_part`
+            warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
+            self.traced = _Traced(model)
+
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized."""
         inputs = self._inputs(batch, with_logits=False)
         with outside_autocast(), torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables)
-        self._check_finite()
+        self.check_finite()
 
     def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         """Run one forward pass with logits and return the summed cross-entropy of each sequence, (B,).
@@ -82,7 +249,7 @@ class Tracer:
         with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             self._read_layers(batch, observables)
             losses = save(loss_in_chunks(self.traced.output.logits, batch))
-        self._check_finite()
+        self.check_finite()
         return losses.cpu()
 
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
@@ -109,7 +276,7 @@ class Tracer:
             torch.autograd.grad(logits, embeddings, gradient)
             losses = save(found)
         self._finish(observables, batch.with_registers(self.registers))
-        self._check_finite()
+        self.check_finite()
         return losses.cpu()
 
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -153,137 +320,19 @@ class Tracer:
         return model_inputs(self.model, batch, with_logits, self.family.first_position)
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
-        """Read every site in the order in which the forward pass reaches it, register tokens first."""
-        batch = batch.with_registers(self.registers)
-        wanted = {site for observable in observables for site in observable.sites}
-        if not self.values_are_gated:
-            wanted.discard("raw_value")
-        stacking = [observable for observable in observables if observable.stacks]
-        stacked = {"layer_out", *(site for observable in stacking for site in observable.sites)}
-        stacks = _Stacks(batch, self.depth * len(stacked), partial(self._see_stack, stacking, batch))
-        last_tensor: torch.Tensor | None = None
-        added: torch.Tensor | None = None  # the sum of a site's terms so far
-        self._finite, self._kept = _Finite(), 0
-        for layer in range(self.first, self.depth):
-            block = self.family.block(layer)
-            self._attended = []
-            for site, at in _reading_order(block, wanted, self.family.gated):
-                watching = [observable for observable in observables if site in observable.sites]
-                if site == "raw_value":
-                    (_, value), _ = self._inside(layer, RETROFIT).inputs
-                    for observable in watching:
-                        observable.watch_raw_value(layer, value, batch)
-                    continue
-                if site in ("attention", "gate"):
-                    see = self._see_attention if site == "attention" else self._see_gate
-                    see(layer, watching, batch)
-                    continue
-                terms = block.terms(site)
-                path, _, end = terms[at].address.rpartition(".")
-                tensor = first_tensor(getattr(_part(self._envoy(layer), path), end))
-                # a layer's input is the previous layer's output: reduce it once
-                if tensor is not last_tensor or len(terms) > 1:
-                    stream = self.family.stream(tensor.detach())
-                    added = _added(added if at else None, stream, terms[at].scale, batch)
-                    reading, last_tensor = Reading(added, batch), tensor
-                if at < len(terms) - 1:
-                    continue
-                if site in stacked:
-                    stacks.add(layer, site, reading)
-                for observable in watching:
-                    if observable.backward:
-                        observable.watch(layer, site, tensor, batch, terms[at].scale)
-                    elif not observable.stacks:
-                        observable.see(layer, site, reading, batch)
-            if layer == self.depth - 1 or self._kept > KEPT.get(self.model.device.type, KEPT_ELSEWHERE):
-                stacks.see_all()
-                self._finish(observables, batch)
-
-    def _finish(self, observables: Sequence[Observable], batch: Batch) -> None:
-        """Reduce what observables keep of the batch."""
-        for observable in observables:
-            observable.finish(batch)
-        self._finite.finish(batch)
-        deliver([*observables, self])
-        self._kept = 0
-
-    def _see_stack(self, observables: Sequence[Observable], batch: Batch, stack: Stack) -> None:
-        for layer, site, at in stack.sites:
-            if site == "layer_out":
-                self._finite.add(layer, stack.reading.once(token_norms)[:, at])
-        for observable in observables:
-            own = [each for each in stack.sites if each[1] in observable.sites]
-            if own:
-                observable.see_stack(Stack(own, stack.reading), batch)
-
-    def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
-        """Pass values and gates to observables: a retrofit's, or the share of each head that the model's own leaves."""
-        if self.family.gated:
-            if not self._attended:  # no observable has read this layer's attention
-                self._attended = [getattr(self._inside(layer), name).output.detach() for name in ("value", "mix")]
-            value, mix = self._attended
-            gate = share_left(mix, self._inside(layer, self.family.output).input.detach())
-            value = value.transpose(1, 2)
-        else:
-            part = self._inside(layer, RETROFIT)  # multiplies values or heads' outputs; its inputs hold raw values
-            (_, value), _ = part.inputs
-            value, gate = value.detach(), part.output.detach()
-        for observable in watching:
-            observable.see_gate(layer, gate, value, batch)
-
-    def _see_attention(self, layer: int, watching: Sequence[Observable], batch: Batch) -> None:
-        read = self._attention(layer, batch)
-        plain = read.detached()
-        self._finite.add(layer, plain.lse.sum(1, dtype=torch.float64))
-        self._kept += STATISTICS * plain.lse.numel()
-        for observable in watching:
-            if not observable.backward:
-                observable.see_attention(layer, plain, batch)
-        backward = [observable for observable in watching if observable.backward]
-        if backward or self.family.gated:
-            mix = self._inside(layer).mix.output
-            self._attended = [plain.value, mix.detach()]
-            for observable in backward:
-                observable.watch_attention(layer, read, mix, batch)
-
-    def _inside(self, layer: int, name: str = NAME) -> Any:
-        """Return a submodule of a layer's attention module, by default its taps."""
-        return _part(self._envoy(layer), f"{self.family.block(layer).attention}.{name}")
-
-    def _check_finite(self) -> None:
-        """Raise SinkscopeError for NaN or infinity, which in the tables would look like a head without a sink."""
-        if self._finite.without:
-            layer = min(self._finite.without)
-            halves = self.model.dtype in (torch.float16, torch.bfloat16)
-            advice = "try --dtype float32" if halves else "check its weights"
-            raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
+        """Read every site from the current trace."""
+        sought = self.sought(batch, observables)
+        with suppress(StopIteration):
+            address = next(sought)
+            while True:
+                try:
+                    value = getattr(_part(self._envoy(address.layer), address.path), address.end)
+                except OutOfOrderError as error:
+                    sought.throw(error)
+                address = sought.send(value)
 
     def _envoy(self, layer: int) -> Any:
         return _part(self.traced, self.family.layers)[layer]
-
-    def _attention(self, layer: int, batch: Batch) -> AttentionRead:
-        taps, seam = self._inside(layer), self.seams[layer]
-        unrecognized = SinkscopeError(
-            f"layer {layer}: its attention is not one softmax of q·k over the whole sequence, or not in a form that "
-            "sinkscope recognizes; see `sinkscope doctor`"
-        )
-        try:
-            seen = {name: getattr(taps, name).output for name in seam.order if name != "mix"}
-        except OutOfOrderError as error:  # a tap that never ran
-            raise unrecognized from error
-        sequences, length = batch.token_ids.shape
-        keys = seen["key"].shape[2]
-        if seam.call is not None and keys != length:
-            raise SinkscopeError(
-                f"layer {layer} attends to {keys} keys for {length} tokens: keys that belong to no token are not "
-                "measured"
-            )
-        if seam.call is None or seen["lse"].shape != (sequences, seen["query"].shape[1], length) or keys != length:
-            raise unrecognized
-        tensors = {name: getattr(seam.call, name) for name in ("mask", "sink_logits", "scores")}
-        call = replace(seam.call, **{name: x.detach() for name, x in tensors.items() if x is not None})
-        seam.call = replace(call, scores=None)  # T × T with its graph: freed as soon as it is read
-        return AttentionRead(**seen, call=call, batch=batch)
 
 
 def _part(envoy: Any, path: str) -> Any:

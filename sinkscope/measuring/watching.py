@@ -1,0 +1,306 @@
+"""Measures the calls of a model that the user's own code makes: in a training loop, or where it is served.
+
+    with sinkscope.watch(model) as seen:
+        loss = model(**batch).loss
+    seen.sink_rate, seen.massive
+
+Nothing is computed for the user in another way: hooks read the sites of the layers, and the taps of attention run on
+the same queries, keys and values after the model's own function, without gradient (`open_seam` with `aside`). Hooks and
+taps are in the model only while a call is measured, so that a backward pass that computes a layer once more (gradient
+checkpointing), also after the block, runs the model as it is.
+"""
+
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from sinkscope.attention.seam import open_seam
+from sinkscope.attention.taps import NAME
+from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
+from sinkscope.measuring.measure import attended
+from sinkscope.measuring.nnsight import OutOfOrderError
+from sinkscope.measuring.observables import OBSERVABLES, check_names
+from sinkscope.measuring.observables.observable import Observable, accumulated, merge
+from sinkscope.measuring.parity import check_beforehand
+from sinkscope.measuring.passes import tables_of
+from sinkscope.measuring.subject import load_model, row_or_calibrated
+from sinkscope.measuring.summary import summarize
+from sinkscope.measuring.tables import publish
+from sinkscope.measuring.tracer import Reader, Sought
+from sinkscope.models.edits import first_argument
+from sinkscope.models.family import Family
+from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, outside_autocast, undisturbed
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.measuring import ObservableOptions, make_config
+from sinkscope.options.option import checked
+from sinkscope.results.run import RunData
+from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import TokenInputs
+
+CONDITION = "watched"  # in tables
+
+
+class Largest(NamedTuple):
+    """The largest entry of the layers' outputs."""
+
+    value: float
+    layer: int
+    coordinate: int
+    sequence: int
+    position: int
+    token_id: int
+    token: str
+
+
+def largest_of(massive: pd.DataFrame) -> Largest:
+    """Return the largest entry of the table `massive`."""
+    row = massive.loc[massive["value"].abs().idxmax()]
+    return Largest(*(row[name] for name in Largest._fields))
+
+
+class NotMeasured(Exception):
+    """The reason why a call is not measured."""
+
+
+class Watched:
+    """The measurements of all calls in a block of `watch` so far."""
+
+    def __init__(self, loaded: LoadedModel, family: Family, settings: ObservableOptions) -> None:
+        self.loaded, self.family, self.settings = loaded, family, settings
+        self.calls = 0  # measured
+        self.skipped: Counter[str] = Counter()  # reason → the number of calls that are not measured for it
+        self._names = _observables(loaded, family, settings.observables)
+        self._sequences: list[np.ndarray] = []
+        self._observables: list[Observable] = []
+        self._attended: tuple[tuple[float, ...], dict[str, list[int]]] = (), {}
+        self._call: _Call | None = None  # the one that is being measured
+        self._lock = threading.Lock()  # for calls of several threads
+
+    @property
+    def sink_rate(self) -> float:
+        """The share of heads in which position 0 is a sink."""
+        return self.metric("sink_rate")
+
+    @property
+    def massive(self) -> Largest:
+        """The largest entry of the layers' outputs, with its layer, coordinate and token."""
+        return largest_of(self.tables["massive"])
+
+    def metric(self, name: str, layer: int = -1) -> float:
+        """Return a metric of `sinkscope list metrics`, by default of the whole model; NaN if it is not measured."""
+        return RunData({}, self.tables).metric(name, layer)
+
+    @property
+    def tables(self) -> Mapping[str, pd.DataFrame]:
+        """The tables of `analyze` on the sequences of all measured calls. Raises SinkscopeError before the first."""
+        if not self._observables:
+            reasons = "; ".join(f"{reason} ({count} ×)" for reason, count in self.skipped.items())
+            raise SinkscopeError(f"no call of the model was measured{reasons and ': '}{reasons}")
+        return self._tables
+
+    @cached_property
+    def _tables(self) -> dict[str, pd.DataFrame]:
+        inputs = TokenInputs(CONDITION, tuple(self._sequences), "", "")
+        raw = {
+            name: table[table["position"] < inputs.longest] if "position" in table else table
+            for name, table in tables_of(self._observables).items()
+        }
+        tables = publish(raw, self.loaded, CONDITION)
+        scaling, outside = self._attended
+        summary = summarize(tables, inputs, self.family, scaling, outside=outside)
+        return tables | publish({"summary": summary}, self.loaded, CONDITION)
+
+    # --- hooks of the model
+
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Begin to read a call of the model, unless there is a reason not to."""
+        if not self._lock.acquire(blocking=False):
+            self.skipped["another call was being measured"] += 1
+            return
+        try:
+            given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+            batch = _batch(given | given.pop("kwargs", {}), len(self._sequences))
+            observables = [OBSERVABLES[name](self.settings) for name in self._names]
+            for observable in observables:
+                observable.prepare(self.loaded.model, self.family, 0)
+            self._call = _Call(self.loaded, self.family, batch, observables)
+        except Exception as error:
+            self._skip(error)
+            self._lock.release()
+
+    def end(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Add what was read of a call; also called if the call has failed."""
+        call = self._call
+        if call is None or call.thread != threading.get_ident():
+            return
+        self._call = None
+        try:
+            call.close()
+            self._add(call)
+        except Exception as error:
+            self._skip(error)
+        finally:
+            self._lock.release()
+
+    def _add(self, call: "_Call") -> None:
+        for mine, new in zip(self._observables, call.observables, strict=False):  # none before the first call
+            merge(accumulated(mine), accumulated(new))
+        self._observables = self._observables or call.observables
+        rows = zip(call.batch.token_ids.numpy(), call.batch.start.tolist(), call.batch.lengths.tolist(), strict=True)
+        self._sequences += [ids[start : start + length] for ids, start, length in rows]
+        self._attended = attended(call.reader)
+        self.calls += 1
+        vars(self).pop("_tables", None)
+
+    def _skip(self, error: Exception) -> None:
+        if was_interrupted(error):
+            raise error
+        known = isinstance(error, NotMeasured | InputError | SinkscopeError)
+        self.skipped[str(error) if known else described(error)] += 1
+
+
+class _Call:
+    """One call of the model while it runs: the modules' hooks send the values that the reader seeks."""
+
+    def __init__(self, loaded: LoadedModel, family: Family, batch: Batch, observables: list[Observable]) -> None:
+        self.batch, self.observables = batch, observables
+        self.thread = threading.get_ident()
+        self.failure: Exception | None = None
+        self._hooks = ExitStack()
+        with ExitStack() as stack:
+            attentions = family.attentions(loaded.model)
+            seams = {layer: seam for layer, part in attentions.items() if (seam := getattr(part, NAME, None))}
+            # an intervention, or another block of `watch`, has opened them
+            seams = seams or stack.enter_context(open_seam(loaded.model, family, aside=True))
+            self.reader = Reader(loaded.model, family, seams)
+            self._layers = family.layer_modules(loaded.model)
+            self._sought: Sought = self.reader.sought(batch, observables)
+            self._awaited: tuple[nn.Module | None, str] = None, ""
+            for module in self.reader.reached():
+                stack.enter_context(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(self._after))
+            self._send(None)
+            self._hooks = stack.pop_all()
+
+    def close(self) -> None:
+        """Restore the model. Raises the exception that ended the reading, or SinkscopeError for an incomplete one."""
+        self._hooks.close()
+        if self.failure is None and self._awaited[0] is not None:
+            self._advance(lambda: self._sought.throw(OutOfOrderError("the call ended before its last layer")))
+        if self.failure is not None:
+            raise self.failure
+        self.reader.check_finite()
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        while self._is_awaited(module, "input", "inputs"):
+            self._send(first_argument(args, kwargs) if self._awaited[1] == "input" else (args, kwargs))
+
+    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        while self._is_awaited(module, "output"):
+            self._send(output)
+
+    def _is_awaited(self, module: nn.Module, *ends: str) -> bool:
+        awaited, end = self._awaited
+        return awaited is module and end in ends and self.thread == threading.get_ident()
+
+    def _send(self, value: Any) -> None:
+        self._advance(lambda: self._sought.send(value))
+
+    def _advance(self, go_on: Any) -> None:
+        """Let the reader go on to the next value that it seeks; its exceptions do not reach the user's call."""
+        self._awaited = None, ""
+        try:
+            with torch.no_grad(), outside_autocast(), on_cpu_by_default():
+                layer, path, end = go_on()
+            self._awaited = self._layers[layer].get_submodule(path), end
+        except StopIteration:
+            pass
+        except Exception as error:
+            self.failure = error
+
+
+def _batch(given: Mapping[str, Any], first: int) -> Batch:
+    """Return the sequences of a call with these arguments. Raises NotMeasured if they are not complete sequences."""
+    ids, mask, cache = (given.get(name) for name in ("input_ids", "attention_mask", "past_key_values"))
+    if not isinstance(ids, torch.Tensor):
+        raise NotMeasured("a call without input_ids")
+    if cache is not None and (cache.get_seq_length() if hasattr(cache, "get_seq_length") else len(cache)):
+        raise NotMeasured("a decoding step: its queries are not complete sequences, as those of the prefill are")
+    if ids.shape[1] < 2:
+        raise NotMeasured("a single token")
+    if mask is None:
+        mask = torch.ones_like(ids)
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        raise NotMeasured("an attention mask of other than one number for each token")
+    beginnings = F.pad(mask.long(), (1, 0)).diff() == 1
+    positions = given.get("position_ids")
+    if positions is not None and positions.dim() == 2:
+        beginnings |= F.pad((positions.diff() < 0) & mask.bool()[:, 1:] & mask.bool()[:, :-1], (1, 0))
+    if not bool((beginnings.sum(1) == 1).all()):
+        raise NotMeasured("several sequences in one row, or none")
+    return Batch(ids.detach().cpu(), mask.long().detach().cpu(), first)
+
+
+def _observables(loaded: LoadedModel, family: Family, named: tuple[str, ...] | None) -> list[str]:
+    """Return the named observables, or all that `analyze` measures in a single forward pass."""
+    check_names(named)
+    one_pass = [name for name, kind in OBSERVABLES.items() if not (kind.backward or kind.after or kind.of_equal_tokens)]
+    reasons = {name: OBSERVABLES[name].inapplicable(loaded.model, family) for name in one_pass}
+    for name in named or ():
+        if reason := reasons.get(name, "it takes more than one forward pass: use `analyze`"):
+            raise InputError(f"observables: {name} cannot be watched in {loaded.name}: {reason}")
+    applicable = [name for name in one_pass if reasons[name] is None and OBSERVABLES[name].by_default]
+    return list(named or applicable)
+
+
+@contextmanager
+def watch(model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> Iterator[Watched]:
+    """Measure a loaded model while your own code calls it, as `analyze` does, in the same forward pass.
+
+        for batch in data:
+            with sinkscope.watch(model) as seen:
+                model(**batch)
+            print(seen.sink_rate, seen.massive)
+
+    Outputs, gradients, random numbers and weights stay as they are without the block, bit for bit: in eval and in
+    training mode, under autocast, with gradient checkpointing, and inside `intervening`. A compiled model runs
+    uncompiled in the block. Of `generate` and of serving with a KV cache, the pass over each prompt is measured;
+    decoding steps are not. `seen.calls` counts the measured calls, `seen.skipped` the others by their reason: a
+    decoding step, packed sequences, inputs other than token ids, attention that is not recognized, NaN.
+
+    Args:
+        model: A transformers model, also wrapped by torch.compile, PEFT, DistributedDataParallel, or DataParallel on
+            one device.
+        tokenizer: For the texts of tokens.
+        **options: `observables` (by default all of one forward pass), `positions`, `window` and `epsilon`, as for
+            `analyze`.
+
+    Raises:
+        InputError: An option is wrong, or the model cannot be measured, such as one that FSDP shards.
+        SinkscopeError: The model's attention differs from sinkscope's computation. Within the block nothing is raised
+            in the model's calls; numbers raise it if no call was measured.
+    """
+    settings = checked(ObservableOptions, options)
+    loaded = load_model(model, tokenizer, make_config())
+    network = loaded.model
+    with undisturbed(network):
+        family, notices = row_or_calibrated(network)
+    check_beforehand(network, family, is_calibrated=bool(notices))
+    seen = Watched(loaded, family, settings)
+    with (
+        called_uncompiled(network),
+        network.register_forward_pre_hook(seen.begin, with_kwargs=True),
+        network.register_forward_hook(seen.end, always_call=True),
+    ):
+        yield seen
