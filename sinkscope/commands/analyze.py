@@ -13,9 +13,10 @@ from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_notices
+from sinkscope.measuring.keeping import Remembered, check_sites, keep
 from sinkscope.measuring.measure import make_manifest, measure
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.subject import ModelLike, check_config, options_of
+from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.keywords import AnalyzeKeywords
@@ -27,6 +28,7 @@ from sinkscope.output.outputs import draw_run, finished, write_run
 from sinkscope.output.result import draw, figure_failure, write_data
 from sinkscope.output.run import Run
 from sinkscope.output.series import COMMAND, Series
+from sinkscope.results.activations import Activations
 from sinkscope.results.folders import new_folder, own_folder
 
 
@@ -46,6 +48,7 @@ def check(options: AnalyzeOptions) -> None:
     if options.has_steps:
         raise InputError("each run or cell measures one model: name a single revision or checkpoint")
     check_config(options)
+    check_sites(options.keep)
 
 
 @with_options(AnalyzeOptions)
@@ -82,11 +85,15 @@ def analyze(
     """
     start = time.time()
     config = config or options_of(AnalyzeOptions, model, options)
+    check_sites(config.keep)
     with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
-        tables, facts = measure(subject, config, console)
+        activations = Activations(keep(subject, config))
+        tables, facts = measure(subject, config, console, config.pairs)
         print_notices(console, facts.notices)
-        manifest = make_manifest(subject, config, facts, list(tables), start)
-        return finished(Run.of_analysis(manifest, tables, folder), console, figures, page)
+        manifest = make_manifest(subject, config, facts, list(tables), start) | {"activations": list(activations)}
+        loaded = Remembered(subject.loaded) if is_in_memory(model) else None
+        run = Run.of_analysis(manifest, tables, folder, activations=activations, loaded=loaded)
+        return finished(run, console, figures, page)
 
 
 @with_options(AnalyzeOptions)
@@ -125,7 +132,7 @@ def analyze_steps(
         checked(AnalyzeOptions, options | {"model": checkpoint.model, "revision": checkpoint.revision})
         for checkpoint in checkpoints
     ]
-    check_config(configs[0])
+    check(configs[0])
     recipe = {"recipe": record} if record else {}
     runs: dict[int, Run] = {}
     with (

@@ -1,13 +1,18 @@
 """Tables as JSON: by column, with six significant digits, and with as many rows as fit into a page."""
 
+import base64
 import json
+import zlib
 from collections.abc import Mapping
 from itertools import groupby
 from operator import ne
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from sinkscope.errors import InputError
+from sinkscope.results.activations import ATTENTION, Activations
 from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, Kind
 
 DIGITS = 6  # significant digits: tables hold float32, which has seven
@@ -16,6 +21,13 @@ LARGEST = 4_000_000  # bytes of all tables together
 BY_SEQUENCE = ("sequence", "group")
 # other tables keep the first positions, so that all layers, heads and arms stay
 BY_POSITION = ("position", "query")
+
+
+# Attention weights of all heads are bytes, in equal steps of the logarithm from FAINTEST (1) to 1 (255); 0 is less.
+FAINTEST = 1e-4
+STEPS = 254
+MAPS = 3_000_000  # characters of all maps together
+MAP_TOKENS = (64, 48, 32, 24, 16)  # the first tokens of which maps are kept; tried in this order until they fit
 
 
 KINDS: tuple[tuple[Any, Kind], ...] = (
@@ -117,3 +129,30 @@ def cut(table: pd.DataFrame, most_rows: int, by_sequence: int) -> tuple[pd.DataF
     if len(table) > most_rows:
         return table.head(most_rows), f"only the first {most_rows:,} rows are here"
     return table, ""
+
+
+def compact_maps(activations: Activations) -> dict[str, Any] | None:
+    """Return the weights of all heads on the first sequence for the page's scripts; None if there are none.
+
+    `codes` are deflated bytes in base64: head by head and query by query, up to the query itself if `causal`.
+    """
+    if ATTENTION not in activations:
+        return None
+    weights = {layer: kept[0].float().numpy() for layer, kept in activations[ATTENTION].items()}
+    lengths = {length for kept in weights.values() for length in kept.shape[1:]}
+    if len(lengths) > 1:
+        raise InputError(f"activations: the tensors {ATTENTION} are not square")
+    causal = not any(np.triu(kept, 1).any() for kept in weights.values())
+    for tokens in sorted({min(most, *lengths) for most in MAP_TOKENS}, reverse=True):
+        shown = np.tril_indices(tokens) if causal else np.indices((tokens, tokens)).reshape(2, -1)
+        parts = [_codes(kept[:, *shown]).tobytes() for kept in weights.values()]
+        codes = base64.b64encode(zlib.compress(b"".join(parts))).decode()
+        if len(codes) <= MAPS:
+            break
+    heads = [[layer, len(kept)] for layer, kept in weights.items()]
+    return {"heads": heads, "tokens": tokens, "causal": causal, "faintest": FAINTEST, "steps": STEPS, "codes": codes}
+
+
+def _codes(weights: np.ndarray) -> np.ndarray:
+    within = np.clip(np.nan_to_num(weights), FAINTEST / 2, 1)
+    return (STEPS + 1 - np.rint(STEPS * np.log(within) / np.log(FAINTEST))).clip(0).astype(np.uint8)

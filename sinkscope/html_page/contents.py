@@ -15,6 +15,7 @@ import pandas as pd
 from sinkscope.errors import InputError
 from sinkscope.html_page.compact import BY_SEQUENCE, DIGITS
 from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.results.activations import FILE, Activations
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData
@@ -46,6 +47,7 @@ class Contents:
     # tables and runs that the folder lacks, and columns (TABLE.COLUMN) that are newer than the folder's format
     absent: tuple[str, ...] = ()
     named_by: Column = RUN  # the column that names the parts in their tables
+    activations: Activations = field(default_factory=Activations)
 
     @classmethod
     def of_folder(cls, path: str | os.PathLike[str]) -> "Contents":
@@ -61,9 +63,11 @@ class Contents:
         for label, place in places.items():
             with suppress(InputError):  # missing or incomplete
                 parts[label] = _Part.open(place)
+        activations = Activations.of_folder(folder)
         absent = (
             *(f"table {name}" for name in files if name not in tables),
             *(f"run {label}" for label in places if label not in parts),
+            *([FILE] if manifest.get("activations") and not activations else []),
             *(f"{name}.{each.name}" for name in tables for each in newer_columns(schemas[name], form)),
         )
         named_by = STEP if manifest["command"] == "analyze_steps" else RUN
@@ -74,7 +78,7 @@ class Contents:
             findings = onsets.findings(tables[onsets.TABLE])
         elif len(tables) == len(files) and "gates" in tables:
             findings = gates_moved(tables["gates"])
-        return cls(manifest, tables, parts, findings, folder, absent, named_by)
+        return cls(manifest, tables, parts, findings, folder, absent, named_by, activations)
 
     @cached_property
     def all_tables(self) -> dict[str, pd.DataFrame]:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sinkscope.html_page.compact import DIGITS, as_json, compact_tables
+from sinkscope.html_page.compact import DIGITS, as_json, compact_maps, compact_tables
 from sinkscope.html_page.contents import PAGE, Contents
 from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.results.command_line import command_lines
@@ -99,6 +99,7 @@ def page_data(contents: Contents) -> str:
         "parts": [str(label) for label in contents.parts],
         "part": contents.named_by.name,
         **{name: getattr(contents, name) for name in ("levels", "controls", "last_steps", "received")},
+        "maps": compact_maps(contents.activations),
         "links": {str(label): page for label, page in contents.links.items()},
     }
     return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'

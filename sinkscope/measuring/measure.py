@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from sinkscope.attention.taps import denominator_of, operations_of
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.close_ups import AttentionMaps
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import pass_over, tables_of
@@ -103,9 +104,11 @@ NOT_REPEATED = "the tokens of a sequence are not one and the same (--input repea
 
 
 def measure(
-    subject: Subject, config: RunConfig, console: Console | None = None
+    subject: Subject, config: RunConfig, console: Console | None = None, heads: Sequence[tuple[int, int]] = ()
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
     """Measure a model on its inputs. Returns the run's tables by name, and facts about the pass.
+
+    The maps of attention weights are of `heads`, as (layer, head); without them, some are chosen.
 
     Raises InputError if a named observable does not apply, and SinkscopeError for NaN, infinity or too little memory.
     """
@@ -126,7 +129,12 @@ def measure(
             raise SinkscopeError(f"the loss is {facts.loss}: gradients of this model on this input are meaningless")
         facts.notices = tuple(notice for observable in done.observables for notice in observable.notices())
         raw = tables_of(done.observables) | done.loss_tables(inputs)
-        follow_ups = [OBSERVABLES[name].aimed(settings, raw) for name in chosen.follow_ups]
+        follow_ups = [
+            AttentionMaps(settings, heads)
+            if heads and name == AttentionMaps.name
+            else OBSERVABLES[name].aimed(settings, raw)
+            for name in chosen.follow_ups
+        ]
         if follow_ups:
             tracer.forward(next(inputs.batches(1)), follow_ups)
         raw |= tables_of(follow_ups)

@@ -50,7 +50,13 @@ class RunConfigKeywords(ObservableKeywords, InputKeywords, DeviceKeywords, Model
     skip_parity: bool
 
 
-class AnalyzeKeywords(RunConfigKeywords, total=False):
+class CloseUpKeywords(TypedDict, total=False):
+    heads: str | Sequence[tuple[int, int]] | Sequence[str] | None
+    keep: str | Sequence[str]
+    keep_seqs: int
+
+
+class AnalyzeKeywords(CloseUpKeywords, RunConfigKeywords, total=False):
     pass
 
 

@@ -1,10 +1,11 @@
 """The options of the model, its input and the measurement. Nothing here imports torch."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, field_validator, model_validator
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.options.files import UserPath, kind_of, names_in, user_path
@@ -18,6 +19,7 @@ from sinkscope.options.option import (
     from_one,
     option,
     path_as_text,
+    split_all_names,
     split_at_commas,
     text_as_tuple,
 )
@@ -207,7 +209,49 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
         return as_folder_name(self.folder_name, distinct_folder_name(PROMPT if self.prompt is not None else text))
 
 
-class AnalyzeOptions(RunConfig):
+def _spelled(heads: Any) -> Any:
+    """Return heads, given as LAYER.HEAD,… or as pairs, as a list of texts."""
+    listed = heads if isinstance(heads, list | tuple) else [heads]
+    if any(isinstance(head, float) for head in listed):
+        raise ValueError("write heads as text, as in '3.0,7.4': a number loses the last zero of 3.10")
+    return heads and split_all_names([".".join(map(str, one)) if isinstance(one, tuple) else one for one in listed])
+
+
+def _check_head(name: str) -> str:
+    if not re.fullmatch(r"\d{1,5}\.\d{1,5}", name):
+        raise ValueError("a head is LAYER.HEAD, as in 3.0,7.4")
+    return name
+
+
+class CloseUpOptions(Options):
+    """What is kept of the first sequences, to look at."""
+
+    heads: Annotated[
+        tuple[Annotated[str, AfterValidator(_check_head)], ...] | None,
+        BeforeValidator(_spelled, json_schema_input_type=str | Sequence[tuple[int, int]]),
+    ] = option(
+        None,
+        "Measuring",
+        "Heads of the table and figure attention-maps, LAYER.HEAD,… The page shows the maps of all heads.",
+        metavar="L.H,…",
+        shown="six, from strong to weak sinks",
+    )
+    keep: Annotated[tuple[str, ...], split_at_commas] = option(
+        (),
+        "Measuring",
+        "Also write raw activations of these sites (`sinkscope list activations`), as safetensors.",
+        metavar="A,B",
+        shown="none",
+    )
+    keep_seqs: int = option(8, "Measuring", "Sequences of --keep, from the first on; up to 4 GB.", metavar="N", ge=1)
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The layer and head of each of `heads`."""
+        return [(int(layer), int(head)) for layer, _, head in (name.partition(".") for name in self.heads or ())]
+
+
+class AnalyzeOptions(CloseUpOptions, RunConfig):
     """Measure one model: tables, figures and a verdict.
 
     Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md, index.html) and prints the verdict.

@@ -37,6 +37,7 @@ OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "paper tables": _paper_tables,
     "verdict": lambda run, folder: _write_text(run.verdict, folder / "verdict.md"),
     "sites to spare": write_spared,
+    "activations": lambda run, folder: run.activations.write(folder),
 }
 
 

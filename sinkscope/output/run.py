@@ -1,18 +1,21 @@
 """A run with its figures and its verdict."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import pandas as pd
 
 from sinkscope import figures
 from sinkscope.errors import Known
 from sinkscope.figures.style import Figure
+from sinkscope.html_page import Contents
 from sinkscope.measuring.tables import all_tables
 from sinkscope.output.drawing import Drawings
 from sinkscope.output.result import Result
+from sinkscope.results.activations import ATTENTION, SHOWN
 from sinkscope.results.findings import Finding
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
@@ -21,6 +24,12 @@ from sinkscope.verdict import analysis
 from sinkscope.verdict.quantization import spared_files
 from sinkscope.verdict.register import REPORTS
 from sinkscope.verdict.report import Report, report_markdown
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from sinkscope.models.loading import LoadedModel
 
 ACROSS = 4  # names in a line of the tree
 
@@ -35,17 +44,52 @@ class Run(RunData, Result):
 
     @classmethod
     def of_analysis(
-        cls, manifest: dict[str, Any], tables: Mapping[str, pd.DataFrame], folder: Path | None = None
+        cls, manifest: dict[str, Any], tables: Mapping[str, pd.DataFrame], folder: Path | None = None, **more: Any
     ) -> Self:
-        """Return a run of `analyze`, with the table of its findings."""
+        """Return a run of `analyze`, with the table of its findings; `more` are further fields."""
         own = Known("table", tables)
-        run = cls(manifest | {"tables": sorted([*manifest["tables"], analysis.TABLE])}, own, folder)
+        run = cls(manifest | {"tables": sorted([*manifest["tables"], analysis.TABLE])}, own, folder, **more)
         own[analysis.TABLE] = analysis.finding_table(run, run.report)
         return run
 
     def figure(self, name: str) -> Figure:
         """Draw one figure from the tables; InputError if it is unknown, or this run has no data for it."""
         return figures.draw(name, self)
+
+    def attention(
+        self,
+        layer: int,
+        head: int | None = None,
+        text: str | Sequence[int] | None = None,
+        model: "torch.nn.Module | LoadedModel | None" = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+    ) -> "pd.DataFrame | torch.Tensor":
+        """Return the attention weights of a head (query × key, labeled by tokens) or of a layer's heads (H,T,T).
+
+        For the first sequence they come from `activations` (float16) if all its tokens are there. Otherwise the model
+        runs again: the one that was passed to the command, or the one that the run names, without permissions.
+
+        Args:
+            layer, head: counted from 0; no head: all of them.
+            text: a text, or token ids; None: the run's first sequence.
+            model, tokenizer: a loaded model in place of the run's; for many texts, it need not be loaded again.
+
+        Raises:
+            InputError: the head does not exist, or the model or the text cannot be read.
+        """
+        from sinkscope.measuring.keeping import attention_of, check_head  # imported late, because it runs models
+
+        kept = self.activations.get(ATTENTION) if text is None and model is None else None
+        if kept and self.manifest["input"]["longest"] <= SHOWN:
+            check_head(layer, head, {at: weights.shape[1] for at, weights in kept.items()})
+            weights = kept[layer][0, slice(None) if head is None else [head]].float()
+            tokens = self.tables["attention_maps"].drop_duplicates("key").sort_values("key")["token"].tolist()
+        else:
+            model = model if model is not None or self.loaded is None else self.loaded()
+            weights, tokens = attention_of(self.manifest, layer, head, text, model, tokenizer)
+        if head is None:
+            return weights
+        return pd.DataFrame(weights[0].numpy(), pd.Index(tokens, name="query"), pd.Index(tokens, name="key"))
 
     @property
     def drawings(self) -> Drawings:
@@ -67,6 +111,10 @@ class Run(RunData, Result):
     @property
     def findings(self) -> Sequence[Finding]:
         return self.report.findings
+
+    @property
+    def contents(self) -> Contents:
+        return replace(super().contents, activations=self.activations)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:

@@ -4,11 +4,12 @@ RUN/run.json          the manifest: all options, the loaded model, versions, tim
 RUN/tables/*.parquet  one row per observation
 RUN/figures/*.png|pdf
 RUN/verdict.md        the findings
+RUN/activations.safetensors  raw tensors of the first sequences: all heads' attention weights, and those of --keep
 RUN/index.html        all results, to look at in a browser
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Self
 import pandas as pd
 
 from sinkscope.errors import InputError, Known, UnknownKey, unknown
+from sinkscope.results.activations import Activations
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table
@@ -42,6 +44,8 @@ class RunData:
     manifest: dict[str, Any]  # the content of run.json
     tables: Mapping[str, pd.DataFrame] = field(repr=False)  # name → table
     folder: Path | None = None  # its folder; None if it is in memory only
+    activations: Activations = field(default_factory=Activations, repr=False)  # raw tensors of the first sequences
+    loaded: Callable[[], Any] | None = field(default=None, repr=False)  # the loaded model it is of, while it exists
 
     def __post_init__(self) -> None:
         if type(self.tables) is dict:
@@ -60,7 +64,12 @@ class RunData:
         missing = [str(path) for path in paths.values() if not path.is_file()]
         if missing:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
-        return cls(manifest, _TablesOnDisk(folder, paths, cls.columns, format_of(manifest)), folder)
+        return cls(
+            manifest,
+            _TablesOnDisk(folder, paths, cls.columns, format_of(manifest)),
+            folder,
+            Activations.of_folder(folder),
+        )
 
     @property
     def is_causal(self) -> bool:

@@ -110,6 +110,7 @@ class RunManifest(Manifest):
     dtype: str
     kernel: str
     input: Input
+    activations: list[Name] = []  # sites of activations.safetensors
     recipe: Recipe | None = None
     w8a8: dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None = None  # only arms of a training have it
 

@@ -115,6 +115,32 @@ S.load = (text) => {
   }
 };
 
+/** Inflate the weights of all heads, `maps` as compact.py writes it; null if there are none. */
+S.unpacked = async (maps) => {
+  if (!maps || !window.DecompressionStream) return null;
+  const deflated = Uint8Array.from(atob(maps.codes), (character) => character.charCodeAt(0));
+  const inflated = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const size = maps.causal ? (maps.tokens * (maps.tokens + 1)) / 2 : maps.tokens ** 2, first = new Map(); // layer → first byte
+  let bytes = 0;
+  for (const [layer, heads] of maps.heads) {
+    first.set(layer, bytes);
+    bytes += heads * size;
+  }
+  return { ...maps, codes: new Uint8Array(await new Response(inflated).arrayBuffer()), size, first };
+};
+
+/** The weights of a head: (query, key) → weight, or null where the query does not see the key; null if it is not kept. */
+S.weights = (layer, head) => {
+  const { heads, tokens, causal, faintest, steps, codes, size, first } = S.maps ?? { heads: [] };
+  if (!heads.some(([of, count]) => of === layer && head < count)) return null;
+  const start = first.get(layer) + head * size;
+  return (query, key) => {
+    if (causal && key > query) return null;
+    const code = codes[start + (causal ? (query * (query + 1)) / 2 : query * tokens) + key];
+    return code && faintest ** (1 - (code - 1) / steps);
+  };
+};
+
 /** A table of this name that has rows, or null. */
 S.table = (name) => {
   const table = S.tables.get(name);

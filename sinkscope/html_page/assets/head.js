@@ -91,20 +91,29 @@ S.headPanel = () => {
   const tables = S.byHeadAndPosition();
   if (!tables.length && !S.mapped().length) return null;
   const title = S.element("h3", { id: "head-name", "aria-live": "polite" });
-  const shown = S.element("div"), charts = S.element("div");
+  const shown = S.element("div"), charts = S.element("div"), controls = S.element("div.controls");
   const heads = S.mapped();
   const first = S.strongest() ?? heads[0] ?? S.anyHead(tables);
   if (!first) return null;
 
   const show = (layer, head) => {
     title.textContent = `Layer ${layer}, head ${head}`;
+    S.setControls(controls, ...S.chooseHead(layer, head));
     shown.replaceChildren(S.attentionMap(layer, head, heads), S.headNumbers(layer, head));
     charts.replaceChildren(S.headLines(tables, layer, head));
   };
   S.headListeners.push(show);
   S.head = first;
   show(...first);
-  return { place: S.element("div.head", {}, title, shown), charts };
+  return { place: S.element("div.head", {}, title, controls, shown), charts };
+};
+
+/** Choices of any head whose map is kept. */
+S.chooseHead = (layer, head) => {
+  const counts = new Map(S.maps?.heads);
+  if (!counts.has(layer)) return [];
+  return [S.pick("Layer", [...counts.keys()], layer, (now) => S.openHead(now, Math.min(head, counts.get(now) - 1))),
+    S.pick("Head", d3.range(counts.get(layer)), head, (now) => S.openHead(layer, now))];
 };
 
 /** The head with the most window mass at position 0. */
@@ -160,34 +169,48 @@ S.headNumbers = (layer, head) => {
 };
 
 S.attentionMap = (layer, head, heads) => {
-  const rows = S.mapRows(layer, head);
-  const buttons = S.element("div.controls", {}, S.element("span", {}, "Heads with a stored map: "), ...heads.map((pair) =>
-    S.element("button", { type: "button", "aria-pressed": String(pair[0] === layer && pair[1] === head),
+  const rows = S.mapRows(layer, head), weight = rows.length ? null : S.weights(layer, head);
+  const about = `Attention of layer ${layer}, head ${head}`;
+  const buttons = S.element("div.controls", {}, S.element("span", {}, S.maps ? "Heads of the figure: " : "Heads with a stored map: "),
+    ...heads.map((pair) => S.element("button", { type: "button", "aria-pressed": String(pair[0] === layer && pair[1] === head),
       onclick: () => S.openHead(...pair) }, `layer ${pair[0]}, head ${pair[1]}`)));
+  if (weight) {
+    const places = d3.range(S.maps.tokens);
+    return S.weightMaps(buttons, [S.heatmap({ rows: places, columns: places, rowName: "query", columnName: "key", text: S.number,
+      ...S.ofTokens(S.tokens().get(0) ?? new Map()), value: weight, title: `${about}, sequence 0` })], S.rounding());
+  }
   if (!rows.length)
     return S.layerMaps(layer) ?? S.element("div", {}, S.element("p.note", {}, heads.length
       ? "No map of this head is stored: a run keeps the maps of a few heads. Its means over all sequences follow."
       : "This run keeps no attention maps."), heads.length ? buttons : "");
   const table = S.table("attention_maps"), labels = S.runLabels(table);
   const [key, token, sequence] = ["key", "token", "sequence"].map((name) => table.get(name));
-  const about = `Attention of layer ${layer}, head ${head}`;
-  return S.weightMaps(buttons, table, d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).map(([, own]) => {
-    const tokens = new Map(own.map((row) => [key[row], S.visible(token[row])])), label = labels[own[0]];
-    return [own, { maxCell: 9, title: [`${about}, sequence ${sequence[own[0]]}`, label].filter(Boolean).join(", "),
-      caption: label && `${S.visible(label)}, sequence ${sequence[own[0]]}`,
-      more: (row, column) => ` (${tokens.get(row)} → ${tokens.get(column)})` }];
-  }));
+  return S.weightMaps(buttons, d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).slice(0, S.MOST_ARMS).map(([, own]) => {
+    const label = labels[own[0]];
+    return S.mapOf(table, own, "query", "key", "weight", { ...S.ofTokens(new Map(own.map((row) => [key[row], S.visible(token[row])]))),
+      title: [`${about}, sequence ${sequence[own[0]]}`, label].filter(Boolean).join(", "),
+      caption: label && `${S.visible(label)}, sequence ${sequence[own[0]]}` });
+  }), S.leftOut(table));
 };
 
-/** Maps of attention weights with their legend, at most four. groups: [rows, arguments of the map]. */
-S.weightMaps = (first, table, groups) => {
-  const scale = d3.scaleSequentialLog([S.FAINTEST, 1], S.ramp).clamp(true);
-  return S.element("div", {}, first,
-    S.colorLegend(scale, { label: "attention weight (darkest: 0.001 and less)", unit: "", text: S.number }),
-    S.element("p.note", {}, "Gray: keys that the query does not see."),
-    S.element("div.maps", {}, ...groups.slice(0, S.MOST_ARMS).map(([rows, given]) => S.mapOf(table, rows, "query", "key", "weight", { scale, ...given }))),
-    S.leftOut(table) ?? "");
+S.weightScale = d3.scaleSequentialLog([S.FAINTEST, 1], S.ramp).clamp(true);
+
+/** What maps over tokens have in common; tokens: position → text. */
+S.ofTokens = (tokens) => ({ scale: S.weightScale, maxCell: 9,
+  more: (row, column) => ` (${S.visible(tokens.get(row))} → ${S.visible(tokens.get(column))})` });
+
+/** How the weights of all heads are rounded on the page. */
+S.rounding = () => {
+  const { faintest, steps, tokens } = S.maps, percent = S.locale.format(".1%")(faintest ** (-0.5 / steps) - 1);
+  return S.element("p.note", {}, `Weights of this head are rounded on this page, by at most ${percent} of their value; less than ${faintest} is 0. ` +
+    `The map has the sequence's first ${tokens} tokens. In Python, run.attention(layer, head) has all of them and more digits.`);
 };
+
+/** Maps of attention weights with their legend. */
+S.weightMaps = (first, maps, note = null) =>
+  S.element("div", {}, first,
+    S.colorLegend(S.weightScale, { label: "attention weight (darkest: 0.001 and less)", unit: "", text: S.number }),
+    S.element("p.note", {}, "Gray: keys that the query does not see."), S.element("div.maps", {}, ...maps), note);
 
 /** Maps of the layer, means over heads and sequences, for the arms that are side by side; null if the run has none. */
 S.layerMaps = (layer) => {
@@ -195,8 +218,9 @@ S.layerMaps = (layer) => {
   const rows = table ? S.ofShownArms(table, table.where({ layer })) : [];
   if (!rows.length) return null;
   const about = `Attention of layer ${layer}, mean over heads and sequences`, labels = S.armLabels(table);
-  return S.weightMaps(S.element("p.about", {}, about), table, d3.groups(rows, (row) => labels[row]).map(([label, own]) =>
-    [own, { maxCell: 7, title: [about, label].filter(Boolean).join(", "), caption: label && S.visible(label) }]));
+  return S.weightMaps(S.element("p.about", {}, about), d3.groups(rows, (row) => labels[row]).slice(0, S.MOST_ARMS).map(([label, own]) =>
+    S.mapOf(table, own, "query", "key", "weight", { scale: S.weightScale, maxCell: 7, title: [about, label].filter(Boolean).join(", "),
+      caption: label && S.visible(label) })), S.leftOut(table));
 };
 
 /** A chart of every column by position; for gradients one per pathway. */

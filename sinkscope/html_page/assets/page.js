@@ -35,8 +35,9 @@ S.made = (make) => {
   }
 };
 
-S.start = () => {
+S.start = async () => {
   S.load(document.getElementById("data").textContent);
+  S.maps = await S.unpacked(S.data.maps);
   const title = S.title();
   document.title = `${title} – sinkscope`;
   const sections = S.SECTIONS().map(S.made).filter(Boolean);

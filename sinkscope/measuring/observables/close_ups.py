@@ -5,15 +5,16 @@ from typing import ClassVar, Self
 
 import numpy as np
 import pandas as pd
+import torch
 
-from sinkscope.attention.kernels import upcast
+from sinkscope.attention.kernels import ROW_CHUNK, upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
 from sinkscope.measuring.observables.reductions import long_table
+from sinkscope.results.activations import SHOWN
 from sinkscope.results.tables import COORDINATE, HEAD, KEY, POSITION, QUERY, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-TOKENS = 64  # number of first tokens that are shown
 MAP_TOKENS = 32  # number of first tokens in one of many maps
 TOP_COORDINATES = 8  # coordinates of the largest magnitude
 OTHER_COORDINATES = 8  # evenly spaced coordinates for comparison
@@ -47,11 +48,11 @@ class AttentionMaps(Observable):
         return cls(settings, sorted({(int(row.layer), int(row.head)) for row in chosen.itertuples()}))
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        shown = _shown(batch)
+        shown = first_tokens(batch)
         chosen = sorted(head for at, head in self.heads if at == layer)
         if not chosen:
             return
-        weights = read.weights(shown, shown)[0][0, chosen]  # (heads, query, key)
+        weights = weights_among(read, shown, chosen)
         positions = range(shown.stop - shown.start)
         axes = {"layer": layer, "head": chosen, "sequence": batch.first, "query": positions, "key": positions}
         frame = long_table([(axes, {"weight": weights.cpu().numpy()})])
@@ -126,7 +127,7 @@ class MassiveMap(Observable):
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if layer != self.layer:
             return
-        shown = _shown(batch)
+        shown = first_tokens(batch)
         magnitude = upcast(reading.tensor[0, shown]).abs()
         top = magnitude.amax(0).argsort(descending=True)[:TOP_COORDINATES].tolist()
         even = np.linspace(0, magnitude.shape[1] - 1, OTHER_COORDINATES).round().astype(int).tolist()
@@ -141,7 +142,13 @@ class MassiveMap(Observable):
         return {} if self.frame is None else {"massive_map": self.frame}
 
 
-def _shown(batch: Batch) -> slice:
+def first_tokens(batch: Batch, most: int = SHOWN) -> slice:
     """Return the columns of the first sequence's first tokens."""
     start = int(batch.start[0])
-    return slice(start, start + min(TOKENS, int(batch.lengths[0])))
+    return slice(start, start + min(most, int(batch.lengths[0])))
+
+
+def weights_among(read: AttentionRead, tokens: slice, heads: Sequence[int] | slice = slice(None)) -> torch.Tensor:
+    """Return the weights of some heads among some tokens of the first sequence, (heads, query, key)."""
+    chunks = (slice(at, min(at + ROW_CHUNK, tokens.stop)) for at in range(tokens.start, tokens.stop, ROW_CHUNK))
+    return torch.cat([read.weights(rows, tokens)[0][0, heads] for rows in chunks], dim=1)

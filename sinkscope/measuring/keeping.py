@@ -1,0 +1,188 @@
+"""Raw tensors to look at: attention weights of any head, and activations of named sites."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.errors import InputError, unknown
+from sinkscope.measuring.measure import choose
+from sinkscope.measuring.observables.close_ups import AttentionMaps, first_tokens, weights_among
+from sinkscope.measuring.observables.observable import NO_ATTENTION, Lists, Observable, Reading
+from sinkscope.measuring.passes import pass_over
+from sinkscope.measuring.subject import ModelLike, Subject, family_of, inputs_for, load_model, position_limit
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.family import RESIDUAL_SITES, vocabulary
+from sinkscope.models.files import is_demo
+from sinkscope.models.in_memory import undisturbed
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.measuring import PERMISSIONS, PROMPT, AnalyzeOptions, RunConfig
+from sinkscope.options.option import MOST, checked
+from sinkscope.results.activations import ATTENTION, SITES
+from sinkscope.retrofits.retrofit import registers_before
+from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import TokenInputs
+from sinkscope.text.tokens import check_ids, token_texts
+
+MOST_BYTES = 4 * 10**9  # of --keep
+OF_ATTENTION = ("query", "key", "value")
+
+
+class Kept(Observable):
+    """Keeps activations of each sequence, which is a batch by itself, and the first one's attention weights."""
+
+    sites = (*RESIDUAL_SITES, "attention")
+
+    def __init__(self, wanted: Sequence[str]) -> None:
+        self.wanted = wanted
+        self.rows: Lists[tuple[str, int], tuple[int, torch.Tensor]] = Lists(list)  # site, layer → sequence, (T,…)
+        self.bytes = 0  # of this process
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        if site in self.wanted:
+            self._add(site, layer, reading.tensor[0], batch)
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        for site in set(self.wanted).intersection(OF_ATTENTION):
+            self._add(site, layer, getattr(read, site)[0].transpose(0, 1), batch)
+        if ATTENTION in self.wanted and batch.first == 0:
+            self._add(ATTENTION, layer, weights_among(read, first_tokens(batch)).half(), batch)
+
+    def _add(self, site: str, layer: int, tensor: torch.Tensor, batch: Batch) -> None:
+        self.bytes += tensor.nbytes
+        if self.bytes > MOST_BYTES:
+            raise InputError(
+                f"--keep {','.join(self.wanted)} takes more than {MOST_BYTES // 10**9} GB: "
+                "name fewer sites, or take fewer --keep-seqs or a shorter --seq-len"
+            )
+        # a copy, because models may change the tensor in place
+        self.rows[site, layer].append((batch.first, tensor.to("cpu", copy=True)))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{site}.{layer}": pad_sequence([row for _, row in sorted(rows, key=lambda row: row[0])], batch_first=True)
+            for (site, layer), rows in self.rows.items()
+        }
+
+
+def check_sites(keep: Sequence[str]) -> None:
+    """Raise InputError for a site that does not exist."""
+    for site in keep:
+        if site not in SITES:
+            raise InputError(f"--keep {unknown(site, SITES)}")
+
+
+def keep(subject: Subject, config: AnalyzeOptions) -> dict[str, torch.Tensor]:
+    """Return the tensors of results/activations.py: all heads' weights if the run has maps, and what --keep names.
+
+    No sequence is padded. Raises InputError for a head or a site that the model does not have, or if --keep takes more
+    than MOST_BYTES.
+    """
+    model, family = subject.loaded.model, subject.family
+    has_maps = AttentionMaps.name in choose(subject, config).follow_ups
+    if config.heads and not has_maps:
+        raise InputError("--heads needs the observable attention, which this run does not measure")
+    absent = family.absent_sites() | ({} if family.has_attention else dict.fromkeys(OF_ATTENTION, NO_ATTENTION))
+    for site in config.keep:
+        if site in absent:
+            raise InputError(f"--keep {site} does not apply to {subject.loaded.name}: {absent[site]}")
+    wanted = (*config.keep, *([ATTENTION] if has_maps else []))
+    if not wanted:
+        return {}
+    inputs = subject.inputs.part(0, config.keep_seqs if config.keep else 1)
+    kept = Kept(wanted)
+    with open_tracer(model, family, config.attn) as tracer:
+        pass_over(tracer.model, inputs, lambda: [kept], tracer.forward, 1)
+    heads = {layer: len(rows[0][1]) for (site, layer), rows in kept.rows.items() if site == ATTENTION}
+    for layer, head in config.pairs:
+        check_head(layer, head, heads)
+    sequences = next(inputs.batches(len(inputs))).with_registers(registers_before(model))
+    return kept.tensors() | {"token_ids": sequences.token_ids, "attention_mask": sequences.attention_mask}
+
+
+def check_head(layer: int, head: int | None, heads: Mapping[int, int]) -> None:
+    """Raise InputError if a layer or its head does not exist; `heads` is the number of heads by layer."""
+    if layer not in heads:
+        last = max(heads, default=-1)
+        missing = f"there is no layer {layer}: the last layer with heads is {last}"
+        raise InputError(f"layer {layer} has no heads" if layer in range(last) else missing)
+    if head is not None and head not in range(heads[layer]):
+        raise InputError(f"layer {layer} has no head {head}: it has 0 to {heads[layer] - 1}")
+
+
+class _Weights(Observable):
+    """Keeps the weights of one head or of all heads of a layer on one sequence."""
+
+    sites = ("attention",)
+
+    def __init__(self, layer: int, head: int | None) -> None:
+        self.layer, self.head = layer, head
+        self.heads: dict[int, int] = {}  # layer → number of its heads
+        self.weights = torch.empty(0)
+        self.token_ids: list[int] = []
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        self.heads[layer] = heads = read.query.shape[1]
+        if layer == self.layer and (self.head is None or self.head in range(heads)):
+            shown = first_tokens(batch, read.length)
+            self.weights = weights_among(read, shown, slice(None) if self.head is None else [self.head]).cpu()
+            self.token_ids = batch.token_ids[0, shown].tolist()
+
+
+def attention_of(
+    manifest: Mapping[str, Any],
+    layer: int,
+    head: int | None,
+    text: str | Sequence[int] | None,
+    model: ModelLike,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> tuple[torch.Tensor, list[str]]:
+    """Run the model of a run on one sequence. Returns the weights of `Run.attention`, (H,T,T), and the tokens."""
+    options = {name: value for name, value in manifest["config"].items() if name in RunConfig.model_fields}
+    config = checked(RunConfig, options | dict.fromkeys(PERMISSIONS, False))
+    if model is None and config.model is None and not is_demo(manifest["model"]["source"]):
+        raise InputError("this run's model was passed as an object and is gone: pass it again as model=…, tokenizer=…")
+    loaded = load_model(model, tokenizer, config)
+    network = loaded.model
+    with undisturbed(network):
+        family, _ = family_of(network)
+        if isinstance(text, str):
+            longest = position_limit(network, family) or MOST
+            one = {"prompt": text, "input": "natural", "dataset": None, "seq_len": longest}
+            inputs = inputs_for(loaded, config.model_copy(update=one), family)
+            if inputs.notices:
+                raise InputError(f"the text has more than the {longest} tokens that the model reads")
+        elif text is not None:
+            ids = torch.as_tensor(text).cpu().squeeze(0)
+            if ids.dim() != 1 or ids.is_floating_point() or len(ids) < 2:
+                raise InputError("give the ids of one text of at least 2 tokens")
+            check_ids(ids.tolist(), vocabulary(network), "the text")
+            inputs = TokenInputs(PROMPT, (ids.long().numpy(),), "", "")
+        else:
+            inputs = inputs_for(loaded, config, family).part(0, 1)
+        seen = _Weights(layer, head)
+        with open_tracer(network, family, config.attn) as tracer:
+            pass_over(tracer.model, inputs, lambda: [seen], tracer.forward, 1)
+    check_head(layer, head, seen.heads)
+    texts = token_texts(loaded.tokenizer, seen.token_ids)
+    return seen.weights.float(), [texts[token] for token in seen.token_ids]
+
+
+class Remembered:
+    """Returns a loaded model when called, or None once the user has dropped it; a copy in another process has none."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._described = replace(loaded, model=None)  # type: ignore[arg-type]
+        self._model = weakref.ref(loaded.model)
+
+    def __call__(self) -> LoadedModel | None:
+        model = self._model()
+        return None if model is None else replace(self._described, model=model)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
