@@ -130,6 +130,8 @@ def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, conf
         return replace(model, model=unwrapped(model.model))
     network = unwrapped(model)
     name = network.config.name_or_path or type(network).__name__
+    of_wrapper = getattr(model, "tokenizer", None)  # nnsight and TransformerLens keep it
+    tokenizer = of_wrapper if tokenizer is None and isinstance(of_wrapper, PreTrainedTokenizerBase) else tokenizer
     return LoadedModel(network, tokenizer, name, name, None, None, ())
 
 
