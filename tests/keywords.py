@@ -18,9 +18,11 @@ from sinkscope.options.signatures import types_of
 KEYWORDS = Path(sinkscope.__file__).parent / "options" / "keywords.py"
 HEAD = '''"""The types of the options of Python functions: written by tests/keywords.py from the pydantic fields."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
+
+from sinkscope.options.given import Given
 '''
 
 

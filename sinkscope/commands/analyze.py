@@ -137,7 +137,7 @@ def analyze_steps(
     runs: dict[int, Run] = {}
     with (
         together(configs[0].device_map) as members,
-        own_folder(members.only_first(out), overwrite, (COMMAND,), reads=(model, configs[0].input)) as folder,
+        own_folder(members.only_first(out), overwrite, (COMMAND,), reads=(model, str(configs[0].input))) as folder,
     ):
         console = members.console(quiet)
         with nullcontext() if folder is None else new_folder(folder) as fresh:

@@ -120,7 +120,7 @@ def claims(
     known, skipped = collected(runs, given), skipped_in(given)
     check_config(config)
     judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
-    reads = (config.model, config.adapter, config.input, *config.from_)
+    reads = (config.model, config.adapter, str(config.input), *config.from_)
     with (
         together(config.device_map, is_in_memory(model)) as members,
         _own_folder(members.only_first(out), config, start, overwrite, reads, page) as kept,

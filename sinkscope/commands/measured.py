@@ -14,6 +14,7 @@ from sinkscope.errors import InputError, one_line
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, Subject, check_config, is_in_memory, open_subject
 from sinkscope.models.files import is_demo
+from sinkscope.options.given import OBJECTS
 from sinkscope.options.measuring import PERMISSIONS, RunConfig
 from sinkscope.options.option import Options, checked, flag
 from sinkscope.options.output import OutputOptions
@@ -35,9 +36,10 @@ def opened(
 ) -> Iterator[tuple[Subject, Path | None, Console]]:
     """Lock the folder, load the model and make its inputs; launched processes share the passes of the block."""
     check_config(config)
+    reads = (config.model, config.adapter, str(config.input))
     with (
         together(config.device_map, is_in_memory(model)) as members,
-        own_folder(members.only_first(out), overwrite, reads=(config.model, config.adapter, config.input)) as folder,
+        own_folder(members.only_first(out), overwrite, reads=reads) as folder,
         open_subject(model, tokenizer, config, console := members.console(quiet)) as subject,
     ):
         yield subject, folder, console
@@ -73,6 +75,11 @@ def options_of_run(
         raise InputError(
             f"{folder / MANIFEST} cannot be repeated: its model was passed as an object in Python, not by name. "
             f"Analyze that again, or name a model instead of --from (its name was {source})"
+        )
+    if (given := getattr(options, "input", None)) in OBJECTS:
+        raise InputError(
+            f"{folder / MANIFEST} cannot be repeated: its input ({given}) was passed as an object in Python, not by "
+            "name. Analyze that again, or save it to a file and name this as --input"
         )
     lacking = [flag(name) for name in PERMISSIONS if getattr(options, name) and name not in permitted]
     if lacking:

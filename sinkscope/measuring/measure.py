@@ -23,6 +23,7 @@ from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Reader, open_tracer
 from sinkscope.models.family import text_tower
 from sinkscope.options.measuring import RunConfig
+from sinkscope.options.option import MOST
 from sinkscope.results import manifest
 from sinkscope.retrofits.retrofit import registers_before
 
@@ -97,7 +98,10 @@ def make_manifest(
         },
         "seed": config.seed,
     }
-    return manifest.make_manifest(command, config.model_dump(mode="json"), start, tables, **described)
+    asked = config.model_dump(mode="json")
+    if config.seq_len == MOST:  # objects in Python, which were read to their end
+        asked["seq_len"] = inputs.longest
+    return manifest.make_manifest(command, asked, start, tables, **described)
 
 
 NOT_REPEATED = "the tokens of a sequence are not one and the same (--input repeated --bos never)"

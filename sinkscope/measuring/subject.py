@@ -34,7 +34,7 @@ from sinkscope.models.family import (
 from sinkscope.models.in_memory import drawing, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import ObservableOptions, RunConfig
-from sinkscope.options.option import checked
+from sinkscope.options.option import MOST, checked
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs, masked
 from sinkscope.text.sources import check_source
@@ -130,6 +130,8 @@ def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, conf
         return replace(model, model=unwrapped(model.model))
     network = unwrapped(model)
     name = network.config.name_or_path or type(network).__name__
+    of_wrapper = getattr(model, "tokenizer", None)  # nnsight and TransformerLens keep it
+    tokenizer = of_wrapper if tokenizer is None and isinstance(of_wrapper, PreTrainedTokenizerBase) else tokenizer
     return LoadedModel(network, tokenizer, name, name, None, None, ())
 
 
@@ -178,6 +180,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
     text = loaded.model.config.get_text_config()
     end = getattr(text, "eos_token_id", None)
     ends = end if isinstance(end, list) else [end]
+    limit = position_limit(loaded.model, family)
     build = partial(
         build_inputs,
         config.input,
@@ -185,9 +188,9 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
         tokenizer=tokenizer,
         dataset=config.dataset,
         prompt=config.prompt,
-        max_positions=position_limit(loaded.model, family),
+        max_positions=limit,
         num_seqs=config.num_seqs,
-        seq_len=config.seq_len,
+        seq_len=config.seq_len if config.seq_len < MOST else (limit or MOST),  # objects are read to their end
         bos=config.bos,
         closed=not causal,
         bos_token_id=getattr(text, "bos_token_id", None),

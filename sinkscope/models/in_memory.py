@@ -20,9 +20,13 @@ from sinkscope.errors import InputError
 from sinkscope.models.family import reading_text
 from sinkscope.models.quantized import is_packed
 
-WRAPPERS = ("torch.compile", "DataParallel", "DistributedDataParallel", "PEFT")
+WRAPPERS = (
+    "torch.compile", "DataParallel", "DistributedDataParallel", "PEFT", "nnsight", "nnterp", "a TransformerBridge"
+)  # fmt: skip
 COMPILED = "_compiled_call_impl"  # module attribute of the `__call__` that `module.compile()` makes
 BEFORE_COMPILING = "_torchdynamo_orig_callable"  # attribute of a compiled function: the original
+BEFORE_AUTOCAST = "_original_forward"  # attribute of a model that accelerate has prepared: its forward
+BRIDGED = "_original_component"  # TransformerLens: the module of transformers whose place a bridge has taken
 ADAPTION_PROMPT = "peft.tuners.adaption_prompt"
 
 one_thread = threading.RLock()  # for state that is global to the process, such as torch's random numbers
@@ -56,10 +60,17 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
             raise InputError(
                 "DataParallel on several devices calls copies of the model, which cannot be changed: pass its `module`"
             )
-        model = _inner(model)
-        if model is None:
+        if changed and hasattr(model, "original_model"):
+            raise InputError(f"{kind} calls parts of its own, which cannot be changed: pass the model of transformers")
+        if hasattr(model, "hook_dict") and not hasattr(model, "original_model"):
             raise InputError(
-                f"{kind} is not a model: give a hub id, a folder, a .gguf file, or a model of transformers "
+                f"{kind} has weights in a layout of its own: pass the model of transformers, or a TransformerBridge"
+            )
+        outer, model = model, _inner(model)
+        if model is None:
+            inside = "" if not isinstance(getattr(outer, "model", None), nn.Module) else " (pass its `model`)"
+            raise InputError(
+                f"{kind} is not a model{inside}: give a hub id, a folder, a .gguf file, or a model of transformers "
                 f"(also wrapped by {', '.join(WRAPPERS)})"
             )
     if any(type(module).__module__.startswith(ADAPTION_PROMPT) for module in model.modules()):
@@ -92,7 +103,21 @@ def _inner(model: Any) -> Any:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise InputError("a model with PEFT's prompts cannot be measured with them: give the model itself")
         return model.get_base_model()  # type: ignore[operator]
-    return getattr(model, "_orig_mod", None) if isinstance(model, nn.Module) else None
+    if isinstance(model, nn.Module) and isinstance(getattr(model, "original_model", None), nn.Module):
+        return _without_bridges(model.original_model)  # type: ignore[arg-type]
+    if getattr(model, "dispatched", True) is False:
+        raise InputError(f"{_kind(model)} has not loaded its weights yet: make it with dispatch=True")
+    held = getattr(model, "__dict__", {})  # nnsight's own attributes: others name parts of the model
+    return getattr(model, "_orig_mod", None) if isinstance(model, nn.Module) else held.get("_module")
+
+
+def _without_bridges(module: nn.Module) -> nn.Module:
+    """Return a copy of a model without the bridges of TransformerLens, which attend by themselves; shares weights."""
+    while BRIDGED in module._modules:
+        module = module.get_submodule(BRIDGED)
+    bare = copy.copy(module)
+    bare._modules = {name: part and _without_bridges(part) for name, part in module._modules.items()}
+    return bare
 
 
 def weight_in_memory(module: Any) -> torch.Tensor:
@@ -115,6 +140,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             module.training = False
             vars(module).update(_uncompiled(module), **{COMPILED: None})
+            if BEFORE_AUTOCAST in vars(module):
+                vars(module)["forward"] = vars(module)[BEFORE_AUTOCAST]
         networks = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not all(network.config.return_dict for network in networks):
             stack.enter_context(own_configurations(model))

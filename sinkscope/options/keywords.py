@@ -1,8 +1,10 @@
 """The types of the options of Python functions: written by tests/keywords.py from the pydantic fields."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
+
+from sinkscope.options.given import Given
 
 
 class ModelKeywords(TypedDict, total=False):
@@ -20,7 +22,7 @@ class DeviceKeywords(TypedDict, total=False):
 
 
 class TextKeywords(TypedDict, total=False):
-    input: PathLike[str] | str
+    input: PathLike[str] | Iterable[Any] | str | Given
     seq_len: int
     bos: Literal["auto", "always", "never"]
 

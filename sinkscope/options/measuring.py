@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, InstanceOf, PlainSerializer, field_validator, model_validator
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.options.files import UserPath, kind_of, names_in, user_path
+from sinkscope.options.given import Given, as_input
 from sinkscope.options.option import (
     MOST,
     Options,
@@ -18,7 +19,6 @@ from sinkscope.options.option import (
     distinct_folder_name,
     from_one,
     option,
-    path_as_text,
     split_all_names,
     split_at_commas,
     text_as_tuple,
@@ -108,12 +108,12 @@ class DeviceOptions(Options):
 class TextOptions(Options):
     """The text that the model reads."""
 
-    input: Annotated[str, path_as_text] = option(
+    input: Annotated[str | InstanceOf[Given], as_input, PlainSerializer(str, when_used="json")] = option(
         "natural",
         "Input",
         "natural, code, documentation, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON "
         "lines (.jsonl) with `text`, `messages` (a chat, through the model's template) or `input_ids`, or token ids "
-        "(.npy).",
+        "(.npy). In Python also a list of prompts, token ids, chats, or a dataset.",
         metavar="IN",
     )
     seq_len: int = option(SEQ_LEN, "Input", "Tokens in each sequence, the BOS included.", metavar="T", ge=2)
@@ -192,6 +192,15 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     )
 
     @model_validator(mode="after")
+    def _read_all(self) -> Self:
+        """Read all of the documents that were passed as objects, except those of a dataset."""
+        if isinstance(self.input, Given) and self.input.count:
+            for name, most in (("num_seqs", self.input.count), ("seq_len", MOST)):
+                if name not in self.model_fields_set:
+                    self.__dict__[name] = most
+        return self
+
+    @model_validator(mode="after")
     def _fit_to_length(self) -> Self:
         """Limit defaults to the length of the sequences, and refuse larger values that the user gave."""
         length = self.seq_len
@@ -205,7 +214,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     @property
     def run_name(self) -> str:
         """The model's name, its revision and its input as a folder name."""
-        text = Path(self.dataset.split(":")[0]).name if self.dataset else Path(self.input).stem
+        text = Path(self.dataset.split(":")[0]).name if self.dataset else Path(str(self.input)).stem
         return as_folder_name(self.folder_name, distinct_folder_name(PROMPT if self.prompt is not None else text))
 
 
@@ -439,7 +448,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
 
     @field_validator("input")
     @classmethod
-    def _a_text(cls, source: str) -> str:
+    def _a_text(cls, source: str | Given) -> str | Given:
         if source in ("random", "repeated"):
             raise ValueError("claims measures random and repeated tokens besides a text: name a text")
         return source

@@ -7,6 +7,7 @@ from typing import Any
 
 from sinkscope.models.files import is_demo
 from sinkscope.options import COMMANDS
+from sinkscope.options.given import OBJECTS
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, as_folder_name, flag
 
@@ -14,7 +15,7 @@ NAMES = {"analyze_steps": "analyze"}  # function → the command that calls it
 
 
 def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]:
-    """Return command lines that repeat a run, shortest first; none if its model was passed as an object in Python."""
+    """Return command lines that repeat a run, shortest first; none if it read objects in Python: model or input."""
     recipe, command = manifest.get("recipe"), str(manifest["command"])
     name = NAMES.get(command, command)
     if recipe:
@@ -23,6 +24,7 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     is_named = (
         manifest["config"].get("model") is not None or not isinstance(model, dict) or is_demo(str(model.get("source")))
     )
+    is_named = is_named and manifest["config"].get("input") not in OBJECTS
     if kind is None or name == "sweep" or not is_named:  # a sweep's run.json holds the file's content
         return []
     config = manifest["config"] | _methods(manifest.get("arms") or {})

@@ -15,6 +15,7 @@ large effect on sinks, so it is always recorded. Every error is an `InputError` 
                   content) as the tokenizer's chat template renders them, or else `text`, one document per sequence; cut
                   to seq_len, and kept if shorter
     FILE.npy      integer token ids (N, T) or (T,), T ≥ seq_len, cut to seq_len
+    objects       in Python: texts, chats and token ids as lines of JSON, texts of a dataset as those of --dataset
 
 WSE is "When Attention Sink Emerges in Language Models"; its experiments use 100 sequences of 64 tokens.
 
@@ -36,6 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
 from sinkscope.errors import InputError, counted
+from sinkscope.options.given import Given
 from sinkscope.options.measuring import PROMPT
 from sinkscope.text.batch import IGNORED, Batch
 from sinkscope.text.sources import DRAWN, Request, open_source, prompted
@@ -150,7 +152,7 @@ def _padded(rows: Iterable[np.ndarray], value: int, side: str) -> torch.Tensor:
 
 
 def build_inputs(
-    source: str | os.PathLike[str] = "natural",
+    source: str | os.PathLike[str] | Given = "natural",
     *,
     dataset: str | None = None,
     prompt: str | None = None,
@@ -162,21 +164,21 @@ def build_inputs(
     A `dataset` or a `prompt` replaces the source; `max_positions` is the longest sequence that the model accepts, and
     the options are the fields of `Request`.
     """
-    source, request = os.fspath(source), Request(**options)
+    source, request = source if isinstance(source, Given) else os.fspath(source), Request(**options)
     num_seqs, seq_len = request.num_seqs, request.seq_len
     if max_positions is not None and seq_len > max_positions:
         limit = f"the model's {max_positions} positions: take at most {max_positions}"
         raise InputError(f"--seq-len {seq_len} is beyond {limit}")
     if prompt is not None:
         condition, selection, num_seqs = PROMPT, prompted(prompt, request), 1
-    elif source in DRAWN and dataset is None:
+    elif isinstance(source, str) and source in DRAWN and dataset is None:
         condition, selection = source, DRAWN[source](request)
     else:
         found = open_source(source, dataset)
         condition, selection = found.name, found.cut(found.documents, found.label, request)
     sequences = tuple(np.array(ids, dtype=np.int64) for ids in selection.sequences)
     notices = list(selection.notices)
-    if len(sequences) < num_seqs:
+    if len(sequences) < num_seqs and isinstance(source, str):
         label = f"--dataset {dataset}" if dataset else f"--input {source}"
         of = "of" if all(len(ids) == seq_len for ids in sequences) else "of at most"
         held = f"{counted(len(sequences), 'sequence')} {of} {seq_len} tokens; {num_seqs} were requested"

@@ -8,9 +8,9 @@ reader rewrites line ends and keeps a byte order mark.
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.resources import files
 from itertools import chain, islice
@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from sinkscope.errors import InputError, SinkscopeError, closest, counted, one_line
+from sinkscope.options import given
 from sinkscope.options.files import check_readable, kind_of, names_in, plain_path, wrong_entry
 from sinkscope.options.measuring import NUM_SEQS, SEQ_LEN
 from sinkscope.text.chats import chat_template
@@ -265,6 +266,10 @@ def _json_document(content: str, where: str) -> Document:
         raise InputError(f"{where} is not JSON ({one_line(error)}): give one JSON object a line") from error
     if not isinstance(record, dict):
         raise InputError(f"{where} is not a JSON object: give one JSON object a line")
+    return _document(record, where)
+
+
+def _document(record: Mapping[str, Any], where: str) -> Document:
     if not record.keys() & _Record.model_fields.keys():
         raise InputError(f"{where}: a record needs `text`, `messages` or `input_ids`; this one has {_keys(record)}")
     if "input_ids" in record:  # the other entries are not needed
@@ -278,7 +283,7 @@ def _json_document(content: str, where: str) -> Document:
     return Document(where, checked.text, checked.input_ids if "input_ids" in record else None, messages)
 
 
-def _keys(record: dict[str, Any]) -> str:
+def _keys(record: Mapping[str, Any]) -> str:
     shown = ", ".join(islice(record, 6)) + (", …" if len(record) > 6 else "")
     return shown or "nothing"
 
@@ -341,9 +346,14 @@ def prompted(text: str, request: Request) -> Selection:
     return Selection([request.framed(own[: request.room])], request.token_zero(TEXT), notices)
 
 
-def heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
-    """Take the first seq_len tokens of every document; shorter documents are kept if they have at least 2 tokens."""
+def heads(documents: Iterator[Document], label: str, request: Request, skips: bool = True) -> Selection:
+    """Take the first seq_len tokens of every document; shorter documents are kept if they have at least 2 tokens.
+
+    `skips=False` refuses others, so that the numbers of sequences are those of documents.
+    """
     taken, skipped = _take(documents, request, 2)
+    if skipped and not skips:
+        raise InputError(f"{label}: {counted(skipped, 'document')} of fewer than 2 tokens, which attention needs")
     if not taken:
         raise InputError(f"{label} holds no document of at least 2 tokens")
     notices = []
@@ -500,6 +510,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "documentation": lambda: "\n".join(import_module("pydoc_data.topics").topics.values()),
 }
 KINDS = (*TEXTS, *DRAWN)
+CONDITIONS = (*KINDS, *given.OBJECTS)
 
 
 class Source(NamedTuple):
@@ -511,20 +522,25 @@ class Source(NamedTuple):
     cut: Cut
 
 
-def open_source(source: str, dataset: str | None, option: str = "--input") -> Source:
+def open_source(source: str | given.Given, dataset: str | None, option: str = "--input") -> Source:
     """Find a text that is always available, a file or a dataset; errors in its content are raised when it is read."""
     if dataset is not None:
         if source != "natural":
             raise InputError(f"{option} {source} and --dataset {dataset}: give one of the two")
         name, documents = read_dataset(dataset)
         return Source(name, f"--dataset {dataset}", documents, long_heads)
+    if isinstance(source, given.Given):
+        if source.kind == given.DATASET and {"messages", "input_ids"}.isdisjoint(next(iter(source), ())):
+            return Source(source.kind, "input", _dataset_documents(iter(source), "input"), long_heads)
+        found = (_document(record, f"input[{number}]") for number, record in enumerate(source))
+        return Source(source.kind, "input", found, partial(heads, skips=source.kind == given.DATASET))
     if source in TEXTS:
         label = f"{source} text"
         return Source(source, label, iter([Document(label, TEXTS[source]())]), windows)
     path = _existing_file(source)
     read, cut = FORMATS[path.suffix.lower()]
     # a file named like an input kind keeps its ending, so that tables distinguish the two
-    return Source(path.name if path.stem in KINDS else path.stem, path.name, read(path), cut)
+    return Source(path.name if path.stem in CONDITIONS else path.stem, path.name, read(path), cut)
 
 
 def documents(source: str, dataset: str | None = None) -> tuple[str, Iterator[str]]:
@@ -540,9 +556,9 @@ def documents(source: str, dataset: str | None = None) -> tuple[str, Iterator[st
     return found.name, map(text_of, found.documents)
 
 
-def check_source(source: str) -> None:
+def check_source(source: str | given.Given) -> None:
     """Raise InputError if there is no such input; cheap, so that it can be called before a model is loaded."""
-    if source not in KINDS:
+    if isinstance(source, str) and source not in KINDS:
         _existing_file(source)
 
 
