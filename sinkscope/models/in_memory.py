@@ -115,6 +115,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             module.training = False
             vars(module).update(_uncompiled(module), **{COMPILED: None})
+            if "_original_forward" in vars(module):  # accelerate has wrapped it in autocast
+                module.forward = vars(module)["_original_forward"]
         networks = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not all(network.config.return_dict for network in networks):
             stack.enter_context(own_configurations(model))
