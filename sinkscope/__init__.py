@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sinkscope.retrofits import gate_displacement as gate_displacement
     from sinkscope.retrofits import new_parameters as new_parameters
     from sinkscope.retrofits import retrofit_model as retrofit_model
+    from sinkscope.training.callback import SinkCallback as SinkCallback
     from sinkscope.verdict.scorecard import Scorecard as Scorecard
 
     __version__: str
@@ -64,6 +65,7 @@ _PUBLIC = {
     "output.side_by_side": ("compare",),
     "quantization.simulation": ("quantized",),
     "retrofits": ("gate_displacement", "new_parameters", "retrofit_model"),
+    "training.callback": ("SinkCallback",),
     "verdict.scorecard": ("Scorecard",),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -8,6 +8,7 @@ import pandas as pd
 import sinkscope
 from sinkscope.figures.style import Figure
 from sinkscope.output.comparison import Comparison
+from sinkscope.output.curves import Curves
 from sinkscope.output.side_by_side import Routes
 from sinkscope.output.trained import Trained
 
@@ -23,9 +24,11 @@ def user_script(folder: Path) -> None:
     changed = sinkscope.intervene("org/model", "mask-sink", draws=2)
     assert_type(changed.at("mask-sink"), sinkscope.Run)
     assert_type(sinkscope.quantize("org/model"), sinkscope.Run)
-    assert_type(sinkscope.compare(run, changed.at("before")), Comparison | Routes | sinkscope.Scorecard)
+    assert_type(sinkscope.compare(run, changed.at("before")), Comparison | Routes | sinkscope.Scorecard | Curves)
     assert_type(sinkscope.retrofit("org/model", "vga,none", out=folder), Trained)
     assert_type(sinkscope.train("tiny-llama", out=folder).model("none"), Path)
     assert_type(sinkscope.analyze_steps(folder), sinkscope.Series)
+    with sinkscope.watch(sinkscope.load("org/model").model) as seen:
+        assert_type(seen.sink_rate, float)
     with sinkscope.intervening(sinkscope.load("org/model").model, "mask-sink"):
         pass

@@ -3,6 +3,7 @@
 For a single folder that is a comparison, such as the folder of a sweep, it prints the folder's own tables.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from sinkscope.output.result import figure_failure
 from sinkscope.output.run import Run
 from sinkscope.output.series import COMMAND as SERIES
 from sinkscope.output.series import Series
-from sinkscope.output.side_by_side import compare
+from sinkscope.output.side_by_side import TRAINING, compare, curves
 from sinkscope.output.sweep import open_comparison, summary_tables
 from sinkscope.output.trained import tables_of_arms
 from sinkscope.results.cells import COMMAND as SWEEP
@@ -32,6 +33,7 @@ _OF_ONE: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {
     **dict.fromkeys(("retrofit", "train"), lambda folder: retrofit_summaries(tables_of_arms(folder)[1]["retrofit"])),
     **dict.fromkeys(("intervene", "quantize"), lambda folder: Run.open(folder).summary_tables),
     "claims": lambda folder: Scorecard.open(folder).summary_tables,
+    TRAINING: lambda folder: curves([folder], time.time()).summary_tables,
 }
 
 

@@ -84,6 +84,9 @@ OF_ARMS: "dict[str, FigureSpec[Arms]]" = _register(
         "Bigram-Backcopy: attention and value norms on one sequence (VGA figs. 4 and 6)", "value_norms"),
     ("backcopy-training", "training", "Bigram-Backcopy by training step, of every arm (VGA figs. 5 and 6)", "training"),
 )
+OF_TRAININGS: "dict[str, FigureSpec[pd.DataFrame]]" = _register(
+    ("training-curves", "training", "what SinkCallback measured of each training, by step", "training"),
+)
 OF_CLAIMS: "dict[str, FigureSpec[Scorecard]]" = _register(
     ("scorecard", "claims", "the number of every claim, its threshold and published values", "claim"),
     ("scorecard-by-model", "claims", "the outcome of every claim, claims × models", "claim"),
@@ -112,6 +115,7 @@ KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "several runs": OF_RUNS,
     "training steps": OF_STEPS,
     "arms of a training": OF_ARMS,
+    "trainings of your own": OF_TRAININGS,
     "claims": OF_CLAIMS,
     "interventions on several models": OF_ROUTES,
     "cells of a sweep": OF_SWEEP,

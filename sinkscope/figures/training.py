@@ -373,6 +373,29 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     return figure.finish(arms.title(arms.seeds_text(), band), axes[0].lines, ncols=4)
 
 
+# --- What `SinkCallback` measured of trainings, a line for each; all metrics are of the whole model
+
+CURVES = ("sink_rate", "largest_activation", "largest_logit", "value_drain", "kurtosis", "float16_headroom")
+
+
+@needs(lambda table: table["metric"].isin(CURVES).any(), "nothing was measured")
+def draw_training_curves(table: pd.DataFrame) -> Figure:
+    whole = table[table["layer"] == WHOLE_MODEL]
+    shown = [METRICS[name] for name in CURVES if (whole["metric"] == name).any()]
+    across = min(ACROSS, len(shown))
+    figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.8 * -(-len(shown) // across))
+    axes = plot.panel_grid(figure, len(shown), across, "training step", sharey=False)
+    looks = arm_looks(whole["condition"].unique())
+    for ax, metric in zip(axes, shown, strict=True):
+        for name, look in looks.items():
+            rows = whole[(whole["metric"] == metric.name) & (whole["condition"] == name)]
+            plot.curve(ax, rows.set_index("step")["value"], **look)
+        is_share = metric.unit == "share"
+        plot.panel(ax, metric.short, "share of heads" if is_share else metric.unit, None, share=is_share)
+    plot.step_axis(axes[0], sorted(whole["step"].unique().tolist()))
+    return figure.finish(heading(*dict.fromkeys(map(model_name, whole["model"]))), _signs(looks), ncols=4)
+
+
 # --- The sink rate against the held-out loss that an arm has reached, a line for each seed. Arms are compared at equal
 # loss, because one that learns more slowly also has its sink later.
 

@@ -25,6 +25,7 @@ REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
     "max_inf_norm": pd.Series.max,
     "layer_inf_norm": pd.Series.max,
     "first_norm": pd.Series.max,
+    "largest_logit": pd.Series.max,
 }
 
 
@@ -162,6 +163,7 @@ METRICS_OF: dict[str, dict[str, Metric]] = {
         "qk_cosine": _by_layer("geometry", "qk_cosine", where=FIRST),
         "repeated_bound": _repeated_bound,
     },
+    "largest_logit": {"largest_logit": _by_layer("largest_logit", "largest", "max")},
     "gate": {
         "gate_first": _by_layer("gate", "gate", where=FIRST),
         "gate_later": _by_layer("gate", "gate", where=REST),

@@ -109,12 +109,16 @@ class Watched:
             raise SinkscopeError(f"no call of the model was measured{reasons and ': '}{reasons}")
         return self._tables
 
+    @property
+    def _raw(self) -> Mapping[str, pd.DataFrame]:
+        return tables_of(self._observables)
+
     @cached_property
     def _tables(self) -> dict[str, pd.DataFrame]:
         inputs = TokenInputs(CONDITION, tuple(self._sequences), "", "")
         raw = {
             name: table[table["position"] < inputs.longest] if "position" in table else table
-            for name, table in tables_of(self._observables).items()
+            for name, table in self._raw.items()
         }
         tables = publish(raw, self.loaded, CONDITION)
         scaling, outside = self._attended
@@ -132,8 +136,6 @@ class Watched:
             given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
             batch = _batch(given | given.pop("kwargs", {}), len(self._sequences))
             observables = [OBSERVABLES[name](self.settings) for name in self._names]
-            for observable in observables:
-                observable.prepare(self.loaded.model, self.family, 0)
             self._call = _Call(self.loaded, self.family, batch, observables)
         except Exception as error:
             self._skip(error)
@@ -253,15 +255,17 @@ def _batch(given: Mapping[str, Any], first: int) -> Batch:
 
 
 def _observables(loaded: LoadedModel, family: Family, named: tuple[str, ...] | None) -> list[str]:
-    """Return the named observables, or all that `analyze` measures in a single forward pass."""
+    """Return the named observables, or all that `analyze` measures in a forward pass, without computing more."""
     check_names(named)
-    one_pass = [name for name, kind in OBSERVABLES.items() if not (kind.backward or kind.after or kind.of_equal_tokens)]
-    reasons = {name: OBSERVABLES[name].inapplicable(loaded.model, family) for name in one_pass}
+    reasons = {
+        name: kind.inapplicable(loaded.model, family)
+        for name, kind in OBSERVABLES.items()
+        if not (kind.backward or kind.after or kind.of_equal_tokens) and kind.prepare is Observable.prepare
+    }
     for name in named or ():
-        if reason := reasons.get(name, "it takes more than one forward pass: use `analyze`"):
+        if reason := reasons.get(name, "it takes more than the forward pass itself: use `analyze`"):
             raise InputError(f"observables: {name} cannot be watched in {loaded.name}: {reason}")
-    applicable = [name for name in one_pass if reasons[name] is None and OBSERVABLES[name].by_default]
-    return list(named or applicable)
+    return list(named or [name for name in reasons if reasons[name] is None and OBSERVABLES[name].by_default])
 
 
 @contextmanager

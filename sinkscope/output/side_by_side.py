@@ -7,8 +7,9 @@ OUT/tables/comparison.parquet            analyses: a row for each metric of the 
 OUT/tables/comparison_by_layer.parquet   the same metrics by layer, a row for each value
 OUT/tables/route.parquet                 interventions and scorecards: a row for each route of a model
 OUT/tables/claim.parquet                 scorecards: a row for each number of a claim
+OUT/tables/training.parquet              trainings: a row for each metric, layer and step
 OUT/figures/*.png|pdf
-OUT/routes.md, OUT/scorecard.md
+OUT/routes.md, OUT/scorecard.md, OUT/curves.md
 """
 
 import os
@@ -24,6 +25,9 @@ import pandas as pd
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_ROUTES
 from sinkscope.output.comparison import Comparison, compared, comparison_manifest, differing_settings
+from sinkscope.output.curves import COMMAND as TRAINING
+from sinkscope.output.curves import TABLE as CURVES
+from sinkscope.output.curves import Curves, curves_of, training_of
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result, written
 from sinkscope.output.run import Run
@@ -78,12 +82,12 @@ def compare(
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     page: bool = True,
-) -> Comparison | Routes | Scorecard:
+) -> Comparison | Routes | Scorecard | Curves:
     """Put folders of one kind side by side; with `out`, also write tables and figures there.
 
     Args:
-        *given: Runs of `analyze`, of `intervene`, or scorecards, or their folders: all of one kind, one by one or in
-            lists.
+        *given: Runs of `analyze`, of `intervene`, or scorecards, or their folders, or folders that `SinkCallback`
+            wrote: all of one kind, one by one or in lists.
         out: The folder to write.
         overwrite: Replace an earlier comparison in `out`.
         page: With `out`, also write index.html.
@@ -102,9 +106,10 @@ def compare(
     commands = list(dict.fromkeys(map(_command, runs)))
     if len(commands) > 1:
         raise InputError(f"runs of `{'` and `'.join(commands)}` have nothing in common: compare those of one command")
-    ways: dict[str, Callable[[Sequence[Any], float], Comparison | Routes | DrawnScorecard]] = {
+    ways: dict[str, Callable[[Sequence[Any], float], Comparison | Routes | DrawnScorecard | Curves]] = {
         "intervene": _routes,
         CLAIMS: _scorecards,
+        TRAINING: curves,
     }
     reads = [one.folder if isinstance(one, Run | Scorecard) else one for one in runs]
     with own_folder(out, overwrite, ("compare",), reads=reads) as folder:
@@ -116,7 +121,7 @@ def _command(one: Given) -> str:
         return str(one.manifest.get("command", "analyze"))
     if not isinstance(one, str | os.PathLike):
         raise InputError(f"a run, a scorecard or the folder of one is needed, and this is a {type(one).__name__}")
-    return str(read_manifest(folder_of(one), (*RUNS, CLAIMS))["command"])
+    return str(read_manifest(folder_of(one), (*RUNS, CLAIMS, TRAINING))["command"])
 
 
 def _routes(given: Sequence[Any], start: float) -> Routes:
@@ -127,6 +132,15 @@ def _routes(given: Sequence[Any], start: float) -> Routes:
     differing = differing_settings([run.manifest for run in runs], names)
     facts = [{"label": name, "folder": run.folder} for name, run in zip(names, runs, strict=True)]
     return Routes(comparison_manifest(start, [ROUTE], facts, differing), {ROUTE: table}, differing=differing)
+
+
+def curves(given: Sequence[Any], start: float) -> Curves:
+    """Return the curves of one training or several."""
+    folders = [folder_of(one) for one in given]
+    names = _distinct([(training_of(folder), folder) for folder in folders])
+    table = pd.concat([curves_of(folder, name) for folder, name in zip(folders, names, strict=True)], ignore_index=True)
+    facts = [{"label": name, "folder": folder} for name, folder in zip(names, folders, strict=True)]
+    return Curves(comparison_manifest(start, [CURVES], facts, pd.DataFrame()), {CURVES: table})
 
 
 def _scorecards(given: Sequence[Any], start: float) -> DrawnScorecard:

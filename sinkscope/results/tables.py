@@ -55,12 +55,18 @@ SITE = Column(
 QUERY = Column("query", "position of the query", kind="whole")
 KEY = Column("key", "position of the key", kind="whole")
 SEED = Column("seed", "seed of the training")
+STEP = Column("step", "step of the optimizer; 0 is before the first", kind="whole")
 METRIC = Column("metric", "name of the metric (`sinkscope list metrics`)", kind="text")
 VALUE = Column("value", "its value")
 
 # tables that trainings write; measuring/tables.py has all tables
 TRAINING_TABLES: dict[str, Columns] = {
-    "training": (SEED, Column("step", "step of the optimizer; 0 is before the first", kind="whole"), METRIC, VALUE),
+    "training": (SEED, STEP, METRIC, VALUE),
+    "largest_activations": (
+        STEP, SEQUENCE, POSITION, TOKEN_ID, TOKEN, COORDINATE,
+        Column("value", "the largest entry of all layers' outputs at this step"),
+    ),
+    "largest_logits": (STEP, HEAD, KV_HEAD, Column("largest", "largest |logit| of the head at this step")),
     "gates": (
         SEED,
         Column("head", "head of values or queries, as the parameter counts; or the register", kind="whole"),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,7 @@ from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family, vocabulary
+from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.results.findings import FEWEST_QUERIES
@@ -30,11 +31,23 @@ from sinkscope.text.inputs import TokenInputs, masked
 from sinkscope.training.sharding import is_sharded
 from sinkscope.training.tasks import Task
 
+Found = TypeVar("Found")
 Probe = Callable[[PreTrainedModel], pd.DataFrame]  # → layer (−1: the whole model), metric, value
 LOGGED = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "gradient_norm"}  # the Trainer's → ours
 
 
-class Recorder(TrainerCallback):
+class Probing(TrainerCallback):
+    """A callback that measures the model in the first process, which the training does not notice."""
+
+    def measured(self, model: PreTrainedModel, state: Any, probe: Callable[[PreTrainedModel], Found]) -> Found | None:
+        """Run a probe in eval mode, not compiled, outside autocast and with random numbers of its own."""
+        if not state.is_world_process_zero:
+            return None
+        with undisturbed(model), torch.random.fork_rng(), torch.no_grad():
+            return probe(model)
+
+
+class Recorder(Probing):
     """Adds the displacement of the gates and the measurements of the probe to each log of the Trainer, which is kept in
     checkpoints. Ends the training if the loss is not finite.
     """
@@ -71,21 +84,10 @@ class Recorder(TrainerCallback):
         self._measure(state)
 
     def _measure(self, state: Any) -> None:
-        """Run the probe in eval mode and with its own random numbers, so that it does not influence the training."""
-        if self.probe is None or not state.is_world_process_zero:
-            return
-        own = vars(self.model)
-        wrapped = own.get("forward")
-        if "_original_forward" in own:  # with --bf16 accelerate has wrapped it in autocast
-            own["forward"] = own["_original_forward"]
-        self.model.eval()
-        with torch.random.fork_rng(), torch.no_grad():
-            found = self.probe(self.model)
-        self.model.train()
-        if "_original_forward" in own:
-            own["forward"] = wrapped
-        rows = zip(found["layer"], found["metric"], found["value"], strict=True)
-        state.log_history[-1]["probe"] = [[int(layer), str(name), float(value)] for layer, name, value in rows]
+        found = None if self.probe is None else self.measured(self.model, state, self.probe)
+        if found is not None:
+            rows = zip(found["layer"], found["metric"], found["value"], strict=True)
+            state.log_history[-1]["probe"] = [[int(layer), str(name), float(value)] for layer, name, value in rows]
 
 
 class Bar(ProgressCallback):

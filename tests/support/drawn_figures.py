@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.figures import FIGURES, OF_ARMS, OF_RUNS, OF_STEPS, OF_SWEEP, draw
+from sinkscope.figures import FIGURES, OF_ARMS, OF_RUNS, OF_STEPS, OF_SWEEP, OF_TRAININGS, draw
 from sinkscope.figures.style import Figure
-from sinkscope.figures.training import Arms
+from sinkscope.figures.training import CURVES, Arms
 from sinkscope.output.run import Run
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED
@@ -48,13 +48,26 @@ def drawn(name: str) -> Figure:
         return OF_STEPS[name]([checkpoint(step) for step in (0, 100, 1000)])
     if name in OF_ARMS:
         return OF_ARMS[name](_arms())
+    if name in OF_TRAININGS:
+        return OF_TRAININGS[name](_curves())
     if name in OF_SWEEP:
         return OF_SWEEP[name](_sweep())
     return draw(name, experiment() if name in OF_EXPERIMENTS else _run())
 
 
+def _curves() -> pd.DataFrame:
+    """Return what `SinkCallback` measured of two trainings."""
+    rows = [
+        ("org/One_1", name, -1, step, metric, (1 + place) * rise)
+        for name, place in (("plain", 0), ("with $gates", 1))
+        for metric in CURVES
+        for step, rise in zip(DOUBLED, 0.4 * sigmoid(DOUBLED, 50), strict=True)
+    ]
+    return pd.DataFrame(rows, columns=["model", "condition", "layer", "step", "metric", "value"])
+
+
 def names() -> list[str]:
-    registers: list[Any] = [FIGURES, OF_RUNS, OF_STEPS, OF_ARMS, OF_SWEEP]
+    registers: list[Any] = [FIGURES, OF_RUNS, OF_STEPS, OF_ARMS, OF_TRAININGS, OF_SWEEP]
     return [name for register in registers for name in register]
 
 

@@ -7,7 +7,7 @@ from sinkscope.measuring.observables.activation import Activation, Outlier
 from sinkscope.measuring.observables.attention import Attention, WindowEdge
 from sinkscope.measuring.observables.close_ups import AttentionMaps, MassiveMap, MeanMaps
 from sinkscope.measuring.observables.equal_tokens import EqualTokens
-from sinkscope.measuring.observables.geometry import Gate, Geometry
+from sinkscope.measuring.observables.geometry import Gate, Geometry, LargestLogit
 from sinkscope.measuring.observables.gradient import Gradient
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable
@@ -17,8 +17,8 @@ from sinkscope.measuring.observables.query_bias import Epe, LogitTerms, QueryBia
 OBSERVABLES: dict[str, type[Observable]] = {
     observable.name: observable
     for observable in (
-        Activation, Attention, EqualTokens, Gate, Geometry, Gradient, Massive, Outlier, QueryBias, LogitTerms, Epe,
-        WindowEdge, AttentionMaps, MassiveMap, MeanMaps,
+        Activation, Attention, EqualTokens, Gate, Geometry, LargestLogit, Gradient, Massive, Outlier, QueryBias,
+        LogitTerms, Epe, WindowEdge, AttentionMaps, MassiveMap, MeanMaps,
     )
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import pandas as pd
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import BySequence, Kept, Means, Observable, Settings
-from sinkscope.measuring.observables.reductions import LATER, later_mean, with_kv_head
+from sinkscope.measuring.observables.observable import BySequence, Kept, Maxima, Means, Observable, Settings
+from sinkscope.measuring.observables.reductions import LATER, later_mean, long_table, with_kv_head
 from sinkscope.models.family import Family
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, Column
 from sinkscope.retrofits import has_gates
@@ -87,6 +87,42 @@ class Geometry(Observable):
     def tables(self) -> dict[str, pd.DataFrame]:
         tables = {"geometry": self.means.table(), "geometry_by_sequence": self.by_sequence.table()}
         return {name: with_kv_head(table) for name, table in tables.items()}
+
+
+class LargestLogit(Observable):
+    """Finds the largest logit of each head: logits that grow in training overflow half precision, and end it."""
+
+    name = "largest-logit"
+    about = "largest |logit| of each head, over all queries and the keys that they see"
+    sites = ("attention",)
+    by_default = False
+    columns: ClassVar = {
+        "largest_logit": (
+            HEAD, KV_HEAD,
+            Column("largest", "largest |logit| before the softmax, |scaling · q·k| if nothing else is added to it"),
+        ),
+    }  # fmt: skip
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.largest: Maxima[tuple[int, int]] = Maxima()  # (layer, query heads of a key head) → (H,)
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        found = torch.zeros_like(read.lse[0, :, 0])
+        for rows in row_chunks(read.length):
+            keys = read.keys(rows)
+            allowed, logits = read.allowed(rows, keys), read.logits(rows, keys).abs()
+            seen = logits if allowed is None else logits.masked_fill(~allowed, 0.0)
+            found = torch.maximum(found, seen.amax((0, 2, 3)))
+        group = read.query.shape[1] // read.key.shape[1]
+        self.largest.receive(partial(self.largest.add, (layer, group)), found)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        heads = [
+            ({"layer": layer, "group": group, "head": range(len(largest))}, {"largest": largest.numpy()})
+            for (layer, group), largest in sorted(self.largest.items())
+        ]
+        return {"largest_logit": with_kv_head(long_table(heads))}
 
 
 class Gate(Observable):

@@ -1,0 +1,264 @@
+"""`SinkCallback`: sinks, massive activations and distances to overflow in the logs of transformers' Trainer.
+
+OUTPUT_DIR/sinks/run.json                             opened by `sinkscope show` and `sinkscope compare`
+OUTPUT_DIR/sinks/tables/training.parquet              every metric by layer and step
+OUTPUT_DIR/sinks/tables/largest_activations.parquet   the largest activation of each step, with coordinate and token
+OUTPUT_DIR/sinks/tables/largest_logits.parquet        the largest logit of each head and step
+"""
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import Trainer
+
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.measure import measure
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.subject import Subject, inputs_for, load_model, row_or_calibrated
+from sinkscope.measuring.summary import WHOLE_MODEL
+from sinkscope.measuring.tables import publish
+from sinkscope.measuring.watching import Largest, largest_of
+from sinkscope.models.family import vocabulary
+from sinkscope.models.in_memory import undisturbed
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.results.findings import SINK, USUAL
+from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.tables import read_table, write_tables
+from sinkscope.text.inputs import TokenInputs
+from sinkscope.text.tokens import check_ids, encode
+from sinkscope.training.history import LENGTH, SEQUENCES, Probing
+
+FOLDER = "sinks"  # in the Trainer's output_dir
+COMMAND, CONDITION = "training", "held-out"  # in run.json
+OBSERVED = ("attention", "geometry", "massive", "outlier", "largest-logit")
+LOGGED = ("sink_rate", "value_drain", "kurtosis", "massive_share", "largest_activation", "largest_logit")
+LIMITS = {"float16_headroom": torch.float16, "float8_headroom": torch.float8_e4m3fn}
+# metric → what begins, and whether it is there
+ONSETS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "sink_rate": ("a sink", lambda rate: 100 * rate > SINK),
+    "massive_share": ("massive activations", lambda share: share >= USUAL),
+}
+NAMES = ("training", "largest_activations", "largest_logits")  # of the tables
+Tables = dict[str, pd.DataFrame]
+
+
+class Onset(NamedTuple):
+    """What a training has reached since the last measurement."""
+
+    metric: str  # sink_rate, or massive_share
+    step: int
+    value: float
+    message: str
+
+
+def warn_of(onset: Onset) -> None:
+    warnings.warn(onset.message, stacklevel=2)
+
+
+class SinkCallback(Probing):
+    """Measures the model every N steps of transformers' Trainer, which does not notice.
+
+        trainer = Trainer(model, args, train_dataset=…, callbacks=[sinkscope.SinkCallback(every=100)])
+        trainer.train()
+        # sinkscope show OUTPUT_DIR/sinks
+
+    Sink rate, value drain, kurtosis, the largest activation with its layer, coordinate and token, the largest logit
+    with its head, and how far float16 and float8 are from overflow go into the Trainer's logs as `sinks/sink_rate`, …,
+    and from there to TensorBoard, W&B and any other `report_to`; every metric by layer goes into `OUTPUT_DIR/sinks`.
+    Weights, optimizer, random numbers and the training mode of modules stay bit for bit as without it. A resumed
+    training goes on with its curves. The first of several processes measures while the others wait at their next
+    exchange; a model whose weights are sharded (FSDP) is not measured, which a warning says. Loops other than the
+    Trainer's use `sinkscope.watch`.
+
+    Args:
+        every: Steps from one measurement to the next. The first and the last step are measured, too.
+        texts: The texts to measure: strings, sequences of token ids, a dataset with `input_ids` or `text`, or as
+            `--input` of the command line. None: the Trainer's eval_dataset or, without one, the text that comes with
+            sinkscope.
+        num_seqs: The number of texts.
+        seq_len: Tokens of each.
+        epsilon: A sink has a window mass above this.
+        on_onset: Called with an `Onset` when a sink, or massive activations, are there and were not in the measurement
+            before; by default a warning. The thresholds are those of the verdict: a sink rate above 10 %, and massive
+            activations in a layer in at least half of the texts.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        texts: Any = None,
+        *,
+        num_seqs: int = SEQUENCES,
+        seq_len: int = LENGTH,
+        epsilon: float = 0.3,
+        on_onset: Callable[[Onset], object] = warn_of,
+    ) -> None:
+        if every < 1:
+            raise InputError(f"every={every}: at least 1 step is needed from one measurement to the next")
+        self.every, self.texts, self.on_onset = every, texts, on_onset
+        self.options: dict[str, Any] = {"num_seqs": num_seqs, "seq_len": seq_len, "epsilon": epsilon}
+        make_config(**self.options)
+        self.tables: Tables = {}  # of all measured steps
+        self._subject: Subject | None = None  # None: nothing is measured
+        self._trainer: Trainer | None = None
+        self._start = time.time()
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **_: Any
+    ) -> None:
+        self._trainer, self._subject, self._checked = _calling_trainer(), None, False
+        if not state.is_world_process_zero:
+            return
+        self.folder = Path(args.output_dir, FOLDER)
+        self.tables = self._kept(state.global_step) if state.global_step else {}
+        try:
+            self._subject = self._subject_of(model, getattr(processing_class, "tokenizer", processing_class))
+        except InputError as error:
+            warnings.warn(f"SinkCallback measures nothing: {error}", stacklevel=2)
+        if not self.tables:
+            self._measure(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
+            self._measure(args, state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trainer = self._subject = None
+
+    def _subject_of(self, model: Any, tokenizer: Any) -> Subject:
+        """Return the model with its texts. Raises InputError if it, or the texts, cannot be measured."""
+        loaded = load_model(model, tokenizer, make_config())
+        with undisturbed(loaded.model), torch.random.fork_rng():
+            family, _ = row_or_calibrated(loaded.model)
+        texts = self.texts
+        if texts is None:
+            texts = getattr(self._trainer, "eval_dataset", None)
+        if isinstance(texts, dict):  # several evaluation sets by name
+            texts = next(iter(texts.values()))
+        if texts is None or isinstance(texts, str | Path):
+            config = make_config(**self.options, **({} if texts is None else {"input": str(texts)}))
+            return Subject(loaded, family, inputs_for(loaded, config, family))
+        most, length = self.options["num_seqs"], self.options["seq_len"]
+        sequences = tuple(ids for row in islice(texts, most) if len(ids := token_ids(row, loaded)[:length]) > 1)
+        if not sequences:
+            raise InputError("there is no text of at least two tokens: give SinkCallback other `texts`")
+        return Subject(loaded, family, TokenInputs(CONDITION, sequences, "", ""))
+
+    def _kept(self, step: int) -> Tables:
+        """Return the measurements up to this step of the training that is resumed."""
+        paths = [path for name in NAMES if (path := self.folder / "tables" / f"{name}.parquet").is_file()]
+        tables = {path.stem: read_table(path) for path in paths}
+        return {name: table[table["step"] <= step] for name, table in tables.items()}
+
+    def _measure(self, args: Any, state: Any, control: Any) -> None:
+        subject = self._subject
+        if subject is None:
+            return
+        try:
+            found = self.measured(subject.loaded.model, state, lambda _: self._tables_of(subject))
+        except SinkscopeError as error:  # such as NaN, which is the training's to report
+            warnings.warn(f"SinkCallback has not measured step {state.global_step}: {error}", stacklevel=2)
+            return
+        assert found is not None
+        tables, largest, logits = found
+        new = {name: table.assign(step=state.global_step, seed=args.seed) for name, table in tables.items()}
+        new = publish(new, subject.loaded, CONDITION)
+        before = _whole(self.tables["training"]) if self.tables else {}
+        self.tables = {name: pd.concat([self.tables[name], new[name]]) if self.tables else new[name] for name in new}
+        self._write()
+        metrics = _whole(new["training"])
+        self._log(args, state, control, metrics, largest, logits)
+        for name, (what, is_there) in ONSETS.items():
+            if name in before and name in metrics and is_there(metrics[name]) and not is_there(before[name]):
+                message = f"{what} in training, at step {state.global_step}: {name} is {metrics[name]:.3g}"
+                self.on_onset(Onset(name, state.global_step, metrics[name], f"{message}, and was {before[name]:.3g}"))
+
+    def _tables_of(self, subject: Subject) -> tuple[Tables, Largest, pd.DataFrame]:
+        model, family = subject.loaded.model, subject.family
+        names = tuple(name for name in OBSERVED if OBSERVABLES[name].inapplicable(model, family) is None)
+        config: RunConfig = make_config(observables=names, skip_parity=self._checked, **self.options)
+        tables, _ = measure(subject, config)
+        self._checked = True  # that the model computes the same under the tracer
+        largest = largest_of(tables["massive"])
+        massive = tables["massive"].query("is_massive").groupby("layer")["sequence"].nunique()
+        whole = {
+            "largest_activation": abs(largest.value),
+            "massive_share": massive.max() / len(subject.inputs) if len(massive) else 0.0,
+            **{name: torch.finfo(dtype).max / max(abs(largest.value), 1e-30) for name, dtype in LIMITS.items()},
+        }
+        rows = pd.DataFrame({"layer": WHOLE_MODEL, "metric": list(whole), "value": list(whole.values())})
+        made = {
+            "training": pd.concat([tables["summary"][["layer", "metric", "value"]], rows], ignore_index=True),
+            "largest_activations": pd.DataFrame([largest]),
+        }
+        logits = tables.get("largest_logit", pd.DataFrame())
+        return made | ({"largest_logits": logits} if len(logits) else {}), largest, logits
+
+    def _log(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], largest: Largest, logits: pd.DataFrame
+    ) -> None:
+        """Pass the step's numbers to the reporters, as `Trainer.log` does."""
+        logs = {name: metrics[name] for name in (*LOGGED, *LIMITS) if name in metrics}
+        logs |= {f"largest_activation_{name}": int(getattr(largest, name)) for name in Largest._fields[1:-1]}
+        if len(logits):
+            row = logits.loc[logits["largest"].idxmax()]
+            logs |= {f"largest_logit_{name}": int(row[name]) for name in ("layer", "head")}
+        logs = {f"{FOLDER}/{name}": float(value) for name, value in logs.items()} | {"epoch": state.epoch or 0.0}
+        state.log_history.append({**logs, "step": state.global_step})
+        if self._trainer is not None:
+            should_log = control.should_log  # a loss may be due at this step, too
+            self._trainer.callback_handler.on_log(args, state, control, logs)
+            control.should_log = should_log
+
+    def _write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "index.html").unlink(missing_ok=True)  # of fewer steps
+        write_tables(self.tables, self.folder)
+        subject = self._subject
+        assert subject is not None
+        facts = {"model": subject.loaded.name, "condition": CONDITION, "sequences": len(subject.inputs)}
+        config = self.options | {"every": self.every}
+        write_manifest(self.folder, make_manifest(COMMAND, config, self._start, self.tables, **facts))
+
+
+def _whole(training: pd.DataFrame) -> dict[str, float]:
+    """Return the metrics of the whole model at the last step of the table `training`."""
+    rows = training[(training["layer"] == WHOLE_MODEL) & (training["step"] == training["step"].max())]
+    return dict(zip(rows["metric"], rows["value"], strict=True))
+
+
+def token_ids(row: Any, loaded: LoadedModel) -> np.ndarray:
+    """Return the token ids of a text, of a dataset's row, or of ids. Raises InputError for anything else."""
+    if isinstance(row, Mapping):
+        row = row.get("input_ids", row.get("text"))
+    if isinstance(row, str):
+        if loaded.tokenizer is None:
+            raise InputError("texts need a tokenizer: give the Trainer a processing_class, or token ids as texts")
+        row = encode(loaded.tokenizer, row, special=True)
+    try:
+        ids = np.asarray(row, dtype=np.int64).reshape(-1)
+    except (TypeError, ValueError):
+        raise InputError("texts: each is a string, token ids, or a row with `input_ids` or `text`") from None
+    check_ids(ids.tolist(), vocabulary(loaded.model), "texts")
+    return ids
+
+
+def _calling_trainer() -> Trainer | None:
+    """Return the Trainer that calls: callbacks are not given it, and reporters come before other callbacks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    return None

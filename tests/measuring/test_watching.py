@@ -1,0 +1,162 @@
+"""`watch` gives the tables of a traced pass, and the model computes what it computes without it, bit for bit."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.retrofitted import retrofitted
+from support.tables import assert_same_tables
+from tiny import measured, padded, ragged_tokens, tiny_model, tiny_tokens
+from torch import nn
+from transformers import PreTrainedModel
+
+import sinkscope
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.tracer import model_inputs
+from sinkscope.models.families import find_family
+from sinkscope.text.batch import Batch
+
+LENGTHS = (24, 17, 5)
+IDS = tiny_tokens()
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    # transformers' attention functions, and code of their own: eager, fused, with copies of key heads, with logits in
+    # float32; dropout in GPT-2; sink logits; gates and a further term, also in a model with code of its own
+    **{name: partial(tiny_model, name) for name in ("llama", "gpt2", "gpt_oss", "bloom", "falcon-new", "gptj", "phi3")},
+    "llama-vga": lambda: retrofitted("llama", "vga", torch.float32),
+    "llama-sigmoid": lambda: retrofitted("llama", "sigmoid", torch.float32),
+    "bloom-key-bias": lambda: retrofitted("bloom", "key-bias", torch.float32),
+}
+
+
+def step(
+    model: PreTrainedModel, inputs: dict[str, Any], block: Callable[[], AbstractContextManager]
+) -> list[torch.Tensor | None]:
+    """Return logits, gradients and the state of the random numbers of a call in training mode."""
+    model.train().requires_grad_(True).zero_grad()
+    torch.manual_seed(0)
+    with block():
+        logits = model(**inputs).logits
+    logits.float().square().mean().backward()
+    return [logits, *(p.grad for p in model.parameters()), torch.get_rng_state()]
+
+
+def attributes(model: nn.Module) -> list[Any]:
+    return [dict(value) if isinstance(value, dict) else value for m in model.modules() for value in vars(m).values()]
+
+
+def assert_unnoticed(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    plain, before = step(model, inputs, nullcontext), [repr(one) for one in attributes(model)]
+    watched = step(model, inputs, partial(sinkscope.watch, model))
+    assert [repr(one) for one in attributes(model)] == before
+    for one, other in zip(plain, watched, strict=True):
+        assert one is other if one is None or other is None else torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tables_are_those_of_a_trace_and_a_training_step_does_not_notice(name: str) -> None:
+    model = MODELS[name]().eval()
+    batch = padded(ragged_tokens(LENGTHS), "right" if name == "gpt_oss" else "left")
+    inputs = model_inputs(model, batch, True, find_family(model).first_position)
+    with sinkscope.watch(model) as seen, torch.no_grad():
+        model(**inputs)
+    assert (seen.calls, dict(seen.skipped)) == (1, {})
+    settings = Settings(positions=16, window=64)
+    assert_same_tables(measured(model, [batch], settings, seen._names), dict(seen._raw), rtol=1e-4, atol=1e-6)
+    assert seen.sink_rate == seen.tables["attention"].query("position == 0")["sink_rate"].mean()
+    assert abs(seen.massive.value) == seen.tables["massive"]["value"].abs().max()
+    assert_unnoticed(model, inputs)
+
+
+def test_calls_add_up_and_decoding_is_skipped_by_name() -> None:
+    model = tiny_model("llama").eval()
+    with sinkscope.watch(model, epsilon=0.1) as seen:
+        model.generate(IDS[:2], attention_mask=torch.ones_like(IDS[:2]), max_new_tokens=4, do_sample=False)
+        model(IDS[2:, :9])
+        model(inputs_embeds=torch.zeros(1, 5, 32))
+        model(IDS[:1], position_ids=torch.arange(24)[None] % 8)
+    assert seen.calls == 2
+    (decoding, three), (without, one), (packed, single) = seen.skipped.items()
+    assert ("decoding" in decoding, three) == (True, 3)
+    assert ("input_ids" in without, one, "several sequences" in packed, single) == (True, 1, True, 1)
+    batches = [Batch(IDS[:2], torch.ones_like(IDS[:2])), Batch(IDS[2:, :9], torch.ones_like(IDS[2:, :9]), 2)]
+    settings = Settings(positions=16, window=64, epsilon=0.1)
+    assert_same_tables(measured(model, batches, settings, seen._names), dict(seen._raw), rtol=1e-4, atol=1e-6)
+    with sinkscope.watch(model) as nothing:
+        pass
+    with pytest.raises(SinkscopeError, match="no call"):
+        _ = nothing.sink_rate
+    with pytest.raises(InputError, match="more than the forward pass"), sinkscope.watch(model, observables="gradient"):
+        pass
+
+
+def test_autocast_gradient_checkpointing_and_inference_mode() -> None:
+    model = tiny_model("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_unnoticed(model, {"input_ids": IDS})
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        assert_unnoticed(model, {"input_ids": IDS})
+    with torch.inference_mode(), sinkscope.watch(model.eval()) as seen:
+        model(IDS)
+    assert 0 < seen.sink_rate < 1
+
+
+def test_a_compiled_model_runs_uncompiled_in_the_block_and_compiled_after_it() -> None:
+    model, graphs = tiny_model("llama").eval(), list[Any]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        before, count = compiled(IDS).logits, len(graphs)
+        with sinkscope.watch(compiled) as seen:
+            within = compiled(IDS).logits
+        after = compiled(IDS).logits
+    assert seen.calls == 1
+    assert count == len(graphs) > 0
+    assert torch.equal(before, after)
+    torch.testing.assert_close(before, within)
+
+
+def test_an_intervention_is_watched_and_other_threads_are_left_alone() -> None:
+    model = tiny_model("llama").eval()
+    zeroed = sinkscope.intervening(model, "nullify-first-embedding")
+    with zeroed, sinkscope.watch(model) as changed, sinkscope.watch(model) as inner:
+        model(IDS)
+    with sinkscope.watch(model) as plain:
+        model(IDS)
+    assert changed.tables["summary"].equals(inner.tables["summary"])
+    assert not changed.tables["summary"].equals(plain.tables["summary"])
+
+    outputs, started, rest = [model(IDS).logits], threading.Event(), threading.Event()
+    blocked = model.model.layers[1].register_forward_hook(lambda *_: started.set() or (rest.wait(60) and None))
+    with sinkscope.watch(model) as seen:
+        first = threading.Thread(target=lambda: outputs.append(model(IDS).logits))
+        first.start()
+        assert started.wait(60)
+        blocked.remove()
+        outputs.append(model(IDS).logits)
+        rest.set()
+        first.join()
+    assert (seen.calls, sum(seen.skipped.values())) == (1, 1)
+    assert all(torch.equal(outputs[0], one) for one in outputs)
+    assert seen.sink_rate == plain.sink_rate
+
+
+def test_a_call_that_fails_or_gives_nan_is_skipped_with_the_reason() -> None:
+    model = tiny_model("llama").eval()
+    with sinkscope.watch(model) as seen:
+        model(IDS)
+        with pytest.raises(IndexError):
+            model(IDS + 1000)
+        model.model.layers[1].mlp.down_proj.weight.data.fill_(torch.nan)
+        model(IDS)
+    assert seen.calls == 1
+    assert any("NaN" in reason for reason in seen.skipped)

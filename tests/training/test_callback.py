@@ -1,0 +1,245 @@
+"""`SinkCallback`: training does not notice it, it measures what `analyze` measures, and its curves can be read."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.encoders import word_tokenizer
+from support.ranks import COUNT, on_two_ranks, shard_on_cpu, sharding_environment
+from tiny import tiny_model, tiny_tokens, written
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+import sinkscope
+from sinkscope.errors import InputError
+from sinkscope.results.metrics import METRICS
+
+LENGTH, STEPS = 16, 200
+IDS = tiny_tokens(40, LENGTH)
+ROWS = [{"input_ids": ids, "labels": ids} for ids in IDS]
+TRAINED, HELD_OUT = ROWS[:32], ROWS[32:]
+
+
+def trainer(
+    folder: Path, *callbacks: Any, steps: int = STEPS, model: PreTrainedModel | None = None, **options: Any
+) -> Trainer:
+    model = model or tiny_model("llama")
+    model.config.attention_dropout = 0.1
+    model.requires_grad_(True)
+    defaults = {"max_steps": steps, "per_device_train_batch_size": 4, "save_steps": 100, "logging_steps": 50}
+    defaults |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "learning_rate": 3e-3}
+    arguments = TrainingArguments(str(folder), **defaults | options)
+    return Trainer(model, arguments, train_dataset=TRAINED, eval_dataset=HELD_OUT, callbacks=list(callbacks))
+
+
+def random_numbers() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
+
+
+def trained(folder: Path, *callbacks: Any, **options: Any) -> tuple[Trainer, list[Any], list[torch.Tensor]]:
+    """Train, and return the Trainer, the random numbers at the end, and all numbers of model and optimizer."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    done = trainer(folder, *callbacks, **options)
+    done.train()
+    moments = [x for state in done.optimizer.state_dict()["state"].values() for x in state.values()]
+    return done, random_numbers(), [*done.model.state_dict().values(), *moments]
+
+
+def assert_same_training(one: tuple[Trainer, Any, list], other: tuple[Trainer, Any, list]) -> None:
+    assert one[1] == other[1]
+    assert len(one[2]) == len(other[2]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
+    assert [m.training for m in one[0].model.modules()] == [m.training for m in other[0].model.modules()]
+
+
+def curves(folder: Path) -> pd.DataFrame:
+    """Return the metrics of the whole model: a row for each step."""
+    table = pd.read_parquet(folder / "sinks" / "tables" / "training.parquet").query("layer == -1")
+    return table.pivot(index="step", columns="metric", values="value")
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any, list]:
+    """Train 200 steps with and without the callback."""
+    folder, onsets = tmp_path_factory.mktemp("callback"), list[Any]()
+    callback = sinkscope.SinkCallback(every=50, seq_len=LENGTH, on_onset=onsets.append)
+    plain = trained(folder / "plain")
+    measured = trained(folder / "measured", callback, report_to=["tensorboard"])
+    return folder, plain, measured, onsets
+
+
+def test_200_steps_are_the_same_bit_for_bit_with_and_without_it(both: Any) -> None:
+    assert_same_training(both[1], both[2])
+
+
+def test_it_measures_what_analyze_measures_on_the_checkpoints(both: Any, tmp_path: Path) -> None:
+    folder = both[0] / "measured"
+    found, ids = curves(folder), written(tmp_path / "ids.jsonl", [row["input_ids"] for row in HELD_OUT])
+    assert list(found.index) == [0, 50, 100, 150, 200]
+    names = ("attention", "geometry", "massive", "outlier", "largest-logit")
+    for step in (100, 200):
+        run = sinkscope.analyze(folder / f"checkpoint-{step}", input=ids, seq_len=LENGTH, observables=names)
+        summary = run.tables["summary"].query("layer == -1").set_index("metric")["value"]
+        np.testing.assert_allclose(found.loc[step, summary.index], summary, rtol=1e-5, atol=1e-7)
+        massive = run.tables["massive"]
+        row = massive.loc[massive["value"].abs().idxmax()]
+        kept = pd.read_parquet(folder / "sinks/tables/largest_activations.parquet").set_index("step").loc[step]
+        assert [kept[name] for name in ("layer", "coordinate", "position", "token_id")] == [
+            row[name] for name in ("layer", "coordinate", "position", "token_id")
+        ]
+        assert found["float16_headroom"][step] == pytest.approx(65504 / abs(row["value"]), rel=1e-5)
+        assert found["float8_headroom"][step] == pytest.approx(448 / abs(row["value"]), rel=1e-5)
+        logits = pd.read_parquet(folder / "sinks/tables/largest_logits.parquet").query("step == @step")
+        np.testing.assert_allclose(logits["largest"], run.tables["largest_logit"]["largest"], rtol=1e-5)
+
+
+def test_the_largest_logit_is_that_of_plain_attention() -> None:
+    model = tiny_model("gpt2").eval()
+    block = model.transformer.h[0]
+    seen: list[torch.Tensor] = []
+    with block.attn.c_attn.register_forward_hook(lambda *args: seen.append(args[-1])), torch.no_grad():
+        model(IDS)
+    query, key, _ = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in seen[0].split(32, dim=-1))
+    expected = (query @ key.transpose(-1, -2) / 8**0.5).tril().abs().amax((0, 2, 3))
+    with sinkscope.watch(model, observables="largest-logit") as watched:
+        model(IDS)
+    found = watched.tables["largest_logit"].query("layer == 0")["largest"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_tensorboards_event_file_has_the_curves(both: Any) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (file,) = (both[0] / "measured").rglob("events.out.*")
+    events = accumulator.EventAccumulator(str(file)).Reload()
+    found = curves(both[0] / "measured")
+    for name in ("sink_rate", "largest_activation", "kurtosis", "value_drain", "largest_logit", "float8_headroom"):
+        scalars = events.Scalars(f"train/sinks/{name}")
+        assert [scalar.step for scalar in scalars] == list(found.index)
+        np.testing.assert_allclose([scalar.value for scalar in scalars], found[name], rtol=1e-6)
+    assert [scalar.step for scalar in events.Scalars("train/loss")] == [50, 100, 150, 200]
+    assert {"train/sinks/largest_activation_coordinate", "train/sinks/largest_logit_head"} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+def test_show_and_compare_open_the_curves(both: Any) -> None:
+    folder = both[0] / "measured" / "sinks"
+    assert "largest_activations" in sinkscope.show(folder).read_text()
+    assert set(curves(both[0] / "measured")) <= METRICS.keys()
+
+
+class At(TrainerCallback):
+    """Does something at the end of one step."""
+
+    def __init__(self, step: int, do: Callable[[Any], object]) -> None:
+        self.step, self.do = step, do
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.do(control)
+
+
+def test_a_resumed_training_goes_on_with_its_curve(both: Any, tmp_path: Path) -> None:
+    stopping = At(150, lambda control: setattr(control, "should_training_stop", True))
+    trained(tmp_path, sinkscope.SinkCallback(every=50, seq_len=LENGTH), stopping)
+    assert list(curves(tmp_path).index) == [0, 50, 100, 150]
+    (tmp_path / "checkpoint-150").rename(tmp_path / "lost")  # back to a step before the last measured one
+    resumed = trainer(tmp_path, sinkscope.SinkCallback(every=50, seq_len=LENGTH))
+    resumed.train(resume_from_checkpoint=True)
+    pd.testing.assert_frame_equal(curves(tmp_path), curves(both[0] / "measured"), rtol=1e-5)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_of_training_notices_it(way: str, tmp_path: Path) -> None:
+    def partly_in_eval_mode() -> PreTrainedModel:
+        model = tiny_model("llama")
+        model.train().model.layers[1].train(False)
+        return model
+
+    ours = sinkscope.SinkCallback(every=2, seq_len=LENGTH)
+    plain, measured = (
+        trained(tmp_path / str(len(callbacks)), *callbacks, steps=6, model=partly_in_eval_mode(), **WAYS[way])
+        for callbacks in ([], [ours])
+    )
+    assert_same_training(plain, measured)
+    assert list(curves(tmp_path / "1").index) == [0, 2, 4, 6]
+
+
+def test_on_onset_is_called_once_when_a_sink_and_when_massive_activations_begin(tmp_path: Path) -> None:
+    model, onsets = tiny_model("gpt2"), list[Any]()
+    blocks = model.transformer.h
+
+    @torch.no_grad()
+    def attend_uniformly() -> None:
+        for block in blocks:
+            block.attn.c_attn.weight[:, :32] = block.attn.c_attn.bias[:32] = 0.0
+
+    @torch.no_grad()
+    def attend_to_the_first(_: Any) -> None:
+        model.transformer.wpe.weight[0, 0] += 50.0
+        blocks[0].attn.c_attn.bias[:32] = blocks[0].attn.c_attn.weight[0, 32:64] = 5.0
+
+    @torch.no_grad()
+    def become_massive(_: Any) -> None:
+        blocks[1].mlp.c_proj.bias[3] = 1e5
+
+    attend_uniformly()
+    changes = At(2, attend_to_the_first), At(5, become_massive)
+    callback = sinkscope.SinkCallback(every=3, seq_len=LENGTH, on_onset=onsets.append)
+    trainer(tmp_path, *changes, callback, model=model, steps=9, learning_rate=0.0).train()
+    assert [(onset.metric, onset.step) for onset in onsets] == [("sink_rate", 3), ("massive_share", 6)]
+    largest = pd.read_parquet(tmp_path / "sinks/tables/largest_activations.parquet").query("step == 6").iloc[0]
+    assert (largest["layer"], largest["coordinate"]) in ((1, 3), (2, 3))
+
+
+def test_texts_of_several_kinds_and_what_cannot_be_measured(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer()
+    texts: list[Any] = ["w5 w6 w7 w8 w9", {"text": "w5 w6 w7"}, {"input_ids": [7, 8, 9]}, torch.tensor([4, 5])]
+    done = trainer(tmp_path / "texts", sinkscope.SinkCallback(texts=texts), steps=1)
+    done.callback_handler.processing_class = tokenizer
+    done.train()
+    assert curves(tmp_path / "texts")["sink_rate"].notna().all()
+    for number, (given, message) in enumerate((([3.5, "x"], "need a tokenizer"), ([[500, 501]], "outside the model"))):
+        with pytest.warns(UserWarning, match=f"measures nothing: .*{message}"):
+            trainer(tmp_path / str(number), sinkscope.SinkCallback(texts=given[-1:]), steps=1).train()
+    with pytest.raises(InputError, match="every=0"):
+        sinkscope.SinkCallback(every=0)
+
+
+def test_two_processes_train_as_without_it_and_the_first_measures(tmp_path: Path) -> None:
+    def work() -> None:
+        for name, callbacks in (("plain", []), ("measured", [sinkscope.SinkCallback(every=2, seq_len=LENGTH)])):
+            _, numbers, tensors = trained(tmp_path / name, *callbacks, steps=6)
+            torch.save([numbers, tensors], tmp_path / f"{name}-{os.environ['RANK']}.pt")
+
+    assert on_two_ranks(work, tmp_path / "log") == [0] * COUNT, (tmp_path / "log").read_text()
+    for rank in range(COUNT):
+        plain, measured = (
+            torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=False) for name in ("plain", "measured")
+        )
+        assert plain[0] == measured[0]
+        assert all(torch.equal(a, b) for a, b in zip(plain[1], measured[1], strict=True))
+    assert list(curves(tmp_path / "measured").index) == [0, 2, 4, 6]
+
+
+def test_a_sharded_model_is_not_measured_and_a_warning_says_so(tmp_path: Path) -> None:
+    def work() -> None:
+        shard_on_cpu()
+        trainer(tmp_path / "sharded", sinkscope.SinkCallback(seq_len=LENGTH), steps=2, save_strategy="no").train()
+
+    ended = on_two_ranks(work, tmp_path / "log", **sharding_environment())
+    assert ended == [0] * COUNT, (tmp_path / "log").read_text()
+    assert "SinkCallback measures nothing: the weights of this model are sharded" in (tmp_path / "log").read_text()
