@@ -16,7 +16,8 @@ import typer
 from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
-from sinkscope.cli.ending import WRONG_INPUT, Commands, interruption, printing
+from sinkscope.cli.as_json import as_json
+from sinkscope.cli.ending import WRONG_INPUT, Commands, Told, interruption, printing
 from sinkscope.cli.printing import print_result
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options import COMMANDS
@@ -38,7 +39,7 @@ def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
     fields = {name: kind.model_fields[name] for name in (*first, *own, *rest) if name not in kind.refused}
     fields = {name: field for name, field in fields.items() if name not in kind.hidden}
     of_output = [*(("out", "overwrite", "no_page") if kind.writes else ()), *(("from_",) if kind.repeatable else ())]
-    fields |= {name: OutputOptions.model_fields[name] for name in (*of_output, "quiet")}
+    fields |= {name: OutputOptions.model_fields[name] for name in (*of_output, "quiet", "json_")}
     parameters = [_keyword("ctx", typer.Context)]
     for name, field in fields.items():
         extra: Any = field.json_schema_extra
@@ -129,11 +130,13 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
             result = module.command(asked, output.model_copy(update={"out": folder}))
         # only the first of the processes of `accelerate launch` prints
         is_first = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
-        if not output.quiet and is_first:
-            with printing(result.folder):
+        with printing(result.folder):
+            if output.json_ and is_first:
+                print(as_json(name, result))
+            elif not output.quiet and is_first:
                 print_result(result)
         if result.failure:
-            raise SinkscopeError(result.failure)
+            raise (Told if output.json_ else SinkscopeError)(result.failure)
 
     command.__doc__ = escape(inspect.cleandoc(kind.about))  # brackets are no markup
     command.__signature__ = inspect.Signature(parameters_of(kind))  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from sinkscope.measuring.memory import bytes_per_token
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.models.families import find_family
-from sinkscope.models.loading import free_memory
+from sinkscope.models.memory import free_memory
 from sinkscope.retrofits import retrofit_model
 
 ALL = (*FORWARD, "gradient")
