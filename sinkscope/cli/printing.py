@@ -23,7 +23,7 @@ def print_result(result: "Result") -> None:
     if result.markdown:
         console = Console()
         if console.is_terminal:
-            console.print(_Markdown(result.markdown))
+            console.print(InMarkdown(result.markdown))
         else:
             print(result.markdown)
     if result.text:
@@ -77,7 +77,7 @@ def fitted(header: Sequence[Text], rows: Sequence[Sequence[Text]], room: int) ->
 def _table(
     header: Sequence[Text | str], rows: Sequence[Sequence[Text]], widths: Sequence[int], shows_header: bool = True
 ) -> Table:
-    table = Table(box=box.ROUNDED if shows_header else box.SIMPLE, show_header=shows_header)
+    table = Table(box=box.HEAVY_HEAD if shows_header else box.SIMPLE, show_header=shows_header)
     for name, width in zip(header, widths, strict=True):
         justify = name.justify if isinstance(name, Text) else None
         table.add_column(name, width=max(1, width), justify=justify or "left", overflow="fold")
@@ -104,5 +104,7 @@ class _Table(TableElement):
         yield fitted(header, rows, options.max_width)
 
 
-class _Markdown(Markdown):
+class InMarkdown(Markdown):
+    """Markdown whose tables cut no number."""
+
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "table_open": _Table}

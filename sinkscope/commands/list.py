@@ -158,7 +158,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
         "metric", "label", "unit", "definition", "source",
     ),
     "claims": (
-        "claims of papers, and their tests", "claims",
+        "claims of papers and their tests", "claims",
         _claims, "claim", "paper", "where", "what it says", "what is measured", "holds if (‡ our threshold)",
     ),
 }  # fmt: skip

@@ -25,6 +25,7 @@ KEPT = 1.5
 # and takes 2.4 GB more.
 TOKENS_PER_BATCH = 16384
 TOKENS_ON_CPU = {False: 2048, True: 512}  # by whether there are gradients
+HALF_ON_CPU = 3  # bytes of a number in half precision, with the float32 in which most CPUs compute
 QUESTION_TOKENS = 128  # approximate length of a question of a benchmark
 FEWEST_TOKENS = 16  # the shortest sequences that are proposed where longer ones do not fit
 LIBRARIES = 600 << 20  # bytes of a process on the CPU that has imported the libraries and opened a small model
@@ -102,7 +103,8 @@ class Memory:
             free = max(0, self.free - weights)
             size = sequences_that_fit(self.model, length, self.backward, on_cpu, free)
         tokens = min(size, getattr(self.options, "num_seqs", size)) * length
-        batch = tokens * bytes_per_token(self.model, self.backward, dtype.itemsize)
+        itemsize = max(dtype.itemsize, HALF_ON_CPU) if on_cpu else dtype.itemsize
+        batch = tokens * bytes_per_token(self.model, self.backward, itemsize)
         return int((LIBRARIES if on_cpu else 0) + weights + batch)
 
     def least(self, dtype: torch.dtype, **changed: Any) -> int:
