@@ -19,9 +19,7 @@ Rows = list[tuple[Any, ...]]
 def command(options: ListOptions, output: OutputOptions) -> Result:
     if options.kind is None:  # an overview, for which no register is imported
         kinds = [(kind, about, where) for kind, (about, where, *_) in KINDS.items()]
-        return Result(
-            tables={"kinds": pd.DataFrame(kinds, columns=["sinkscope list …", "shows", "where they are used"])}
-        )
+        return Result(tables={"kinds": pd.DataFrame(kinds, columns=["sinkscope list", "shows", "where they are used"])})
     return Result(tables=listing(None if options.kind == "all" else options.kind))
 
 

@@ -30,7 +30,7 @@ from sinkscope.errors import InputError, SinkscopeError, counted, described, one
 from sinkscope.figures import FIGURES, is_of
 from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.console import lasting, print_line
-from sinkscope.measuring.memory import room, training_memory
+from sinkscope.measuring.memory import training_memory
 from sinkscope.measuring.processes import team, together
 from sinkscope.measuring.subject import memory_of
 from sinkscope.models.files import (
@@ -87,7 +87,7 @@ class Size:
             return 0
         if isinstance(options, ArmOptions):
             return int(MARGIN * training_memory(self.model, options))
-        return int(MARGIN * memory_of(self.model, options, room(options.device_map)).peak(self.model.dtype))
+        return int(MARGIN * memory_of(self.model, options).peak(self.model.dtype))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError
 from sinkscope.models.family import vocabulary
 from sinkscope.models.files import gigabytes
-from sinkscope.models.loading import stays_on_cpu
+from sinkscope.models.loading import COUNTS, stays_on_cpu
 from sinkscope.models.memory import free_memory
 from sinkscope.options.measuring import DEMO_NAME, POLICIES
 
@@ -83,7 +83,12 @@ class Memory:
     model: PreTrainedModel
     options: Any
     backward: bool  # whether it measures gradients
-    free: int  # bytes, before the weights are loaded
+    free: int  # bytes, without the weights
+
+    @property
+    def on_cpu(self) -> bool:
+        kind = self.model.device.type
+        return stays_on_cpu(self.options.device_map) if kind == "meta" else kind == "cpu"
 
     def __str__(self) -> str:
         """Return for example «7.8 GB; 10.8 GB in float32»."""
@@ -98,14 +103,13 @@ class Memory:
         """Return the most bytes at once: of the libraries, on a CPU, the weights, and a batch."""
         weights, size = self.weights(dtype), self.options.batch_size
         length = getattr(self.options, "seq_len", QUESTION_TOKENS)
-        on_cpu = stays_on_cpu(self.options.device_map)
         if size == "auto":
             free = max(0, self.free - weights)
-            size = sequences_that_fit(self.model, length, self.backward, on_cpu, free)
+            size = sequences_that_fit(self.model, length, self.backward, self.on_cpu, free)
         tokens = min(size, getattr(self.options, "num_seqs", size)) * length
-        itemsize = max(dtype.itemsize, HALF_ON_CPU) if on_cpu else dtype.itemsize
+        itemsize = max(dtype.itemsize, HALF_ON_CPU) if self.on_cpu else dtype.itemsize
         batch = tokens * bytes_per_token(self.model, self.backward, itemsize)
-        return int((LIBRARIES if on_cpu else 0) + weights + batch)
+        return int((LIBRARIES if self.on_cpu else 0) + weights + batch)
 
     def least(self, dtype: torch.dtype, **changed: Any) -> int:
         """Return the bytes of weights and the smallest batch, in which gradients take no more than a forward pass.
@@ -146,7 +150,8 @@ def training_memory(model: PreTrainedModel, options: Any) -> int:
 
 def room(device_map: str | None) -> int:
     """Return the free bytes of the devices over which a device map spreads a model; of None, those of auto."""
-    if stays_on_cpu(device_map):
+    named = (device_map or "").partition(":")[0]
+    if stays_on_cpu(device_map) or (named in COUNTS and not COUNTS[named]()):
         return free_memory(torch.device("cpu"))
     if device_map not in (None, *POLICIES):
         return free_memory(torch.device(device_map))

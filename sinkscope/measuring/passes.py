@@ -28,10 +28,9 @@ from sinkscope.measuring.observables.observable import Lists, Observable, Readin
 from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import Tracer, model_inputs
 from sinkscope.models.edits import Beginning, beginning_at
-from sinkscope.results.tables import SEQUENCE, Column, Columns
+from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
@@ -186,9 +185,9 @@ class _Bar(Observable):
     def __init__(self, progress: Progress, total: int, layers: int) -> None:
         super().__init__(Settings())
         self.progress, self.total, self.moves = progress, total, layers * (2 if self.backward else 1)
-        self.task = progress.add_task("measuring", total=total, bar=self)
         self.done, self.moved = 0, 0  # sequences of the batches before, and layers of this one
         self.began, self.pace = time.monotonic(), math.inf  # of this batch; seconds for a sequence
+        self.task = progress.add_task("measuring", total=total, bar=self)
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         self._move(batch)

@@ -105,14 +105,13 @@ def open_subject(
     Raises InputError if the model or the input is not usable, and SinkscopeError if network, memory or a package fails.
     """
     with spinner(console, "loading the model"):
-        free = room(config.device_map)
         loaded = load_model(model, tokenizer, config, None if config.force else partial(check_memory, config=config))
     with undisturbed(loaded.model):
         family, notices = family_of(loaded.model)
         inputs = inputs_for(loaded, config, family)
         notices += [] if family.causal else ["it attends in both directions; its loss, if any, is of masked tokens"]
         print_notices(console, (*loaded.notices, *tower_notice(loaded.model), *notices, *inputs.notices))
-        yield Subject(loaded, family, inputs, memory_of(loaded.model, config, free))
+        yield Subject(loaded, family, inputs, memory_of(loaded.model, config))
 
 
 def is_in_memory(model: ModelLike) -> bool:
@@ -141,16 +140,17 @@ def load_model(
     return LoadedModel(network, tokenizer, name, name, None, None, ())
 
 
-def memory_of(model: PreTrainedModel, config: RunConfig | BenchmarkOptions, free: int) -> Memory:
-    """Return the memory that a command needs, where `free` bytes are free before the model is loaded."""
+def memory_of(model: PreTrainedModel, config: RunConfig | BenchmarkOptions) -> Memory:
+    """Return the memory that a command needs with a model, which may be on the meta device."""
     names = getattr(config, "observables", None) or [name for name, kind in OBSERVABLES.items() if kind.by_default]
     backward = not config.forward_only and any(OBSERVABLES[name].backward for name in names)
-    return Memory(model, config, backward, free)
+    loaded = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    return Memory(model, config, backward, room(config.device_map) + loaded)
 
 
 def check_memory(model: PreTrainedModel, config: RunConfig) -> None:
     """Raise InputError if measuring a model, which may be on the meta device, does not fit into memory."""
-    memory_of(model, config, room(config.device_map)).check()
+    memory_of(model, config).check()
 
 
 def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:

@@ -22,7 +22,7 @@ class OutputOptions(Options):
         metavar="RUN",
     )
     quiet: bool = option(False, "Output", "Print nothing but errors.")
-    json_: bool = option(False, "Output", "Print the result as one JSON object on standard output.")
+    json_: bool = option(False, "Output", "Print the result, or the error, as one JSON object on standard output.")
     no_page: bool = option(False, "Output", "Write no index.html, the page to look at in a browser.")
     record: dict[str, Any] | None = option(None, "Output", "The recipe that runs the command, for its run.json.")
 

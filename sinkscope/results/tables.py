@@ -57,6 +57,8 @@ KEY = Column("key", "position of the key", kind="whole")
 SEED = Column("seed", "seed of the training")
 METRIC = Column("metric", "name of the metric (`sinkscope list metrics`)", kind="text")
 VALUE = Column("value", "its value")
+SUMMARY_COLUMNS = (METRIC, VALUE)
+WHOLE_MODEL = -1  # in the column `layer`
 
 # tables that trainings write; measuring/tables.py has all tables
 TRAINING_TABLES: dict[str, Columns] = {

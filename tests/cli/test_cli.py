@@ -337,7 +337,7 @@ def test_tables_cut_no_number_in_a_narrow_terminal(finished: tuple[Result, Path]
 
 def render(table: Any) -> str:
     """Return what a terminal of 60 columns shows."""
-    console = Console(width=60, force_terminal=True, no_color=True, file=io.StringIO())
+    console = Console(width=60, force_terminal=True, color_system=None, file=io.StringIO())
     console.print(table)
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, drawn.splitlines())) <= 60
@@ -352,10 +352,8 @@ def test_shells_complete_commands_choices_and_names() -> None:
         ("sinkscope list rec", "recipes"),
         ("sinkscope run all", "all-interventions"),
     ):
-        words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-        completed = CliRunner().invoke(
-            app, env={"_SINKSCOPE_COMPLETE": "complete_bash", **words}, prog_name="sinkscope"
-        )
+        asked = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_SINKSCOPE_COMPLETE": "complete_bash"}
+        completed = CliRunner().invoke(app, env=asked, prog_name="sinkscope")
         assert completed.stdout.split() == [expected], typed
 
 
